@@ -1,0 +1,89 @@
+"""Set up this checkout and run things in it: `python3 dev.py run`, `python3 dev.py test`.
+
+Needs nothing but python3 and its pip: no make, no ensurepip, no system installs. The first call makes `.venv` and fills it; later
+calls start at once, until pyproject.toml changes.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+MARKER = VENV / "tidekv-installed"
+
+COMMANDS = {
+    "run": (["-m", "tidekv", "run"], "serve a workload with a prefill and a decode worker, and compare"),
+    "test": (["-m", "pytest"], "run the tests"),
+    "check": ([], "run the lint and type checks"),
+    "bench": (["-m", "tidekv", "bench"], "run a benchmark; without a name, list them"),
+    "tidekv": (["-m", "tidekv"], "run any tidekv command"),
+    "setup": ([], "only set up .venv"),
+}
+CHECKS = (
+    ["-m", "ruff", "check", "."],
+    ["-m", "ruff", "format", "--check", "."],
+    ["-m", "mypy"],
+)
+
+
+def wanted_marker() -> str:
+    """What a finished set-up was made from: another pyproject.toml or Python needs another set-up."""
+    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    return f"{digest} {sys.version_info.major}.{sys.version_info.minor} {ROOT}\n"
+
+
+def set_up() -> None:
+    """Make and fill .venv unless the marker says that it is up to date."""
+    if MARKER.is_file() and MARKER.read_text() == wanted_marker() and PYTHON.exists():
+        return
+    print("dev.py: setting up .venv (once; needs the package registry)", file=sys.stderr, flush=True)
+    MARKER.unlink(missing_ok=True)
+    venv.create(VENV, with_pip=False, clear=True, symlinks=True)
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(PYTHON),
+        "install",
+        "--quiet",
+        "-e",
+        f"{ROOT}[dev]",
+    ]
+    # Build isolation makes an environment of its own with pip; a --python install needs no pip inside .venv.
+    done = subprocess.run(install, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(
+            f"dev.py: pip failed with exit code {done.returncode}; its message is above. Command: {' '.join(install)}"
+        )
+    MARKER.write_text(wanted_marker())
+
+
+def usage() -> str:
+    lines = [f"  {name:8}{text}" for name, (_, text) in COMMANDS.items()]
+    return "usage: python3 dev.py COMMAND [ARGUMENTS…]\n\n" + "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    if sys.version_info < (3, 11):
+        sys.exit(f"dev.py: tidekv needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    if not arguments or arguments[0] not in COMMANDS:
+        print(usage(), file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    command, rest = arguments[0], arguments[1:]
+    set_up()
+    if command == "setup":
+        return 0
+    if command == "check":
+        codes = [subprocess.run([PYTHON, *check], cwd=ROOT, check=False).returncode for check in CHECKS]
+        return max(codes)
+    os.execv(PYTHON, [str(PYTHON), *COMMANDS[command][0], *rest])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

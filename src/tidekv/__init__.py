@@ -1,0 +1,1 @@
+"""tidekv: a tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""

@@ -1,0 +1,6 @@
+"""`python -m tidekv`: the command line."""
+
+from tidekv.engine.cli import main
+
+if __name__ == "__main__":
+    main()

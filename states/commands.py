@@ -1,0 +1,146 @@
+"""What the core wishes: imperative, plain values. The driver starts each; those with an `op` end in exactly one event.
+
+Pages are ids of `tidekv.states.shapes.PageIds`; those of one command belong to its operation until the outcome was told.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidekv.states.shapes import PageIds
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A wish."""
+
+
+class Operation(Command):
+    """A wish with an outcome: an event that carries the same `op`."""
+
+    op: int
+
+
+class QueryStorage(Operation):
+    """Ask storage for pages [first, first + count) of the request's prompt → StorageAnswered."""
+
+    request_id: str
+    first: int
+    count: int
+
+
+class FetchPages(Operation):
+    """Read pages [first, first + len(host_pages)) of the request's prompt from storage into host pages → PagesFetched."""
+
+    request_id: str
+    first: int
+    host_pages: PageIds
+
+
+class CopyToDevice(Operation):
+    """Copy host pages to device pages → CopyEnded."""
+
+    host_pages: PageIds
+    device_pages: PageIds
+
+
+class CopyToHost(Operation):
+    """Copy device pages to host pages → CopyEnded."""
+
+    device_pages: PageIds
+    host_pages: PageIds
+
+
+class StorePages(Operation):
+    """Put host pages, which are pages [first, …) of the finished request's tokens, into storage → PagesStored."""
+
+    request_id: str
+    first: int
+    host_pages: PageIds
+
+
+class SendPromise(Command):
+    """Tell prefill number `prefill` of the request's list what not to send, and where the rest goes → PromiseSent or RoomFailed."""
+
+    request_id: str
+    generation: int
+    prefill: int
+    prompt_tokens: int
+    promised_tokens: int
+    pages: PageIds
+
+
+class SendExtend(Command):
+    """Ask prefill for pages [first, first + len(pages)) of the prompt as well."""
+
+    request_id: str
+    generation: int
+    span: int
+    first: int
+    pages: PageIds
+
+
+class SendAbort(Command):
+    """Tell every writer of the room to stop, and to say when it has → RoomDrained from each, or WriterDead."""
+
+    request_id: str
+    generation: int
+
+
+class SendReceived(Command):
+    """Tell prefill that all of the room is here: it may free its pages."""
+
+    request_id: str
+    generation: int
+
+
+class TellReady(Command):
+    """Hand the request to the caller: its page table, tokens by source, and pages held back for its growth."""
+
+    request_id: str
+    generation: int
+    pages: PageIds
+    sources: dict[str, int]
+    reserve: PageIds
+
+
+class TellFailed(Command):
+    """Tell the caller that the request failed, and why."""
+
+    request_id: str
+    cause: str
+    detail: str
+
+
+class GiveReserve(Command):
+    """Add pages to the request's reserve for growth; none where `wanted` could not be had."""
+
+    request_id: str
+    pages: PageIds
+
+
+class TellFinished(Command):
+    """The request is over for the caller: `inserted` of its pages were new to the cache."""
+
+    request_id: str
+    inserted: int
+
+
+class TellRetracted(Command):
+    """The request's KV is held in host memory: `held_pages` pages of its tokens, from the first on."""
+
+    request_id: str
+    held_pages: int
+
+
+class TellFlushed(Command):
+    """What a flush dropped, and what it spared because it is locked: pages by tier."""
+
+    call: int
+    dropped: dict[str, int]
+    spared: dict[str, int]
+
+
+class ForgetTokens(Command):
+    """No operation needs the request's tokens any more: the driver may drop them."""
+
+    request_id: str

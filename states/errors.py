@@ -1,0 +1,78 @@
+"""Every error that tidekv raises on purpose, by what the caller can do about it."""
+
+from __future__ import annotations
+
+
+class TidekvError(Exception):
+    """Root of all errors of this package."""
+
+
+class InvalidRequest(TidekvError, ValueError):
+    """The call is wrong and changed nothing: fix it and call again."""
+
+
+class InvalidConfig(InvalidRequest):
+    """A setting, option or layout is wrong; nothing was started."""
+
+
+class CapacityError(TidekvError):
+    """There is no room now; nothing was changed: try later, or give something back."""
+
+
+class OutOfPages(CapacityError):
+    """The device pool has no page for the new tokens: retract or finish a request."""
+
+
+class TransferFailed(TidekvError):
+    """Bytes did not come from, or go to, another process."""
+
+
+class StorageFailed(TidekvError):
+    """A storage engine cannot do its work; requests go on without it."""
+
+
+class EngineClosed(TidekvError):
+    """The engine is closed or closing and takes no more calls."""
+
+
+class ProtocolError(TidekvError):
+    """The hand-over protocol was broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This process broke the protocol: a bug of ours or of the embedder."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the protocol."""
+
+
+class PeerMismatch(RemoteProtocolError):
+    """The peer's model, layout, page size, dtype or version is not ours; `field` names the first that differs."""
+
+    def __init__(self, *, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"peer differs in {field}: ours is {ours!r}, theirs is {theirs!r}")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+
+
+class IllegalEvent(TidekvError):
+    """An event that the table has no row for, in this state: a bug of the driver, nothing was changed."""
+
+
+class BrokenInvariant(TidekvError, AssertionError):
+    """An account or the index contradicts itself: a bug of tidekv. The engine stops; please report it with the journal."""
+
+
+class RequestFailed(TidekvError):
+    """A request ended in FAILED; `cause` says why, `detail` holds what is known beyond that (a peer's words, a traceback)."""
+
+    def __init__(self, request_id: str, cause: str, detail: str = "") -> None:
+        super().__init__(
+            f"request {request_id!r} failed: {cause}"
+            + (f" ({detail.strip().splitlines()[-1]})" if detail.strip() else "")
+        )
+        self.request_id = request_id
+        self.cause = cause
+        self.detail = detail

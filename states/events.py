@@ -1,0 +1,205 @@
+"""What the core is told: the facts that it decides by. Past tense, plain values, no tensors, no exceptions.
+
+Every event carries the time at which it was taken (`at_s`, monotonic seconds): the core has no clock. Whatever is not in an event
+cannot matter to a decision, which is what makes a run replayable. `op` names the command whose outcome an event is; an outcome of an
+operation that the core no longer knows is late, and only counted.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A fact."""
+
+    at_s: float
+
+
+# --- From the embedder -------------------------------------------------------------------------------------------------------
+
+
+class RequestArrived(Event):
+    """A prompt wants its KV on this device. `keys` holds one fixed-width key a full page; the rest of `prompt_tokens` is the tail."""
+
+    request_id: str
+    keys: bytes
+    prompt_tokens: int
+    namespace: str = ""
+    prefill_count: int = 1
+    deadline_at_s: float = float("inf")
+    priority: int = 0
+    cache: bool = True
+
+
+class AbortRequested(Event):
+    """The caller no longer wants the request."""
+
+    request_id: str
+    cause: str = "aborted"
+
+
+class GrowthTaken(Event):
+    """The caller took `page_count` pages of a request's reserve for new tokens, and wants `wanted` more at once."""
+
+    request_id: str
+    page_count: int
+    wanted: int = 0
+
+
+class FinishRequested(Event):
+    """Generation ended: keep the KV of `tokens` tokens (`keys`: their full pages) and give everything back."""
+
+    request_id: str
+    keys: bytes
+    tokens: int
+
+
+class RetractRequested(Event):
+    """Memory is needed: move the KV of `tokens` tokens to the host, hold it there, and give the device pages back."""
+
+    request_id: str
+    keys: bytes
+    tokens: int
+
+
+class RetractedDropped(Event):
+    """A retracted request will not be resumed: let go of what it holds in host memory."""
+
+    request_id: str
+
+
+class FlushRequested(Event):
+    """Forget every unlocked page of these tiers ("l1", "l2"). `call` is echoed in the answer."""
+
+    call: int
+    tiers: tuple[str, ...]
+
+
+class StorageChanged(Event):
+    """A storage engine was attached, or the one there was is gone."""
+
+    available: bool
+
+
+class ClockAdvanced(Event):
+    """The time that the core asked to be woken at (`Core.next_deadline_s`) has come."""
+
+
+# --- Outcomes on this machine ------------------------------------------------------------------------------------------------
+
+
+class StorageAnswered(Event):
+    """Storage says that it has the first `found` of the pages asked for: a hint. An error counts as none."""
+
+    op: int
+    found: int
+    error: str = ""
+
+
+class PagesFetched(Event):
+    """The first `good` pages of a fetch are in host memory and verified; nothing writes to any of its pages any more."""
+
+    op: int
+    good: int
+    error: str = ""
+
+
+class CopyEnded(Event):
+    """A copy between device and host is over; with an error, its destination holds garbage. Nothing writes there any more."""
+
+    op: int
+    error: str = ""
+
+
+class PagesStored(Event):
+    """The first `stored` pages of a put are in storage; its source pages are no longer read."""
+
+    op: int
+    stored: int
+    error: str = ""
+
+
+class CommandRaised(Event):
+    """Starting a command raised; nothing was started. `detail` is the traceback."""
+
+    op: int
+    detail: str
+
+
+# --- The hand-over -----------------------------------------------------------------------------------------------------------
+
+
+class PromiseSent(Event):
+    """The promise of a room is on its way to `writer` (a peer's instance and epoch), whose `ranks` ranks will write."""
+
+    request_id: str
+    generation: int
+    writer: str
+    ranks: int
+
+
+class ChunkLanded(Event):
+    """Pages [first, first + count) of the prompt are in place, written by one prefill rank for one span; `last` ends the span."""
+
+    request_id: str
+    generation: int
+    rank: int
+    span: int
+    first: int
+    count: int
+    last: bool
+
+
+class AuxLanded(Event):
+    """The first token and what belongs to it came from one prefill rank. The driver keeps the payload."""
+
+    request_id: str
+    generation: int
+    rank: int
+
+
+class RoomRefused(Event):
+    """Prefill cannot serve this span of the room any more. Nothing of the span was or will be written."""
+
+    request_id: str
+    generation: int
+    span: int
+    cause: str
+
+
+class RoomFailed(Event):
+    """The room will not be completed. `settled` says that nobody can write to its pages any more."""
+
+    request_id: str
+    generation: int
+    cause: str
+    settled: bool
+
+
+class RoomDrained(Event):
+    """One prefill rank has no write of this room in flight and will not start another."""
+
+    request_id: str
+    generation: int
+    rank: int
+
+
+class WriterLost(Event):
+    """A peer is out of reach: its rooms fail, but it may still write."""
+
+    writer: str
+    cause: str
+
+
+class WriterDead(Event):
+    """A peer is proven dead and its last bytes have landed: nothing of it can write any more."""
+
+    writer: str
+
+
+AnyEvent = (
+    RequestArrived | AbortRequested | GrowthTaken | FinishRequested | RetractRequested | RetractedDropped | FlushRequested
+    | StorageChanged | ClockAdvanced | StorageAnswered | PagesFetched | CopyEnded | PagesStored | CommandRaised | PromiseSent
+    | ChunkLanded | AuxLanded | RoomRefused | RoomFailed | RoomDrained | WriterLost | WriterDead
+)  # fmt: skip

@@ -1,0 +1,56 @@
+"""Plain values that backends and transports share: where a pool's pages lie, and what makes two pools interchangeable."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TypeAlias
+
+import msgspec
+
+PageIds: TypeAlias = "array[int]"
+"""Page ids of one pool, in prompt order: `array("i", …)`, four bytes a page."""
+
+
+def page_ids(ids: object = ()) -> PageIds:
+    """Make page ids from any iterable of ints."""
+    return array("i", ids)  # type: ignore[call-overload, no-any-return]  # array's stub wants one of its known iterables.
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """One piece of every page of a pool: piece `i` of page `p` starts at `address + p * stride_bytes`."""
+
+    address: int
+    piece_bytes: int
+    stride_bytes: int
+    page_count: int
+
+
+class PoolMemory(msgspec.Struct, frozen=True):
+    """A pool as a transport sees it: the pieces of its pages, in the order in which a page's bytes are counted.
+
+    `kind` is "DRAM" or "VRAM"; `device` is the CUDA ordinal, 0 for DRAM.
+    """
+
+    segments: tuple[Segment, ...]
+    page_count: int
+    kind: str = "DRAM"
+    device: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all its pieces."""
+        return sum(segment.piece_bytes for segment in self.segments)
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What must be equal at both ends of a hand-over, field by field; a difference is refused by the field's name."""
+
+    model: str
+    kind: str
+    dtype: str
+    page_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_bytes: int
+    piece_bytes: tuple[int, ...]
