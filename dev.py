@@ -1,7 +1,7 @@
 """Set up this checkout and run things in it: `python3 dev.py run`, `python3 dev.py test`.
 
-Needs nothing but python3 and its pip: no make, no ensurepip, no system installs. The first call makes `.venv` and fills it; later
-calls start at once, until pyproject.toml changes.
+Needs nothing but python3 and its pip: no make, no ensurepip, no system installs. The first call makes `.venv` and
+fills it; later calls start at once, until pyproject.toml changes.
 """
 
 import hashlib

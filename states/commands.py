@@ -1,6 +1,6 @@
 """What the core wishes: imperative, plain values. The driver starts each; those with an `op` end in exactly one event.
 
-Pages are ids of `tidekv.states.shapes.PageIds`; those of one command belong to its operation until the outcome was told.
+Pages are ids of `tidekv.states.shapes.PageIds`; those of a command belong to its operation until its outcome is told.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A wish."""
 
 
-class Operation(Command):
+class Operation(Command, frozen=True, kw_only=True):
     """A wish with an outcome: an event that carries the same `op`."""
 
     op: int
 
 
-class QueryStorage(Operation):
+class QueryStorage(Operation, frozen=True, kw_only=True):
     """Ask storage for pages [first, first + count) of the request's prompt → StorageAnswered."""
 
     request_id: str
@@ -28,7 +28,7 @@ class QueryStorage(Operation):
     count: int
 
 
-class FetchPages(Operation):
+class FetchPages(Operation, frozen=True, kw_only=True):
     """Read pages [first, first + len(host_pages)) of the request's prompt from storage into host pages → PagesFetched."""
 
     request_id: str
@@ -36,21 +36,21 @@ class FetchPages(Operation):
     host_pages: PageIds
 
 
-class CopyToDevice(Operation):
+class CopyToDevice(Operation, frozen=True, kw_only=True):
     """Copy host pages to device pages → CopyEnded."""
 
     host_pages: PageIds
     device_pages: PageIds
 
 
-class CopyToHost(Operation):
+class CopyToHost(Operation, frozen=True, kw_only=True):
     """Copy device pages to host pages → CopyEnded."""
 
     device_pages: PageIds
     host_pages: PageIds
 
 
-class StorePages(Operation):
+class StorePages(Operation, frozen=True, kw_only=True):
     """Put host pages, which are pages [first, …) of the finished request's tokens, into storage → PagesStored."""
 
     request_id: str
@@ -58,8 +58,10 @@ class StorePages(Operation):
     host_pages: PageIds
 
 
-class SendPromise(Command):
-    """Tell prefill number `prefill` of the request's list what not to send, and where the rest goes → PromiseSent or RoomFailed."""
+class SendPromise(Command, frozen=True, kw_only=True):
+    """Tell prefill number `prefill` of the request's list what not to send, and where the rest goes → PromiseSent or
+    RoomFailed.
+    """
 
     request_id: str
     generation: int
@@ -69,7 +71,7 @@ class SendPromise(Command):
     pages: PageIds
 
 
-class SendExtend(Command):
+class SendExtend(Command, frozen=True, kw_only=True):
     """Ask prefill for pages [first, first + len(pages)) of the prompt as well."""
 
     request_id: str
@@ -79,21 +81,21 @@ class SendExtend(Command):
     pages: PageIds
 
 
-class SendAbort(Command):
+class SendAbort(Command, frozen=True, kw_only=True):
     """Tell every writer of the room to stop, and to say when it has → RoomDrained from each, or WriterDead."""
 
     request_id: str
     generation: int
 
 
-class SendReceived(Command):
+class SendReceived(Command, frozen=True, kw_only=True):
     """Tell prefill that all of the room is here: it may free its pages."""
 
     request_id: str
     generation: int
 
 
-class TellReady(Command):
+class TellReady(Command, frozen=True, kw_only=True):
     """Hand the request to the caller: its page table, tokens by source, and pages held back for its growth."""
 
     request_id: str
@@ -103,7 +105,7 @@ class TellReady(Command):
     reserve: PageIds
 
 
-class TellFailed(Command):
+class TellFailed(Command, frozen=True, kw_only=True):
     """Tell the caller that the request failed, and why."""
 
     request_id: str
@@ -111,28 +113,28 @@ class TellFailed(Command):
     detail: str
 
 
-class GiveReserve(Command):
+class GiveReserve(Command, frozen=True, kw_only=True):
     """Add pages to the request's reserve for growth; none where `wanted` could not be had."""
 
     request_id: str
     pages: PageIds
 
 
-class TellFinished(Command):
+class TellFinished(Command, frozen=True, kw_only=True):
     """The request is over for the caller: `inserted` of its pages were new to the cache."""
 
     request_id: str
     inserted: int
 
 
-class TellRetracted(Command):
+class TellRetracted(Command, frozen=True, kw_only=True):
     """The request's KV is held in host memory: `held_pages` pages of its tokens, from the first on."""
 
     request_id: str
     held_pages: int
 
 
-class TellFlushed(Command):
+class TellFlushed(Command, frozen=True, kw_only=True):
     """What a flush dropped, and what it spared because it is locked: pages by tier."""
 
     call: int
@@ -140,7 +142,7 @@ class TellFlushed(Command):
     spared: dict[str, int]
 
 
-class ForgetTokens(Command):
+class ForgetTokens(Command, frozen=True, kw_only=True):
     """No operation needs the request's tokens any more: the driver may drop them."""
 
     request_id: str

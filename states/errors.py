@@ -66,7 +66,9 @@ class BrokenInvariant(TidekvError, AssertionError):
 
 
 class RequestFailed(TidekvError):
-    """A request ended in FAILED; `cause` says why, `detail` holds what is known beyond that (a peer's words, a traceback)."""
+    """A request ended in FAILED; `cause` says why, `detail` holds what is known beyond that (a peer's words, a
+    traceback).
+    """
 
     def __init__(self, request_id: str, cause: str, detail: str = "") -> None:
         super().__init__(

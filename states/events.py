@@ -1,8 +1,8 @@
 """What the core is told: the facts that it decides by. Past tense, plain values, no tensors, no exceptions.
 
-Every event carries the time at which it was taken (`at_s`, monotonic seconds): the core has no clock. Whatever is not in an event
-cannot matter to a decision, which is what makes a run replayable. `op` names the command whose outcome an event is; an outcome of an
-operation that the core no longer knows is late, and only counted.
+Every event carries the time at which it was taken (`at_s`, monotonic seconds): the core has no clock. Whatever is not
+in an event cannot matter to a decision, which is what makes a run replayable. `op` names the command whose outcome an
+event is; an outcome of an operation that the core no longer knows is late, and only counted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_s: float
 
 
-# --- From the embedder -------------------------------------------------------------------------------------------------------
+# --- From the embedder ---
 
 
-class RequestArrived(Event):
-    """A prompt wants its KV on this device. `keys` holds one fixed-width key a full page; the rest of `prompt_tokens` is the tail."""
+class RequestArrived(Event, frozen=True, kw_only=True):
+    """A prompt wants its KV on this device. `keys` holds one fixed-width key a full page; the rest of
+    `prompt_tokens` is
+    the tail.
+    """
 
     request_id: str
     keys: bytes
@@ -32,14 +35,14 @@ class RequestArrived(Event):
     cache: bool = True
 
 
-class AbortRequested(Event):
+class AbortRequested(Event, frozen=True, kw_only=True):
     """The caller no longer wants the request."""
 
     request_id: str
     cause: str = "aborted"
 
 
-class GrowthTaken(Event):
+class GrowthTaken(Event, frozen=True, kw_only=True):
     """The caller took `page_count` pages of a request's reserve for new tokens, and wants `wanted` more at once."""
 
     request_id: str
@@ -47,7 +50,7 @@ class GrowthTaken(Event):
     wanted: int = 0
 
 
-class FinishRequested(Event):
+class FinishRequested(Event, frozen=True, kw_only=True):
     """Generation ended: keep the KV of `tokens` tokens (`keys`: their full pages) and give everything back."""
 
     request_id: str
@@ -55,7 +58,7 @@ class FinishRequested(Event):
     tokens: int
 
 
-class RetractRequested(Event):
+class RetractRequested(Event, frozen=True, kw_only=True):
     """Memory is needed: move the KV of `tokens` tokens to the host, hold it there, and give the device pages back."""
 
     request_id: str
@@ -63,33 +66,33 @@ class RetractRequested(Event):
     tokens: int
 
 
-class RetractedDropped(Event):
+class RetractedDropped(Event, frozen=True, kw_only=True):
     """A retracted request will not be resumed: let go of what it holds in host memory."""
 
     request_id: str
 
 
-class FlushRequested(Event):
+class FlushRequested(Event, frozen=True, kw_only=True):
     """Forget every unlocked page of these tiers ("l1", "l2"). `call` is echoed in the answer."""
 
     call: int
     tiers: tuple[str, ...]
 
 
-class StorageChanged(Event):
+class StorageChanged(Event, frozen=True, kw_only=True):
     """A storage engine was attached, or the one there was is gone."""
 
     available: bool
 
 
-class ClockAdvanced(Event):
+class ClockAdvanced(Event, frozen=True, kw_only=True):
     """The time that the core asked to be woken at (`Core.next_deadline_s`) has come."""
 
 
-# --- Outcomes on this machine ------------------------------------------------------------------------------------------------
+# --- Outcomes on this machine ---
 
 
-class StorageAnswered(Event):
+class StorageAnswered(Event, frozen=True, kw_only=True):
     """Storage says that it has the first `found` of the pages asked for: a hint. An error counts as none."""
 
     op: int
@@ -97,7 +100,7 @@ class StorageAnswered(Event):
     error: str = ""
 
 
-class PagesFetched(Event):
+class PagesFetched(Event, frozen=True, kw_only=True):
     """The first `good` pages of a fetch are in host memory and verified; nothing writes to any of its pages any more."""
 
     op: int
@@ -105,14 +108,16 @@ class PagesFetched(Event):
     error: str = ""
 
 
-class CopyEnded(Event):
-    """A copy between device and host is over; with an error, its destination holds garbage. Nothing writes there any more."""
+class CopyEnded(Event, frozen=True, kw_only=True):
+    """A copy between device and host is over; with an error, its destination holds garbage. Nothing writes there any
+    more.
+    """
 
     op: int
     error: str = ""
 
 
-class PagesStored(Event):
+class PagesStored(Event, frozen=True, kw_only=True):
     """The first `stored` pages of a put are in storage; its source pages are no longer read."""
 
     op: int
@@ -120,17 +125,17 @@ class PagesStored(Event):
     error: str = ""
 
 
-class CommandRaised(Event):
+class CommandRaised(Event, frozen=True, kw_only=True):
     """Starting a command raised; nothing was started. `detail` is the traceback."""
 
     op: int
     detail: str
 
 
-# --- The hand-over -----------------------------------------------------------------------------------------------------------
+# --- The hand-over ---
 
 
-class PromiseSent(Event):
+class PromiseSent(Event, frozen=True, kw_only=True):
     """The promise of a room is on its way to `writer` (a peer's instance and epoch), whose `ranks` ranks will write."""
 
     request_id: str
@@ -139,8 +144,11 @@ class PromiseSent(Event):
     ranks: int
 
 
-class ChunkLanded(Event):
-    """Pages [first, first + count) of the prompt are in place, written by one prefill rank for one span; `last` ends the span."""
+class ChunkLanded(Event, frozen=True, kw_only=True):
+    """Pages [first, first + count) of the prompt are in place, written by one prefill rank for one span; `last`
+    ends the
+    span.
+    """
 
     request_id: str
     generation: int
@@ -151,7 +159,7 @@ class ChunkLanded(Event):
     last: bool
 
 
-class AuxLanded(Event):
+class AuxLanded(Event, frozen=True, kw_only=True):
     """The first token and what belongs to it came from one prefill rank. The driver keeps the payload."""
 
     request_id: str
@@ -159,7 +167,7 @@ class AuxLanded(Event):
     rank: int
 
 
-class RoomRefused(Event):
+class RoomRefused(Event, frozen=True, kw_only=True):
     """Prefill cannot serve this span of the room any more. Nothing of the span was or will be written."""
 
     request_id: str
@@ -168,7 +176,7 @@ class RoomRefused(Event):
     cause: str
 
 
-class RoomFailed(Event):
+class RoomFailed(Event, frozen=True, kw_only=True):
     """The room will not be completed. `settled` says that nobody can write to its pages any more."""
 
     request_id: str
@@ -177,7 +185,7 @@ class RoomFailed(Event):
     settled: bool
 
 
-class RoomDrained(Event):
+class RoomDrained(Event, frozen=True, kw_only=True):
     """One prefill rank has no write of this room in flight and will not start another."""
 
     request_id: str
@@ -185,21 +193,40 @@ class RoomDrained(Event):
     rank: int
 
 
-class WriterLost(Event):
+class WriterLost(Event, frozen=True, kw_only=True):
     """A peer is out of reach: its rooms fail, but it may still write."""
 
     writer: str
     cause: str
 
 
-class WriterDead(Event):
+class WriterDead(Event, frozen=True, kw_only=True):
     """A peer is proven dead and its last bytes have landed: nothing of it can write any more."""
 
     writer: str
 
 
 AnyEvent = (
-    RequestArrived | AbortRequested | GrowthTaken | FinishRequested | RetractRequested | RetractedDropped | FlushRequested
-    | StorageChanged | ClockAdvanced | StorageAnswered | PagesFetched | CopyEnded | PagesStored | CommandRaised | PromiseSent
-    | ChunkLanded | AuxLanded | RoomRefused | RoomFailed | RoomDrained | WriterLost | WriterDead
-)  # fmt: skip
+    RequestArrived
+    | AbortRequested
+    | GrowthTaken
+    | FinishRequested
+    | RetractRequested
+    | RetractedDropped
+    | FlushRequested
+    | StorageChanged
+    | ClockAdvanced
+    | StorageAnswered
+    | PagesFetched
+    | CopyEnded
+    | PagesStored
+    | CommandRaised
+    | PromiseSent
+    | ChunkLanded
+    | AuxLanded
+    | RoomRefused
+    | RoomFailed
+    | RoomDrained
+    | WriterLost
+    | WriterDead
+)
