@@ -27,6 +27,10 @@ class TransferFailed(TidekvError):
     """Bytes did not come from, or go to, another process."""
 
 
+class LinkClosed(TransferFailed):
+    """A control link has ended; the text says which, by whom and why."""
+
+
 class StorageFailed(TidekvError):
     """A storage engine cannot do its work; requests go on without it."""
 
@@ -62,7 +66,7 @@ class IllegalEvent(TidekvError):
 
 
 class BrokenInvariant(TidekvError, AssertionError):
-    """An account or the index contradicts itself: a bug of tidekv. The engine stops; please report it with the journal."""
+    """An account or the index contradicts itself: a bug of tidekv. The engine stops; report it with the journal."""
 
 
 class RequestFailed(TidekvError):

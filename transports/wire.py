@@ -1,0 +1,250 @@
+"""The words of the hand-over: every message that crosses the control connection, and how it becomes bytes.
+
+A frame is a little-endian u32 length and one msgpack array `[tag, field, …]`. Decoding is strict: a wrong type, a
+number out of range, a field too many, a page list that is not whole, all are a `RemoteProtocolError`, and nothing of
+the frame is used. Nothing is ever unpickled or evaluated, and a length is judged before a byte is set aside for it.
+
+This file must never do I/O, and must never change the meaning of a field without a new `VERSION`.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
+from tidekv.states.shapes import Identity, PageIds, PoolMemory
+
+VERSION = 1
+FRAME_BYTES_MAX = 8 * 1024 * 1024
+CAUSE_CHARACTERS_MAX = 2048
+LENGTH = struct.Struct("<I")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
+AuxFields: TypeAlias = dict[str, Any]  # The embedder's own msgpack values: logprobs, seeds; we only carry them.
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """One frame of the hand-over."""
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """The key of one hand-over, in every frame that belongs to it.
+
+    `instance` is the decode worker's name and `epoch` what makes this start of its process unique; joined by a dash
+    they are the `instance` of its transport and of its Hello. A request that is tried again has a higher generation.
+    """
+
+    instance: Name
+    epoch: Name
+    request_id: Name
+    generation: Count
+
+
+class ProcessMark(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """What tells one process from every other, so that its death can be proven by whoever runs on the same host.
+
+    `host` names the boot of the machine and the process namespace, `started` is the start time in kernel ticks: a pid
+    alone may have been given away again.
+    """
+
+    host: Annotated[str, msgspec.Meta(max_length=512)]
+    pid: Count
+    started: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Sidecar(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """Destination pages of one further pool that travels with the KV."""
+
+    name: Name
+    pages: PackedPages
+
+    def __post_init__(self) -> None:
+        _check_packed(self.pages)
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Who speaks, what its pages look like and where they lie. Both sides send one, before anything else."""
+
+    version: Count
+    instance: Name
+    identity: Identity
+    rank: Count
+    ranks: Count
+    metadata: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
+    memory: PoolMemory
+    process: ProcessMark
+    lease_s: Seconds
+
+
+class Promise(Message, frozen=True, tag="promise"):
+    """Decode has `decode_prefix_len` tokens; the rest of the prompt goes to `pages`: this is span 0.
+
+    `tokens` is None where prefill has them from elsewhere; empty bytes are a different thing, and wrong here.
+    """
+
+    room: Room
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    decode_prefix_len: Count
+    pages: PackedPages
+    tokens: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)] | None = None
+    sidecars: tuple[Sidecar, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_packed(self.pages)
+        if self.tokens is not None and len(self.tokens) != 4 * self.prompt_tokens:
+            raise ValueError(f"tokens are {len(self.tokens)} bytes, {self.prompt_tokens} tokens have 4 bytes each")
+
+
+class Extend(Message, frozen=True, tag="extend"):
+    """Pages [first, first + len(pages) / 4) of the prompt are wanted as well, into `pages`."""
+
+    room: Room
+    span: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    first: Count
+    pages: PackedPages
+
+    def __post_init__(self) -> None:
+        _check_packed(self.pages)
+
+
+class Chunk(Message, frozen=True, tag="chunk"):
+    """Pages [first, first + count) of the prompt are in place, for this span; `last` ends the span."""
+
+    room: Room
+    rank: Count
+    span: Count
+    first: Count
+    count: Count
+    last: bool
+
+
+class Aux(Message, frozen=True, tag="aux"):
+    """The first token and what belongs to it; `cached` says how many tokens prefill itself had, by source."""
+
+    room: Room
+    rank: Count
+    first_token: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**32 - 1)]
+    aux: AuxFields = {}
+    cached: dict[str, Count] = {}
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """Prefill cannot serve this span any more: nothing of it was or will be written."""
+
+    room: Room
+    span: Count
+    cause: Cause
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """This side gave the room up. From prefill it comes when no write of the room is in flight any more."""
+
+    room: Room
+    cause: Cause
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Stop writing to this room, and say Drained when no write of it is in flight."""
+
+    room: Room
+
+
+class Drained(Message, frozen=True, tag="drained"):
+    """No write of this room is in flight, and none will be started."""
+
+    room: Room
+    rank: Count
+
+
+class Received(Message, frozen=True, tag="received"):
+    """Decode has all that it needs: prefill may free the pages of this room."""
+
+    room: Room
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """This side lives; it renews the lease of all rooms of the link. `sent_at` is the speaker's own clock."""
+
+    sent_at: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Bye(Message, frozen=True, tag="bye"):
+    """The speaker closes the link, and why. Links use it themselves; their users never see it."""
+
+    cause: Cause
+
+
+AnyMessage = Hello | Promise | Extend | Chunk | Aux | Refused | Failed | Abort | Drained | Received | Ping | Bye
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def pack_pages(pages: PageIds) -> bytes:
+    """Page ids as they travel: little-endian i32."""
+    if sys.byteorder == "little":
+        return pages.tobytes()
+    swapped = array("i", pages)
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+def unpack_pages(packed: bytes) -> PageIds:
+    """The page ids of a message, owned by the caller."""
+    pages = array("i")
+    pages.frombytes(packed)
+    if sys.byteorder != "little":
+        pages.byteswap()
+    return pages
+
+
+def brief(cause: str) -> str:
+    """A cause that fits into a message."""
+    return cause if len(cause) <= CAUSE_CHARACTERS_MAX else cause[: CAUSE_CHARACTERS_MAX - 1] + "…"
+
+
+def encode_frame(message: Message, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytes:
+    """The frame of a message, length first. Raises LocalProtocolError over the limit, InvalidRequest for values that
+    msgpack has no form for.
+    """
+    try:
+        body = _encoder.encode(message)
+    except (TypeError, OverflowError, RecursionError, ValueError) as error:
+        raise InvalidRequest(f"{type(message).__name__} holds a value that cannot be sent: {error}") from error
+    if len(body) > frame_bytes_max:
+        raise LocalProtocolError(
+            f"{type(message).__name__} has {len(body)} bytes, a frame has {frame_bytes_max} at most"
+        )
+    return LENGTH.pack(len(body)) + body
+
+
+def body_length(prefix: bytes, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> int:
+    """The length that a frame's first four bytes announce, judged before anything is read or set aside for it."""
+    if len(prefix) != LENGTH.size:
+        raise RemoteProtocolError(f"a frame starts with {LENGTH.size} bytes of length, got {len(prefix)}")
+    (length,) = LENGTH.unpack(prefix)
+    if not 0 < length <= frame_bytes_max:
+        raise RemoteProtocolError(f"peer announces a frame of {length} bytes; 1 to {frame_bytes_max} are allowed")
+    return int(length)
+
+
+def decode_body(body: bytes) -> AnyMessage:
+    """The message of one frame's body. Raises RemoteProtocolError, whatever the bytes are."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise RemoteProtocolError(f"peer sent a frame of {len(body)} bytes that is no message: {error}") from error
+
+
+def _check_packed(packed: bytes) -> None:
+    if len(packed) % 4:
+        raise ValueError(f"page list of {len(packed)} bytes is not whole 4-byte ids")
