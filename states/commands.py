@@ -29,7 +29,7 @@ class QueryStorage(Operation, frozen=True, kw_only=True):
 
 
 class FetchPages(Operation, frozen=True, kw_only=True):
-    """Read pages [first, first + len(host_pages)) of the request's prompt from storage into host pages → PagesFetched."""
+    """Read pages [first, first + len(host_pages)) of the request's prompt from storage to host pages → PagesFetched."""
 
     request_id: str
     first: int
@@ -51,9 +51,9 @@ class CopyToHost(Operation, frozen=True, kw_only=True):
 
 
 class StorePages(Operation, frozen=True, kw_only=True):
-    """Put host pages, which are pages [first, …) of the finished request's tokens, into storage → PagesStored."""
+    """Put host pages, which are pages [first, …) of the tokens that request `serial` left, in storage → PagesStored."""
 
-    request_id: str
+    serial: int
     first: int
     host_pages: PageIds
 
@@ -143,6 +143,6 @@ class TellFlushed(Command, frozen=True, kw_only=True):
 
 
 class ForgetTokens(Command, frozen=True, kw_only=True):
-    """No operation needs the request's tokens any more: the driver may drop them."""
+    """No operation needs the tokens of request `serial` any more: the driver may drop them."""
 
-    request_id: str
+    serial: int

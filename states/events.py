@@ -20,12 +20,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RequestArrived(Event, frozen=True, kw_only=True):
-    """A prompt wants its KV on this device. `keys` holds one fixed-width key a full page; the rest of
-    `prompt_tokens` is
-    the tail.
+    """A prompt wants its KV on this device. `keys` holds one fixed-width key a full page, the rest of `prompt_tokens`
+    is the tail. `serial` is unique in the run and names the request's tokens in commands that outlive it.
     """
 
     request_id: str
+    serial: int
     keys: bytes
     prompt_tokens: int
     namespace: str = ""
@@ -101,7 +101,7 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
 
 
 class PagesFetched(Event, frozen=True, kw_only=True):
-    """The first `good` pages of a fetch are in host memory and verified; nothing writes to any of its pages any more."""
+    """The first `good` pages of a fetch are in host memory and verified; nothing writes to any of its pages now."""
 
     op: int
     good: int
@@ -145,9 +145,8 @@ class PromiseSent(Event, frozen=True, kw_only=True):
 
 
 class ChunkLanded(Event, frozen=True, kw_only=True):
-    """Pages [first, first + count) of the prompt are in place, written by one prefill rank for one span; `last`
-    ends the
-    span.
+    """Pages [first, first + count) of the prompt are in place, written by one prefill rank for one span of the room;
+    `last` ends the span.
     """
 
     request_id: str

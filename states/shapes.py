@@ -1,4 +1,4 @@
-"""Plain values that backends and transports share: where a pool's pages lie, and what makes two pools interchangeable."""
+"""Plain values that backends and transports share: where pages lie, and what makes two pools interchangeable."""
 
 from __future__ import annotations
 

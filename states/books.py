@@ -1,0 +1,104 @@
+"""What all rules of the core share: settings, index, accounts, operations in flight, deadlines, and the commands to give.
+
+Rules write here and nowhere else. Nothing in this file decides anything.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from tidekv.states.accounts import PageAccount
+from tidekv.states.index import PrefixIndex
+
+if TYPE_CHECKING:
+    from tidekv.states.backups import Backup
+    from tidekv.states.commands import Command
+    from tidekv.states.loads import Load, LateFetch
+    from tidekv.states.request import Request
+    from tidekv.states.settings import CoreSettings
+
+    Owner = Request | Load | LateFetch | Backup
+
+
+class Books:
+    """The state that rules share. One per core."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self.settings = settings
+        self.device = PageAccount("device", settings.device_pages)
+        self.host = PageAccount("host", settings.host_pages)
+        self.index = PrefixIndex(key_bytes=settings.key_bytes, device=self.device, host=self.host)
+        self.now_s = 0.0
+        self.storage_available = False
+        self.out: list[Command] = []
+        self.operations: dict[int, Owner] = {}
+        self.requests: dict[str, Request] = {}
+        self.dirty: dict[Request, None] = {}
+        """Requests that may be able to move on, in the order in which they were touched."""
+        self.homeless: dict[Request, str] = {}
+        """Requests whose pages are lost to somebody else's writer, with the cause: they go back to the queue."""
+        self.pages_freed = True
+        """Whether something happened that may let a waiting request in."""
+        self.counters: dict[str, int] = {}
+        self._operation = 0
+        self._deadlines: list[tuple[float, int, Owner, int]] = []
+        self._deadline_number = 0
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter of what happened."""
+        self.counters[name] = self.counters.get(name, 0) + by
+
+    def say(self, command: Command) -> None:
+        """Give a command."""
+        self.out.append(command)
+
+    def begin(self, owner: Owner, *, deadline_s: float) -> int:
+        """Number a new operation of `owner`, whose outcome is due within `deadline_s`."""
+        self._operation += 1
+        self.operations[self._operation] = owner
+        self.remind(owner, self.now_s + deadline_s, op=self._operation)
+        return self._operation
+
+    def remind(self, owner: Owner, at_s: float, *, op: int = 0) -> None:
+        """Let `owner` know when `at_s` has come; with `op`, only while that operation is in flight."""
+        if at_s != float("inf"):
+            self._deadline_number += 1
+            heapq.heappush(self._deadlines, (at_s, self._deadline_number, owner, op))
+
+    def next_deadline_s(self) -> float | None:
+        """When the core wants to be told the time. Deadlines of what has ended meanwhile are dropped on the way."""
+        while self._deadlines and not self._is_pending(self._deadlines[0]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def pop_due(self) -> tuple[Owner, int] | None:
+        """The next owner whose time has come, and the operation it waits for (0: the request itself)."""
+        due = self.next_deadline_s()
+        if due is None or due > self.now_s:
+            return None
+        _, _, owner, op = heapq.heappop(self._deadlines)
+        return owner, op
+
+    def _is_pending(self, entry: tuple[float, int, Owner, int]) -> bool:
+        _, _, owner, op = entry
+        if op:
+            return self.operations.get(op) is owner
+        return self.requests.get(getattr(owner, "request_id", "")) is owner
+
+    def make_device_room(self, count: int) -> bool:
+        """Evict until `count` device pages are free; False, and nothing evicted, where that cannot be."""
+        short = count - self.device.free
+        if short <= 0:
+            return True
+        if short > self.index.device_evictable:
+            return False
+        self.index.evict_device(short)
+        return self.device.free >= count
+
+    def make_host_room(self, count: int) -> int:
+        """Evict host pages until `count` are free, or as many as can be; the number that is free, at most `count`."""
+        short = count - self.host.free
+        if short > 0:
+            self.index.evict_host(min(short, self.index.host_evictable))
+        return min(count, self.host.free)

@@ -1,0 +1,121 @@
+"""What the core remembers of one request, of its room, and of what it shares with others."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.events import RequestArrived
+    from tidekv.states.index import Receipt
+    from tidekv.states.loads import Load
+    from tidekv.states.rooms import Room
+
+
+class State(enum.Enum):
+    """Where a request waits. What it owns there is told in `tidekv.states.table`."""
+
+    PREALLOC = "PREALLOC"
+    MATCH = "MATCH"
+    PREFETCH = "PREFETCH"
+    LOCAL_RESTORE = "LOCAL_RESTORE"
+    TRANSFER = "TRANSFER"
+    READY = "READY"
+    FAILED = "FAILED"
+
+
+class Request:
+    """One request, from its arrival until the caller gave everything back. Compared by identity.
+
+    The prompt's pages, once the plan is fixed:
+
+        [0, promised)            owned by the tree, locked by `lock`; some may still be under load (`loads`)
+        [promised, page_count)   `own`: ours, written by prefill (span 0 of the room)
+
+    From READY on, full pages of the prompt belong to the tree as well; `own` keeps the pages that are not in it.
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrived_at_s",
+        "attempts",
+        "cache",
+        "deadline_at_s",
+        "full_pages",
+        "generation",
+        "keys",
+        "loads",
+        "lock",
+        "matched",
+        "namespace",
+        "own",
+        "page_count",
+        "passed",
+        "pin",
+        "prefill_count",
+        "priority",
+        "promised",
+        "prompt_tokens",
+        "query_op",
+        "raised",
+        "request_id",
+        "reserve",
+        "room",
+        "serial",
+        "short_need",
+        "short_version",
+        "source_pages",
+        "state",
+        "stored_first",
+        "stored_found",
+        "table",
+    )
+
+    def __init__(self, event: RequestArrived, *, arrival: int, page_count: int, full_pages: int) -> None:
+        self.request_id = event.request_id
+        self.serial = event.serial
+        self.keys = event.keys
+        self.prompt_tokens = event.prompt_tokens
+        self.namespace = event.namespace
+        self.prefill_count = event.prefill_count
+        self.deadline_at_s = event.deadline_at_s
+        self.priority = event.priority
+        self.cache = event.cache
+        self.arrived_at_s = event.at_s
+        self.arrival = arrival
+        self.page_count = page_count
+        self.full_pages = full_pages
+        self.state = State.PREALLOC
+        self.generation = 0
+        self.attempts = 0
+        self.raised = 0
+        self.passed = 0
+        self.short_need = 0
+        self.short_version = -1
+        self.query_op = 0
+        self.stored_first = 0
+        self.stored_found = 0
+        self.forget_plan()
+
+    def forget_plan(self) -> None:
+        """Start over with nothing held: the state of a request that waits for admission."""
+        self.lock: Receipt | None = None
+        self.pin: Receipt | None = None
+        self.own: PageIds = page_ids()
+        self.table: PageIds = page_ids()
+        self.reserve: PageIds = page_ids()
+        self.loads: dict[Load, None] = {}
+        self.room: Room | None = None
+        self.matched = 0
+        self.promised = 0
+        self.source_pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
+
+    @property
+    def restore_limit(self) -> int:
+        """What the fallback leaves of the plan: 0 all tiers, 1 no storage, 2 neither storage nor host."""
+        return min(self.raised, 2)
+
+    def __repr__(self) -> str:
+        return f"<Request {self.request_id!r} generation {self.generation} {self.state.value}>"

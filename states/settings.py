@@ -1,0 +1,66 @@
+"""What the core is configured by: sizes, bounds and policies. Plain numbers, fixed for the life of a core."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidekv.states.errors import InvalidConfig
+
+
+class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and bounds of one core. Pages and tokens are counts, durations are seconds."""
+
+    page_size: int
+    """Tokens a page holds."""
+    key_bytes: int
+    """Bytes of one page's key: its packed tokens in a live run, a digest in a replay."""
+    device_pages: int
+    host_pages: int = 0
+    growth_reserve_pages: int = 1
+    """Device pages that an admitted request holds back for the tokens it will generate."""
+    queue_max: int = 16384
+    """Requests that may wait for admission; the next one is refused."""
+    admission_scan_max: int = 16
+    """Waiting requests looked at when the first of them does not fit."""
+    passes_max: int = 64
+    """How often smaller requests may pass one that does not fit before everybody waits for it."""
+    ageing_s: float = 5.0
+    """Waiting so long weighs as much as one step of priority."""
+    prefetch_threshold_tokens: int = 256
+    """A storage hit shorter than this is not worth a fetch: the transfer brings it."""
+    fetch_run_pages: int = 32
+    """Pages of one storage read; each run that has landed starts its copy to the device."""
+    copy_run_pages: int = 256
+    """Pages of one copy between host and device, at most (a single tree node may be longer)."""
+    query_deadline_s: float = 1.0
+    prefetch_base_s: float = 1.0
+    prefetch_per_ki_token_s: float = 0.25
+    """A fetch may take `prefetch_base_s` and this much more per 1,024 tokens of the request's storage run."""
+    copy_deadline_s: float = 30.0
+    attempts_per_prefill: int = 1
+    """How often each prefill of a request's list is tried before the request fails."""
+    keep_output: bool = True
+    """False: what decode generated is not kept, only prompts are (a baseline to measure against)."""
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "key_bytes", "device_pages", "queue_max", "admission_scan_max", "fetch_run_pages"):
+            self._at_least(name, 1)
+        for name in ("copy_run_pages", "attempts_per_prefill"):
+            self._at_least(name, 1)
+        for name in ("host_pages", "growth_reserve_pages", "passes_max", "prefetch_threshold_tokens"):
+            self._at_least(name, 0)
+        for name in ("query_deadline_s", "prefetch_base_s", "prefetch_per_ki_token_s", "copy_deadline_s", "ageing_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+
+    def _at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise InvalidConfig(f"{name} must be at least {least}, not {getattr(self, name)!r}")
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens, the last one maybe in part."""
+        return -(-tokens // self.page_size)
+
+    def prefetch_deadline_s(self, pages: int) -> float:
+        """How long a storage run of `pages` pages may take."""
+        return self.prefetch_base_s + self.prefetch_per_ki_token_s * pages * self.page_size / 1024
