@@ -23,6 +23,14 @@ class OutOfPages(CapacityError):
     """The device pool has no page for the new tokens: retract or finish a request."""
 
 
+class OutOfMemory(CapacityError, MemoryError):
+    """A pool asked for more memory than there is; nothing was allocated."""
+
+
+class CopyFailed(TidekvError):
+    """A copy between device and host failed: its destination holds garbage, and nothing writes there any more."""
+
+
 class TransferFailed(TidekvError):
     """Bytes did not come from, or go to, another process."""
 

@@ -1,0 +1,111 @@
+"""What one page of KV is made of: the pieces, their order and their sizes. Pure arithmetic, no memory.
+
+A page is `page_size` tokens over all layers. It is the concatenation of its pieces:
+
+    kind "mha"   layer 0 K | layer 0 V | layer 1 K | …     a piece is [page_size, num_kv_heads, head_dim]
+    kind "mla"   layer 0   | layer 1   | …                 a piece is [page_size, 1, head_dim], a latent vector a token
+
+Device pools keep each piece in a tensor of its own (layer first), host pools keep a page in one stretch (page first).
+Components that travel beside the KV (sliding window, recurrent state, draft model) get a layout of their own each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+import torch
+
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.shapes import Identity
+
+DTYPES: Final = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "uint8": torch.uint8,
+}
+KINDS: Final = ("mha", "mla")
+# Far above what any model has, and low enough that no product of them leaves 64 bits.
+COUNT_MAX: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """The shape of the KV of one model on this rank.
+
+    `dtype` is one of DTYPES; `kind` is "mha" (K and V in each layer; also GQA and MQA) or "mla" (one latent tensor in
+    each layer; `num_kv_heads` is 1 and `head_dim` the length of the latent vector). Raises InvalidConfig, which names
+    the field.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    page_size: int
+    kind: str = "mha"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("dtype", "kind") and (type(value) is not int or not 1 <= value <= COUNT_MAX):
+                raise InvalidConfig(f"layout: {field.name} must be an int from 1 to {COUNT_MAX}, not {value!r}")
+        if self.dtype not in DTYPES:
+            raise InvalidConfig(f"layout: dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.kind not in KINDS:
+            raise InvalidConfig(f"layout: kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
+        if self.kind == "mla" and self.num_kv_heads != 1:
+            raise InvalidConfig(f"layout: num_kv_heads must be 1 for kind 'mla', not {self.num_kv_heads}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The element type of the pool's tensors."""
+        return DTYPES[self.dtype]
+
+    @property
+    def tensors_per_layer(self) -> int:
+        """Pieces that one layer has in a page: 2 (K, V) or 1 (latent)."""
+        return 2 if self.kind == "mha" else 1
+
+    @property
+    def piece_count(self) -> int:
+        """Pieces of one page over all layers."""
+        return self.num_layers * self.tensors_per_layer
+
+    @property
+    def piece_shape(self) -> tuple[int, int, int]:
+        """Elements of one piece: [page_size, num_kv_heads, head_dim]."""
+        return (self.page_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one piece; all pieces of a layout are equally long."""
+        return self.page_size * self.num_kv_heads * self.head_dim * self.torch_dtype.itemsize
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of each piece, in the order in which a page's bytes are counted."""
+        return (self.piece_bytes,) * self.piece_count
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.piece_bytes * self.piece_count
+
+    def identity(self, model: str) -> Identity:
+        """What a peer and a storage tier must agree on before bytes of this layout mean anything to them."""
+        return Identity(
+            model=model,
+            kind=self.kind,
+            dtype=self.dtype,
+            page_size=self.page_size,
+            layers=self.num_layers,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_bytes=self.page_bytes,
+            piece_bytes=self.pieces,
+        )

@@ -1,0 +1,69 @@
+"""Memory for pools: aligned, really there, and refused in words before the kernel refuses it by killing the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidekv.states.errors import InvalidConfig, InvalidRequest, OutOfMemory
+from tidekv.states.shapes import PageIds
+
+# What O_DIRECT and the memory mapping of any file system ask for.
+ALIGNMENT_BYTES: Final = 4096
+
+PageIndex = npt.NDArray[np.int64]
+
+
+def allocate_host_bytes(total_bytes: int, *, what: str) -> torch.Tensor:
+    """Return a uint8 tensor of `total_bytes`, zeroed, resident, starting at a multiple of ALIGNMENT_BYTES.
+
+    Raises OutOfMemory, which says how much was asked for and how much there is.
+    """
+    available = _available_bytes()
+    if total_bytes > available:
+        raise OutOfMemory(f"{what} needs {total_bytes} bytes; this machine has {available} bytes left for it")
+    try:
+        raw = torch.empty(total_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+    except RuntimeError as error:  # The CPU allocator of torch has no type of its own for this.
+        raise OutOfMemory(f"{what} needs {total_bytes} bytes; the allocator refused: {error}") from error
+    start = -raw.data_ptr() % ALIGNMENT_BYTES
+    # Fresh pages are mapped on first touch; that cost belongs here, not into somebody's first restore.
+    return raw[start : start + total_bytes].zero_()
+
+
+def _available_bytes() -> int:
+    """Bytes that can still be touched: what the kernel thinks is available, within the container's limit."""
+    available = 1 << 62
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()) != "max":
+        available = min(available, int(text))
+    return available
+
+
+def check_page_count(num_pages: int, *, what: str) -> None:
+    """Refuse a pool without pages, or with more than a page id can name (InvalidConfig)."""
+    if type(num_pages) is not int or not 1 <= num_pages <= 2**31 - 1:
+        raise InvalidConfig(f"{what}: num_pages must be an int from 1 to {2**31 - 1}, not {num_pages!r}")
+
+
+def page_index(pages: PageIds | npt.ArrayLike, *, num_pages: int, what: str) -> PageIndex:
+    """Turn page ids into an index array of a pool; InvalidRequest names the first page that is not in it."""
+    found = np.asarray(pages)
+    if found.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise InvalidRequest(f"{what}: pages must be a flat list of ints, not {found.ndim}-d {found.dtype}")
+    outside = (found < 0) | (found >= num_pages)
+    if outside.any():
+        position = int(outside.argmax())
+        raise InvalidRequest(
+            f"{what} has pages 0 to {num_pages - 1}; page {found[position]} (number {position}) is not one"
+        )
+    return found.astype(np.int64, copy=False)
