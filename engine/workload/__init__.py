@@ -1,0 +1,1 @@
+"""Workloads for the main job, benchmarks and tests: conversations, recorded traces, synthetic KV and a small model."""

@@ -1,0 +1,269 @@
+"""A small real transformer whose KV lives in the pages of a pool.
+
+The model is a Llama of the `transformers` package with random weights from a fixed seed: made on this machine, without
+a download. `PagedModel` runs its prefill and its decode steps on a page table, so that the tokens that come out depend
+on every byte that a tier or a transfer brought. The cache holds what transformers' own cache holds: keys after the
+rotary embedding, and values.
+
+`transformers` is imported when a model is built, not before: the engine itself does not need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from tidekv.states.errors import InvalidConfig, InvalidRequest
+
+Llama: TypeAlias = Any
+"""A `transformers.LlamaForCausalLM`; the package is optional and is not type-checked."""
+
+
+class PagedKV(Protocol):
+    """What the model needs of a pool: per layer, K and V of shape [num_pages, page_size, kv_heads, head_dim]."""
+
+    @property
+    def k(self) -> Sequence[torch.Tensor]:
+        """The keys, one tensor a layer."""
+
+    @property
+    def v(self) -> Sequence[torch.Tensor]:
+        """The values, one tensor a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a small Llama, its number type and the seed of its weights.
+
+    The defaults are about 0.7 million parameters and 4 KiB of KV a token. In float64 two orders of summation differ by
+    1e-15 of a logit, far below the gap between the two best tokens, so greedy tokens are equal whatever the chunks and
+    batches.
+    """
+
+    vocab_size: int = 512
+    hidden_size: int = 128
+    mlp_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    context_tokens: int = 8192
+    dtype: str = "float64"
+    # Wide enough that attention is selective: with the usual 0.02 the next token hardly depends on the prompt.
+    weight_std: float = 0.2
+    seed: int = 20_250_401
+
+    @property
+    def fingerprint(self) -> str:
+        """A name that differs wherever the KV would differ: both ends of a hand-over compare it."""
+        sizes = (self.vocab_size, self.hidden_size, self.mlp_size, self.num_layers, self.num_heads, self.num_kv_heads)
+        return f"llama-{'-'.join(map(str, sizes))}x{self.head_dim}-{self.dtype}-std{self.weight_std}-seed{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The greedy next token, and by how much its logit beats the second best: the room there is for rounding."""
+
+    token: int
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One request's part of a batch: the token at `position`, and the pages that hold [0, position] or more."""
+
+    token: int
+    position: int
+    pages: Sequence[int]
+
+
+def build_llama(shape: ModelShape) -> Llama:
+    """Make the model; equal shapes give equal weights in every process. Raises InvalidConfig without transformers."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise InvalidConfig(
+            "the small model needs the transformers package, which only the dev extra installs: "
+            "pip install 'tidekv[dev]'"
+        ) from error
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.mlp_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context_tokens,
+        tie_word_embeddings=False,
+        # No token ends a generation: the workload says how many tokens it wants.
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).to(getattr(torch, shape.dtype)).eval().requires_grad_(False)
+    source = torch.Generator().manual_seed(shape.seed)
+    for name, weight in sorted(model.named_parameters()):
+        # A generator of our own: the weights depend neither on torch's global seed nor on how transformers fills them.
+        if weight.dim() > 1:
+            std = 1.0 if "embed_tokens" in name else shape.weight_std
+            weight.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) * std)
+    return model
+
+
+def greedy(logits: torch.Tensor) -> Choice:
+    """Choose the best token of logits of shape [vocab_size]; the first of several equal ones, as generate() does."""
+    best = int(torch.argmax(logits))
+    two = torch.topk(logits, 2).values
+    return Choice(token=best, margin=float(two[0] - two[1]))
+
+
+def generate_in_one_process(model: Llama, prompt: Sequence[int], output_tokens: int) -> list[int]:
+    """Generate greedily with transformers' own generate() and cache: what every other way must equal."""
+    ids = torch.tensor([list(prompt)], dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=output_tokens,
+            min_new_tokens=output_tokens,
+            pad_token_id=0,
+        )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+class PagedModel:
+    """Runs a Llama on KV that lies in the pages of a pool. It owns neither the pages nor the model.
+
+    Page ids come in prompt order: position `p` is in slot `p % page_size` of page `pages[p // page_size]`. Nothing
+    beyond the position asked for is read, so pages may hold garbage there.
+    """
+
+    def __init__(self, model: Llama, pool: PagedKV) -> None:
+        """Check that the pool's tensors fit the model; raises InvalidConfig with the first thing that differs."""
+        self.model = model
+        self.pool = pool
+        self.page_size = int(pool.k[0].shape[1])
+        config = model.config
+        ours = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, model.dtype)
+        for name, tensors in (("k", pool.k), ("v", pool.v)):
+            theirs = (len(tensors), *tensors[0].shape[2:], tensors[0].dtype)
+            if ours != theirs:
+                raise InvalidConfig(
+                    f"the pool's {name} has (layers, kv_heads, head_dim, dtype) {theirs}, the model {ours}"
+                )
+
+    def prefill_chunk(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> torch.Tensor:
+        """Compute positions [start, start + len(tokens)), whose prefix is in `pages`, and write their KV there.
+
+        Returns the logits after the last of them, shape [vocab_size].
+        """
+        if not tokens:
+            raise InvalidRequest("a prefill chunk has no tokens: it needs at least one position to compute")
+        end = start + len(tokens)
+        self._check_pages(pages, end)
+        cache = self._cache([self._gather(layer, pages, start) for layer in range(len(self.pool.k))])
+        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.pool.k[0].device)
+        positions = torch.arange(start, end, device=ids.device)[None]
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        for layer in range(len(self.pool.k)):
+            kept = cache.layers[layer]
+            self._scatter(layer, pages, start, kept.keys[0, :, start:end], kept.values[0, :, start:end])
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+    def decode_step(self, token: int, position: int, pages: Sequence[int]) -> torch.Tensor:
+        """Compute the token at `position` and write its KV; returns the next token's logits, shape [vocab_size]."""
+        return self.prefill_chunk([token], position, pages)
+
+    def decode_batch(self, steps: Sequence[DecodeStep]) -> torch.Tensor:
+        """Compute one token for each request and write its KV; returns logits of shape [len(steps), vocab_size].
+
+        Shorter requests are padded with zeros that the mask hides. No two steps may share the page that they write.
+        """
+        if not steps:
+            raise InvalidRequest("a decode batch has no steps")
+        for step in steps:
+            self._check_pages(step.pages, step.position + 1)
+        longest = max(step.position for step in steps)
+        device = self.pool.k[0].device
+        cache = self._cache([self._gather_padded(layer, steps, longest) for layer in range(len(self.pool.k))])
+        positions = torch.tensor([[step.position] for step in steps], device=device)
+        columns = torch.arange(longest + 1, device=device)
+        # The new token's own key is appended behind the padding, in the last column.
+        mask = (columns < positions) | (columns == longest)
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=torch.tensor([[step.token] for step in steps], device=device),
+                attention_mask=mask[:, None, None, :],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        for layer in range(len(self.pool.k)):
+            kept = cache.layers[layer]
+            for row, step in enumerate(steps):
+                keys, values = kept.keys[row, :, longest:], kept.values[row, :, longest:]
+                self._scatter(layer, step.pages, step.position, keys, values)
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+    def _check_pages(self, pages: Sequence[int], tokens: int) -> None:
+        """Refuse a page table that cannot hold `tokens` positions, or that names a page the pool does not have."""
+        if len(pages) * self.page_size < tokens:
+            raise InvalidRequest(f"{len(pages)} pages of {self.page_size} tokens cannot hold {tokens} positions")
+        num_pages = int(self.pool.k[0].shape[0])
+        wrong = [page for page in pages if not 0 <= page < num_pages]
+        if wrong:
+            raise InvalidRequest(f"page {wrong[0]} is not in the pool of {num_pages} pages")
+
+    def _cache(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:  # A transformers.DynamicCache.
+        """Put K and V of shape [batch, kv_heads, tokens, head_dim] into transformers' own cache."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(layers):
+            cache.update(keys, values, layer)
+        return cache
+
+    def _gather(self, layer: int, pages: Sequence[int], end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V of positions [0, end) out of the pages, each of shape [1, kv_heads, end, head_dim]."""
+        used = list(pages[: -(-end // self.page_size)])
+        index = torch.tensor(used, dtype=torch.long, device=self.pool.k[layer].device)
+        k, v = (
+            tensor[index].flatten(0, 1)[:end].transpose(0, 1)[None]
+            for tensor in (self.pool.k[layer], self.pool.v[layer])
+        )
+        return k, v
+
+    def _gather_padded(
+        self, layer: int, steps: Sequence[DecodeStep], longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy each request's K and V to one row of [batch, kv_heads, longest, head_dim], zeros behind its end."""
+        pool = self.pool.k[layer]
+        shape = (len(steps), pool.shape[2], longest, pool.shape[3])
+        # Zeros and not whatever was there: a masked weight of zero times a garbage NaN would still be NaN.
+        keys, values = torch.zeros(shape, dtype=pool.dtype), torch.zeros(shape, dtype=pool.dtype)
+        keys, values = keys.to(pool.device), values.to(pool.device)
+        for row, step in enumerate(steps):
+            k, v = self._gather(layer, step.pages, step.position)
+            keys[row, :, : step.position] = k[0]
+            values[row, :, : step.position] = v[0]
+        return keys, values
+
+    def _scatter(self, layer: int, pages: Sequence[int], start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write K and V of shape [kv_heads, tokens, head_dim] to the slots of positions [start, start + tokens)."""
+        positions = range(start, start + int(keys.shape[1]))
+        device = keys.device
+        page = torch.tensor([pages[position // self.page_size] for position in positions], device=device)
+        slot = torch.tensor([position % self.page_size for position in positions], device=device)
+        self.pool.k[layer][page, slot] = keys.transpose(0, 1)
+        self.pool.v[layer][page, slot] = values.transpose(0, 1)
