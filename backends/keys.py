@@ -108,7 +108,7 @@ def _packed(tokens: Tokens) -> bytes:
         return packed
     if isinstance(tokens, np.ndarray | array):
         return _packed_array(np.asarray(tokens))
-    if not isinstance(tokens, Sequence) or type(tokens) is str:
+    if not isinstance(tokens, Sequence):
         raise InvalidRequest(f"tokens must be a sequence of ints, an array or bytes, not {type(tokens).__name__}")
     try:
         found = array("I", tokens)
@@ -137,4 +137,4 @@ def _wrong_token(tokens: Sequence[int]) -> InvalidRequest:
             return InvalidRequest(f"token {token!r} at position {position} is not an int")
         if not 0 <= token <= TOKEN_MAX:
             return InvalidRequest(f"token {token} at position {position} is not from 0 to {TOKEN_MAX}")
-    return InvalidRequest("tokens changed while they were read")
+    return InvalidRequest(f"tokens must be a sequence of ints, not {type(tokens).__name__}")

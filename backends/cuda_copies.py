@@ -1,0 +1,119 @@
+"""Copies between a device pool on a GPU and pinned host memory: launched on a stream of their own, ended by an event.
+
+Scattered pages would be thousands of small copies over PCIe. Instead a block of pages is gathered in device memory,
+where that is cheap, and crosses the bus in as few stretches as the host pages allow:
+
+    to device    host runs ──DMA──▶ staging [pages, page_bytes] ──scatter──▶ each piece's tensor
+    to host      each piece's tensor ──gather──▶ staging ──DMA──▶ host runs
+
+Staging comes from torch's caching allocator within the stream, so it is reused in stream order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+
+from tidekv.backends.device import DevicePool
+from tidekv.backends.host import HostPool
+from tidekv.backends.memory import PageIndex
+from tidekv.backends.moves import page_runs
+from tidekv.states.errors import CopyFailed
+
+STAGING_BYTES: Final = 32 << 20
+
+
+class StagedMover:
+    """Enqueues page copies on the current stream; returns before they are done. Works on any torch device."""
+
+    def __init__(self, device: DevicePool, host: HostPool, *, staging_bytes: int = STAGING_BYTES) -> None:
+        layout = device.layout
+        self._device = device.device
+        self._host = host.buffer
+        self._piece_count = layout.piece_count
+        self._page_bytes = layout.page_bytes
+        self._block_pages = max(1, staging_bytes // layout.page_bytes)
+        # A thread of the gather kernel moves one element: the wider, the fewer.
+        aligned = layout.piece_bytes % 8 == 0 and all(row.storage_offset() % 8 == 0 for row in device.rows)
+        self._element = torch.int64 if aligned else torch.uint8
+        self._rows = [row.view(self._element) for row in device.rows]
+
+    def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        """Enqueue copies of host pages to device pages, pairwise."""
+        for start in range(0, len(host_pages), self._block_pages):
+            part = slice(start, start + self._block_pages)
+            staging = self._staging(len(host_pages[part]))
+            for source, target, count in page_runs(host_pages[part], _positions(host_pages[part])):
+                staging[target : target + count].copy_(self._host[source : source + count], non_blocking=True)
+            index = self._upload(device_pages[part])
+            pieces = staging.view(len(staging), self._piece_count, -1).view(self._element)
+            for piece, row in enumerate(self._rows):
+                row.index_copy_(0, index, pieces[:, piece])
+
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
+        """Enqueue copies of device pages to host pages, pairwise."""
+        for start in range(0, len(device_pages), self._block_pages):
+            part = slice(start, start + self._block_pages)
+            staging = self._staging(len(device_pages[part]))
+            index = self._upload(device_pages[part])
+            pieces = staging.view(len(staging), self._piece_count, -1).view(self._element)
+            for piece, row in enumerate(self._rows):
+                pieces[:, piece] = row.index_select(0, index)
+            for target, source, count in page_runs(host_pages[part], _positions(host_pages[part])):
+                self._host[target : target + count].copy_(staging[source : source + count], non_blocking=True)
+
+    def _staging(self, page_count: int) -> torch.Tensor:
+        return torch.empty(page_count, self._page_bytes, dtype=torch.uint8, device=self._device)
+
+    def _upload(self, pages: PageIndex) -> torch.Tensor:
+        index = torch.from_numpy(np.ascontiguousarray(pages))
+        if self._device.type != "cuda":
+            return index
+        # From pageable memory the driver would first wait for all that the stream waits for, with the poller in it.
+        return index.pin_memory().to(self._device, non_blocking=True)
+
+
+class CudaCopy:
+    """One copy as a Pollable: `launch` enqueues it on `stream`, behind the caller's work up to `after`."""
+
+    rounds: Final = 0
+
+    def __init__(self, *, stream: torch.cuda.Stream, after: torch.cuda.Event, launch: Callable[[], None]) -> None:
+        self._stream = stream
+        self._after = after
+        self._launch: Callable[[], None] | None = launch
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it.
+        self._error: Exception | None = None
+
+    def post(self) -> bool:
+        """Enqueue the copy and the event that ends it."""
+        assert self._launch is not None
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._after)
+            try:
+                self._launch()
+            except Exception as error:  # Part of it may be running: the event still has to come first.
+                self._error = error
+            self._done.record(self._stream)
+        return False
+
+    def check(self) -> bool:
+        """True once all of it is done; CopyFailed then, if not all of it could be enqueued."""
+        try:
+            done = bool(self._done.query())  # type: ignore[no-untyped-call]  # As above.
+        except RuntimeError as error:
+            raise CopyFailed(f"the GPU reported an error during a page copy: {error}") from error
+        if done and self._error is not None:
+            raise CopyFailed(f"a page copy could not be launched: {self._error}") from self._error
+        return done
+
+    def release(self) -> None:
+        """Let go of the pages' indices."""
+        self._launch = None
+
+
+def _positions(pages: PageIndex) -> PageIndex:
+    return np.arange(len(pages), dtype=np.int64)

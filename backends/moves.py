@@ -1,0 +1,68 @@
+"""Moving whole pages between a device pool and a host pool with the CPU: runs in, bytes moved, no thread and no state.
+
+Measured on two cores: one numpy assignment a run reaches memcpy's speed; torch's index_select and index_copy_ a
+fourth of it; memmove by ctypes loses to its call overhead below 64 KiB a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from tidekv.backends.device import DevicePool
+from tidekv.backends.host import HostPool
+from tidekv.backends.memory import PageIndex
+
+# Tensors that lie apart need one assignment a run and piece. Where runs are shorter than this on average, one gather
+# and # scatter a piece is cheaper, though it moves each byte twice.
+RUN_PAGES_MIN: Final = 3
+
+
+def page_runs(first: PageIndex, second: PageIndex) -> Iterator[tuple[int, int, int]]:
+    """Yield (start in first, start in second, count) of the stretches that are consecutive in both."""
+    breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
+    starts = [0, *breaks.tolist()] if len(first) else []
+    for start, end in zip(starts, [*starts[1:], len(first)], strict=True):
+        yield int(first[start]), int(second[start]), end - start
+
+
+class PageMover:
+    """Moves pages between a device pool in host memory and a host pool of the same layout; blocks until done."""
+
+    def __init__(self, device: DevicePool, host: HostPool) -> None:
+        layout = device.layout
+        self._rows = [row.numpy() for row in device.rows]
+        self._block = None if device.block is None else device.block.numpy()
+        # [pages, pieces, piece_bytes], and the same seen piece by piece.
+        self._pages = host.array.reshape(host.num_pages, layout.piece_count, layout.piece_bytes)
+        self._parts = [self._pages[:, piece] for piece in range(layout.piece_count)]
+
+    def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        """Copy host pages to device pages, pairwise."""
+        runs = list(page_runs(host_pages, device_pages))
+        if self._block is not None:
+            for source, target, count in runs:
+                self._block[:, target : target + count] = self._pages[source : source + count].swapaxes(0, 1)
+        elif len(runs) * RUN_PAGES_MIN <= len(host_pages):
+            for row, part in zip(self._rows, self._parts, strict=True):
+                for source, target, count in runs:
+                    row[target : target + count] = part[source : source + count]
+        else:
+            for row, part in zip(self._rows, self._parts, strict=True):
+                row[device_pages] = part[host_pages]
+
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
+        """Copy device pages to host pages, pairwise."""
+        runs = list(page_runs(device_pages, host_pages))
+        if self._block is not None:
+            for source, target, count in runs:
+                self._pages[target : target + count] = self._block[:, source : source + count].swapaxes(0, 1)
+        elif len(runs) * RUN_PAGES_MIN <= len(host_pages):
+            for row, part in zip(self._rows, self._parts, strict=True):
+                for source, target, count in runs:
+                    part[target : target + count] = row[source : source + count]
+        else:
+            for row, part in zip(self._rows, self._parts, strict=True):
+                part[host_pages] = row[device_pages]

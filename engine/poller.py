@@ -1,0 +1,250 @@
+"""The one thread that asks: is it done yet? It drives NIXL transfers, file I/O and CUDA events, which cannot call back.
+
+While nothing is in flight the thread blocks and costs nothing. While something is, it asks in rounds: without a pause
+for the first 200 µs after anything began or ended, and while a list that advances only when polled has rounds left;
+then with pauses that grow from 50 µs to 1 ms with the time waited, so that the delay stays a small part of the wait.
+A new operation ends a pause at once.
+
+What is in flight cannot be cancelled, only settled: an operation stays here until it is over, whether or not somebody
+still waits for it, and is released only then. The thread must never touch the loop, except to hand it outcomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import math
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from tidekv.backends.base import Pollable
+from tidekv.backends.outcomes import Outcome, Outcomes, as_error
+from tidekv.states.errors import EngineClosed
+
+SPIN_S: Final = 200e-6
+PAUSE_MIN_S: Final = 50e-6
+PAUSE_MAX_S: Final = 1e-3
+# A pause is this part of the time waited so far, within the two bounds.
+PAUSE_SHARE: Final = 1 / 8
+# A thread that only spins hardly lets go of the interpreter; this short a sleep really does.
+YIELD_S: Final = 1e-6
+# Posting and checking can block for as long as a copy takes: this long, then others get their turn and outcomes leave.
+TURN_S: Final = 1e-3
+# How much longer than its deadline `close` waits for a thread that sits in a call.
+STUCK_S: Final = 0.5
+PR_SET_TIMERSLACK: Final = 29
+
+
+@dataclass(frozen=True, slots=True)
+class PollerStatistics:
+    """What a poller did so far. `in_flight` is what was submitted and has not ended; `cpu_s` is its thread's CPU
+    time."""
+
+    in_flight: int
+    posted: int
+    completed: int
+    failed: int
+    poll_rounds: int
+    cpu_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One operation from `submit` to its release."""
+
+    pollable: Pollable
+    future: asyncio.Future[None]
+    rounds: int
+    over: bool = False
+    error: Exception | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    deadline_at_s: float
+
+
+class PollerThread:
+    """Drives `Pollable`s to their end and settles a future of the loop for each.
+
+    `start` and `close` it on the loop that it serves. It makes no other thread and holds no lock while it calls out.
+    """
+
+    def __init__(self, *, name: str = "tidekv-poller") -> None:
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._new: queue.SimpleQueue[_Flight | _Stop] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outcomes: Outcomes | None = None
+        self._stopped: asyncio.Future[None] | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._closing = False
+        self._submitted = 0
+        # The thread alone writes these; anybody may read them.
+        self._posted = self._completed = self._failed = self._poll_rounds = 0
+        self._cpu_s = 0.0
+        self._pending: list[_Flight] = []
+
+    def start(self) -> None:
+        """Bind to the running loop and start the thread. Once only."""
+        assert self._loop is None, "a poller is started once"
+        self._loop = asyncio.get_running_loop()
+        self._outcomes = Outcomes(self._loop)
+        self._stopped = self._loop.create_future()
+        self._thread.start()
+
+    def submit(self, pollable: Pollable) -> asyncio.Future[None]:
+        """Start an operation and drive it to its end; see `tidekv.backends.base.Poller`. EngineClosed once closing."""
+        if self._loop is None or self._closing:
+            raise EngineClosed("the poller is not running: start it first, and submit nothing after close")
+        assert asyncio.get_running_loop() is self._loop, "submit on the loop that start() was called on"
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        self._submitted += 1
+        self._new.put(_Flight(pollable, future, pollable.rounds))
+        return future
+
+    async def close(self, *, timeout_s: float = 5.0) -> int:
+        """Wait until all that was submitted has ended, at most `timeout_s`; return how many operations have not.
+
+        Those are still in flight and may still write to memory: they are not released, and whoever waits for them gets
+        EngineClosed, which is no word about their bytes. A thread that sits in a call beyond the deadline is left to
+        end by itself.
+        """
+        if self._stopped is None:
+            self._closing = True
+            return 0
+        if not self._closing:
+            self._closing = True
+            self._new.put(_Stop(time.monotonic() + timeout_s))
+        await asyncio.wait([self._stopped], timeout=timeout_s + STUCK_S)
+        if self._stopped.done():
+            self._thread.join()
+        left = self._submitted - self._completed - self._failed
+        for future in list(self._waiting):
+            future.set_exception(EngineClosed(f"the poller was closed with {left} operations in flight"))
+        return left
+
+    def statistics(self) -> PollerStatistics:
+        """Return counters and the thread's CPU time, taken when it last paused."""
+        return PollerStatistics(
+            in_flight=self._submitted - self._completed - self._failed,
+            posted=self._posted,
+            completed=self._completed,
+            failed=self._failed,
+            poll_rounds=self._poll_rounds,
+            cpu_s=self._cpu_s,
+        )
+
+    def _run(self) -> None:
+        # By default the kernel may round each sleep up by 50 µs, which would double the shortest one.
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        assert self._outcomes is not None
+        assert self._stopped is not None
+        try:
+            self._drive(self._outcomes)
+        finally:
+            self._cpu_s = time.thread_time()
+            self._outcomes.deliver([(self._stopped, None)])
+
+    def _drive(self, outcomes: Outcomes) -> None:
+        """Rounds of: take what is new, ask all, hand over what ended; until stopped and empty, or past the deadline."""
+        active_at_s = yielded_at_s = 0.0
+        pause_s = math.inf
+        deadline_at_s: float | None = None
+        while True:
+            fresh, stop = self._take(pause_s)
+            if stop is not None:
+                deadline_at_s = stop.deadline_at_s
+            ended = self._ask_all(outcomes)
+            now_s = time.monotonic()
+            if fresh or ended:
+                active_at_s = now_s
+            if deadline_at_s is not None and (not self._pending or now_s > deadline_at_s):
+                return
+            pause_s = self._next_pause_s(now_s - active_at_s)
+            if pause_s == 0 and now_s - yielded_at_s > SPIN_S:
+                pause_s = YIELD_S
+            if pause_s > 0:
+                yielded_at_s = now_s
+                self._cpu_s = time.thread_time()
+
+    def _next_pause_s(self, quiet_s: float) -> float:
+        if not self._pending:
+            return math.inf
+        if quiet_s < SPIN_S or any(flight.rounds > 0 for flight in self._pending):
+            return 0.0
+        return min(max(quiet_s * PAUSE_SHARE, PAUSE_MIN_S), PAUSE_MAX_S)
+
+    def _take(self, pause_s: float) -> tuple[bool, _Stop | None]:
+        """Wait up to `pause_s` for something new, then post what there is, for one turn. Say whether there was any."""
+        fresh = False
+        until_s = math.inf
+        while True:
+            try:
+                if pause_s == 0:
+                    item = self._new.get_nowait()
+                else:
+                    item = self._new.get(timeout=None if pause_s == math.inf else pause_s)
+            except queue.Empty:
+                return fresh, None
+            if isinstance(item, _Stop):
+                return fresh, item
+            pause_s = 0
+            fresh = True
+            if until_s == math.inf:
+                until_s = time.monotonic() + TURN_S
+            self._pending.append(item)
+            self._posted += 1
+            self._call(item, post=True)
+            if time.monotonic() > until_s:
+                return fresh, None
+
+    def _ask_all(self, outcomes: Outcomes) -> bool:
+        """Ask each operation once, release those that are over and hand their outcomes to the loop."""
+        self._poll_rounds += 1
+        ended: list[Outcome] = []
+        any_ended = False
+        rest: list[_Flight] = []
+        until_s = time.monotonic() + TURN_S
+        for flight in self._pending:
+            if not flight.over:
+                self._call(flight, post=False)
+                flight.rounds -= 1
+            if not flight.over:
+                rest.append(flight)
+                continue
+            self._release(flight)
+            any_ended = True
+            ended.append((flight.future, flight.error))
+            if time.monotonic() > until_s:
+                outcomes.deliver(ended)
+                ended = []
+                until_s = time.monotonic() + TURN_S
+        self._pending = rest
+        if ended:
+            outcomes.deliver(ended)
+        return any_ended
+
+    def _call(self, flight: _Flight, *, post: bool) -> None:
+        try:
+            flight.over = flight.pollable.post() if post else flight.pollable.check()
+        except BaseException as error:  # Whatever it is, it is this operation's outcome, and ends no other.
+            flight.over = True
+            flight.error = as_error(error)
+
+    def _release(self, flight: _Flight) -> None:
+        try:
+            flight.pollable.release()
+        except BaseException as error:  # As above.
+            if flight.error is None:
+                flight.error = as_error(error)
+            else:
+                flight.error.add_note(f"its release failed too: {error!r}")
+        if flight.error is None:
+            self._completed += 1
+        else:
+            self._failed += 1
