@@ -1,0 +1,211 @@
+"""Who has which page of a pool: each is in exactly one of four conditions, and each change of condition is checked.
+
+    free ──take──▶ owned ──to_cache──▶ cached
+      ▲  ◀─give_back─┤  ◀──own_cached──┤ │
+      │            drain           drain_cached
+      │              ▼                ▼  │
+      ├───settle── draining ◀─────────┘  │
+      └──────────────from_cache──────────┘
+
+A *draining* page is one that a writer elsewhere may still touch: only that writer's own word (`settle`) frees it.
+This file holds no page's bytes and never waits.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
+from tidekv.states.shapes import PageIds, page_ids
+
+
+class Condition(enum.IntEnum):
+    """What a page is at this moment."""
+
+    FREE = 0
+    OWNED = 1
+    CACHED = 2
+    DRAINING = 3
+
+
+# Plain ints: an enum member costs a lookup and a slower comparison on every page.
+_FREE, _OWNED, _CACHED, _DRAINING = (int(condition) for condition in Condition)
+
+# Up to so many pages a loop over bytes is faster than numpy's fixed cost of some microseconds a call.
+_LOOP_PAGES_MAX = 96
+
+
+class PageAccount:
+    """The account of one pool of `page_count` pages, all of them free at first.
+
+    Every method that takes pages raises BrokenInvariant, and changes nothing, where a page is not in the condition that
+    the change starts from, is out of range, or is named twice in one call. Counters cost O(1), changes O(pages named).
+    """
+
+    __slots__ = ("_conditions", "_counts", "_free", "_seen_at", "_vector", "name", "total")
+
+    def __init__(self, name: str, page_count: int) -> None:
+        if page_count < 0:
+            raise InvalidConfig(f"pool {name!r} cannot have {page_count} pages")
+        self.name = name
+        self.total = page_count
+        # The same bytes twice: as a bytearray for loops, as a vector for numpy.
+        self._conditions = bytearray(page_count)
+        self._vector = np.frombuffer(self._conditions, dtype=np.uint8)
+        self._counts = [page_count, 0, 0, 0]
+        # A stack with its top at the end, so that a fresh pool hands out 0, 1, 2, …
+        self._free: PageIds = page_ids(range(page_count - 1, -1, -1))
+        # Scratch space for finding a page that is named twice; made when a call first needs it.
+        self._seen_at: np.ndarray[tuple[int], np.dtype[np.int32]] | None = None
+
+    @property
+    def free(self) -> int:
+        """Pages that can be taken."""
+        return self._counts[_FREE]
+
+    @property
+    def owned(self) -> int:
+        """Pages of requests and operations."""
+        return self._counts[_OWNED]
+
+    @property
+    def cached(self) -> int:
+        """Pages of the prefix index."""
+        return self._counts[_CACHED]
+
+    @property
+    def draining(self) -> int:
+        """Pages that a writer elsewhere may still touch."""
+        return self._counts[_DRAINING]
+
+    def condition(self, page: int) -> Condition:
+        """Tell the condition of one page."""
+        if not 0 <= page < self.total:
+            raise BrokenInvariant(f"pool {self.name!r}: page {page} is out of range, it has {self.total} pages")
+        return Condition(self._conditions[page])
+
+    def take(self, count: int) -> PageIds:
+        """Make `count` free pages owned and return them; the caller owns them.
+
+        The pages given back last are taken first, a batch in its own order: a page that was freed too early is soon
+        written by someone else, which tests see, and runs stay runs. Raises CapacityError, changing nothing, where
+        fewer are free.
+        """
+        free = self._free
+        if count > len(free):
+            raise CapacityError(
+                f"pool {self.name!r}: {count} pages wanted, {self.free} free ({self.owned} owned, {self.cached} cached,"
+                f" {self.draining} draining, {self.total} in all)"
+            )
+        if count <= 0:
+            if count:
+                raise BrokenInvariant(f"pool {self.name!r}: {count} pages cannot be taken")
+            return page_ids()
+        pages = free[: -count - 1 : -1]
+        del free[-count:]
+        if count <= _LOOP_PAGES_MAX:
+            conditions = self._conditions
+            for page in pages:
+                conditions[page] = _OWNED
+        else:
+            self._vector[np.frombuffer(pages, dtype=np.int32)] = _OWNED
+        self._counts[_FREE] -= count
+        self._counts[_OWNED] += count
+        return pages
+
+    def give_back(self, pages: PageIds) -> None:
+        """Make owned pages free."""
+        self._move(pages, _OWNED, _FREE)
+
+    def to_cache(self, pages: PageIds) -> None:
+        """Hand owned pages to the index."""
+        self._move(pages, _OWNED, _CACHED)
+
+    def from_cache(self, pages: PageIds) -> None:
+        """Make cached pages free: the index forgot them."""
+        self._move(pages, _CACHED, _FREE)
+
+    def own_cached(self, pages: PageIds) -> None:
+        """Take cached pages out of the index: the caller owns them."""
+        self._move(pages, _CACHED, _OWNED)
+
+    def drain(self, pages: PageIds) -> None:
+        """Put owned pages into the quarantine: a writer may still touch them."""
+        self._move(pages, _OWNED, _DRAINING)
+
+    def drain_cached(self, pages: PageIds) -> None:
+        """Put cached pages into the quarantine: a writer may still touch them."""
+        self._move(pages, _CACHED, _DRAINING)
+
+    def settle(self, pages: PageIds) -> None:
+        """Free pages of the quarantine: nobody can write to them any more."""
+        self._move(pages, _DRAINING, _FREE)
+
+    def holds(self, pages: PageIds, condition: Condition) -> bool:
+        """Tell whether every one of these pages is in that condition, and none is named twice."""
+        return self._first_fault(pages, condition) is None
+
+    def check(self) -> None:
+        """Recount everything from scratch; raises BrokenInvariant where a counter or the free list is wrong."""
+        counted = np.bincount(self._vector, minlength=4).tolist()
+        if counted != self._counts:
+            raise BrokenInvariant(f"pool {self.name!r}: counted {counted} pages by condition, kept {self._counts}")
+        if sorted(self._free) != np.flatnonzero(self._vector == _FREE).tolist():
+            raise BrokenInvariant(f"pool {self.name!r}: its free list is not its free pages, each once")
+
+    def _move(self, pages: PageIds, source: int, target: int) -> None:
+        count = len(pages)
+        if count <= _LOOP_PAGES_MAX:
+            self._move_by_loop(pages, source, target)
+        else:
+            self._move_by_vector(pages, source, target)
+        self._counts[source] -= count
+        self._counts[target] += count
+        if target == _FREE:
+            self._free.extend(pages[::-1])
+
+    def _move_by_loop(self, pages: PageIds, source: int, target: int) -> None:
+        conditions = self._conditions
+        total = self.total
+        for moved, page in enumerate(pages):
+            # A page named twice is found here too: its second time it is no longer in the source's condition.
+            if page < 0 or page >= total or conditions[page] != source:
+                for done in pages[:moved]:
+                    conditions[done] = source
+                raise self._refusal(pages, source, target)
+            conditions[page] = target
+
+    def _move_by_vector(self, pages: PageIds, source: int, target: int) -> None:
+        ids = np.frombuffer(pages, dtype=np.int32)
+        # As unsigned numbers, negative ids are out of range at the top.
+        if int(ids.view(np.uint32).max()) >= self.total or (self._vector[ids] != source).any() or self._repeats(ids):
+            raise self._refusal(pages, source, target)
+        self._vector[ids] = target
+
+    def _repeats(self, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bool:
+        if bool((ids[1:] > ids[:-1]).all()):
+            return False
+        if self._seen_at is None:
+            self._seen_at = np.zeros(self.total, dtype=np.int32)
+        places = np.arange(len(ids), dtype=np.int32)
+        # Of two places of one page, only one can be the place that was written last.
+        self._seen_at[ids] = places
+        return bool((self._seen_at[ids] != places).any())
+
+    def _first_fault(self, pages: PageIds, source: int) -> str | None:
+        seen: set[int] = set()
+        for page in pages:
+            if not 0 <= page < self.total:
+                return f"page {page} is out of range, the pool has {self.total} pages"
+            if page in seen:
+                return f"page {page} is named twice in one call"
+            if self._conditions[page] != source:
+                return f"page {page} is {Condition(self._conditions[page]).name.lower()}"
+            seen.add(page)
+        return None
+
+    def _refusal(self, pages: PageIds, source: int, target: int) -> BrokenInvariant:
+        change = f"{Condition(source).name.lower()} to {Condition(target).name.lower()}"
+        return BrokenInvariant(f"pool {self.name!r}: {self._first_fault(pages, source)}; it cannot go from {change}")

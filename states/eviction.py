@@ -1,0 +1,144 @@
+"""In which order cached pages go: policies, and the queue that asks them. It frees nothing itself."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.node import Node
+
+Priority: TypeAlias = "tuple[int, ...]"
+"""What goes first compares lowest."""
+
+
+class EvictionPolicy(Protocol):
+    """An order of eviction.
+
+    A node's priority may only grow over its life: the queue looks at it again when the node's turn comes, not at every
+    touch, and would miss one that became smaller.
+    """
+
+    def priority(self, node: Node) -> Priority:
+        """Tell the node's place in the order: lowest goes first. Ties go by age of the node."""
+
+
+class LeastRecentlyUsed:
+    """Forget first what was matched or inserted longest ago."""
+
+    def priority(self, node: Node) -> Priority:
+        """Order by the tick of the last touch."""
+        return (node.tick,)
+
+
+class LeastFrequentlyUsed:
+    """Forget first what was matched least often, then longest ago."""
+
+    def priority(self, node: Node) -> Priority:
+        """Order by hits, then by the last touch."""
+        return (node.hits, node.tick)
+
+
+class SegmentedLeastRecentlyUsed:
+    """Forget first what was never matched `protected_hits` times: one long scan does not push out what is shared."""
+
+    def __init__(self, *, protected_hits: int = 2) -> None:
+        self.protected_hits = protected_hits
+
+    def priority(self, node: Node) -> Priority:
+        """Order by segment, then by the last touch."""
+        return (node.hits >= self.protected_hits, node.tick)
+
+
+class FirstInFirstOut:
+    """Forget first what was inserted first."""
+
+    def priority(self, node: Node) -> Priority:
+        """Order by the tick of the insertion."""
+        return (node.born,)
+
+
+class LowestPriority:
+    """Forget first what was inserted with the lowest priority, then longest ago."""
+
+    def priority(self, node: Node) -> Priority:
+        """Order by the highest priority that an insert gave, then by the last touch."""
+        return (node.priority, node.tick)
+
+
+LRU = LeastRecentlyUsed()
+LFU = LeastFrequentlyUsed()
+SLRU = SegmentedLeastRecentlyUsed()
+FIFO = FirstInFirstOut()
+PRIORITY = LowestPriority()
+
+# So many entries of removed nodes may stay in a queue, beyond half of it, before it is swept.
+_STALE_MARGIN = 64
+
+
+class EvictionQueue:
+    """The nodes of one tier that may be evicted, by priority; lazily kept, so that a touch costs nothing.
+
+    It may hold nodes that are not ready any more (locked again, given a child, gone): they are passed over when their
+    turn comes. It must hold every node that is ready, so whoever makes a node ready pushes it.
+    """
+
+    __slots__ = ("_heap", "_is_ready", "_policy", "_queued", "_stale_count")
+
+    def __init__(self, policy: EvictionPolicy, is_ready: Callable[[Node], bool]) -> None:
+        self._policy = policy
+        self._is_ready = is_ready
+        self._heap: list[tuple[Priority, int, Node]] = []
+        self._queued: set[int] = set()
+        self._stale_count = 0
+
+    def __contains__(self, node: Node) -> bool:
+        return node.node_id in self._queued
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, node: Node) -> None:
+        """Queue a node that became ready; one that is queued already keeps its one entry."""
+        node_id = node.node_id
+        if node_id not in self._queued:
+            self._queued.add(node_id)
+            heapq.heappush(self._heap, (self._policy.priority(node), node_id, node))
+
+    def pop(self) -> Node | None:
+        """Take out the ready node of the lowest priority; None where no node is ready."""
+        heap = self._heap
+        while heap:
+            priority, node_id, node = heap[0]
+            if self._is_ready(node):
+                current = self._policy.priority(node)
+                if current != priority:
+                    heapq.heapreplace(heap, (current, node_id, node))
+                    continue
+                heapq.heappop(heap)
+                self._queued.remove(node_id)
+                return node
+            heapq.heappop(heap)
+            self._queued.remove(node_id)
+            self._stale_count = max(0, self._stale_count - (node.parent is None))
+        return None
+
+    def forget(self, node: Node) -> None:
+        """Take note that a node left the tree: its entry, if any, is swept once there are many such."""
+        if node.node_id not in self._queued:
+            return
+        self._stale_count += 1
+        if self._stale_count > len(self._heap) // 2 + _STALE_MARGIN:
+            self._heap = [entry for entry in self._heap if entry[2].parent is not None]
+            heapq.heapify(self._heap)
+            self._queued = {entry[1] for entry in self._heap}
+            self._stale_count = 0
+
+    def check(self) -> None:
+        """Raise BrokenInvariant where the heap and what is known to be in it differ, or an order could be missed."""
+        if len(self._heap) != len(self._queued) or {entry[1] for entry in self._heap} != self._queued:
+            raise BrokenInvariant("an eviction queue does not hold each of its nodes once")
+        for priority, _, node in self._heap:
+            if self._policy.priority(node) < priority:
+                raise BrokenInvariant(f"the priority of {node} fell while it was queued")

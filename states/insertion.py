@@ -1,0 +1,84 @@
+"""Entering a finished prefix into the prefix index: what was there wins, what is new joins."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidekv.states.node import Inserted, Node
+from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.tiers import DeviceTier
+from tidekv.states.tree import PageTree
+
+
+def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pages: PageIds, priority: int) -> Inserted:
+    """Enter `pages`, one for each key, below `root`. See PrefixIndex.insert.
+
+    What the walk down leaves, by position:
+
+        [0, len(table))       device pages of the tree; ours there are duplicates, unless they are the same
+        [len(table), first)   host pages of the tree: ours become their device pages
+        [first, stop)         a new leaf; nothing where the walk was stopped by void pages or a foreign load
+        [stop, count)         rejected
+    """
+    count, width = len(pages), tree.key_bytes
+    tree.tick += 1
+    node = root
+    table, duplicates, rejected = page_ids(), page_ids(), page_ids()
+    host_only: list[Node] = []
+    first, stop = 0, count
+    while first < count:
+        child = node.children.get(keys[first * width : (first + 1) * width])
+        if child is None:
+            break
+        shared = tree.shared_pages(child.edge, keys, first * width)
+        ours = pages[first : first + shared]
+        theirs = None if child.device is None else child.device[:shared]
+        if child.void or (child.load is not None and theirs != ours):
+            rejected, stop = _not_of_tree(tree, node, keys, pages, first), first
+            break
+        node = child if shared == child.page_count else tree.split(child, shared)
+        node.tick = tree.tick
+        node.priority = max(node.priority, priority)
+        if theirs is None:
+            host_only.append(node)
+        else:
+            table += theirs
+            if theirs != ours:
+                duplicates += _differing(ours, theirs)
+        first += shared
+    fresh = pages[len(table) : stop]
+    # Nothing but splits has happened so far: where the account refuses, nothing was entered.
+    tier.account.to_cache(fresh)
+    for above in host_only:
+        tier.attach(above, pages[above.depth_pages - above.page_count : above.depth_pages])
+    if first < stop:
+        node = tree.add_child(node, keys[first * width :], priority=priority)
+        tier.attach(node, pages[first:])
+    table += pages[len(table) :]
+    return Inserted(node, table, len(fresh), duplicates, rejected)
+
+
+def _not_of_tree(tree: PageTree, node: Node, keys: bytes, pages: PageIds, first: int) -> PageIds:
+    """Of `pages[first:]`, list those that the tree below `node` does not hold at their very position."""
+    ours = page_ids()
+    width, count = tree.key_bytes, len(pages)
+    while first < count:
+        child = node.children.get(keys[first * width : (first + 1) * width])
+        if child is None:
+            break
+        shared = tree.shared_pages(child.edge, keys, first * width)
+        run = pages[first : first + shared]
+        ours += run if child.device is None else _differing(run, child.device[:shared])
+        first += shared
+        if shared < child.page_count:
+            break
+        node = child
+    return ours + pages[first:]
+
+
+def _differing(ours: PageIds, theirs: PageIds) -> PageIds:
+    """List the pages of `ours` that are not the same page as in `theirs` at their position."""
+    first, second = np.frombuffer(ours, dtype=np.int32), np.frombuffer(theirs, dtype=np.int32)
+    pages = page_ids()
+    pages.frombytes(first[first != second].tobytes())
+    return pages

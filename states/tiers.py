@@ -1,0 +1,174 @@
+"""The books of one tier of the prefix index: which pages are evictable, which are protected, who may go next.
+
+The two classes say the same thing about a node's device side and its host side. They are spelled out because they are
+the hottest lines of a step, and reaching a slot by a name in a variable costs twice as much.
+
+Guards are counted where a receipt is anchored and once per guarded child, so that a walk towards the root ends at the
+first node that is guarded anyway: locking below a shared prefix costs as much as the part that is not shared.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tidekv.states.accounts import PageAccount
+from tidekv.states.eviction import EvictionPolicy, EvictionQueue
+from tidekv.states.node import Node, TierName
+from tidekv.states.shapes import PageIds
+
+
+class Tier(Protocol):
+    """What the index needs of a tier's books."""
+
+    name: TierName
+    account: PageAccount
+    evictable: int
+    protected: int
+    queue: EvictionQueue
+
+    def is_ready(self, node: Node) -> bool:
+        """Tell whether this copy of the node may be evicted now: an unguarded leaf of the tier."""
+
+    def guard(self, node: Node) -> None:
+        """Count one more reason why the node's copy, and those above it, must stay."""
+
+    def unguard(self, node: Node) -> None:
+        """Count one reason less."""
+
+    def attach(self, node: Node, pages: PageIds) -> None:
+        """Give the node this copy. The pages are cached already; the node is not guarded."""
+
+    def detach(self, node: Node) -> PageIds:
+        """Take this copy from an unguarded node without such children, and return its pages, which are still cached."""
+
+
+class DeviceTier:
+    """The books of device pages."""
+
+    __slots__ = ("account", "evictable", "name", "protected", "queue")
+
+    def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
+        self.name: TierName = "device"
+        self.account = account
+        self.evictable = 0
+        self.protected = 0
+        self.queue = EvictionQueue(policy, self.is_ready)
+
+    def is_ready(self, node: Node) -> bool:
+        """See Tier."""
+        return not node.guarded and not node.device_children and node.device is not None and node.parent is not None
+
+    def guard(self, node: Node) -> None:
+        """See Tier."""
+        while True:
+            guarded = node.guarded
+            node.guarded = guarded + 1
+            if guarded:
+                return
+            self.evictable -= node.page_count
+            self.protected += node.page_count
+            parent = node.parent
+            if parent is None:
+                return
+            node = parent
+
+    def unguard(self, node: Node) -> None:
+        """See Tier."""
+        while True:
+            guarded = node.guarded = node.guarded - 1
+            if guarded:
+                return
+            self.evictable += node.page_count
+            self.protected -= node.page_count
+            parent = node.parent
+            if parent is None:
+                return
+            if not node.device_children:
+                self.queue.push(node)
+            node = parent
+
+    def attach(self, node: Node, pages: PageIds) -> None:
+        """See Tier."""
+        assert node.device is None and node.parent is not None and not node.guarded, node
+        node.device = pages
+        node.parent.device_children += 1
+        self.evictable += node.page_count
+        if not node.device_children:
+            self.queue.push(node)
+
+    def detach(self, node: Node) -> PageIds:
+        """See Tier."""
+        pages, parent = node.device, node.parent
+        assert pages is not None and parent is not None and not node.guarded and not node.device_children, node
+        node.device = None
+        self.evictable -= node.page_count
+        parent.device_children -= 1
+        if not parent.device_children and not parent.guarded and parent.parent is not None:
+            self.queue.push(parent)
+        return pages
+
+
+class HostTier:
+    """The books of host pages."""
+
+    __slots__ = ("account", "evictable", "name", "protected", "queue")
+
+    def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
+        self.name: TierName = "host"
+        self.account = account
+        self.evictable = 0
+        self.protected = 0
+        self.queue = EvictionQueue(policy, self.is_ready)
+
+    def is_ready(self, node: Node) -> bool:
+        """See Tier."""
+        return not node.host_guarded and not node.host_children and node.host is not None and node.parent is not None
+
+    def guard(self, node: Node) -> None:
+        """See Tier."""
+        while True:
+            guarded = node.host_guarded
+            node.host_guarded = guarded + 1
+            if guarded:
+                return
+            self.evictable -= node.page_count
+            self.protected += node.page_count
+            parent = node.parent
+            if parent is None:
+                return
+            node = parent
+
+    def unguard(self, node: Node) -> None:
+        """See Tier."""
+        while True:
+            guarded = node.host_guarded = node.host_guarded - 1
+            if guarded:
+                return
+            self.evictable += node.page_count
+            self.protected -= node.page_count
+            parent = node.parent
+            if parent is None:
+                return
+            if not node.host_children:
+                self.queue.push(node)
+            node = parent
+
+    def attach(self, node: Node, pages: PageIds) -> None:
+        """See Tier."""
+        assert node.host is None and node.parent is not None and not node.host_guarded, node
+        node.host = pages
+        node.parent.host_children += 1
+        self.evictable += node.page_count
+        if not node.host_children:
+            self.queue.push(node)
+
+    def detach(self, node: Node) -> PageIds:
+        """See Tier."""
+        pages, parent = node.host, node.parent
+        assert pages is not None and parent is not None and not node.host_guarded and not node.host_children, node
+        node.host = None
+        self.evictable -= node.page_count
+        parent.host_children -= 1
+        if not parent.host_children and not parent.host_guarded and parent.parent is not None:
+            self.queue.push(parent)
+        return pages
