@@ -1,4 +1,4 @@
-"""What all rules of the core share: settings, index, accounts, operations in flight, deadlines, and the commands to give.
+"""What all rules of the core share: settings, index, accounts, operations, deadlines, and the commands to give.
 
 Rules write here and nowhere else. Nothing in this file decides anything.
 """
@@ -6,7 +6,7 @@ Rules write here and nowhere else. Nothing in this file decides anything.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.states.accounts import PageAccount
 from tidekv.states.index import PrefixIndex
@@ -14,11 +14,11 @@ from tidekv.states.index import PrefixIndex
 if TYPE_CHECKING:
     from tidekv.states.backups import Backup
     from tidekv.states.commands import Command
-    from tidekv.states.loads import Load, LateFetch
+    from tidekv.states.loads import LateFetch, Load
     from tidekv.states.request import Request
     from tidekv.states.settings import CoreSettings
 
-    Owner = Request | Load | LateFetch | Backup
+    Owner: TypeAlias = Request | Load | LateFetch | Backup
 
 
 class Books:
@@ -38,6 +38,8 @@ class Books:
         """Requests that may be able to move on, in the order in which they were touched."""
         self.homeless: dict[Request, str] = {}
         """Requests whose pages are lost to somebody else's writer, with the cause: they go back to the queue."""
+        self.settled_loads: list[Load] = []
+        """Void loads that nobody writes to any more: their pages can be freed."""
         self.pages_freed = True
         """Whether something happened that may let a waiting request in."""
         self.counters: dict[str, int] = {}

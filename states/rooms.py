@@ -15,7 +15,6 @@ from tidekv.states.shapes import PageIds, page_ids
 if TYPE_CHECKING:
     from tidekv.states.books import Books
     from tidekv.states.events import ChunkLanded
-    from tidekv.states.index import Node
     from tidekv.states.loads import Load
     from tidekv.states.request import Request
 
@@ -68,14 +67,14 @@ class Room:
 class Draining:
     """What a left room still holds: pages that somebody may write to."""
 
-    __slots__ = ("drained", "pages", "ranks", "voids", "writer")
+    __slots__ = ("drained", "loads", "pages", "ranks", "writer")
 
     def __init__(self, room: Room, pages: PageIds) -> None:
         self.writer = room.writer
         self.ranks = max(room.ranks, 1)
         self.drained: set[int] = set()
         self.pages = pages
-        self.voids: list[Node] = []
+        self.loads: list[Load] = []
 
 
 class Rooms:
@@ -219,6 +218,5 @@ class Rooms:
     def _settle(self, key: RoomKey) -> None:
         draining = self._draining.pop(key)
         self._books.device.settle(draining.pages)
-        for node in draining.voids:
-            self._books.index.mark_settled(node)
+        self._books.settled_loads.extend(draining.loads)
         self._books.pages_freed = True

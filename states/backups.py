@@ -1,0 +1,195 @@
+"""Backups: what finished requests leave in device memory goes on to the host and to storage.
+
+A backup walks the path of a finished request from the root: the first stretch that has no host copy is copied to fresh
+host pages, under a device receipt; when the copy is done the host pages join the tree, and whatever of the path is on
+the host but not in storage is put there, under a host receipt. Host pages are taken as far as eviction gives them: a
+backup that finds no room stops there, and nothing else suffers.
+
+Ranges are counted in pages from the root, never in nodes: nodes split while a copy runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRetracted
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.books import Books
+    from tidekv.states.index import Node, Receipt
+    from tidekv.states.request import Request
+
+STORE_DEADLINE_S = 60.0
+
+
+class Backup:
+    """What is under way for the path of one finished or retracted request."""
+
+    __slots__ = ("first", "host_pages", "leaf", "lock", "pin", "request_id", "retracts", "serial", "storing")
+
+    def __init__(self, request: Request, leaf: Node, *, retracts: bool) -> None:
+        self.request_id = request.request_id
+        self.serial = request.serial
+        self.leaf = leaf
+        self.retracts = retracts
+        self.lock: Receipt | None = None
+        self.pin: Receipt | None = None
+        self.first = 0
+        self.host_pages: PageIds = page_ids()
+        self.storing = False
+
+
+class Backups:
+    """All backups of a core, and what retracted requests hold in host memory."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._live: dict[Backup, None] = {}
+        self._retracted: dict[str, Receipt | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def retracted_requests(self) -> int:
+        """Requests whose KV is held in host memory until they are resumed."""
+        return len(self._retracted)
+
+    def begin(self, request: Request, leaf: Node, *, retracts: bool = False) -> None:
+        """Back up the path that ends at `leaf`. With `retracts`, hold it in host memory and tell the caller."""
+        backup = Backup(request, leaf, retracts=retracts)
+        self._live[backup] = None
+        backup.lock = self._books.index.lock(leaf)
+        backup.first, count = self._without_host(leaf)
+        count = self._books.make_host_room(count)
+        if count:
+            self._copy(backup, count)
+        else:
+            self._copied(backup)
+
+    def copied(self, backup: Backup, error: str) -> None:
+        """The copy to the host is over; with an error its pages are garbage and given back."""
+        if error:
+            self._books.count("backups_failed")
+            self._books.host.give_back(backup.host_pages)
+        else:
+            self._join_tree(backup)
+        backup.host_pages = page_ids()
+        self._copied(backup)
+
+    def stored(self, backup: Backup, stored: int) -> None:
+        """Storage has the first `stored` of the pages that it was given."""
+        self._books.count("pages_stored", stored)
+        end = backup.first + stored
+        for node, first in self._ranges(backup.leaf):
+            if backup.first <= first and first + node.page_count <= end:
+                self._books.index.mark_stored(node)
+        self._end(backup)
+
+    def release_retracted(self, request_id: str) -> None:
+        """Let go of what a retracted request holds in host memory, if it holds anything."""
+        receipt = self._retracted.pop(request_id, None)
+        if receipt is not None:
+            self._books.index.unpin(receipt)
+
+    def is_late(self, backup: Backup) -> None:
+        """A copy or put is late: it keeps its receipts until it ends, and is counted."""
+        self._books.count("backups_late")
+
+    # --- Steps ---
+
+    def _copy(self, backup: Backup, count: int) -> None:
+        backup.host_pages = self._books.host.take(count)
+        device_pages = page_ids()
+        for node, first in self._ranges(backup.leaf):
+            if first >= backup.first:
+                assert node.device is not None
+                device_pages += node.device
+        op = self._books.begin(backup, deadline_s=self._books.settings.copy_deadline_s)
+        self._books.say(CopyToHost(op=op, device_pages=device_pages[:count], host_pages=backup.host_pages))
+
+    def _join_tree(self, backup: Backup) -> None:
+        index = self._books.index
+        rest = backup.host_pages
+        for node, first in self._ranges(backup.leaf):
+            if first < backup.first or not rest:
+                continue
+            ours, rest = rest[: node.page_count], rest[node.page_count :]
+            if node.host is not None:
+                # Another request's backup of the same path was faster.
+                self._books.host.give_back(ours)
+                continue
+            if len(ours) < node.page_count:
+                # The host had room for a part of this node only.
+                node = index.split(node, len(ours))
+            index.give_host(node, ours)
+            self._books.count("pages_backed_up", len(ours))
+
+    def _copied(self, backup: Backup) -> None:
+        books = self._books
+        host_leaf = self._host_leaf(backup.leaf)
+        if backup.retracts:
+            held = 0 if host_leaf is None else host_leaf.depth_pages
+            self._retracted[backup.request_id] = None if host_leaf is None else books.index.pin(host_leaf)
+            books.say(TellRetracted(request_id=backup.request_id, held_pages=held))
+        if host_leaf is not None and books.storage_available:
+            backup.pin = books.index.pin(host_leaf)
+        assert backup.lock is not None
+        books.index.unlock(backup.lock)
+        backup.lock = None
+        books.pages_freed = True
+        if backup.pin is None:
+            self._end(backup)
+            return
+        assert host_leaf is not None
+        backup.leaf = host_leaf
+        backup.first, pages = self._without_storage(host_leaf)
+        if not pages:
+            self._end(backup)
+            return
+        op = books.begin(backup, deadline_s=STORE_DEADLINE_S)
+        backup.storing = True
+        books.say(StorePages(op=op, serial=backup.serial, first=backup.first, host_pages=pages))
+
+    def _end(self, backup: Backup) -> None:
+        if backup.pin is not None:
+            self._books.index.unpin(backup.pin)
+            backup.pin = None
+        del self._live[backup]
+        self._books.pages_freed = True
+        self._books.say(ForgetTokens(serial=backup.serial))
+
+    # --- Ranges of a path ---
+
+    def _ranges(self, leaf: Node) -> list[tuple[Node, int]]:
+        """The nodes of a path with the page at which each begins."""
+        return [(node, node.depth_pages - node.page_count) for node in self._books.index.path(leaf)]
+
+    def _without_host(self, leaf: Node) -> tuple[int, int]:
+        """Where the path stops being on the host, and how many pages are missing there."""
+        for node, first in self._ranges(leaf):
+            if node.host is None:
+                return first, leaf.depth_pages - first
+        return leaf.depth_pages, 0
+
+    def _host_leaf(self, leaf: Node) -> Node | None:
+        found = None
+        for node, _ in self._ranges(leaf):
+            if node.host is None:
+                break
+            found = node
+        return found
+
+    def _without_storage(self, leaf: Node) -> tuple[int, PageIds]:
+        """Host pages of the path from its first node on that is not in storage; what is there already is put again."""
+        first_missing = -1
+        pages = page_ids()
+        for node, first in self._ranges(leaf):
+            if first_missing < 0 and node.stored:
+                continue
+            if first_missing < 0:
+                first_missing = first
+            assert node.host is not None
+            pages += node.host
+        return max(first_missing, 0), pages

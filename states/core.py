@@ -1,0 +1,322 @@
+"""The core: the whole decider of one decode worker. Events in, commands out; no I/O, no clock, no randomness.
+
+The same events in the same order give the same commands, states, plans, locks and allocations, always. That is what
+replay, simulation, property tests and rank agreement hold on to.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING
+
+from transitions import MachineError
+
+from tidekv.states import events, steps
+from tidekv.states.backups import Backup, Backups
+from tidekv.states.books import Books
+from tidekv.states.errors import BrokenInvariant, IllegalEvent
+from tidekv.states.loads import LateFetch, Load, Loads, Stage
+from tidekv.states.queue import Queue
+from tidekv.states.request import Request, State
+from tidekv.states.restore import Restore
+from tidekv.states.rooms import Rooms
+from tidekv.states.serving import Serving
+from tidekv.states.table import PROGRESS_GUARDS, build_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tidekv.states.commands import Command
+    from tidekv.states.events import Event
+    from tidekv.states.settings import CoreSettings
+
+
+class Core:
+    """All requests, the prefix index, the accounts and the rooms of one decode worker."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self.settings = settings
+        self.books = Books(settings)
+        self.queue = Queue(settings)
+        self.rooms = Rooms(self.books)
+        self.loads = Loads(self.books, self.rooms)
+        self.backups = Backups(self.books)
+        self.restore = Restore(self.books, self.rooms, self.loads)
+        self.serving = Serving(self.books, self.restore, self.backups)
+        self._arrivals = 0
+        self._triggers = {name: event.trigger for name, event in build_machine().events.items()}
+        self._takers: dict[type[Event], Callable[..., None]] = {
+            events.RequestArrived: self._arrived,
+            events.AbortRequested: self._to_request,
+            events.GrowthTaken: self._to_request,
+            events.FinishRequested: self._to_request,
+            events.RetractRequested: self._to_request,
+            events.RetractedDropped: self._retracted_dropped,
+            events.FlushRequested: self.serving.flush,
+            events.StorageChanged: self._storage_changed,
+            events.ClockAdvanced: self._clock_advanced,
+            events.StorageAnswered: self._ended,
+            events.PagesFetched: self._ended,
+            events.CopyEnded: self._ended,
+            events.PagesStored: self._ended,
+            events.CommandRaised: self._ended,
+            events.PromiseSent: self._promise_sent,
+            events.ChunkLanded: self._to_room,
+            events.AuxLanded: self._to_room,
+            events.RoomRefused: self._to_room,
+            events.RoomFailed: self._room_failed,
+            events.RoomDrained: self._room_drained,
+            events.WriterLost: self._writer_lost,
+            events.WriterDead: self._writer_dead,
+        }
+
+    def step(self, event: Event) -> list[Command]:
+        """Take one event; return the commands that follow from it, in the order in which they are to be started.
+
+        Raises IllegalEvent, having changed nothing, for an event of a request that the table has no row for, and
+        BrokenInvariant where the accounts contradict themselves: then the core must not be used any more.
+        """
+        books = self.books
+        books.now_s = max(books.now_s, event.at_s)
+        self._takers[type(event)](event)
+        self._settle()
+        commands, books.out = books.out, []
+        return commands
+
+    def next_deadline_s(self) -> float | None:
+        """When to send ClockAdvanced; None: nothing is waited for."""
+        return self.books.next_deadline_s()
+
+    def request(self, request_id: str) -> Request | None:
+        """The live request of that name: restoring, or READY and not given back."""
+        return self.books.requests.get(request_id)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in flight: no request, load, backup, operation, and nothing in the quarantine."""
+        books = self.books
+        return not (books.requests or books.operations or self.loads or self.backups or self.rooms.draining_rooms)
+
+    def statistics(self) -> dict[str, int]:
+        """Counts of now, and counters since the start."""
+        books = self.books
+        states = dict.fromkeys((f"requests_{state.value.lower()}" for state in State if state is not State.FAILED), 0)
+        for request in books.requests.values():
+            states[f"requests_{request.state.value.lower()}"] += 1
+        pools = {
+            f"{account.name}_{condition}": getattr(account, condition)
+            for account in (books.device, books.host)
+            for condition in ("free", "owned", "cached", "draining", "total")
+        }
+        return {
+            **states,
+            **pools,
+            "device_evictable": books.index.device_evictable,
+            "device_protected": books.index.device_protected,
+            "host_evictable": books.index.host_evictable,
+            "host_protected": books.index.host_protected,
+            "queue": len(self.queue),
+            "loads": len(self.loads),
+            "backups": len(self.backups),
+            "operations": len(books.operations),
+            "rooms": len(self.rooms),
+            "rooms_draining": self.rooms.draining_rooms,
+            "requests_retracted": self.backups.retracted_requests,
+            **books.counters,
+        }
+
+    def check(self) -> None:
+        """Recount everything from scratch; BrokenInvariant says what does not add up."""
+        self.books.index.check()
+        self.books.device.check()
+        self.books.host.check()
+
+    # --- What rules call ---
+
+    def enqueue(self, request: Request) -> None:
+        """The request waits for admission (again)."""
+        self.queue.add(request)
+        self.restore.ask_storage(request)
+        self.books.pages_freed = True
+
+    def forget(self, request: Request) -> None:
+        """The request is over for the core: late outcomes of it only settle pages."""
+        del self.books.requests[request.request_id]
+        self.books.dirty.pop(request, None)
+        if request.state is State.PREALLOC:
+            self.queue.remove(request)
+
+    # --- Events ---
+
+    def _arrived(self, event: events.RequestArrived) -> None:
+        if event.request_id in self.books.requests:
+            raise IllegalEvent(f"request {event.request_id!r} arrived twice; the driver must refuse the second")
+        self._arrivals += 1
+        request = Request(
+            event,
+            arrival=self._arrivals,
+            page_count=self.settings.pages_of(event.prompt_tokens),
+            full_pages=len(event.keys) // self.settings.key_bytes,
+        )
+        self.books.requests[request.request_id] = request
+        self.books.remind(request, event.deadline_at_s)
+        self.enqueue(request)
+
+    def _to_request(self, event: events.AbortRequested) -> None:
+        request = self.books.requests.get(event.request_id)
+        if request is None:
+            self.books.count("calls_late")
+        else:
+            self._fire(request, event)
+
+    def _retracted_dropped(self, event: events.RetractedDropped) -> None:
+        self.backups.release_retracted(event.request_id)
+        self.books.pages_freed = True
+
+    def _storage_changed(self, event: events.StorageChanged) -> None:
+        self.books.storage_available = event.available
+
+    def _clock_advanced(self, event: events.ClockAdvanced) -> None:
+        while (due := self.books.pop_due()) is not None:
+            owner, op = due
+            if isinstance(owner, Request):
+                if op:
+                    self.books.count("l3_queries_late")
+                    del self.books.operations[op]
+                    self._fire(owner, events.StorageAnswered(at_s=event.at_s, op=op, found=0))
+                elif owner.state is not State.READY:
+                    self._fire(owner, steps.DeadlinePassed(at_s=event.at_s))
+            elif isinstance(owner, Backup):
+                self.backups.is_late(owner)
+            elif isinstance(owner, Load):
+                if owner.stage is Stage.FETCHING:
+                    self.loads.fetch_is_late(owner)
+                elif owner.stage is Stage.COPYING:
+                    self.loads.copy_is_late(owner)
+            self._settle()
+
+    def _ended(
+        self,
+        event: events.StorageAnswered
+        | events.PagesFetched
+        | events.CopyEnded
+        | events.PagesStored
+        | events.CommandRaised,
+    ) -> None:
+        owner = self.books.operations.pop(event.op, None)
+        if owner is None:
+            self.books.count("outcomes_late")
+            return
+        error = event.detail if isinstance(event, events.CommandRaised) else event.error
+        if isinstance(owner, Request):
+            found = event.found if isinstance(event, events.StorageAnswered) else 0
+            answer = events.StorageAnswered(at_s=event.at_s, op=event.op, found=found, error=error)
+            self._fire(owner, answer)
+        elif isinstance(owner, Load):
+            if owner.stage is Stage.FETCHING:
+                self.loads.fetched(owner, event.good if isinstance(event, events.PagesFetched) else 0)
+            else:
+                self.loads.copied(owner, error)
+            self._touch_sharers(owner)
+        elif isinstance(owner, LateFetch):
+            self.loads.late_fetch_ended(owner)
+        elif owner.storing:
+            self.backups.stored(owner, event.stored if isinstance(event, events.PagesStored) else 0)
+        else:
+            self.backups.copied(owner, error)
+
+    def _touch_sharers(self, load: Load) -> None:
+        for request in load.sharers:
+            self.books.dirty[request] = None
+
+    def _promise_sent(self, event: events.PromiseSent) -> None:
+        room = self.rooms.sent(event.request_id, event.generation, writer=event.writer, ranks=event.ranks)
+        if room is not None:
+            self.books.dirty[room.request] = None
+
+    def _to_room(self, event: events.ChunkLanded | events.AuxLanded | events.RoomRefused | events.RoomFailed) -> None:
+        room = self.rooms.live(event.request_id, event.generation)
+        if room is None:
+            self.books.count("frames_late")
+            return
+        self._fire(room.request, event)
+
+    def _room_failed(self, event: events.RoomFailed) -> None:
+        if event.settled:
+            self.rooms.settle_unsent(event.request_id, event.generation)
+        self._to_room(event)
+
+    def _room_drained(self, event: events.RoomDrained) -> None:
+        self.rooms.drained(event.request_id, event.generation, event.rank)
+
+    def _writer_lost(self, event: events.WriterLost) -> None:
+        for room in self.rooms.of_writer(event.writer):
+            if self.rooms.live(*room.key) is room:
+                self._fire(room.request, event)
+
+    def _writer_dead(self, event: events.WriterDead) -> None:
+        self.rooms.writer_dead(event.writer)
+
+    # --- Consequences ---
+
+    def _fire(self, request: Request, event: Event) -> bool:
+        """Pull a trigger of the machine. A rule that raises pulls TransitionRaised; a missing row is our bug."""
+        self.books.dirty[request] = None
+        try:
+            return bool(self._triggers[type(event).__name__](request, core=self, event=event))
+        except MachineError as error:
+            raise IllegalEvent(
+                f"{type(event).__name__} in {request.state.value} of {request!r}: no such row"
+            ) from error
+        except BrokenInvariant:
+            raise
+        except Exception:
+            if isinstance(event, steps.TransitionRaised):
+                raise
+            request.raised += 1
+            self.books.count("transitions_raised")
+            detail = traceback.format_exc()
+            return self._fire(request, steps.TransitionRaised(at_s=self.books.now_s, detail=detail))
+
+    def _settle(self) -> None:
+        """Draw all consequences until there are none left."""
+        books = self.books
+        while books.homeless or books.dirty or books.settled_loads or books.pages_freed:
+            if books.homeless:
+                request, cause = next(iter(books.homeless.items()))
+                del books.homeless[request]
+                self._fire(request, steps.PagesLost(at_s=books.now_s, cause=cause))
+            elif books.dirty:
+                request = next(iter(books.dirty))
+                del books.dirty[request]
+                self._progress(request)
+            else:
+                self.loads.free_settled_voids()
+                books.pages_freed = False
+                self._admit()
+
+    def _progress(self, request: Request) -> None:
+        if self.books.requests.get(request.request_id) is not request:
+            return
+        if request.state is State.MATCH and request.room is None and not request.query_op:
+            self._fire(request, steps.PlanDue(at_s=self.books.now_s))
+        event = steps.Progressed(at_s=self.books.now_s)
+        while any(guard(self, request, event) for guard in PROGRESS_GUARDS[request.state]):
+            if not self._fire(request, event):
+                break
+
+    def _admit(self) -> None:
+        """Grant pages to those that wait, in order; who does not fit lets smaller ones pass, within bounds."""
+        for request in self.queue.candidates(self.books.now_s):
+            if self._grant(request):
+                self.queue.remove(request)
+                self._fire(request, steps.Granted(at_s=self.books.now_s))
+                for waiting in self.queue.candidates(self.books.now_s):
+                    if waiting.arrival < request.arrival and waiting.short_need:
+                        waiting.passed += 1
+                self.books.pages_freed = True
+                return
+        return
+
+    def _grant(self, request: Request) -> bool:
+        return self.restore.grant(request)

@@ -1,0 +1,191 @@
+"""What the rows of the table do, and what they ask. Each is a line of a request's life; `restore` does the work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states import events, steps
+from tidekv.states.commands import TellFailed
+from tidekv.states.loads import Stage
+
+if TYPE_CHECKING:
+    from tidekv.states.core import Core
+    from tidekv.states.events import Event
+    from tidekv.states.request import Request
+
+# --- Questions ---
+
+
+def waits_for_storage(core: Core, request: Request, event: Event) -> bool:
+    """A fetch of its plan has not landed."""
+    return any(load.stage is Stage.FETCHING for load in request.loads)
+
+
+def waits_for_copies(core: Core, request: Request, event: Event) -> bool:
+    """A copy to the device is under way, or a failed load has found nobody to extend into it yet."""
+    return any(load.stage in (Stage.COPYING, Stage.FAILED) for load in request.loads)
+
+
+def is_planned(core: Core, request: Request, event: Event) -> bool:
+    """The promise has been given."""
+    return request.room is not None
+
+
+def needs_no_storage(core: Core, request: Request, event: Event) -> bool:
+    """Every fetch has landed, or was cut."""
+    return not waits_for_storage(core, request, event)
+
+
+def needs_no_local_tier(core: Core, request: Request, event: Event) -> bool:
+    """Only prefill's writes are waited for."""
+    return not waits_for_storage(core, request, event) and not waits_for_copies(core, request, event)
+
+
+def has_everything(core: Core, request: Request, event: Event) -> bool:
+    """Every load has ended, every span is written, and the first token is here."""
+    return not request.loads and request.room is not None and request.room.is_complete
+
+
+def has_another_prefill(core: Core, request: Request, event: Event) -> bool:
+    """Not every prefill was tried as often as the settings allow."""
+    return request.attempts + 1 < request.prefill_count * core.settings.attempts_per_prefill
+
+
+def can_fall_back(core: Core, request: Request, event: Event) -> bool:
+    """Its first or second raise: there are tiers left to give up."""
+    return request.raised <= 2
+
+
+# --- The way through ---
+
+
+def note_answer(core: Core, request: Request, event: Event) -> None:
+    """Keep what storage said."""
+    assert isinstance(event, events.StorageAnswered)
+    if event.error:
+        core.books.count("l3_queries_failed")
+    core.restore.note_answer(request, event.found)
+
+
+def plan(core: Core, request: Request, event: Event) -> None:
+    """Fix the plan and send the promise."""
+    core.restore.fix_plan(request)
+
+
+def commit(core: Core, request: Request, event: Event) -> None:
+    """Hand the pages to the caller."""
+    core.restore.commit(request)
+
+
+def note_writer(core: Core, request: Request, event: Event) -> None:
+    """Who writes, and how many of them."""
+    assert isinstance(event, events.PromiseSent)
+    core.rooms.sent(event.request_id, event.generation, writer=event.writer, ranks=event.ranks)
+
+
+def land_chunk(core: Core, request: Request, event: Event) -> None:
+    """Pages have come; maybe they complete a load that others wait for as well."""
+    assert isinstance(event, events.ChunkLanded)
+    assert request.room is not None
+    load = core.rooms.land(request.room, event)
+    if load is not None:
+        core.loads.filled(load)
+
+
+def land_aux(core: Core, request: Request, event: Event) -> None:
+    """The first token has come from one rank."""
+    assert isinstance(event, events.AuxLanded)
+    assert request.room is not None
+    request.room.aux_from.add(event.rank)
+
+
+# --- Fallback ---
+
+
+def fall_back(core: Core, request: Request, event: Event) -> None:
+    """Trust one tier less."""
+    core.books.count("fallbacks_by_raise")
+    core.restore.fall_back(request)
+
+
+def start_over(core: Core, request: Request, event: Event) -> None:
+    """Give everything back and wait for other pages, in a new generation."""
+    core.books.count("sent_back")
+    core.restore.leave(request, settled=False)
+    request.generation += 1
+    core.enqueue(request)
+
+
+def try_next_prefill(core: Core, request: Request, event: Event) -> None:
+    """Start over with the next prefill of the list."""
+    core.books.count("prefill_retries")
+    core.restore.leave(request, settled=_is_settled(event))
+    request.attempts += 1
+    request.generation += 1
+    core.enqueue(request)
+
+
+def _is_settled(event: Event) -> bool:
+    return isinstance(event, events.RoomFailed) and event.settled
+
+
+# --- The ends ---
+
+
+def fail_by_raise(core: Core, request: Request, event: Event) -> None:
+    """A bug of ours, or of a component: nothing is left to fall back to."""
+    assert isinstance(event, steps.TransitionRaised)
+    _fail(core, request, "internal error", event.detail)
+
+
+def fail_by_prefill(core: Core, request: Request, event: Event) -> None:
+    """No prefill can or will send the rest."""
+    assert isinstance(event, events.RoomRefused | events.RoomFailed | events.WriterLost)
+    words = {events.RoomRefused: "refused by prefill", events.RoomFailed: "prefill failed"}
+    _fail(core, request, words.get(type(event), "prefill lost"), event.cause, settled=_is_settled(event))
+
+
+def fail_by_deadline(core: Core, request: Request, event: Event) -> None:
+    """The caller's time is up."""
+    _fail(core, request, "deadline", f"in {request.state.value}")
+
+
+def fail_by_abort(core: Core, request: Request, event: Event) -> None:
+    """The caller does not want it any more."""
+    assert isinstance(event, events.AbortRequested)
+    _fail(core, request, event.cause, f"in {request.state.value}")
+
+
+def _fail(core: Core, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
+    core.forget(request)
+    core.restore.leave(request, settled=settled)
+    core.books.say(TellFailed(request_id=request.request_id, cause=cause, detail=detail))
+
+
+# --- After the restore ---
+
+
+def grow(core: Core, request: Request, event: Event) -> None:
+    """Refill the reserve."""
+    assert isinstance(event, events.GrowthTaken)
+    core.serving.grow(request, event)
+
+
+def finish(core: Core, request: Request, event: Event) -> None:
+    """Keep the KV, give everything back."""
+    assert isinstance(event, events.FinishRequested)
+    core.forget(request)
+    core.serving.finish(request, event)
+
+
+def retract(core: Core, request: Request, event: Event) -> None:
+    """Move the KV to host memory, give everything back."""
+    assert isinstance(event, events.RetractRequested)
+    core.forget(request)
+    core.serving.retract(request, event)
+
+
+def drop(core: Core, request: Request, event: Event) -> None:
+    """Give everything back; what the prompt brought to the cache stays there."""
+    core.forget(request)
+    core.restore.leave(request, settled=True)

@@ -1,0 +1,73 @@
+"""After READY: growth, finish, retract, flush."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import GiveReserve, TellFinished, TellFlushed
+from tidekv.states.shapes import page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.backups import Backups
+    from tidekv.states.books import Books
+    from tidekv.states.events import FinishRequested, FlushRequested, GrowthTaken, RetractRequested
+    from tidekv.states.request import Request
+    from tidekv.states.restore import Restore
+
+
+class Serving:
+    """What a READY request may still ask for."""
+
+    def __init__(self, books: Books, restore: Restore, backups: Backups) -> None:
+        self._books = books
+        self._restore = restore
+        self._backups = backups
+
+    def grow(self, request: Request, event: GrowthTaken) -> None:
+        """Pages of the reserve went into use; refill it, with what is wanted at once on top."""
+        books = self._books
+        taken, request.reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
+        request.own += taken
+        request.table += taken
+        short = books.settings.growth_reserve_pages + event.wanted - len(request.reserve)
+        count = min(max(short, 0), books.device.free + books.index.device_evictable)
+        if short > 0 and not (count and books.make_device_room(count)):
+            count = 0
+        pages = books.device.take(count) if count else page_ids()
+        request.reserve += pages
+        books.say(GiveReserve(request_id=request.request_id, pages=pages))
+
+    def finish(self, request: Request, event: FinishRequested) -> None:
+        """Keep prompt and output, back them up, give everything back."""
+        inserted = self._keep_all(request, event.keys)
+        self._back_up(request, retracts=False)
+        self._restore.leave(request, settled=True)
+        self._books.say(TellFinished(request_id=request.request_id, inserted=inserted))
+
+    def retract(self, request: Request, event: RetractRequested) -> None:
+        """Like finish, but what reaches host memory is held there until the request is resumed or dropped."""
+        self._keep_all(request, event.keys)
+        self._back_up(request, retracts=True)
+        self._restore.leave(request, settled=True)
+
+    def flush(self, event: FlushRequested) -> None:
+        """Drop every unlocked page of these tiers."""
+        dropped: dict[str, int] = {}
+        spared: dict[str, int] = {}
+        for tier in event.tiers:
+            dropped[tier], spared[tier] = self._books.index.flush("device" if tier == "l1" else "host")
+        self._books.pages_freed = True
+        self._books.say(TellFlushed(call=event.call, dropped=dropped, spared=spared))
+
+    def _keep_all(self, request: Request, keys: bytes) -> int:
+        if not request.cache:
+            return 0
+        settings = self._books.settings
+        pages = len(request.table)
+        if not settings.keep_output:
+            pages = request.full_pages
+        return self._restore.keep(request, keys[: pages * settings.key_bytes])
+
+    def _back_up(self, request: Request, *, retracts: bool) -> None:
+        assert request.lock is not None
+        self._backups.begin(request, request.lock.node, retracts=retracts)
