@@ -17,10 +17,10 @@ receipts that are anchored there; the new upper part gets the first pages. All w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterator
 
 from tidekv.states.accounts import PageAccount
+from tidekv.states.dropping import Dropping, EvictionHook
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.eviction import LRU, EvictionPolicy
 from tidekv.states.index_check import check_index
@@ -32,21 +32,23 @@ from tidekv.states.tree import PageTree
 
 __all__ = ["EvictionHook", "Inserted", "Load", "Match", "Node", "PrefixIndex", "Receipt"]
 
-EvictionHook: TypeAlias = Callable[[Node, TierName], None]
-"""Told of a node's copy before it goes. It must not change the index."""
-
 
 class PrefixIndex:
     """The prefix index over a device account and a host account. Wrong calls raise BrokenInvariant: they are our bugs.
 
-    `key_bytes` is the width of one page's key. The hooks in `on_evict` are called before any copy is dropped.
+    `key_bytes` is the width of one page's key.
     """
 
     def __init__(self, *, key_bytes: int, device: PageAccount, host: PageAccount, policy: EvictionPolicy = LRU) -> None:
         self.tree = PageTree(key_bytes)
         self.device_tier = DeviceTier(device, policy)
         self.host_tier = HostTier(host, policy)
-        self.on_evict: list[EvictionHook] = []
+        self._dropping = Dropping(self.tree, self.device_tier, self.host_tier)
+
+    @property
+    def on_evict(self) -> list[EvictionHook]:
+        """Hooks that are told of a node's copy before it goes; add yours here. They must not change the index."""
+        return self._dropping.hooks
 
     # --- Counters: pages, O(1) ---
 
@@ -166,7 +168,10 @@ class PrefixIndex:
             self.tree.drop_empty_root(node)
 
     def pin(self, node: Node) -> Receipt:
-        """Protect what host pages there are from the root down to `node` until the receipt, anchored there, is given back."""
+        """Protect what host pages there are from the root down to the end of `node` until the receipt is given back.
+
+        The receipt is anchored where they end.
+        """
         self.tree.require(node)
         while node.host is None:
             assert node.parent is not None, "a root has host pages, though none"
@@ -264,7 +269,10 @@ class PrefixIndex:
         node.stored = True
 
     def set_load(self, node: Node, load: Load | None) -> None:
-        """Note that `load` fills the node's device pages (it guards all the node's pages), or with None that it is over."""
+        """Note that `load` fills the node's device pages, or with None that it is over.
+
+        A load guards the pages of its node, those in host memory too.
+        """
         if load is node.load:
             return
         self._parent_of(node)
@@ -309,75 +317,40 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} is not void")
         if node.guarded > 1:
             return None
-        below = [other for other in node.subtree() if other.device is not None and other is not node]
-        for other in reversed(below):
-            self._drop(self.device_tier, other)
-        self._tell(node, "device")
-        node.void = False
-        self.device_tier.protected += node.page_count
-        self.device_tier.unguard(node)
-        pages = self.device_tier.detach(node)
-        self._remove_if_bare(node)
-        return pages
+        return self._dropping.drop_void(node)
 
     def drop_device(self, node: Node) -> None:
         """Free the device pages of a node that nothing guards and that has none below it."""
         self._parent_of(node)
         if node.device is None or node.guarded or node.device_children:
             raise BrokenInvariant(f"{node} cannot lose its device pages: none, guarded, or needed by a child")
-        self._drop(self.device_tier, node)
+        self._dropping.drop(self.device_tier, node)
 
     def drop_host(self, node: Node) -> None:
         """Free the host pages of a node that nothing guards there and that has none below it."""
         self._parent_of(node)
         if node.host is None or node.host_guarded or node.host_children:
             raise BrokenInvariant(f"{node} cannot lose its host pages: none, guarded, or needed by a child")
-        self._drop(self.host_tier, node)
+        self._dropping.drop(self.host_tier, node)
 
     def evict_device(self, count: int) -> int:
         """Free at least `count` device pages, or all that are evictable; returns how many. What is in host memory too
         stays there; of the last victim no more is taken than is needed.
         """
-        return self._evict(self.device_tier, count)
+        return self._dropping.evict(self.device_tier, count)
 
     def evict_host(self, count: int) -> int:
         """Free at least `count` host pages, or all that are evictable; returns how many."""
-        return self._evict(self.host_tier, count)
+        return self._dropping.evict(self.host_tier, count)
 
     def flush(self, tier: TierName) -> tuple[int, int]:
         """Free all evictable pages of a tier; returns how many, and how many were spared because they are protected."""
         books: Tier = self.device_tier if tier == "device" else self.host_tier
-        return self._evict(books, books.evictable), books.protected
+        return self._dropping.evict(books, books.evictable), books.protected
 
     def check(self) -> None:
         """Recount everything from scratch, O(tree); raises BrokenInvariant, in words, at the first contradiction."""
         check_index(self)
-
-    def _evict(self, tier: Tier, count: int) -> int:
-        freed = 0
-        while freed < count and (node := tier.queue.pop()) is not None:
-            surplus = freed + node.page_count - count
-            # Void pages are one piece for whoever waits for them.
-            if surplus > 0 and not node.void:
-                self.tree.split(node, surplus)
-            freed += node.page_count
-            self._drop(tier, node)
-        return freed
-
-    def _drop(self, tier: Tier, node: Node) -> None:
-        self._tell(node, tier.name)
-        tier.account.from_cache(tier.detach(node))
-        self._remove_if_bare(node)
-
-    def _tell(self, node: Node, tier: TierName) -> None:
-        for hook in self.on_evict:
-            hook(node, tier)
-
-    def _remove_if_bare(self, node: Node) -> None:
-        if node.device is None and node.host is None:
-            self.tree.remove(node)
-            self.device_tier.queue.forget(node)
-            self.host_tier.queue.forget(node)
 
     def _parent_of(self, node: Node) -> Node:
         if node.parent is None:

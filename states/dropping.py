@@ -1,0 +1,67 @@
+"""Taking copies out of the prefix index, one node at a time or as many as are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from tidekv.states.node import Node, TierName
+from tidekv.states.shapes import PageIds
+from tidekv.states.tiers import DeviceTier, HostTier, Tier
+from tidekv.states.tree import PageTree
+
+EvictionHook: TypeAlias = Callable[[Node, TierName], None]
+"""Told of a node's copy before it goes. It must not change the index."""
+
+
+class Dropping:
+    """How copies leave the tree: the hooks hear of it, the pages change hands, and a node without copies goes too."""
+
+    __slots__ = ("_device", "_host", "_tree", "hooks")
+
+    def __init__(self, tree: PageTree, device: DeviceTier, host: HostTier) -> None:
+        self._tree = tree
+        self._device = device
+        self._host = host
+        self.hooks: list[EvictionHook] = []
+
+    def evict(self, tier: Tier, count: int) -> int:
+        """Free `count` pages, or all that are evictable, by the policy's order; returns how many."""
+        freed = 0
+        while freed < count and (node := tier.queue.pop()) is not None:
+            surplus = freed + node.page_count - count
+            # Void pages are one piece for whoever waits for them.
+            if surplus > 0 and not node.void:
+                self._tree.split(node, surplus)
+            freed += node.page_count
+            self.drop(tier, node)
+        return freed
+
+    def drop(self, tier: Tier, node: Node) -> None:
+        """Free this copy of an unguarded node that has none below it."""
+        self._tell(node, tier.name)
+        tier.account.from_cache(tier.detach(node))
+        self._remove_if_bare(node)
+
+    def drop_void(self, node: Node) -> PageIds:
+        """Take a void node's device pages, which are draining, out of the tree, and free what is below them."""
+        below = [other for other in node.subtree() if other.device is not None and other is not node]
+        for other in reversed(below):
+            self.drop(self._device, other)
+        self._tell(node, "device")
+        node.void = False
+        self._device.protected += node.page_count
+        self._device.unguard(node)
+        pages = self._device.detach(node)
+        self._remove_if_bare(node)
+        return pages
+
+    def _tell(self, node: Node, tier: TierName) -> None:
+        for hook in self.hooks:
+            hook(node, tier)
+
+    def _remove_if_bare(self, node: Node) -> None:
+        if node.device is None and node.host is None:
+            self._tree.remove(node)
+            self._device.queue.forget(node)
+            self._host.queue.forget(node)
