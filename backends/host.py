@@ -95,4 +95,5 @@ def _pin(pool: HostPool) -> None:
             f"host pool: {size_bytes} bytes could not be pinned (CUDA error {status}); "
             "raise the limit of locked memory, or pass pin=False"
         )
-    weakref.finalize(pool, runtime.cudaHostUnregister, address)
+    # At exit the process gives it all back, and CUDA may be gone before this would run.
+    weakref.finalize(pool, runtime.cudaHostUnregister, address).atexit = False

@@ -29,7 +29,7 @@ DTYPES: Final = {
     "uint8": torch.uint8,
 }
 KINDS: Final = ("mha", "mla")
-# Far above what any model has, and low enough that no product of them leaves 64 bits.
+# Far above what any model has.
 COUNT_MAX: Final = 65_536
 
 
@@ -54,7 +54,7 @@ class KVLayout:
             value = getattr(self, field.name)
             if field.name not in ("dtype", "kind") and (type(value) is not int or not 1 <= value <= COUNT_MAX):
                 raise InvalidConfig(f"layout: {field.name} must be an int from 1 to {COUNT_MAX}, not {value!r}")
-        if self.dtype not in DTYPES:
+        if self.dtype not in tuple(DTYPES):
             raise InvalidConfig(f"layout: dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.kind not in KINDS:
             raise InvalidConfig(f"layout: kind must be one of {', '.join(KINDS)}, not {self.kind!r}")

@@ -6,6 +6,7 @@ fourth of it; memmove by ctypes loses to its call overhead below 64 KiB a piece.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Final
 
@@ -15,16 +16,16 @@ from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.memory import PageIndex
 
-# Tensors that lie apart need one assignment a run and piece. Where runs are shorter than this on average, one gather
-# and # scatter a piece is cheaper, though it moves each byte twice.
-RUN_PAGES_MIN: Final = 3
+# Tensors that lie apart need one assignment a run and piece. Where that moves fewer bytes than this on average, one
+# gather # and scatter a piece is cheaper, though it moves each byte twice.
+ASSIGNMENT_BYTES_MIN: Final = 8192
 
 
 def page_runs(first: PageIndex, second: PageIndex) -> Iterator[tuple[int, int, int]]:
     """Yield (start in first, start in second, count) of the stretches that are consecutive in both."""
     breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
-    starts = [0, *breaks.tolist()] if len(first) else []
-    for start, end in zip(starts, [*starts[1:], len(first)], strict=True):
+    edges = [0, *breaks.tolist(), len(first)] if len(first) else []
+    for start, end in itertools.pairwise(edges):
         yield int(first[start]), int(second[start]), end - start
 
 
@@ -33,6 +34,7 @@ class PageMover:
 
     def __init__(self, device: DevicePool, host: HostPool) -> None:
         layout = device.layout
+        self._piece_bytes = layout.piece_bytes
         self._rows = [row.numpy() for row in device.rows]
         self._block = None if device.block is None else device.block.numpy()
         # [pages, pieces, piece_bytes], and the same seen piece by piece.
@@ -45,7 +47,7 @@ class PageMover:
         if self._block is not None:
             for source, target, count in runs:
                 self._block[:, target : target + count] = self._pages[source : source + count].swapaxes(0, 1)
-        elif len(runs) * RUN_PAGES_MIN <= len(host_pages):
+        elif self._worth_assigning(len(runs), len(host_pages)):
             for row, part in zip(self._rows, self._parts, strict=True):
                 for source, target, count in runs:
                     row[target : target + count] = part[source : source + count]
@@ -59,10 +61,13 @@ class PageMover:
         if self._block is not None:
             for source, target, count in runs:
                 self._pages[target : target + count] = self._block[:, source : source + count].swapaxes(0, 1)
-        elif len(runs) * RUN_PAGES_MIN <= len(host_pages):
+        elif self._worth_assigning(len(runs), len(host_pages)):
             for row, part in zip(self._rows, self._parts, strict=True):
                 for source, target, count in runs:
                     part[target : target + count] = row[source : source + count]
         else:
             for row, part in zip(self._rows, self._parts, strict=True):
                 part[host_pages] = row[device_pages]
+
+    def _worth_assigning(self, run_count: int, page_count: int) -> bool:
+        return page_count * self._piece_bytes >= run_count * ASSIGNMENT_BYTES_MIN

@@ -93,6 +93,7 @@ class PollerThread:
         self._loop = asyncio.get_running_loop()
         self._outcomes = Outcomes(self._loop)
         self._stopped = self._loop.create_future()
+        self._stopped.add_done_callback(self._on_stopped)
         self._thread.start()
 
     def submit(self, pollable: Pollable) -> asyncio.Future[None]:
@@ -100,12 +101,12 @@ class PollerThread:
         if self._loop is None or self._closing:
             raise EngineClosed("the poller is not running: start it first, and submit nothing after close")
         assert asyncio.get_running_loop() is self._loop, "submit on the loop that start() was called on"
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
+        flight = _Flight(pollable, self._loop.create_future(), pollable.rounds)
+        self._waiting.add(flight.future)
+        flight.future.add_done_callback(self._waiting.discard)
         self._submitted += 1
-        self._new.put(_Flight(pollable, future, pollable.rounds))
-        return future
+        self._new.put(flight)
+        return flight.future
 
     async def close(self, *, timeout_s: float = 5.0) -> int:
         """Wait until all that was submitted has ended, at most `timeout_s`; return how many operations have not.
@@ -123,10 +124,9 @@ class PollerThread:
         await asyncio.wait([self._stopped], timeout=timeout_s + STUCK_S)
         if self._stopped.done():
             self._thread.join()
-        left = self._submitted - self._completed - self._failed
-        for future in list(self._waiting):
-            future.set_exception(EngineClosed(f"the poller was closed with {left} operations in flight"))
-        return left
+        else:
+            self._abandon()
+        return self._submitted - self._completed - self._failed
 
     def statistics(self) -> PollerStatistics:
         """Return counters and the thread's CPU time, taken when it last paused."""
@@ -138,6 +138,18 @@ class PollerThread:
             poll_rounds=self._poll_rounds,
             cpu_s=self._cpu_s,
         )
+
+    def _on_stopped(self, _: asyncio.Future[None]) -> None:
+        # Also where the thread died of a bug, which Python has reported by now: nobody may wait for it for ever.
+        self._closing = True
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Tell those who still wait that nobody will tell them."""
+        left = self._submitted - self._completed - self._failed
+        for future in list(self._waiting):
+            if not future.done():
+                future.set_exception(EngineClosed(f"the poller ended with {left} operations in flight"))
 
     def _run(self) -> None:
         # By default the kernel may round each sleep up by 50 µs, which would double the shortest one.
