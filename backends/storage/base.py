@@ -1,0 +1,143 @@
+"""What a storage engine owes: pages by key, in batches, with an answer for each key and nothing raised for one key.
+
+An engine holds bytes and no policy: it does not retry, rate-limit or degrade. It must never say that a page is there
+unless the very bytes that were put under that key and namespace are in the host page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from tidekv.backends.base import Poller
+from tidekv.states.errors import InvalidConfig, InvalidRequest
+from tidekv.states.shapes import PageIds, PoolMemory
+
+KEY_BYTES: Final = 32
+
+BufferOf = Callable[[int], memoryview]
+"""From a host page id to the page's bytes, writable and in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageStatistics:
+    """What an engine holds, and what it did since it was opened. Counts are pages unless the name says bytes.
+
+    `misses` and `failures` count by cause: why a page asked for was not got, why a page given was not stored.
+    """
+
+    uri: str
+    pages: int
+    used_bytes: int
+    capacity_bytes: int
+    hits: int
+    puts: int
+    evictions: int
+    read_bytes: int
+    written_bytes: int
+    calls_in_flight: int
+    misses: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One page as `verify` found it; `cause` is empty if it is whole."""
+
+    key: bytes
+    ok: bool
+    cause: str
+
+
+class Storage(Protocol):
+    """One storage engine, for one host pool and one namespace.
+
+    All calls are made on one event loop. Bad arguments raise InvalidRequest and change nothing; a call after `close`
+    raises EngineClosed; StorageFailed means that the engine as a whole can do nothing, and says why.
+
+    **Pages are the call's until it returns.** `get_into` and `put_from` return, or raise, only when nothing writes to
+    or reads from any of their pages any more. `timeout_s` bounds what is still started, not what already runs: NIXL
+    cannot cancel. Cancelling the awaiting task is the same: nothing more is started, and CancelledError comes out once
+    all that runs has settled. Whoever cannot wait that long goes on without the answer, and keeps the pages.
+    """
+
+    @property
+    def uri(self) -> str:
+        """Where the engine keeps its pages, fit for a log: no secrets."""
+
+    async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
+        """Make the engine ready for pages of this host pool; once only.
+
+        `namespace` is a 32-byte digest of everything that makes page bytes interchangeable. The pool's memory stays
+        valid until `close` has returned. Raises InvalidConfig for a pool it cannot serve, StorageFailed if the place
+        cannot be used.
+        """
+
+    async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Tell which keys are probably there: a hint, since any page may go at any time."""
+
+    async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        """Read each key's page into the host page beside it. True: the verified bytes are there; False: a miss, and
+        the host page holds garbage.
+        """
+
+    async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        """Store each host page under the key beside it, in place of what was there. True: it can be got."""
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget keys; True for each that was there."""
+
+    async def clear(self) -> int:
+        """Forget every page of this namespace; returns how many there were."""
+
+    async def probe(self) -> None:
+        """Raise StorageFailed unless a page could be written and read now. Brings back what can be brought back."""
+
+    def verify(self) -> AsyncIterator[Verdict]:
+        """Read every page of this namespace and tell which are whole. Damaged ones are left where they are."""
+
+    async def close(self) -> None:
+        """Refuse further calls, wait for those that run, and give everything back. Closing again does nothing."""
+
+    def statistics(self) -> StorageStatistics:
+        """Return what the engine holds and did."""
+
+
+def check_namespace(namespace: bytes) -> None:
+    """Refuse a namespace that is not a 32-byte digest (InvalidConfig)."""
+    if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
+        raise InvalidConfig(f"storage namespace must be {KEY_BYTES} bytes, not {namespace!r}")
+
+
+def check_pool(pool: PoolMemory) -> None:
+    """Refuse a pool whose pages are not each one piece of host memory (InvalidConfig)."""
+    if pool.kind != "DRAM" or len(pool.segments) != 1:
+        raise InvalidConfig(
+            "storage needs a page-first pool in host memory; "
+            f"this one has {len(pool.segments)} pieces a page in {pool.kind}"
+        )
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Refuse a key that is not a 32-byte digest (InvalidRequest): no other bytes ever reach a path or a record."""
+    for position, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise InvalidRequest(f"storage key number {position} must be {KEY_BYTES} bytes, not {key!r}")
+
+
+def check_pairs(keys: Sequence[bytes], pages: PageIds, *, page_count: int, distinct_pages: bool) -> None:
+    """Refuse keys and pages that do not pair up, or a page that is not in the pool (InvalidRequest).
+
+    With `distinct_pages`, refuse a page named twice: two reads into one page would leave either's bytes.
+    """
+    check_keys(keys)
+    if len(keys) != len(pages):
+        raise InvalidRequest(f"storage was given {len(keys)} keys and {len(pages)} pages; they go in pairs")
+    for position, page in enumerate(pages):
+        if not 0 <= page < page_count:
+            raise InvalidRequest(
+                f"host pool has pages 0 to {page_count - 1}; page {page} (number {position}) is not one"
+            )
+    if distinct_pages and len(set(pages)) != len(pages):
+        raise InvalidRequest("storage was asked to read two keys into one page")

@@ -1,0 +1,104 @@
+"""How a call into an engine ends: never before what it started has settled, whatever happens to its caller."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TypeVar
+
+from tidekv.states.errors import EngineClosed
+
+T = TypeVar("T")
+
+
+class Call:
+    """One call: until when it may start more, and whether its caller has left."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.deadline_s = time.monotonic() + timeout_s
+        self.abandoned = False
+
+    def may_start(self) -> bool:
+        """True while the call may start more work."""
+        return not self.abandoned and time.monotonic() < self.deadline_s
+
+    def left_s(self) -> float | None:
+        """Seconds until the deadline, for a wait; None if there is none."""
+        return None if math.isinf(self.deadline_s) else max(self.deadline_s - time.monotonic(), 0.0)
+
+    async def start(self, limit: asyncio.Semaphore) -> bool:
+        """Wait for a place among what is under way. True: take it, and release it; False: it is too late to start."""
+        try:
+            async with asyncio.timeout(self.left_s()):
+                await limit.acquire()
+        except TimeoutError:
+            return False
+        if not self.may_start():
+            limit.release()
+            return False
+        return True
+
+
+class Calls:
+    """The calls in flight of one engine. `drain` ends the intake and waits for the last."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._tasks: set[asyncio.Task[object]] = set()
+        self.closed = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def run(self, body: Callable[[Call], Coroutine[object, object, T]], timeout_s: float = float("inf")) -> T:
+        """Run a call to its end, also if the awaiting task is cancelled; CancelledError comes out after that.
+
+        The body is a task of its own, because cancelling must not reach the reads and writes that it awaits.
+        """
+        if self.closed:
+            raise EngineClosed(f"{self._what} is closed")
+        call = Call(timeout_s)
+        task = asyncio.get_running_loop().create_task(body(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            call.abandoned = True
+            await _settled(task)
+            raise
+
+    async def drain(self) -> None:
+        """Refuse further calls, let those that run start nothing more of their own, and wait until all have ended."""
+        self.closed = True
+        for task in list(self._tasks):
+            await _settled(task)
+
+
+async def all_settled(bodies: Iterable[Coroutine[object, object, None]]) -> None:
+    """Run bodies side by side until every one has ended, also if one raises; then raise what the first raised.
+
+    A TaskGroup would cancel the others, and with them what they wait for while it still writes.
+    """
+    tasks = [asyncio.get_running_loop().create_task(body) for body in bodies]
+    await asyncio.wait(tasks)
+    for error in [task.exception() for task in tasks]:
+        if error is not None:
+            raise error
+
+
+async def _settled(task: asyncio.Task[object]) -> None:
+    """Wait for the end of a task and pass no verdict on it; a further cancellation is raised once the task is over."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        # Asked for, so that an error that nobody awaits any more is not reported as never retrieved.
+        task.exception()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,55 @@
+"""The counters behind an engine's statistics."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tidekv.backends.storage.base import StorageStatistics
+
+
+class Counts:
+    """What an engine did. Written on the event loop only."""
+
+    def __init__(self) -> None:
+        self.hits = 0
+        self.puts = 0
+        self.evictions = 0
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.misses: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+
+    def got(self, causes: list[str], page_bytes: int) -> list[bool]:
+        """Count the outcome of reads: one cause a page, empty for a hit."""
+        good = [not cause for cause in causes]
+        self.hits += sum(good)
+        self.read_bytes += sum(good) * page_bytes
+        self.misses.update(cause for cause in causes if cause)
+        return good
+
+    def put(self, causes: list[str], page_bytes: int) -> list[bool]:
+        """Count the outcome of writes: one cause a page, empty for a stored one."""
+        good = [not cause for cause in causes]
+        self.puts += sum(good)
+        self.written_bytes += sum(good) * page_bytes
+        self.failures.update(cause for cause in causes if cause)
+        return good
+
+    def statistics(
+        self, *, uri: str, pages: int, used_bytes: int, capacity_bytes: int, calls_in_flight: int
+    ) -> StorageStatistics:
+        """Return the counts together with what the engine holds."""
+        return StorageStatistics(
+            uri=uri,
+            pages=pages,
+            used_bytes=used_bytes,
+            capacity_bytes=capacity_bytes,
+            hits=self.hits,
+            puts=self.puts,
+            evictions=self.evictions,
+            read_bytes=self.read_bytes,
+            written_bytes=self.written_bytes,
+            calls_in_flight=calls_in_flight,
+            misses=dict(self.misses),
+            failures=dict(self.failures),
+        )

@@ -1,0 +1,194 @@
+"""The `file:` engine: pages in segment files of a local directory, bounded, shared by processes, safe against crashes.
+
+A page is written into a slot that the index reserved, then its header, then the index is told: a crash anywhere leaves
+the page missing. A page that is read proves itself by its header and checksum; the index may be behind, the file may be
+cut or foreign, the slot may have a new tenant, and each of those is a miss. The disk may be full, gone or read-only:
+puts then return False, and gets miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tidekv.backends.base import Poller
+from tidekv.backends.storage.base import (
+    BufferOf,
+    StorageStatistics,
+    Verdict,
+    check_keys,
+    check_namespace,
+    check_pairs,
+    check_pool,
+)
+from tidekv.backends.storage.calls import Call, Calls
+from tidekv.backends.storage.counts import Counts
+from tidekv.backends.storage.file_options import FileOptions, read_file_options
+from tidekv.backends.storage.shelf import Shelf, Threads
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
+from tidekv.states.shapes import PageIds, PoolMemory
+
+
+def open_file(*, authority: str, path: str, options: Mapping[str, object]) -> FileStorage:
+    """Make the engine of a `file:` URI."""
+    if authority not in ("", "localhost"):
+        raise InvalidConfig(f"file: storage is on this machine; write file:/path, not file://{authority}{path}")
+    if not path:
+        raise InvalidConfig("file: storage needs a directory; write file:/var/lib/tidekv?capacity=200GB")
+    if "\0" in path:
+        raise InvalidConfig("file: storage was given a path with a zero byte in it")
+    return FileStorage(read_file_options(Path(path).expanduser().absolute(), options))
+
+
+class FileStorage:
+    """Pages in files below a directory, bounded in bytes; those unused for longest make room."""
+
+    def __init__(self, options: FileOptions) -> None:
+        """Touch nothing yet: `register` opens the directory."""
+        self.uri = f"file:{options.root}?capacity={options.capacity}"
+        self._options = options
+        self._calls = Calls(self.uri)
+        self._counts = Counts()
+        self._threads = Threads(
+            index=ThreadPoolExecutor(1, thread_name_prefix="tidekv-file-index"),
+            workers=ThreadPoolExecutor(options.threads, thread_name_prefix="tidekv-file-storage"),
+        )
+        self._registered = False
+        self._shelf: Shelf | None = None
+        # Shelves whose directory was lost: reads may still be under way there. Closed at the end.
+        self._lost: list[Shelf] = []
+
+    async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
+        """Open the directory for pages of this pool; see Storage."""
+        if self._calls.closed:
+            raise EngineClosed(f"{self.uri} is closed")
+        if self._registered:
+            raise InvalidRequest(f"{self.uri} has a pool already; open another engine for another pool")
+        check_namespace(namespace)
+        check_pool(pool)
+
+        async def body(_: Call) -> None:
+            try:
+                self._shelf = await Shelf.open(
+                    self._options,
+                    pool=pool,
+                    buffer_of=buffer_of,
+                    namespace=namespace,
+                    poller=poller,
+                    threads=self._threads,
+                    counts=self._counts,
+                )
+            finally:
+                self._registered = self._shelf is not None
+
+        self._registered = True
+        await self._calls.run(body)
+
+    async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Tell which keys are in the index; see Storage."""
+        shelf = self._ready()
+        check_keys(keys)
+        found = shelf.exist(keys)
+        if all(found):
+            return found
+        # Other processes may have put them since we last looked.
+        await shelf.catch_up(timeout_s)
+        return shelf.exist(keys)
+
+    async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        """Read pages and verify them; see Storage."""
+        shelf = self._ready()
+        check_pairs(keys, pages, page_count=shelf.page_count, distinct_pages=True)
+
+        async def body(call: Call) -> list[bool]:
+            return self._counts.got(await shelf.get(call, keys, pages), shelf.page_bytes)
+
+        return await self._calls.run(body, timeout_s)
+
+    async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        """Write pages and publish them; see Storage."""
+        shelf = self._ready()
+        check_pairs(keys, pages, page_count=shelf.page_count, distinct_pages=False)
+
+        async def body(call: Call) -> list[bool]:
+            return self._counts.put(await shelf.put(call, keys, pages), shelf.page_bytes)
+
+        return await self._calls.run(body, timeout_s)
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget keys; see Storage."""
+        shelf = self._ready()
+        check_keys(keys)
+
+        async def body(_: Call) -> list[bool]:
+            return await shelf.forget([(key, None) for key in keys])
+
+        return await self._calls.run(body)
+
+    async def clear(self) -> int:
+        """Forget every page of this namespace and remove its files; see Storage."""
+        shelf = self._ready()
+
+        async def body(_: Call) -> int:
+            return await shelf.clear()
+
+        return await self._calls.run(body)
+
+    async def probe(self) -> None:
+        """Try the directory out; one that was lost is opened anew. See Storage."""
+        self._ready()
+
+        async def body(_: Call) -> None:
+            shelf = self._ready()
+            if await shelf.is_lost():
+                opened = await shelf.open_again()
+                if self._shelf is not shelf:
+                    # Another probe was faster.
+                    await opened.close()
+                else:
+                    self._lost.append(shelf)
+                    self._shelf = opened
+            await self._ready().try_out()
+
+        await self._calls.run(body)
+
+    async def verify(self) -> AsyncIterator[Verdict]:
+        """Read every page and tell which are whole; see Storage."""
+        shelf = self._ready()
+        await shelf.catch_up(None)
+        for part in shelf.stored():
+
+            async def body(_: Call, part: Sequence[tuple[bytes, int]] = part) -> list[Verdict]:
+                return await shelf.verify(part)
+
+            for verdict in await self._calls.run(body):
+                yield verdict
+
+    async def close(self) -> None:
+        """Wait for the calls that run, and close the files; see Storage."""
+        await self._calls.drain()
+        shelves = [*self._lost, *([] if self._shelf is None else [self._shelf])]
+        self._shelf, self._lost = None, []
+        for shelf in shelves:
+            await shelf.close()
+        self._threads.index.shutdown()
+        self._threads.workers.shutdown()
+
+    def statistics(self) -> StorageStatistics:
+        """Return what the engine holds and did. `used_bytes` is what counts against the capacity: whole segments."""
+        shelf = self._shelf
+        return self._counts.statistics(
+            uri=self.uri,
+            pages=0 if shelf is None else shelf.page_total,
+            used_bytes=0 if shelf is None else shelf.used_bytes,
+            capacity_bytes=self._options.capacity,
+            calls_in_flight=len(self._calls),
+        )
+
+    def _ready(self) -> Shelf:
+        if self._shelf is None:
+            if self._calls.closed:
+                raise EngineClosed(f"{self.uri} is closed")
+            raise InvalidRequest(f"{self.uri} has no pool yet; register one first")
+        return self._shelf

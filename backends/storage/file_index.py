@@ -1,0 +1,299 @@
+"""The index of a directory of pages: which key is in which slot, shared by processes through SQLite.
+
+It decides who may write where, and what goes when room is short; whether a page is whole, only its record says. Every
+change happens in one transaction that also takes the next tick of a clock kept in the index itself, so that what has
+changed since a tick can be asked for, and no clock of the machine matters.
+
+    a slot:   free ──reserve──▶ writing (by one living writer) ──publish──▶ published ──evict, forget──▶ free
+
+A process that dies leaves slots in writing; they are taken back from it as soon as its lock is found free. All methods
+block and belong to one thread.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from tidekv.backends.storage.mirror import Mirror, SlotState
+from tidekv.backends.storage.records import Geometry
+from tidekv.backends.storage.schema import connect
+from tidekv.backends.storage.segments import INDEX_BITS, namespace_directory, segment_name
+from tidekv.backends.storage.writers import WriterLock
+
+INDEX_FILE: Final = "index.sqlite"
+TOUCHED_MAX: Final = 4096
+
+_SET: Final = (
+    "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) VALUES(?, ?, ?, ?, ?, ?, ?) "
+    "ON CONFLICT(slot) DO UPDATE SET state=excluded.state, owner=excluded.owner, seq=excluded.seq, "
+    "used=excluded.used, key=excluded.key"
+)
+
+
+class FileIndex:
+    """The index as one engine uses it, for one namespace."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        namespace_id: int,
+        geometry: Geometry,
+        capacity_bytes: int,
+        low_water: float,
+        writer: WriterLock,
+        busy_timeout_s: float,
+    ) -> None:
+        self.root = root
+        self.geometry = geometry
+        self.mirror = Mirror()
+        self.evictions = 0
+        self.used_bytes = 0
+        self._namespace = namespace_id
+        self._capacity_bytes = capacity_bytes
+        self._low_water = low_water
+        self._writer = writer
+        self._db = connect(root / INDEX_FILE, busy_timeout_s=busy_timeout_s)
+        self._seen = -1
+        self._data_version = -1
+        # Filled on the event loop, emptied by the next change.
+        self.touched: deque[int] = deque()
+        self._to_remove: list[Path] = []
+        self._given_up: list[int] = []
+        # No writer yet: no slot is ours.
+        self._me = -1
+        with self._change() as seq:
+            self._me = int(self._db.execute("INSERT INTO writers(name) VALUES(?)", (writer.name,)).lastrowid or 0)
+            self._take_back_from_the_dead(seq)
+            self._shrink(seq)
+
+    def refresh(self) -> None:
+        """Take over what other processes changed."""
+        version = self._db.execute("PRAGMA data_version").fetchone()[0]
+        if version == self._data_version and self._seen >= 0:
+            return
+        self._db.execute("BEGIN")
+        try:
+            self._pull()
+        finally:
+            self._db.execute("COMMIT")
+        self._data_version = version
+
+    def reserve(self, count: int) -> list[int]:
+        """Reserve up to `count` slots for writing; older pages make room for them. Fewer if that is not enough."""
+        with self._change() as seq:
+            while self.mirror.free_count < count and self._add_segment(seq):
+                pass
+            if self.mirror.free_count < count:
+                self._take_back_from_the_dead(seq)
+            if self.mirror.free_count < count:
+                self._make_room(count, seq)
+            slots = self.mirror.take_free(count)
+            self._set(slots, SlotState.WRITING, seq)
+        return slots
+
+    def publish(self, pairs: Sequence[tuple[bytes, int]], wasted: Sequence[int]) -> list[bool]:
+        """Make written slots visible under their keys, in place of what was there; free the `wasted` ones. False where
+        a slot is not ours any more.
+        """
+        with self._change() as seq:
+            self._set([slot for slot in wasted if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
+            done = [self.mirror.owner(slot) == self._me for _, slot in pairs]
+            for (key, slot), good in zip(pairs, done, strict=True):
+                if not good:
+                    continue
+                replaced = self.mirror.slot_by_key.get(key)
+                if replaced is not None:
+                    self._set([replaced], SlotState.FREE, seq)
+                self._db.execute(_SET, (slot, self._namespace, SlotState.PUBLISHED, 0, seq, seq, key))
+                self.mirror.apply(slot, SlotState.PUBLISHED, 0, key)
+        return done
+
+    def give_up(self, slots: Sequence[int]) -> None:
+        """Leave reserved slots to the next change, where the one that should have freed them failed."""
+        self._given_up += slots
+
+    def forget(self, pairs: Sequence[tuple[bytes, int | None]]) -> list[bool]:
+        """Remove keys; where a slot is given, only if the key is in that slot still. True for each removed."""
+        with self._change() as seq:
+            found: list[bool] = []
+            for key, expected in pairs:
+                slot = self.mirror.slot_by_key.get(key)
+                good = slot is not None and expected in (None, slot)
+                found.append(good)
+                if slot is not None and good:
+                    self._set([slot], SlotState.FREE, seq)
+        return found
+
+    def clear(self) -> int:
+        """Remove every page of the namespace and the files they were in; returns how many pages there were."""
+        with self._change() as seq:
+            return sum(
+                self._retire(segment, self.geometry.namespace, seq) for segment in list(self.mirror.slots_by_segment)
+            )
+
+    def note_touched(self) -> None:
+        """Write down which slots were used; any other change does that too."""
+        with self._change():
+            pass
+
+    def close(self) -> None:
+        """Give reserved slots and the writer's place back, and close the file."""
+        try:
+            with self._change() as seq:
+                self._db.execute("UPDATE slots SET state=0, owner=0, seq=? WHERE state=1 AND owner=?", (seq, self._me))
+                self._db.execute("DELETE FROM writers WHERE id=?", (self._me,))
+        except sqlite3.Error:
+            # A directory that is gone or full: whoever comes next takes the slots back from a dead writer.
+            pass
+        finally:
+            self._db.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[int]:
+        """One change of the index: its tick, with the mirror brought up to it first. Recency rides along."""
+        self._db.execute("BEGIN IMMEDIATE")
+        left: list[int] = []
+        try:
+            self._pull()
+            seq = self._seen + 1
+            self._db.execute("UPDATE clock SET value=?", (seq,))
+            used = {self.touched.popleft() for _ in range(len(self.touched))}
+            self._db.executemany("UPDATE slots SET used=? WHERE slot=?", [(seq, slot) for slot in used])
+            left, self._given_up = self._given_up, []
+            self._set([slot for slot in left if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
+            yield seq
+            self.used_bytes = self._total_bytes()
+            self._db.execute("COMMIT")
+        except BaseException:
+            # The mirror may be ahead of what was written: read it anew next time.
+            self._seen = -1
+            self._given_up += left
+            self._to_remove.clear()
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        self._seen = seq
+        self._remove_files()
+
+    def _pull(self) -> None:
+        """Bring the mirror up to the index, inside a transaction."""
+        if self._seen < 0:
+            self.mirror.forget_all()
+        for segment, slots, retired in self._db.execute(
+            "SELECT id, slots, retired FROM segments WHERE namespace=? AND seq>? ORDER BY id",
+            (self._namespace, self._seen),
+        ):
+            if retired:
+                self.mirror.drop_segment(segment)
+            else:
+                self.mirror.add_segment(segment, slots)
+        for slot, state, owner, key in self._db.execute(
+            "SELECT slot, state, owner, key FROM slots WHERE namespace=? AND seq>?", (self._namespace, self._seen)
+        ):
+            self.mirror.apply(slot, state, owner, key)
+        self._seen = int(self._db.execute("SELECT value FROM clock").fetchone()[0])
+
+    def _set(self, slots: Sequence[int], state: SlotState, seq: int) -> None:
+        """Set slots to a state without a key, in the index and in the mirror."""
+        owner = self._me if state == SlotState.WRITING else 0
+        self._db.executemany(_SET, [(slot, self._namespace, state, owner, seq, 0, None) for slot in slots])
+        for slot in slots:
+            self.mirror.apply(slot, state, owner, None)
+
+    def _total_bytes(self) -> int:
+        return int(self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM segments WHERE retired=0").fetchone()[0])
+
+    def _add_segment(self, seq: int) -> bool:
+        """Add a segment if the bound allows; its file is made when it is first written."""
+        if self._total_bytes() + self.geometry.segment_bytes > self._capacity_bytes:
+            return False
+        row = self._db.execute(
+            "INSERT INTO segments(namespace, slots, bytes, retired, seq) VALUES(?, ?, ?, 0, ?)",
+            (self._namespace, self.geometry.slots, self.geometry.segment_bytes, seq),
+        )
+        self.mirror.add_segment(int(row.lastrowid or 0), self.geometry.slots)
+        return True
+
+    def _take_back_from_the_dead(self, seq: int) -> None:
+        """Free the slots that writers had reserved when they died."""
+        for writer, name in self._db.execute("SELECT id, name FROM writers").fetchall():
+            if self._writer.is_alive(name):
+                continue
+            left = "namespace=? AND state=1 AND owner=?"
+            mine = self._db.execute(f"SELECT slot FROM slots WHERE {left}", (self._namespace, writer)).fetchall()
+            self._set([slot for (slot,) in mine], SlotState.FREE, seq)
+            self._db.execute("UPDATE slots SET state=0, owner=0, seq=? WHERE state=1 AND owner=?", (seq, writer))
+            self._db.execute("DELETE FROM writers WHERE id=?", (writer,))
+            self._writer.forget(name)
+
+    def _make_room(self, count: int, seq: int) -> None:
+        """Free slots: whole segments of a namespace that nobody uses any more, or else our own oldest pages."""
+        while self.mirror.free_count < count and self._take_over_segment(seq) and self._add_segment(seq):
+            pass
+        short = count - self.mirror.free_count
+        if short <= 0:
+            return
+        spare = int(self.mirror.slot_count * (1 - self._low_water))
+        # Of pages used together the last goes first: a prefix without its beginning is worth nothing.
+        victims = self._db.execute(
+            "SELECT slot FROM slots WHERE namespace=? AND state=2 ORDER BY used, slot DESC LIMIT ?",
+            (self._namespace, short + spare),
+        ).fetchall()
+        self._set([slot for (slot,) in victims], SlotState.FREE, seq)
+        self.evictions += len(victims)
+
+    def _take_over_segment(self, seq: int) -> bool:
+        """Retire the coldest segment of another namespace if we have none, or if all our pages were used later."""
+        coldest = self._db.execute(
+            "SELECT s.id, n.digest, (SELECT COALESCE(MAX(used), 0) FROM slots WHERE slot BETWEEN s.id << ? AND "
+            "(s.id + 1 << ?) - 1) AS last FROM segments s JOIN namespaces n ON n.id=s.namespace "
+            "WHERE s.retired=0 AND s.namespace<>? ORDER BY last LIMIT 1",
+            (INDEX_BITS, INDEX_BITS, self._namespace),
+        ).fetchone()
+        if coldest is None:
+            return False
+        segment, digest, last = coldest
+        ours = self._db.execute(
+            "SELECT MIN(used) FROM slots WHERE namespace=? AND state=2", (self._namespace,)
+        ).fetchone()[0]
+        if self.mirror.slots_by_segment and (ours is None or last >= ours):
+            return False
+        self._retire(segment, digest, seq)
+        return True
+
+    def _shrink(self, seq: int) -> None:
+        """Retire segments until the bound holds; it may be lower than last time."""
+        while self._total_bytes() > self._capacity_bytes:
+            segment, digest = self._db.execute(
+                "SELECT s.id, n.digest FROM segments s JOIN namespaces n ON n.id=s.namespace WHERE s.retired=0 "
+                "ORDER BY (SELECT MAX(used) FROM slots WHERE slot BETWEEN s.id << ? AND (s.id + 1 << ?) - 1) LIMIT 1",
+                (INDEX_BITS, INDEX_BITS),
+            ).fetchone()
+            self._retire(segment, digest, seq)
+
+    def _retire(self, segment: int, digest: bytes, seq: int) -> int:
+        """Drop a segment from the index; its file goes when the change is written. Returns the pages of ours in it."""
+        self._db.execute("UPDATE segments SET retired=1, seq=? WHERE id=?", (seq, segment))
+        self._db.execute(
+            "DELETE FROM slots WHERE slot BETWEEN ? AND ?", (segment << INDEX_BITS, (segment + 1 << INDEX_BITS) - 1)
+        )
+        self._to_remove.append(namespace_directory(self.root, digest) / segment_name(segment))
+        return self.mirror.drop_segment(segment)
+
+    def _remove_files(self) -> None:
+        """Remove the files of retired segments. Emptied first, since another process may keep one open."""
+        while self._to_remove:
+            path = self._to_remove.pop()
+            try:
+                with path.open("r+b") as file:
+                    file.truncate(0)
+                path.unlink()
+            except OSError:
+                # Gone already, or swept up when the directory is opened next.
+                continue

@@ -1,0 +1,48 @@
+"""The options of the `file:` engine, what they default to, and what they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tidekv.backends.storage.options import Choice, Number, Option, Size, read_options
+
+OPTIONS: Final[Mapping[str, Option]] = {
+    "capacity": Size(),
+    "segment": Size(minimum_bytes=1 << 16),
+    "chunk": Size(minimum_bytes=1 << 12),
+    "low_water": Number(0.1, 1.0),
+    "io": Choice("nixl", "threads"),
+    "queue": Choice("aio", "uring"),
+    "threads": Number(1, 64),
+    "busy_timeout_s": Number(0.0, 60.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """How a directory is used.
+
+    `capacity`: bytes of all segment files together, of every namespace. `segment`: bytes of one file, at most. `chunk`:
+    bytes of one transfer, about. `low_water`: the part of the pages that stays when room is made. `io`: how pages move.
+    `queue`: what NIXL uses for it. `threads`: workers for checksums (and pages, with io=threads). `busy_timeout_s`: how
+    long to wait for another process to finish with the index.
+    """
+
+    root: Path
+    capacity: int = 10 * 1000**3
+    segment: int = 256 << 20
+    chunk: int = 8 << 20
+    low_water: float = 0.95
+    io: str = "nixl"
+    queue: str = "aio"
+    threads: int = 2
+    busy_timeout_s: float = 2.0
+
+
+def read_file_options(root: Path, given: Mapping[str, object]) -> FileOptions:
+    """Check options; InvalidConfig names the one that is wrong, and what is allowed."""
+    values = read_options("file:", given, OPTIONS)
+    return FileOptions(root=root, **values)  # type: ignore[arg-type]  # Each option has checked the type of its value.

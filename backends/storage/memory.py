@@ -1,0 +1,179 @@
+"""The `memory:` engine: pages as bytes in this process, for tests and small set-ups. Gone when it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tidekv.backends.base import Poller
+from tidekv.backends.storage.base import (
+    BufferOf,
+    StorageStatistics,
+    Verdict,
+    check_keys,
+    check_namespace,
+    check_pairs,
+    check_pool,
+)
+from tidekv.backends.storage.calls import Call, Calls
+from tidekv.backends.storage.counts import Counts
+from tidekv.backends.storage.options import Option, Size, read_options
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
+from tidekv.states.shapes import PageIds, PoolMemory
+
+OPTIONS: Final[Mapping[str, Option]] = {"capacity": Size()}
+CAPACITY_DEFAULT_BYTES: Final = 1 << 30
+
+_Work = Callable[[Call], list[str]]
+
+
+def open_memory(*, authority: str, path: str, options: Mapping[str, object]) -> MemoryStorage:
+    """Make the engine of a `memory:` URI."""
+    if authority or path:
+        raise InvalidConfig("a memory: URI names no place; write memory: or memory:?capacity=1GB")
+    values = read_options("memory:", options, OPTIONS)
+    capacity = values.get("capacity", CAPACITY_DEFAULT_BYTES)
+    assert isinstance(capacity, int)
+    return MemoryStorage(capacity_bytes=capacity)
+
+
+class MemoryStorage:
+    """Pages in a dict, at most `capacity_bytes` of them; the one longest unused goes first."""
+
+    def __init__(self, *, capacity_bytes: int) -> None:
+        self.uri = f"memory:?capacity={capacity_bytes}"
+        self._capacity_bytes = capacity_bytes
+        self._pages: OrderedDict[bytes, npt.NDArray[np.uint8]] = OrderedDict()
+        self._counts = Counts()
+        self._calls = Calls(self.uri)
+        # One thread, so that calls take effect one after the other and no page is copied on the loop.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tidekv-memory-storage")
+        self._buffer_of: BufferOf | None = None
+        self._page_bytes = 0
+        self._page_count = 0
+
+    async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
+        """Make the engine ready; see Storage."""
+        if self._calls.closed:
+            raise EngineClosed(f"{self.uri} is closed")
+        if self._buffer_of is not None:
+            raise InvalidRequest(f"{self.uri} has a pool already; open another engine for another pool")
+        check_namespace(namespace)
+        check_pool(pool)
+        if pool.page_bytes > self._capacity_bytes:
+            raise InvalidConfig(f"memory: capacity {self._capacity_bytes} holds no page of {pool.page_bytes} bytes")
+        self._buffer_of, self._page_bytes, self._page_count = buffer_of, pool.page_bytes, pool.page_count
+
+    async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Tell which keys are there; see Storage."""
+        self._ready()
+        check_keys(keys)
+        return [key in self._pages for key in keys]
+
+    async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        """Read pages; see Storage."""
+        buffer_of = self._ready()
+        check_pairs(keys, pages, page_count=self._page_count, distinct_pages=True)
+
+        def get_one(key: bytes, page: int) -> str:
+            found = self._pages.get(key)
+            if found is None:
+                return "missing"
+            self._pages.move_to_end(key)
+            np.copyto(np.frombuffer(buffer_of(page), np.uint8), found)
+            return ""
+
+        def get_all(call: Call) -> list[str]:
+            return [get_one(key, page) if call.may_start() else "late" for key, page in zip(keys, pages, strict=True)]
+
+        async def body(call: Call) -> list[bool]:
+            return self._counts.got(await self._on_thread(call, get_all), self._page_bytes)
+
+        return await self._calls.run(body, timeout_s)
+
+    async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        """Store pages; see Storage."""
+        buffer_of = self._ready()
+        check_pairs(keys, pages, page_count=self._page_count, distinct_pages=False)
+
+        def put_one(key: bytes, page: int) -> str:
+            # numpy copies without holding the interpreter; tobytes() would stop the loop for each page.
+            stored = np.empty(self._page_bytes, np.uint8)
+            np.copyto(stored, np.frombuffer(buffer_of(page), np.uint8))
+            self._pages[key] = stored
+            self._pages.move_to_end(key)
+            while len(self._pages) * self._page_bytes > self._capacity_bytes:
+                self._pages.popitem(last=False)
+                self._counts.evictions += 1
+            return ""
+
+        def put_all(call: Call) -> list[str]:
+            return [put_one(key, page) if call.may_start() else "late" for key, page in zip(keys, pages, strict=True)]
+
+        async def body(call: Call) -> list[bool]:
+            return self._counts.put(await self._on_thread(call, put_all), self._page_bytes)
+
+        return await self._calls.run(body, timeout_s)
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget keys; see Storage."""
+        self._ready()
+        check_keys(keys)
+
+        def delete_all(_: Call) -> list[str]:
+            return ["" if self._pages.pop(key, None) is not None else "missing" for key in keys]
+
+        return [not cause for cause in await self._calls.run(lambda call: self._on_thread(call, delete_all))]
+
+    async def clear(self) -> int:
+        """Forget every page; see Storage."""
+        self._ready()
+
+        def clear_all(_: Call) -> list[str]:
+            forgotten = [""] * len(self._pages)
+            self._pages.clear()
+            return forgotten
+
+        return len(await self._calls.run(lambda call: self._on_thread(call, clear_all)))
+
+    async def probe(self) -> None:
+        """Do nothing but answer: memory does not fail."""
+        self._ready()
+
+    async def verify(self) -> AsyncIterator[Verdict]:
+        """Tell each page's key; see Storage."""
+        self._ready()
+        for key in list(self._pages):
+            yield Verdict(key=key, ok=True, cause="")
+
+    async def close(self) -> None:
+        """Wait for the calls that run, and forget everything; see Storage."""
+        await self._calls.drain()
+        self._thread.shutdown()
+        self._pages.clear()
+
+    def statistics(self) -> StorageStatistics:
+        """Return what the engine holds and did."""
+        return self._counts.statistics(
+            uri=self.uri,
+            pages=len(self._pages),
+            used_bytes=len(self._pages) * self._page_bytes,
+            capacity_bytes=self._capacity_bytes,
+            calls_in_flight=len(self._calls),
+        )
+
+    def _ready(self) -> BufferOf:
+        if self._calls.closed:
+            raise EngineClosed(f"{self.uri} is closed")
+        if self._buffer_of is None:
+            raise InvalidRequest(f"{self.uri} has no pool yet; register one first")
+        return self._buffer_of
+
+    async def _on_thread(self, call: Call, work: _Work) -> list[str]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, call)

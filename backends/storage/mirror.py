@@ -1,0 +1,121 @@
+"""What one process knows of the slots of its namespace: the shared index, copied into memory and kept up by changes.
+
+Existence is asked here, at the price of a dict look-up. Being behind costs a miss, or a read that fails its check;
+never a wrong page.
+"""
+
+from __future__ import annotations
+
+import heapq
+from enum import IntEnum
+from typing import Final
+
+from tidekv.backends.storage.segments import segment_of, slot_of
+
+_STALE_MAX: Final = 1024
+
+
+class SlotState(IntEnum):
+    """What the index says about a slot. A slot without a row is free."""
+
+    FREE = 0
+    WRITING = 1
+    PUBLISHED = 2
+
+
+class Mirror:
+    """Slots of one namespace. Written by the index's thread only; `slot_by_key` may be read from any thread."""
+
+    def __init__(self) -> None:
+        self.slot_by_key: dict[bytes, int] = {}
+        self._key_by_slot: dict[int, bytes] = {}
+        self._owner_by_slot: dict[int, int] = {}
+        self._free: set[int] = set()
+        # Lowest slot first, so that a batch gets neighbors. Holds every free slot, and stale entries besides.
+        self._free_heap: list[int] = []
+        self.slots_by_segment: dict[int, int] = {}
+
+    @property
+    def slot_count(self) -> int:
+        """All slots of all segments."""
+        return sum(self.slots_by_segment.values())
+
+    @property
+    def free_count(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def owner(self, slot: int) -> int:
+        """Return the writer that has a slot reserved; 0 for none."""
+        return self._owner_by_slot.get(slot, 0)
+
+    def key(self, slot: int) -> bytes | None:
+        """Return the key that is published in a slot."""
+        return self._key_by_slot.get(slot)
+
+    def forget_all(self) -> None:
+        """Start over, to be told everything anew."""
+        self.slot_by_key.clear()
+        self._key_by_slot.clear()
+        self._owner_by_slot.clear()
+        self._free.clear()
+        self._free_heap.clear()
+        self.slots_by_segment.clear()
+
+    def add_segment(self, segment: int, slots: int) -> None:
+        """Take note of a segment, all of whose slots are free until something else is said of them."""
+        if segment in self.slots_by_segment:
+            return
+        self.slots_by_segment[segment] = slots
+        for index in range(slots):
+            self._set_free(slot_of(segment, index))
+
+    def drop_segment(self, segment: int) -> int:
+        """Forget a segment and everything in it; returns how many pages were published there."""
+        slots = self.slots_by_segment.pop(segment, 0)
+        dropped = 0
+        for index in range(slots):
+            slot = slot_of(segment, index)
+            dropped += slot in self._key_by_slot
+            self._clear(slot)
+            self._free.discard(slot)
+        return dropped
+
+    def apply(self, slot: int, state: int, owner: int, key: bytes | None) -> None:
+        """Take over what the index says of a slot."""
+        if segment_of(slot) not in self.slots_by_segment:
+            return
+        self._clear(slot)
+        if state == SlotState.FREE:
+            self._set_free(slot)
+            return
+        self._free.discard(slot)
+        if state == SlotState.WRITING:
+            self._owner_by_slot[slot] = owner
+        else:
+            assert key is not None, "a published slot has a key"
+            self._key_by_slot[slot] = key
+            self.slot_by_key[key] = slot
+
+    def take_free(self, count: int) -> list[int]:
+        """Choose up to `count` free slots, lowest first. The caller sets them to another state at once."""
+        chosen: list[int] = []
+        while len(chosen) < count and self._free_heap:
+            slot = heapq.heappop(self._free_heap)
+            if slot in self._free and (not chosen or chosen[-1] != slot):
+                chosen.append(slot)
+        return chosen
+
+    def _set_free(self, slot: int) -> None:
+        if slot not in self._free:
+            self._free.add(slot)
+            heapq.heappush(self._free_heap, slot)
+            if len(self._free_heap) > 2 * len(self._free) + _STALE_MAX:
+                # Other processes took and freed slots, and each round left a stale entry.
+                self._free_heap = sorted(self._free)
+
+    def _clear(self, slot: int) -> None:
+        self._owner_by_slot.pop(slot, None)
+        key = self._key_by_slot.pop(slot, None)
+        if key is not None and self.slot_by_key.get(key) == slot:
+            del self.slot_by_key[key]

@@ -1,0 +1,192 @@
+"""The segment files of one namespace: opened when first needed, read and written at slots, never trusted.
+
+All functions here block; they run on worker threads. A file is known by its number from the index; whatever happens to
+it from outside (removed, cut, replaced) shows as an OSError or a short read, which the caller counts as a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from tidekv.backends.storage.records import BLOCK_BYTES, HEADER_BYTES, Geometry, is_segment_of, pack_segment
+
+FILE_MODE: Final = 0o600
+DIRECTORY_MODE: Final = 0o700
+
+# A slot of the store is its segment's number and its place in the segment, in one int.
+INDEX_BITS: Final = 20
+SLOTS_PER_SEGMENT_MAX: Final = 1 << INDEX_BITS
+
+
+def slot_of(segment: int, index: int) -> int:
+    """Name a slot."""
+    return segment << INDEX_BITS | index
+
+
+def segment_of(slot: int) -> int:
+    """Return the segment that a slot is in."""
+    return slot >> INDEX_BITS
+
+
+def index_of(slot: int) -> int:
+    """Return a slot's place in its segment."""
+    return slot & (SLOTS_PER_SEGMENT_MAX - 1)
+
+
+def namespace_directory(root: Path, namespace: bytes) -> Path:
+    """Where the segments of a namespace are. The name is hexadecimal, whatever the namespace is."""
+    return root / namespace.hex()[:32]
+
+
+def segment_name(segment: int) -> str:
+    """Return the name of a segment's file."""
+    return f"{segment:010d}.seg"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbors: entries [first, first + count) of a batch, whose slots follow one another in one segment."""
+
+    first: int
+    count: int
+
+
+def slot_runs(slots: Sequence[int]) -> Iterator[Run]:
+    """Cut a batch of slots into runs of neighbors, in batch order."""
+    if not slots:
+        return
+    first = 0
+    for position, (left, right) in enumerate(pairwise(slots), start=1):
+        if right != left + 1 or segment_of(left) != segment_of(right):
+            yield Run(first, position - first)
+            first = position
+    yield Run(first, len(slots) - first)
+
+
+class ForeignFile(OSError):
+    """A file that has the name of a segment and is none of this namespace."""
+
+
+def miss_cause(error: OSError) -> str:
+    """Name the miss that a failed read is."""
+    if isinstance(error, ForeignFile):
+        return "foreign"
+    return "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+
+
+def failure_cause(error: OSError) -> str:
+    """Name the failure that a failed write is."""
+    return "no space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable"
+
+
+class Segments:
+    """Open segment files by number. `files` may be asked from any worker thread."""
+
+    def __init__(self, directory: Path, geometry: Geometry) -> None:
+        self.directory = directory
+        self.geometry = geometry
+        self._files: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def path(self, segment: int) -> Path:
+        """Where a segment's file is."""
+        return self.directory / segment_name(segment)
+
+    def file(self, segment: int, *, create: bool) -> int:
+        """Return the open file descriptor of a segment; it stays open until `close`.
+
+        Raises OSError if it is not there (with `create` it is made), ForeignFile if it is not a segment of this
+        namespace and geometry.
+        """
+        with self._lock:
+            found = self._files.get(segment)
+            if found is None:
+                found = self._files[segment] = self._open(segment, create=create)
+            return found
+
+    def read_headers(self, slots: Sequence[int]) -> list[bytes]:
+        """Read the headers of slots; one that cannot be read is empty or short."""
+        headers: list[bytes] = []
+        for run in slot_runs(slots):
+            first = slots[run.first]
+            try:
+                raw = os.pread(
+                    self.file(segment_of(first), create=False),
+                    run.count * HEADER_BYTES,
+                    self.geometry.header_offset(index_of(first)),
+                )
+            except OSError:
+                raw = b""
+            headers += [raw[at * HEADER_BYTES : (at + 1) * HEADER_BYTES] for at in range(run.count)]
+        return headers
+
+    def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
+        """Write the headers of slots; OSError if not all of them got there."""
+        for run in slot_runs(slots):
+            first = slots[run.first]
+            write_all(
+                self.file(segment_of(first), create=True),
+                memoryview(b"".join(headers[run.first : run.first + run.count])),
+                self.geometry.header_offset(index_of(first)),
+            )
+
+    def read_page(self, slot: int, page: memoryview) -> str:
+        """Read one page; returns why it could not be, or nothing."""
+        offset, done = self.geometry.page_offset(index_of(slot)), 0
+        try:
+            file = self.file(segment_of(slot), create=False)
+            while done < len(page):
+                count = os.preadv(file, [page[done:]], offset + done)
+                if count == 0:
+                    return "truncated"
+                done += count
+        except OSError as error:
+            return miss_cause(error)
+        return ""
+
+    def write_page(self, slot: int, page: memoryview) -> None:
+        """Write one page; OSError if not all of it got there."""
+        write_all(self.file(segment_of(slot), create=True), page, self.geometry.page_offset(index_of(slot)))
+
+    def close(self) -> None:
+        """Close every file. Nothing may be reading or writing."""
+        with self._lock:
+            for file in self._files.values():
+                os.close(file)
+            self._files.clear()
+
+    def _open(self, segment: int, *, create: bool) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        path = self.path(segment)
+        file = os.open(path, flags | (os.O_CREAT if create else 0), FILE_MODE)
+        try:
+            record = os.pread(file, BLOCK_BYTES, 0)
+            if not record and create:
+                # Two processes may do this at once; they write the same bytes.
+                record = pack_segment(self.geometry)
+                write_all(file, memoryview(record), 0)
+                if os.fstat(file).st_size < self.geometry.segment_bytes:
+                    os.ftruncate(file, self.geometry.segment_bytes)
+            if is_segment_of(record, self.geometry):
+                return file
+            if create:
+                # Somebody's file, or a damaged one of ours: kept aside, so that the place can be used again.
+                path.rename(path.with_suffix(".bad"))
+            raise ForeignFile(f"{path} is not a segment of this namespace and geometry")
+        except BaseException:
+            os.close(file)
+            raise
+
+
+def write_all(file: int, content: memoryview, offset: int) -> None:
+    """Write all of `content`, in as many calls as it takes; OSError if that cannot be."""
+    done = 0
+    while done < len(content):
+        done += os.pwrite(file, content[done:], offset + done)

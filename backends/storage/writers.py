@@ -1,0 +1,62 @@
+"""Who of several processes on one directory is alive: each holds a file lock that the kernel drops with the process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from pathlib import Path
+from typing import Final
+
+from tidekv.backends.storage.segments import DIRECTORY_MODE, FILE_MODE
+
+_SUFFIX: Final = ".lock"
+
+
+class WriterLock:
+    """This engine's sign of life. Reserved slots of a writer whose lock is free go back to everybody."""
+
+    def __init__(self, root: Path) -> None:
+        self._directory = root / "writers"
+        self._directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        self.name = uuid.uuid4().hex
+        # The lock is taken before anybody can read the name, so that nobody finds a living writer unlocked.
+        self._file = os.open(self._path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def is_alive(self, name: str) -> bool:
+        """True while the writer of that name holds its lock."""
+        return name == self.name or is_locked(self._path(name))
+
+    def forget(self, name: str) -> None:
+        """Remove what a dead writer left."""
+        self._path(name).unlink(missing_ok=True)
+
+    def alone(self) -> bool:
+        """True if no other writer lives."""
+        return not any(
+            self.is_alive(path.stem) for path in self._directory.glob("*" + _SUFFIX) if path.stem != self.name
+        )
+
+    def close(self) -> None:
+        """Give the lock up."""
+        self.forget(self.name)
+        os.close(self._file)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / (name + _SUFFIX)
+
+
+def is_locked(path: Path) -> bool:
+    """True if somebody holds the lock of a file; a file that is not there is not locked."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
