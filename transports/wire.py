@@ -146,7 +146,7 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """This side gave the room up. From prefill it comes when no write of the room is in flight any more."""
+    """This side gave the room up. Prefill says it at once, and Drained when no write is in flight any more."""
 
     room: Room
     cause: Cause

@@ -1,0 +1,144 @@
+"""The prefill worker's end of the hand-over: what an embedder of the prefill side holds.
+
+It owns the transport's life, the poller where none is given, and the tasks of `on_room`. Which page goes where and when
+is decided by `tidekv.states.sending`; this file only opens, hands out rooms, and closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Protocol, Self
+
+from tidekv.engine.poller import PollerThread
+from tidekv.states.shapes import Identity, PoolMemory
+from tidekv.transports.base import Poller, Transport
+from tidekv.transports.outgoing import Room, RoomOutcome, RoomSettings
+from tidekv.transports.sender import Sender
+from tidekv.transports.tasks import OwnedTasks
+
+__all__ = ["PrefillPeer", "Room", "RoomOutcome", "RoomSettings"]
+
+
+class Layout(Protocol):
+    """The part of a layout that a peer needs."""
+
+    def identity(self, model: str) -> Identity:
+        """What must be equal at both ends."""
+        ...
+
+
+class PagePool(Protocol):
+    """The part of a device pool that a peer needs."""
+
+    @property
+    def memory(self) -> PoolMemory:
+        """Where its pages lie."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """How they are laid out."""
+        ...
+
+
+class PrefillPeer:
+    """Serves the KV of prompts to decode workers, for as long as the `async with` block lasts.
+
+        async with PrefillPeer(device=pool, transport=NixlTransport(name="prefill-0"), listen="0.0.0.0:7000") as peer:
+            room = await peer.room("r1")
+            await room.send(pages, start_token=0)
+            await room.finish(first_token=token, aux={})
+            await room.received()
+
+    `on_room(room)` is run for each room as its promise comes, as a task of the peer; an exception of it fails that
+    room, and decode is told. The pool stays the caller's, and must outlive the block. Leaving the block fails the rooms
+    that are open, and waits for the writes in flight.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: PagePool,
+        transport: Transport,
+        listen: str = "127.0.0.1:0",
+        model: str = "",
+        on_room: Callable[[Room], Awaitable[None]] | None = None,
+        lease_s: float = 10.0,
+        poller: Poller | None = None,
+        settings: RoomSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is opened yet. Raises InvalidConfig."""
+        self._transport = transport
+        self._listen = listen
+        self._on_room = on_room
+        self._poller = poller
+        self._tasks = OwnedTasks(f"prefill peer {transport.instance}")
+        self._stack = AsyncExitStack()
+        self._sender = Sender(
+            transport,
+            memory=device.memory,
+            identity=device.layout.identity(model),
+            clock=clock,
+            on_room=self._start_room,
+            lease_s=lease_s,
+            settings=settings,
+        )
+
+    async def __aenter__(self) -> Self:
+        """Start the transport and listen. Raises InvalidConfig; then nothing stays open."""
+        async with AsyncExitStack() as stack:
+            poller = self._poller
+            if poller is None:
+                poller = PollerThread()
+                poller.start()
+                stack.push_async_callback(poller.close)
+            # Closing a transport that failed to start is harmless, and gives back what it had opened by then.
+            stack.push_async_callback(self._transport.close)
+            await self._transport.start(poller=poller)
+            stack.push_async_callback(self._sender.close)
+            await self._sender.start(self._listen)
+            stack.push_async_callback(self._tasks.close)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the tasks of `on_room`, end all rooms, wait for the writes in flight, close."""
+        await self._stack.aclose()
+
+    @property
+    def address(self) -> str:
+        """Where decode workers find us, "host:port"."""
+        return self._sender.address
+
+    async def room(self, request_id: str) -> Room:
+        """The room of a request; waits until decode's promise has come, and may be asked for before or after it.
+
+        Of several generations the newest is given; one that has ended is no longer given, and the next is waited for.
+        Raises EngineClosed when the peer closes, CapacityError when too many are waited for.
+        """
+        return await self._sender.room(request_id)
+
+    def statistics(self) -> dict[str, int | float]:
+        """bytes_sent, pages_sent, rooms by state, and counts of what was odd."""
+        return self._sender.statistics()
+
+    def _start_room(self, room: Room) -> None:
+        if self._on_room is not None:
+            self._tasks.spawn(self._run_room(self._on_room, room), name=f"room of {room.request_id}")
+
+    async def _run_room(self, on_room: Callable[[Room], Awaitable[None]], room: Room) -> None:
+        try:
+            await on_room(room)
+        except Exception as error:
+            # One request's trouble: its room fails, decode gets the words, and whoever runs this the trace.
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"on_room failed for request {room.request_id!r}", "exception": error}
+            )
+            room.fail(f"prefill raised {type(error).__name__}: {error}")

@@ -1,0 +1,56 @@
+"""What decode asked for in one room, and what prefill has said of it: every chunk is judged against its span.
+
+Chunks of a span follow one another without gap or overlap and end exactly at its end; control frames come in order, so
+anything else is a bug of the peer. This file must never do I/O.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
+
+
+class _Asked(msgspec.Struct):
+    """One span: pages [first, end) are wanted, [first, cursor) have landed."""
+
+    cursor: int
+    end: int
+    ended: bool = False
+
+
+class ReceiverRoom:
+    """One room at the receiving side."""
+
+    def __init__(self, *, first: int, count: int) -> None:
+        """Span 0 is pages [first, first + count) of the prompt."""
+        self.has_aux = False
+        self._spans = {0: _Asked(first, first + count)}
+
+    def extend(self, span: int, first: int, count: int) -> None:
+        """A further span is asked for. Raises LocalProtocolError for a number that was used."""
+        if span in self._spans:
+            raise LocalProtocolError(f"span {span} was asked for already")
+        self._spans[span] = _Asked(first, first + count)
+
+    def land(self, *, span: int, first: int, count: int, last: bool) -> None:
+        """Prefill says that a chunk is in place. Raises RemoteProtocolError, and then nothing is changed."""
+        asked = self._spans.get(span)
+        said = f"chunk [{first}, {first + count}) of span {span}"
+        if asked is None:
+            raise RemoteProtocolError(f"{said} was never asked for, or was refused")
+        if asked.ended:
+            raise RemoteProtocolError(f"{said} comes after the span's last one")
+        if first != asked.cursor or first + count > asked.end:
+            raise RemoteProtocolError(f"{said} does not follow in what is left of it: [{asked.cursor}, {asked.end})")
+        if last and first + count != asked.end:
+            raise RemoteProtocolError(f"{said} is said to be the last; the span ends at {asked.end}")
+        asked.cursor += count
+        asked.ended = last
+
+    def refuse(self, span: int) -> None:
+        """Prefill will not serve a span. Raises RemoteProtocolError for one that was not asked for or has begun."""
+        asked = self._spans.get(span)
+        if asked is None or asked.ended:
+            raise RemoteProtocolError(f"span {span} is refused, but it was not asked for or is complete")
+        del self._spans[span]

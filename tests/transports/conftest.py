@@ -1,0 +1,215 @@
+"""A decode worker and a prefill worker in one process, on plain numpy memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tidekv.states import events
+from tidekv.states.shapes import Identity, PoolMemory, Segment, page_ids
+from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
+from tidekv.transports.outgoing import Room, RoomSettings
+from tidekv.transports.receiver import Receiver
+from tidekv.transports.sender import Sender
+
+PAGE_SIZE = 4
+PIECES = (24, 8)
+
+
+class Pool:
+    """Pages of two pieces, in two buffers."""
+
+    def __init__(self, page_count: int, *, seed: int | None = None) -> None:
+        self.buffers = [np.zeros((page_count, piece), np.uint8) for piece in PIECES]
+        if seed is not None:
+            rng = np.random.default_rng(seed)
+            for buffer in self.buffers:
+                buffer[:] = rng.integers(1, 256, buffer.shape)
+        self.memory = PoolMemory(
+            segments=tuple(
+                Segment(address=buffer.ctypes.data, piece_bytes=piece, stride_bytes=piece, page_count=page_count)
+                for buffer, piece in zip(self.buffers, PIECES, strict=True)
+            ),
+            page_count=page_count,
+        )
+
+    def page(self, index: int) -> bytes:
+        return b"".join(buffer[index].tobytes() for buffer in self.buffers)
+
+
+def identity(**changes: Any) -> Identity:
+    fields: dict[str, Any] = {
+        "model": "m",
+        "kind": "mha",
+        "dtype": "uint8",
+        "page_size": PAGE_SIZE,
+        "layers": 1,
+        "kv_heads": 1,
+        "head_dim": 4,
+        "page_bytes": sum(PIECES),
+        "piece_bytes": PIECES,
+    }
+    return Identity(**(fields | changes))
+
+
+class NoPoller:
+    """Loopback needs none."""
+
+    def submit(self, pollable: object) -> asyncio.Future[None]:
+        raise AssertionError("loopback polls nothing")
+
+
+class Decode:
+    """A decode worker that writes down what it is told."""
+
+    def __init__(self, network: LoopbackNetwork, *, name: str = "decode-0", pages: int = 64, **settings: Any) -> None:
+        self.pool = Pool(pages)
+        self.transport = LoopbackTransport(name, network)
+        self.events: list[events.AnyEvent] = []
+        self.aux: list[tuple[str, int, int, object]] = []
+        self._news = asyncio.Event()
+        fields = {"memory": self.pool.memory, "identity": identity(), "clock": time.monotonic} | settings
+        self.receiver = Receiver(
+            self.transport,
+            deliver=self._deliver,
+            deliver_aux=lambda *told: self.aux.append(told),
+            **fields,
+        )
+
+    async def start(self) -> None:
+        await self.transport.start(poller=NoPoller())
+        await self.transport.register(self.pool.memory)
+        await self.receiver.start()
+
+    async def close(self) -> None:
+        await self.receiver.close()
+        await self.transport.close()
+
+    def _deliver(self, event: events.AnyEvent) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    def of(self, kind: type[Any], **match: object) -> list[Any]:
+        return [
+            event
+            for event in self.events
+            if isinstance(event, kind) and all(getattr(event, key) == value for key, value in match.items())
+        ]
+
+    async def wait(self, kind: type[Any], *, count: int = 1, **match: object) -> Any:
+        async with asyncio.timeout(5):
+            while len(self.of(kind, **match)) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.of(kind, **match)[-1]
+
+    def promise(self, address: str, request_id: str, *, tokens: int, promised: int, pages: Iterable[int], **more: Any):
+        self.receiver.promise(
+            address,
+            request_id,
+            more.pop("generation", 0),
+            prompt_tokens=tokens,
+            promised_tokens=promised,
+            pages=page_ids(pages),
+            **more,
+        )
+
+
+class Prefill:
+    """A prefill worker with a pool full of bytes."""
+
+    def __init__(self, network: LoopbackNetwork, *, name: str = "prefill-0", pages: int = 64, **settings: Any) -> None:
+        self.pool = Pool(pages, seed=7)
+        self.transport = LoopbackTransport(name, network)
+        fields = {"memory": self.pool.memory, "identity": identity(), "clock": time.monotonic} | settings
+        self.sender = Sender(self.transport, **fields)
+
+    async def start(self, address: str = "prefill:0") -> None:
+        await self.transport.start(poller=NoPoller())
+        await self.sender.start(address)
+
+    async def close(self) -> None:
+        await self.sender.close()
+        await self.transport.close()
+
+    @property
+    def address(self) -> str:
+        return self.sender.address
+
+    async def room(self, request_id: str) -> Room:
+        async with asyncio.timeout(5):
+            return await self.sender.room(request_id)
+
+    async def serve(self, request_id: str, pages: Iterable[int], *, chunk: int = 3, first_token: int = 11) -> Room:
+        """What a prefill loop does: chunk by chunk, then finish."""
+        room = await self.room(request_id)
+        ids = list(pages)
+        for first in range(0, len(ids), chunk):
+            await room.send(ids[first : first + chunk], start_token=first * PAGE_SIZE)
+        await room.finish(first_token=first_token, aux={"by": "prefill"})
+        return room
+
+
+class Gate:
+    """Holds writes until they are let through."""
+
+    def __init__(self, network: LoopbackNetwork) -> None:
+        self.reached = asyncio.Event()
+        self.open = asyncio.Event()
+        network.before_write = self._before
+
+    async def _before(self, writer: str, target: str, pages: int) -> None:
+        self.reached.set()
+        await self.open.wait()
+
+
+class World:
+    """Makes workers that are closed at the end."""
+
+    Gate = Gate
+    Pool = Pool
+    RoomSettings = RoomSettings
+    PAGE_SIZE = PAGE_SIZE
+    PAGE_BYTES = sum(PIECES)
+    identity = staticmethod(identity)
+
+    def __init__(self) -> None:
+        self.network = LoopbackNetwork()
+        self.closers: list[Callable[[], Any]] = []
+
+    async def decode(self, **settings: Any) -> Decode:
+        decode = Decode(self.network, **settings)
+        await decode.start()
+        self.closers.append(decode.close)
+        return decode
+
+    async def prefill(self, address: str = "prefill:0", **settings: Any) -> Prefill:
+        prefill = Prefill(self.network, **settings)
+        await prefill.start(address)
+        self.closers.append(prefill.close)
+        return prefill
+
+    def same(self, decode: Decode, prefill: Prefill, pairs: Iterable[tuple[int, int]]) -> bool:
+        """True when decode's page holds what prefill's page does, for each (decode page, prefill page)."""
+        return all(decode.pool.page(theirs) == prefill.pool.page(ours) for theirs, ours in pairs)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    try:
+        yield world
+    finally:
+        for close in reversed(world.closers):
+            await close()
+
+
+@pytest.fixture
+def ids() -> Callable[..., array]:
+    return page_ids

@@ -1,0 +1,66 @@
+"""The first message of each side: how it is made, and how the other side's is judged.
+
+What has to be equal is compared field by field, so that a refusal names the field. Must never let a peer through whose
+pages are not laid out like ours: its writes would be bytes in wrong places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from tidekv.states.errors import PeerMismatch, RemoteProtocolError, TransferFailed
+from tidekv.states.shapes import Identity, PoolMemory
+from tidekv.transports import base, process, wire
+
+HELLO_S = 10.0
+
+
+def make_hello(
+    transport: base.Transport, *, memory: PoolMemory, identity: Identity, lease_s: float, rank: int = 0, ranks: int = 1
+) -> wire.Hello:
+    """Our Hello; `memory` must be registered with the transport already."""
+    return wire.Hello(
+        version=wire.VERSION,
+        instance=transport.instance,
+        identity=identity,
+        rank=rank,
+        ranks=ranks,
+        metadata=transport.metadata(),
+        memory=memory,
+        process=process.this_process(),
+        lease_s=lease_s,
+    )
+
+
+async def receive_hello(link: base.Link) -> wire.Hello:
+    """The peer's Hello, which must be its first message. Raises TransferFailed or RemoteProtocolError."""
+    try:
+        async with asyncio.timeout(HELLO_S):
+            message = await link.receive()
+    except TimeoutError as error:
+        raise TransferFailed(f"{link.peer_label} did not say Hello within {HELLO_S} s") from error
+    if not isinstance(message, wire.Hello):
+        raise RemoteProtocolError(f"{link.peer_label} began with {type(message).__name__} instead of Hello")
+    return message
+
+
+def judge_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
+    """Raise PeerMismatch with the first field that differs, RemoteProtocolError for memory that is not sound."""
+    for field in ("version", "ranks", "rank"):
+        _must_equal(field, getattr(ours, field), getattr(theirs, field))
+    for info in msgspec.structs.fields(Identity):
+        _must_equal(info.name, getattr(ours.identity, info.name), getattr(theirs.identity, info.name))
+    # The identity says what the layout should be, the memory what really lies there; a write pairs the pieces up.
+    _must_equal("memory pieces", _pieces(ours.memory), _pieces(theirs.memory))
+    base.check_memory(theirs.memory)
+
+
+def _must_equal(field: str, ours: object, theirs: object) -> None:
+    if ours != theirs:
+        raise PeerMismatch(field=field, ours=ours, theirs=theirs)
+
+
+def _pieces(memory: PoolMemory) -> tuple[int, ...]:
+    return tuple(segment.piece_bytes for segment in memory.segments)

@@ -1,0 +1,337 @@
+"""A transport inside one process: control links that still encode and decode every frame, and writes by memory copy.
+
+It keeps the contract of a real one, so that the whole hand-over can be tested without sockets, and it can be held, cut
+and silenced at will: `LoopbackNetwork` is where tests take hold of it. It moves host memory only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from tidekv.states.errors import InvalidConfig, LinkClosed, LocalProtocolError, RemoteProtocolError, TransferFailed
+from tidekv.states.shapes import PageIds, PoolMemory
+from tidekv.transports import wire
+from tidekv.transports.base import Link, PeerMemory, Poller, check_memory, check_pages
+from tidekv.transports.tasks import OwnedTasks, settle
+
+OUTGOING_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX
+# Between so many copied bytes the loop may serve others.
+SLICE_BYTES = 1024 * 1024
+
+
+class LoopbackNetwork:
+    """What the loopback transports of one process share: who listens where, who lives, and the hooks of tests.
+
+    `before_write(writer, target, pages)` is awaited before the bytes of a write move. `loses(sender, message)` tells
+    whether a frame gets lost without anybody noticing.
+    """
+
+    def __init__(self) -> None:
+        self.before_write: Callable[[str, str, int], Awaitable[None]] | None = None
+        self.loses: Callable[[str, wire.Message], bool] | None = None
+        self._listeners: dict[str, LoopbackListener] = {}
+        self._living: dict[str, LoopbackTransport] = {}
+        self._mourners: dict[str, list[asyncio.Future[None]]] = {}
+        self._ports = 0
+
+    def join(self, transport: LoopbackTransport) -> None:
+        """Take a transport in."""
+        self._living[transport.instance] = transport
+
+    def leave(self, instance: str) -> None:
+        """A transport is gone: whoever waits for its end hears of it."""
+        self._living.pop(instance, None)
+        for mourner in self._mourners.pop(instance, []):
+            if not mourner.done():
+                mourner.set_result(None)
+
+    def living(self, instance: str) -> LoopbackTransport | None:
+        """The transport of this instance, while it lives."""
+        return self._living.get(instance)
+
+    async def wait_gone(self, instance: str) -> None:
+        """Return once no such transport lives."""
+        if instance in self._living:
+            mourner = asyncio.get_running_loop().create_future()
+            self._mourners.setdefault(instance, []).append(mourner)
+            await mourner
+
+    def open(self, address: str, listener: LoopbackListener) -> str:
+        """Enter a listener; an address that ends in ":0" gets a port of its own."""
+        if address.endswith(":0"):
+            self._ports += 1
+            address = f"{address[:-1]}{self._ports}"
+        if address in self._listeners:
+            raise InvalidConfig(f"address {address!r} is taken")
+        self._listeners[address] = listener
+        return address
+
+    def listener(self, address: str) -> LoopbackListener | None:
+        """Who listens at an address."""
+        return self._listeners.get(address)
+
+    def shut(self, address: str) -> None:
+        """Forget a listener."""
+        self._listeners.pop(address, None)
+
+    def cut(self, instance: str, cause: str = "connection cut") -> None:
+        """Break all links of a transport, without a word of farewell."""
+        for link in list(self._living[instance].links):
+            link.break_off(cause)
+
+    def kill(self, instance: str) -> None:
+        """End a transport as the death of its process would: its links break, its writes fail without landing."""
+        transport = self._living[instance]
+        transport.die()
+        self.cut(instance, "process died")
+        for address in [at for at, listener in self._listeners.items() if listener.owner is transport]:
+            self.shut(address)
+        self.leave(instance)
+
+
+# The one exception to "no shared state": like a host's own loopback device, it is what one process has in common.
+PROCESS_NETWORK = LoopbackNetwork()
+
+
+class LoopbackLink:
+    """One end of a pair; see `Link`."""
+
+    def __init__(self, owner: LoopbackTransport, peer_label: str) -> None:
+        self.peer_label = peer_label
+        self._owner = owner
+        self._incoming: deque[bytes] = deque()
+        self._incoming_bytes = 0
+        self._arrived = asyncio.Event()
+        self._cause: str | None = None
+        self._ending: str | None = None
+        self._other: LoopbackLink | None = None
+        owner.links.add(self)
+
+    def pair_with(self, other: LoopbackLink) -> None:
+        """Join two ends."""
+        self._other, other._other = other, self
+
+    def send(self, message: wire.Message) -> None:
+        """See `Link.send`."""
+        if self._cause is not None:
+            raise LinkClosed(self._cause)
+        frame = wire.encode_frame(message)
+        loses = self._owner.network.loses
+        if self._other is None or (loses is not None and loses(self._owner.instance, message)):
+            return
+        if self._other._incoming_bytes + len(frame) > OUTGOING_BYTES_MAX:
+            self.break_off(f"{self.peer_label} does not read: {self._other._incoming_bytes} bytes wait to be sent")
+            raise LinkClosed(self._cause)
+        self._other._take(frame)
+
+    async def receive(self) -> wire.AnyMessage:
+        """See `Link.receive`."""
+        while not self._incoming or self._cause is not None:
+            if self._cause is None and self._ending is not None:
+                self._close_with(self._ending)
+            if self._cause is not None:
+                raise LinkClosed(self._cause)
+            self._arrived.clear()
+            await self._arrived.wait()
+        frame = self._incoming.popleft()
+        self._incoming_bytes -= len(frame)
+        try:
+            wire.body_length(frame[: wire.LENGTH.size])
+            message = wire.decode_body(frame[wire.LENGTH.size :])
+        except RemoteProtocolError as error:
+            await self.close(str(error))
+            raise
+        if isinstance(message, wire.Bye):
+            self._close_with(f"{self.peer_label} closed the link: {message.cause}")
+            raise LinkClosed(self._cause)
+        return message
+
+    async def close(self, cause: str = "") -> None:
+        """See `Link.close`."""
+        if self._cause is None:
+            if self._other is not None:
+                self._other._take(wire.encode_frame(wire.Bye(cause=wire.brief(cause))))
+            self._close_with(f"closed by us: {cause}")
+        await asyncio.sleep(0)
+
+    def break_off(self, cause: str) -> None:
+        """End both ends at once; what was sent before can still be read by the other."""
+        if self._other is not None and self._other._ending is None:
+            self._other._ending = f"{self._other.peer_label} closed the connection: {cause}"
+            self._other._arrived.set()
+        if self._cause is None:
+            self._close_with(cause)
+
+    def _take(self, frame: bytes) -> None:
+        if self._cause is None:
+            self._incoming.append(frame)
+            self._incoming_bytes += len(frame)
+            self._arrived.set()
+
+    def _close_with(self, cause: str) -> None:
+        self._cause = cause
+        self._incoming.clear()
+        self._incoming_bytes = 0
+        self._arrived.set()
+        self._owner.links.discard(self)
+        if self._other is not None and self._other._ending is None:
+            self._other._ending = f"{self._other.peer_label} closed the connection"
+            self._other._arrived.set()
+
+
+class LoopbackListener:
+    """See `Listener`."""
+
+    def __init__(self, owner: LoopbackTransport, on_link: Callable[[Link], Awaitable[None]]) -> None:
+        self.owner = owner
+        self.address = ""
+        self._on_link = on_link
+        self._tasks = OwnedTasks(f"listener of {owner.instance}")
+
+    def accept(self, dialler: LoopbackTransport) -> LoopbackLink:
+        """A pair of ends: serves one, returns the other."""
+        theirs = LoopbackLink(dialler, self.address)
+        ours = LoopbackLink(self.owner, dialler.instance)
+        ours.pair_with(theirs)
+        self._tasks.spawn(self._serve(ours), name=f"link of {dialler.instance}")
+        return theirs
+
+    async def close(self) -> None:
+        """See `Listener.close`."""
+        self.owner.network.shut(self.address)
+        await self._tasks.close()
+
+    async def _serve(self, link: LoopbackLink) -> None:
+        try:
+            await self._on_link(link)
+        finally:
+            await link.close("the listener is done with this link")
+
+
+class LoopbackPeer(msgspec.Struct, frozen=True):
+    """See `PeerMemory`."""
+
+    instance: str
+    memory: PoolMemory
+
+
+class LoopbackTransport:
+    """See `Transport`. Without a network it joins the one of this process."""
+
+    def __init__(self, name: str, network: LoopbackNetwork | None = None) -> None:
+        self.name = name
+        self.instance = f"{name}-{uuid.uuid4().hex}"
+        self.network = PROCESS_NETWORK if network is None else network
+        self.links: set[LoopbackLink] = set()
+        self._memory: PoolMemory | None = None
+        self._writes: set[asyncio.Task[int]] = set()
+        self._dead = False
+        self._counts = {"bytes_written": 0, "pages_written": 0, "writes": 0, "writes_failed": 0}
+
+    async def start(self, *, poller: Poller) -> None:
+        """See `Transport.start`; a copy in memory needs no poller."""
+        self.network.join(self)
+
+    async def register(self, memory: PoolMemory) -> None:
+        """See `Transport.register`."""
+        if memory.kind != "DRAM":
+            raise InvalidConfig(f"the loopback transport moves host memory only, not {memory.kind}")
+        self._memory = memory
+
+    def metadata(self) -> bytes:
+        """See `Transport.metadata`."""
+        return b"loopback " + self.instance.encode()
+
+    async def add_peer(self, instance: str, metadata: bytes, memory: PoolMemory) -> LoopbackPeer:
+        """See `Transport.add_peer`."""
+        peer = self.network.living(instance)
+        if peer is None or metadata != peer.metadata():
+            raise RemoteProtocolError(f"{instance} is not on this loopback network")
+        check_memory(memory)
+        if memory != peer._memory:
+            raise RemoteProtocolError(f"{instance} announces memory that it did not register")
+        return LoopbackPeer(instance=instance, memory=memory)
+
+    async def remove_peer(self, peer: PeerMemory) -> None:
+        """See `Transport.remove_peer`; a handle holds nothing here."""
+
+    async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
+        """See `Transport.write`."""
+        if self._memory is None or self._dead:
+            raise TransferFailed(f"{self.instance} has no memory to write from, or is closed")
+        if not isinstance(peer, LoopbackPeer) or len(our_pages) != len(their_pages):
+            raise LocalProtocolError(f"{len(our_pages)} pages cannot be written over {len(their_pages)}")
+        check_pages(our_pages, self._memory, whose="our")
+        check_pages(their_pages, peer.memory, whose="their")
+        work = asyncio.get_running_loop().create_task(self._copy(self._memory, peer, our_pages, their_pages))
+        self._writes.add(work)
+        work.add_done_callback(self._writes.discard)
+        try:
+            written = await settle(work)
+        except TransferFailed:
+            self._counts["writes_failed"] += 1
+            raise
+        self._counts["bytes_written"] += written
+        self._counts["pages_written"] += len(our_pages)
+        self._counts["writes"] += 1
+        return written
+
+    async def dial(self, address: str) -> LoopbackLink:
+        """See `Transport.dial`."""
+        listener = self.network.listener(address)
+        if listener is None:
+            raise TransferFailed(f"cannot reach {address}: nobody listens there")
+        return listener.accept(self)
+
+    async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> LoopbackListener:
+        """See `Transport.listen`."""
+        listener = LoopbackListener(self, on_link)
+        listener.address = self.network.open(address, listener)
+        return listener
+
+    async def wait_gone(self, instance: str, hello: wire.Hello) -> None:
+        """See `Transport.wait_gone`."""
+        await self.network.wait_gone(instance)
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        while self._writes:
+            await asyncio.wait(list(self._writes))
+        for link in list(self.links):
+            await link.close("transport closed")
+        self._dead = True
+        self.network.leave(self.instance)
+
+    def die(self) -> None:
+        """From now on no write of this transport lands; see `LoopbackNetwork.kill`."""
+        self._dead = True
+
+    def statistics(self) -> dict[str, int | float]:
+        """See `Transport.statistics`."""
+        return {**self._counts, "links": len(self.links)}
+
+    async def _copy(self, ours: PoolMemory, peer: LoopbackPeer, our_pages: PageIds, their_pages: PageIds) -> int:
+        if self.network.before_write is not None:
+            await self.network.before_write(self.instance, peer.instance, len(our_pages))
+        since_pause = 0
+        for our_page, their_page in zip(our_pages, their_pages, strict=True):
+            if self._dead or self.network.living(peer.instance) is None:
+                # A dead writer writes no more, and the memory of a dead target may be no memory any more.
+                raise TransferFailed(f"{self.instance} or {peer.instance} is gone")
+            for source, target in zip(ours.segments, peer.memory.segments, strict=True):
+                ctypes.memmove(
+                    target.address + their_page * target.stride_bytes,
+                    source.address + our_page * source.stride_bytes,
+                    source.piece_bytes,
+                )
+            since_pause += ours.page_bytes
+            if since_pause >= SLICE_BYTES:
+                since_pause = 0
+                await asyncio.sleep(0)
+        return len(our_pages) * ours.page_bytes

@@ -1,0 +1,131 @@
+"""The link from a decode worker to one prefill address: dialled, greeted, kept alive, and lost at most once.
+
+What a message means is its owner's business; this file knows only whether the other end is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
+from tidekv.transports import base, hello, wire
+from tidekv.transports.tasks import OwnedTasks
+
+
+class LinkOwner(Protocol):
+    """Who hears of a link."""
+
+    def link_opened(self, link: PrefillLink, theirs: wire.Hello) -> None:
+        """The peer is who it should be: messages may be said."""
+        ...
+
+    def link_refused(self, link: PrefillLink, cause: str) -> None:
+        """It could not be opened: nothing was said. Nothing comes after this."""
+        ...
+
+    def take(self, link: PrefillLink, message: wire.AnyMessage) -> None:
+        """A message came. Raises RemoteProtocolError to end the link."""
+        ...
+
+    def link_lost(self, link: PrefillLink, cause: str) -> None:
+        """It was open and is not any more; the peer may live. Nothing comes after this."""
+        ...
+
+
+class PrefillLink:
+    """One link, from dialling to its end; it is never opened twice."""
+
+    def __init__(
+        self,
+        address: str,
+        owner: LinkOwner,
+        *,
+        clock: Callable[[], float],
+        heartbeat_s: float,
+        beats_max: int,
+        counts: Counter[str],
+    ) -> None:
+        self.address = address
+        self.theirs: wire.Hello | None = None
+        self._owner = owner
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._beats_max = beats_max
+        self._beats_missed = 0
+        self._counts = counts
+        self._link: base.Link | None = None
+        self._is_lost = False
+
+    @property
+    def is_open(self) -> bool:
+        """Both Hellos were judged, and the link is not known to be lost."""
+        return self.theirs is not None and not self._is_lost
+
+    async def run(self, transport: base.Transport, ours: wire.Hello, tasks: OwnedTasks) -> None:
+        """Live: from dialling to the end of the link."""
+        try:
+            link, theirs = await self._greet(transport, ours)
+        except TidekvError as error:
+            self._owner.link_refused(self, str(error))
+            return
+        self._link, self.theirs = link, theirs
+        beat = tasks.spawn(self._beat(link), name=f"heartbeat to {self.address}")
+        cause = "decode is shutting down"
+        try:
+            self._owner.link_opened(self, theirs)
+            while True:
+                message = await link.receive()
+                self._beats_missed = 0
+                self._owner.take(self, message)
+        except (LinkClosed, RemoteProtocolError) as error:
+            cause = str(error)
+            self._lose(cause)
+        finally:
+            beat.cancel()
+            await link.close(cause)
+
+    def say(self, message: wire.Message) -> None:
+        """Send, as far as the link still takes it: what becomes of its rooms is decided where its end is heard of."""
+        try:
+            self.say_or_raise(message)
+        except LinkClosed:
+            self._counts["messages_unsent"] += 1
+
+    def say_or_raise(self, message: wire.Message) -> None:
+        """Send. Raises LinkClosed, and LocalProtocolError for a message that is too large."""
+        if self._link is None:
+            raise LinkClosed(f"there is no link to {self.address} yet")
+        self._link.send(message)
+
+    async def _greet(self, transport: base.Transport, ours: wire.Hello) -> tuple[base.Link, wire.Hello]:
+        link = await transport.dial(self.address)
+        try:
+            link.send(ours)
+            theirs = await hello.receive_hello(link)
+            hello.judge_hello(ours, theirs)
+        except BaseException as error:
+            await link.close(str(error))
+            raise
+        return link, theirs
+
+    async def _beat(self, link: base.Link) -> None:
+        """Ping, and count the beats in which nothing came. Beats, not seconds: where our own loop stood still, the
+        peer's frames wait in the socket and must be read first.
+        """
+        while not self._is_lost:
+            if self._beats_missed > self._beats_max:
+                cause = f"{self.address} was not heard of for {self._beats_max * self._heartbeat_s} s"
+                self._lose(cause)
+                await link.close(cause)
+                return
+            self._beats_missed += 1
+            self.say(wire.Ping(sent_at=self._clock()))
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _lose(self, cause: str) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._owner.link_lost(self, cause)

@@ -1,0 +1,307 @@
+"""The prefill side of the hand-over: answers decode workers, and keeps their rooms until each is settled.
+
+Per link: Hello is exchanged and judged, the peer's pool is added, then messages are answered one by one. A room's own
+mistake fails that room; a frame that is no message ends the link. Repeats, late frames and frames of rooms that are not
+known have an answer or are counted, never an assertion: an Abort of an unknown room is Drained at once, since nothing
+writes to it, an Extend of one is Refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from tidekv.states.errors import (
+    CapacityError,
+    EngineClosed,
+    InvalidConfig,
+    LinkClosed,
+    RemoteProtocolError,
+    TransferFailed,
+)
+from tidekv.states.shapes import Identity, PoolMemory
+from tidekv.transports import base, hello, wire
+from tidekv.transports.outgoing import Courier, DecodePeer, Room, RoomOutcome, RoomSettings
+from tidekv.transports.tasks import OwnedTasks
+
+
+class Sender:
+    """Rooms of all decode workers that dialled us. `on_room` is told of each room as its promise comes."""
+
+    def __init__(
+        self,
+        transport: base.Transport,
+        *,
+        memory: PoolMemory,
+        identity: Identity,
+        clock: Callable[[], float],
+        on_room: Callable[[Room], None] = lambda room: None,
+        lease_s: float = 10.0,
+        rank: int = 0,
+        ranks: int = 1,
+        rooms_max: int = 4096,
+        settings: RoomSettings | None = None,
+    ) -> None:
+        if lease_s <= 0 or rooms_max < 1:
+            raise InvalidConfig(f"lease_s is {lease_s} and rooms_max is {rooms_max}; both must be positive")
+        self.counts: Counter[str] = Counter()
+        self._transport = transport
+        self._memory = memory
+        self._identity = identity
+        self._clock = clock
+        self._on_room = on_room
+        self._lease_s = lease_s
+        self._rank = rank
+        self._ranks = ranks
+        self._rooms_max = rooms_max
+        self._tasks = OwnedTasks(f"sender {transport.instance}")
+        self._courier = Courier(
+            transport=transport,
+            memory=memory,
+            page_size=identity.page_size,
+            rank=rank,
+            clock=clock,
+            settings=settings or RoomSettings(),
+            tasks=self._tasks,
+        )
+        self._rooms: dict[wire.Room, Room] = {}
+        self._newest: dict[str, Room] = {}
+        self._generations: dict[tuple[str, str, str], int] = {}
+        self._peers: set[DecodePeer] = set()
+        self._waiting: dict[str, set[asyncio.Future[Room]]] = {}
+        self._waiting_count = 0
+        self._listener: base.Listener | None = None
+        self._lease_timer: asyncio.TimerHandle | None = None
+        self._is_closing = False
+
+    @property
+    def address(self) -> str:
+        """Where decode workers dial; empty before `start`."""
+        return "" if self._listener is None else self._listener.address
+
+    async def start(self, address: str) -> None:
+        """Register our pool and listen. The transport must have been started."""
+        await self._transport.register(self._memory)
+        self._listener = await self._transport.listen(address, self._serve)
+
+    async def close(self) -> None:
+        """End all rooms and links, and wait for the writes in flight."""
+        self._is_closing = True
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(EngineClosed("the prefill side is closed"))
+        for room in list(self._rooms.values()):
+            room.close()
+        try:
+            await self._tasks.close()
+        finally:
+            if self._listener is not None:
+                await self._listener.close()
+            for peer in list(self._peers):
+                await self._forget(peer)
+
+    async def room(self, request_id: str) -> Room:
+        """The newest live room of a request; waits for the promise. Raises CapacityError, EngineClosed."""
+        if self._is_closing:
+            raise EngineClosed("the prefill side is closed")
+        if (found := self._newest.get(request_id)) is not None:
+            return found
+        if self._waiting_count >= self._rooms_max:
+            raise CapacityError(f"{self._waiting_count} rooms are waited for already")
+        waiter: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
+        waiters = self._waiting.setdefault(request_id, set())
+        waiters.add(waiter)
+        self._waiting_count += 1
+        try:
+            return await waiter
+        finally:
+            self._waiting_count -= 1
+            waiters.discard(waiter)
+            if not waiters and self._waiting.get(request_id) is waiters:
+                del self._waiting[request_id]
+
+    def statistics(self) -> dict[str, int | float]:
+        """bytes_sent, pages_sent, rooms_… by state, and counts of what was odd."""
+        rooms = self._rooms.values()
+        return {
+            "bytes_sent": self._courier.bytes_sent,
+            "pages_sent": self._courier.pages_sent,
+            "rooms_sending": sum(room.cause is None and not room.is_finished for room in rooms),
+            "rooms_finished": sum(room.cause is None and room.is_finished for room in rooms),
+            "rooms_draining": sum(room.cause is not None for room in rooms),
+            "writes_in_flight": sum(room.writes_in_flight for room in rooms),
+            "rooms_waited_for": self._waiting_count,
+            "peers": len(self._peers),
+            "messages_unsent": self._courier.messages_unsent,
+            **self.counts,
+        }
+
+    def check_leases(self) -> None:
+        """End the rooms whose decode worker was not heard of for its lease."""
+        now = self._clock()
+        for room in list(self._rooms.values()):
+            if now >= room.peer.lease_until_s:
+                room.expire()
+
+    async def _serve(self, link: base.Link) -> None:
+        """One link, from its Hello to its end."""
+        ours = hello.make_hello(
+            self._transport,
+            memory=self._memory,
+            identity=self._identity,
+            lease_s=self._lease_s,
+            rank=self._rank,
+            ranks=self._ranks,
+        )
+        try:
+            link.send(ours)
+            theirs = await hello.receive_hello(link)
+            hello.judge_hello(ours, theirs)
+            memory = await self._transport.add_peer(theirs.instance, theirs.metadata, theirs.memory)
+        except (TransferFailed, RemoteProtocolError) as error:
+            self.counts["links_refused"] += 1
+            await link.close(str(error))
+            return
+        peer = DecodePeer(link, theirs, memory, lease_s=self._lease_s)
+        peer.renew(self._clock())
+        self._peers.add(peer)
+        cause = "prefill is shutting down"
+        try:
+            while True:
+                message = await link.receive()
+                peer.renew(self._clock())
+                self._take(peer, message)
+        except (LinkClosed, RemoteProtocolError) as error:
+            cause = str(error)
+        finally:
+            self.counts["links_lost"] += 1
+            peer.is_lost = True
+            for room in [room for room in self._rooms.values() if room.peer is peer]:
+                room.pause()
+            await link.close(cause)
+            if not peer.rooms:
+                await self._forget(peer)
+
+    def _take(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
+        match message:
+            case wire.Ping():
+                self._say(peer, wire.Ping(sent_at=message.sent_at))
+            case wire.Promise() | wire.Extend() | wire.Abort() | wire.Received() | wire.Failed():
+                key = message.room
+                if f"{key.instance}-{key.epoch}" != peer.hello.instance:
+                    self.counts["frames_foreign"] += 1
+                elif isinstance(message, wire.Promise):
+                    self._open(peer, message)
+                elif (room := self._rooms.get(key)) is not None:
+                    self._take_of_room(room, peer, message)
+                else:
+                    self._take_of_unknown(peer, message)
+            case _:
+                raise RemoteProtocolError(f"{peer.hello.instance} sent {type(message).__name__}, which is ours to send")
+
+    def _take_of_room(self, room: Room, peer: DecodePeer, message: wire.AnyMessage) -> None:
+        match message:
+            case wire.Extend():
+                try:
+                    room.extend(message)
+                except RemoteProtocolError as error:
+                    self.counts["rooms_broken"] += 1
+                    room.fail(str(error))
+            case wire.Abort():
+                room.abort(peer.link)
+            case wire.Received():
+                room.end(RoomOutcome.RECEIVED, "decode has received all")
+            case wire.Failed():
+                room.end(RoomOutcome.FAILED, f"decode gave the room up: {message.cause}")
+
+    def _take_of_unknown(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
+        self.counts["frames_late"] += 1
+        match message:
+            case wire.Abort(room=key):
+                # Its promise may still wait unread on a link that broke: it must not open the room any more.
+                self._remember_generation(key)
+                self._say(peer, wire.Drained(room=key, rank=self._rank))
+            case wire.Extend():
+                cause = "prefill has no such room any more"
+                self._say(peer, wire.Refused(room=message.room, span=message.span, cause=cause))
+
+    def _open(self, peer: DecodePeer, promise: wire.Promise) -> None:
+        """A new room, unless it is a repeat, or older than what there is."""
+        key = promise.room
+        seen = self._generations.get((key.instance, key.epoch, key.request_id), -1)
+        if seen >= key.generation:
+            self.counts["promises_repeated"] += 1
+            if key not in self._rooms:
+                self._refuse(peer, promise, f"generation {seen} of this request came before")
+            return
+        if len(self._rooms) >= self._rooms_max or self._is_closing:
+            self._refuse(peer, promise, f"prefill has {len(self._rooms)} rooms open, or is closing")
+            return
+        older = self._rooms.get(msgspec.structs.replace(key, generation=seen)) if seen >= 0 else None
+        if older is not None:
+            older.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
+        self._remember_generation(key)
+        try:
+            room = Room(self._courier, peer, promise, on_end=self._drop)
+        except RemoteProtocolError as error:
+            self.counts["rooms_broken"] += 1
+            self._say(peer, wire.Failed(room=key, cause=wire.brief(str(error))))
+            self._say(peer, wire.Drained(room=key, rank=self._rank))
+            return
+        self._rooms[key] = self._newest[key.request_id] = room
+        self._arm_leases()
+        for waiter in self._waiting.pop(key.request_id, ()):
+            if not waiter.done():
+                waiter.set_result(room)
+        self._on_room(room)
+
+    def _remember_generation(self, key: wire.Room) -> None:
+        """Of ended rooms too, so that a late repeat of a promise opens nothing; the oldest are forgotten."""
+        request = (key.instance, key.epoch, key.request_id)
+        self._generations[request] = max(key.generation, self._generations.pop(request, -1))
+        if len(self._generations) > 2 * self._rooms_max:
+            del self._generations[next(iter(self._generations))]
+
+    def _refuse(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
+        self.counts["rooms_refused"] += 1
+        self._say(peer, wire.Refused(room=promise.room, span=0, cause=cause))
+
+    def _drop(self, room: Room) -> None:
+        """A room is settled."""
+        assert room.outcome is not None
+        self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
+        if self._rooms.get(room.key) is room:
+            del self._rooms[room.key]
+        if self._newest.get(room.request_id) is room:
+            del self._newest[room.request_id]
+        if room.peer.is_lost and not room.peer.rooms and not self._is_closing:
+            self._tasks.spawn(self._forget(room.peer), name="forget a peer")
+
+    async def _forget(self, peer: DecodePeer) -> None:
+        if peer in self._peers:
+            self._peers.discard(peer)
+            await self._transport.remove_peer(peer.memory)
+
+    def _say(self, peer: DecodePeer, message: wire.Message) -> None:
+        try:
+            peer.link.send(message)
+        except LinkClosed:
+            # The task that reads this link hears of its end and ends its rooms.
+            self._courier.messages_unsent += 1
+
+    def _arm_leases(self) -> None:
+        """Look at the leases now and then while there are rooms; none, no timer."""
+        if self._lease_timer is None and not self._is_closing:
+            self._lease_timer = asyncio.get_running_loop().call_later(self._lease_s / 4, self._look_at_leases)
+
+    def _look_at_leases(self) -> None:
+        self._lease_timer = None
+        self.check_leases()
+        if self._rooms:
+            self._arm_leases()
