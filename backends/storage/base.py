@@ -59,7 +59,8 @@ class Storage(Protocol):
     **Pages are the call's until it returns.** `get_into` and `put_from` return, or raise, only when nothing writes to
     or reads from any of their pages any more. `timeout_s` bounds what is still started, not what already runs: NIXL
     cannot cancel. Cancelling the awaiting task is the same: nothing more is started, and CancelledError comes out once
-    all that runs has settled. Whoever cannot wait that long goes on without the answer, and keeps the pages.
+    all that runs has settled. Whoever cannot wait that long goes on without the answer, and keeps the pages. The one
+    exception is a poller that is closed first: its EngineClosed comes out of the call, and says nothing of the pages.
     """
 
     @property

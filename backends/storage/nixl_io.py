@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tidekv.backends.base import Poller
 from tidekv.backends.storage.page_io import ThreadIO
 from tidekv.backends.storage.segments import Segments, index_of, segment_of
-from tidekv.states.errors import StorageFailed
+from tidekv.states.errors import EngineClosed, StorageFailed
 from tidekv.states.shapes import PoolMemory
 
 # What the plugin submits at each poll.
@@ -79,6 +79,7 @@ class NixlIO:
         loop = asyncio.get_running_loop()
         order = sorted(range(len(slots)), key=slots.__getitem__)
         posted: list[asyncio.Future[None]] = []
+        closed: EngineClosed | None = None
         complete = True
         for segment, group in groupby(order, key=lambda at: segment_of(slots[at])):
             members = list(group)
@@ -97,12 +98,20 @@ class NixlIO:
                 remote,
                 np.array([index_of(slots[at]) for at in members], np.int32),
             )
-            posted.append(self._poller.submit(transfer))
+            try:
+                posted.append(self._poller.submit(transfer))
+            except EngineClosed as error:
+                closed = error
         if posted:
             await asyncio.wait(posted)
         for future in posted:
+            outcome = future.exception()
+            # The poller gave up on a transfer that is still under way: nothing may be said about its pages.
+            closed = outcome if isinstance(outcome, EngineClosed) else closed
             # Whatever NIXL raised: its errors share no type but RuntimeError. The plain way finds the cause.
-            complete &= future.exception() is None
+            complete &= outcome is None
+        if closed is not None:
+            raise closed
         return complete
 
     def _open(self, segment: int, create: bool) -> Any:  # A prepared list of NIXL, which has no types.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tidekv.backends.base import Pollable
-from tidekv.states.shapes import PoolMemory, Segment
+from tidekv.backends.storage import Storage, open_storage
+from tidekv.states.shapes import PoolMemory, Segment, page_ids
 
 
 class ThreadPoller:
@@ -97,6 +100,95 @@ def pattern(content: bytes, page_bytes: int) -> bytes:
     """Return page bytes that no other content has at any position."""
     seed = int.from_bytes(content[:8].ljust(8, b"\1"), "little")
     return np.random.default_rng(seed).integers(0, 256, page_bytes, np.uint8).tobytes()
+
+
+def key_of(number: int) -> bytes:
+    """Return a key: a digest of a number."""
+    return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+class Rig:
+    """Engines of one kind over one pool; reads and writes of the pool's pages can be held up and seen."""
+
+    NAMESPACE = b"n" * 32
+    TIMEOUT_S = 30.0
+
+    def __init__(self, kind: str, root: Path, poller: ThreadPoller, *, page_bytes: int = 4096, pages: int = 64) -> None:
+        self.kind = kind
+        self.root = root
+        self.poller = poller
+        self.pool = Pool.make(pages, page_bytes)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.touched = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._engines: list[Storage] = []
+
+    @property
+    def base_uri(self) -> str:
+        return "memory:" if self.kind == "memory" else f"file:{self.root}"
+
+    def make(self, **options: object) -> Storage:
+        """Make an engine that has no pool yet."""
+        if self.kind != "memory":
+            options.setdefault("io", self.kind.removeprefix("file-"))
+        engine = open_storage(self.base_uri, options)
+        self._engines.append(engine)
+        return engine
+
+    async def open(self, *, namespace: bytes = NAMESPACE, **options: object) -> Storage:
+        engine = self.make(**options)
+        await engine.register(self.pool.memory, self.buffer_of, namespace=namespace, poller=self.poller)
+        return engine
+
+    def buffer_of(self, page: int) -> memoryview:
+        """Give a page's memory, as a host pool does; called on the engine's threads."""
+        self._loop.call_soon_threadsafe(self.touched.set)
+        self.gate.wait()
+        return self.pool.page(page)
+
+    @staticmethod
+    def keys(numbers: Iterable[int]) -> list[bytes]:
+        """Return the keys that stand for some numbers."""
+        return [key_of(number) for number in numbers]
+
+    async def put(self, engine: Storage, numbers: Sequence[int], content: Sequence[bytes] | None = None) -> list[bool]:
+        """Put the pages of some numbers, from the first pages of the pool."""
+        for page, number in enumerate(numbers):
+            self.pool.fill(page, key_of(number) if content is None else content[page])
+        keys = [key_of(number) for number in numbers]
+        return await engine.put_from(keys, page_ids(range(len(keys))), timeout_s=self.TIMEOUT_S)
+
+    async def get(self, engine: Storage, numbers: Sequence[int]) -> list[bool]:
+        """Get the pages of some numbers into the first pages of the pool; every one that is there must be right."""
+        self.pool.array[:] = 0
+        keys = [key_of(number) for number in numbers]
+        good = await engine.get_into(keys, page_ids(range(len(keys))), timeout_s=self.TIMEOUT_S)
+        assert all(self.pool.holds(page, key) for page, key in enumerate(keys) if good[page])
+        return good
+
+    async def close(self) -> None:
+        self.gate.set()
+        for engine in self._engines:
+            await engine.close()
+
+
+@pytest.fixture(
+    params=["memory", pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads"],
+)
+async def rig(request: pytest.FixtureRequest, tmp_path: Path, poller: ThreadPoller) -> AsyncIterator[Rig]:
+    """Every engine."""
+    made = Rig(request.param, tmp_path / "store", poller)
+    yield made
+    await made.close()
+
+
+@pytest.fixture(params=[pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads"])
+async def files(request: pytest.FixtureRequest, tmp_path: Path, poller: ThreadPoller) -> AsyncIterator[Rig]:
+    """The file engine, with either way of moving pages."""
+    made = Rig(request.param, tmp_path / "store", poller)
+    yield made
+    await made.close()
 
 
 @pytest.fixture
