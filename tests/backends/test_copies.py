@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import pytest
@@ -25,8 +27,17 @@ from tidekv.states.shapes import page_ids
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", page_size=4)
 ODD = KVLayout(num_layers=3, num_kv_heads=1, head_dim=5, dtype="uint8", page_size=3, kind="mla")
-BIG = KVLayout(num_layers=1, num_kv_heads=2, head_dim=512, dtype="float16", page_size=4)
+BIG = KVLayout(num_layers=1, num_kv_heads=2, head_dim=1024, dtype="float32", page_size=1)
 PAGES = 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """On a loaded machine, torch's threads wait for each other longer than these small tensors take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class NoPoller:
@@ -65,9 +76,13 @@ def device_pool(layout: KVLayout = LAYOUT, *, wrapped: bool = False) -> DevicePo
     return DevicePool.wrap(k, None if layout.kind == "mla" else v, layout)
 
 
+@cache
+def random_bytes(size_bytes: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(np.random.default_rng(seed).bytes(size_bytes), dtype=np.uint8).copy())
+
+
 def filled(pool: DevicePool | HostPool, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    everything = torch.randint(0, 256, (PAGES, pool.layout.page_bytes), dtype=torch.uint8, generator=generator)
+    everything = random_bytes(PAGES * pool.layout.page_bytes, seed).clone().view(PAGES, -1)
     pool.write_pages(range(PAGES), everything)
     return everything
 
