@@ -61,6 +61,8 @@ class Backups:
         backup = Backup(request, leaf, retracts=retracts)
         self._live[backup] = None
         backup.lock = self._books.index.lock(leaf)
+        # What is on the host already must stay there: a copy can only join the tree below its parent's.
+        self._pin(backup, self._host_leaf(leaf))
         backup.first, count = self._without_host(leaf)
         count = self._books.make_host_room(count)
         if count:
@@ -133,8 +135,7 @@ class Backups:
             held = 0 if host_leaf is None else host_leaf.depth_pages
             self._retracted[backup.request_id] = None if host_leaf is None else books.index.pin(host_leaf)
             books.say(TellRetracted(request_id=backup.request_id, held_pages=held))
-        if host_leaf is not None and books.storage_available:
-            backup.pin = books.index.pin(host_leaf)
+        self._pin(backup, host_leaf if books.storage_available else None)
         assert backup.lock is not None
         books.index.unlock(backup.lock)
         backup.lock = None
@@ -153,12 +154,16 @@ class Backups:
         books.say(StorePages(op=op, serial=backup.serial, first=backup.first, host_pages=pages))
 
     def _end(self, backup: Backup) -> None:
-        if backup.pin is not None:
-            self._books.index.unpin(backup.pin)
-            backup.pin = None
+        self._pin(backup, None)
         del self._live[backup]
         self._books.pages_freed = True
         self._books.say(ForgetTokens(serial=backup.serial))
+
+    def _pin(self, backup: Backup, node: Node | None) -> None:
+        """Hold the host pages down to `node` from now on, and no others."""
+        before, backup.pin = backup.pin, None if node is None else self._books.index.pin(node)
+        if before is not None:
+            self._books.index.unpin(before)
 
     # --- Ranges of a path ---
 

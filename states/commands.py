@@ -69,6 +69,8 @@ class SendPromise(Command, frozen=True, kw_only=True):
     prompt_tokens: int
     promised_tokens: int
     pages: PageIds
+    renewed: bool = False
+    """Whether an earlier room of the request was left: what a router once brought to prefill may be used up."""
 
 
 class SendExtend(Command, frozen=True, kw_only=True):
@@ -125,6 +127,12 @@ class TellFinished(Command, frozen=True, kw_only=True):
 
     request_id: str
     inserted: int
+
+
+class TellDropped(Command, frozen=True, kw_only=True):
+    """A READY request was aborted: its pages are no longer the caller's."""
+
+    request_id: str
 
 
 class TellRetracted(Command, frozen=True, kw_only=True):

@@ -21,7 +21,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class RequestArrived(Event, frozen=True, kw_only=True):
     """A prompt wants its KV on this device. `keys` holds one fixed-width key a full page, the rest of `prompt_tokens`
-    is the tail. `serial` is unique in the run and names the request's tokens in commands that outlive it.
+    is the tail. `serial` is unique in the run and names the request's tokens in commands that outlive it. Its rooms
+    are numbered from `generation` on: above every generation that a request of the same id has had before.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     deadline_at_s: float = float("inf")
     priority: int = 0
     cache: bool = True
+    generation: int = 0
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):

@@ -43,6 +43,7 @@ class Request:
         "attempts",
         "cache",
         "deadline_at_s",
+        "first_generation",
         "full_pages",
         "generation",
         "keys",
@@ -88,7 +89,8 @@ class Request:
         self.page_count = page_count
         self.full_pages = full_pages
         self.state = State.PREALLOC
-        self.generation = 0
+        self.generation = event.generation
+        self.first_generation = event.generation
         self.attempts = 0
         self.raised = 0
         self.passed = 0

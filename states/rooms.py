@@ -112,6 +112,7 @@ class Rooms:
                 prompt_tokens=request.prompt_tokens,
                 promised_tokens=min(request.promised * page_size, request.prompt_tokens),
                 pages=request.own,
+                renewed=request.generation != request.first_generation,
             )
         )
         return room

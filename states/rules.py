@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states import events, steps
-from tidekv.states.commands import TellFailed
+from tidekv.states.commands import TellDropped, TellFailed
 from tidekv.states.loads import Stage
 
 if TYPE_CHECKING:
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 def waits_for_storage(core: Core, request: Request, event: Event) -> bool:
-    """A fetch of its plan has not landed."""
-    return any(load.stage is Stage.FETCHING for load in request.loads)
+    """It is planned, and a fetch of its plan has not landed."""
+    return is_planned(core, request, event) and any(load.stage is Stage.FETCHING for load in request.loads)
 
 
 def waits_for_copies(core: Core, request: Request, event: Event) -> bool:
-    """A copy to the device is under way, or a failed load has found nobody to extend into it yet."""
-    return any(load.stage in (Stage.COPYING, Stage.FAILED) for load in request.loads)
+    """It is planned, and a copy to the device is under way, or a failed load has nobody yet who extends into it."""
+    return is_planned(core, request, event) and any(
+        load.stage in (Stage.COPYING, Stage.FAILED) for load in request.loads
+    )
 
 
 def is_planned(core: Core, request: Request, event: Event) -> bool:
@@ -75,6 +77,7 @@ def plan(core: Core, request: Request, event: Event) -> None:
 def commit(core: Core, request: Request, event: Event) -> None:
     """Hand the pages to the caller."""
     core.restore.commit(request)
+    core.backups.release_retracted(request.request_id)
 
 
 def note_writer(core: Core, request: Request, event: Event) -> None:
@@ -159,6 +162,7 @@ def fail_by_abort(core: Core, request: Request, event: Event) -> None:
 def _fail(core: Core, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
     core.forget(request)
     core.restore.leave(request, settled=settled)
+    core.backups.release_retracted(request.request_id)
     core.books.say(TellFailed(request_id=request.request_id, cause=cause, detail=detail))
 
 
@@ -189,3 +193,4 @@ def drop(core: Core, request: Request, event: Event) -> None:
     """Give everything back; what the prompt brought to the cache stays there."""
     core.forget(request)
     core.restore.leave(request, settled=True)
+    core.books.say(TellDropped(request_id=request.request_id))

@@ -1,0 +1,205 @@
+"""Who waits for what: the calls of the embedder, from their start to the core's answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from tidekv.engine.effects import TokenRecord
+from tidekv.engine.values import DecodeRequest, ReadyRequest
+from tidekv.states import commands
+from tidekv.states.commands import Command
+from tidekv.states.errors import BrokenInvariant, InvalidRequest, RequestFailed, TidekvError
+from tidekv.states.shapes import PageIds, page_ids
+
+FlushAnswer = dict[str, dict[str, int]]
+
+
+class LiveCall:
+    """One request as its caller sees it: waiting, then READY, until it is given back."""
+
+    def __init__(self, request: DecodeRequest, record: TokenRecord, *, serial: int) -> None:
+        self.request = request
+        self.record = record
+        self.serial = serial
+        self.outcome: asyncio.Future[ReadyRequest] = asyncio.get_running_loop().create_future()
+        self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
+        """First token and aux by generation: they come before the core is told."""
+        self.ready: ReadyRequest | None = None
+        self.reserve: PageIds = page_ids()
+
+
+class Calls:
+    """All calls in flight, and the tokens that operations still need."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, LiveCall] = {}
+        self._tokens_left: dict[int, TokenRecord] = {}
+        self._ends: dict[str, asyncio.Future[int]] = {}
+        self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._tellers: dict[type[Command], Callable[..., None]] = {
+            commands.TellReady: self._tell_ready,
+            commands.TellFailed: self._tell_failed,
+            commands.GiveReserve: self._give_reserve,
+            commands.TellDropped: self._tell_dropped,
+            commands.TellFinished: self._tell_finished,
+            commands.TellRetracted: self._tell_retracted,
+            commands.TellFlushed: self._tell_flushed,
+            commands.ForgetTokens: self._forget_tokens,
+        }
+
+    def begin(self, request: DecodeRequest, record: TokenRecord, *, serial: int) -> asyncio.Future[ReadyRequest]:
+        """A request arrives. Raises InvalidRequest for an id that is live."""
+        if request.request_id in self._live:
+            raise InvalidRequest(f"request {request.request_id!r} is live already; ids are unique until they end")
+        live = self._live[request.request_id] = LiveCall(request, record, serial=serial)
+        return live.outcome
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request waits or is READY."""
+        return request_id in self._live
+
+    def live_ids(self) -> list[str]:
+        """Every live request."""
+        return list(self._live)
+
+    def ready(self, ready: ReadyRequest) -> LiveCall:
+        """The call behind a READY request. Raises InvalidRequest where it has been given back, or is another's."""
+        live = self._live.get(ready.request_id)
+        if live is None or live.ready is not ready:
+            raise InvalidRequest(f"request {ready.request_id!r} was given back already: it has no pages any more")
+        if ready.request_id in self._ends:
+            raise InvalidRequest(f"request {ready.request_id!r} is being given back")
+        return live
+
+    def expect(self, ready: ReadyRequest, what: str) -> asyncio.Future[int]:
+        """A future for the answer to finish or retract."""
+        live = self.ready(ready)
+        self._tokens_left[live.serial] = live.record
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ends[ready.request_id] = done
+        return done
+
+    def expect_flush(self, call: int) -> asyncio.Future[FlushAnswer]:
+        """A future for the answer to a flush."""
+        done: asyncio.Future[FlushAnswer] = asyncio.get_running_loop().create_future()
+        self._flushes[call] = done
+        return done
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until a condition holds after a drain."""
+        if not holds():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append((holds, waiter))
+            await waiter
+
+    def after_drain(self) -> None:
+        """The core has taken events: look whether somebody's condition holds now."""
+        if not self._waiters:
+            return
+        waiting = []
+        for holds, waiter in self._waiters:
+            if waiter.done():
+                continue
+            if holds():
+                waiter.set_result(None)
+            else:
+                waiting.append((holds, waiter))
+        self._waiters = waiting
+
+    def note_aux(self, request_id: str, generation: int, first_token: int, aux: object) -> None:
+        """What prefill sent along with the end of a room."""
+        live = self._live.get(request_id)
+        if live is not None:
+            live.first_tokens[generation] = (first_token, aux if isinstance(aux, dict) else {})
+
+    def fail_all(self, error: TidekvError) -> None:
+        """The engine ends: nobody waits for an answer that cannot come."""
+        futures: list[asyncio.Future[ReadyRequest] | asyncio.Future[int] | asyncio.Future[FlushAnswer]]
+        futures = [live.outcome for live in self._live.values()]
+        futures += [*self._ends.values(), *self._flushes.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+                # A caller that has gone away must not be told by the loop's exception hook as well.
+                future.exception()
+        for _, waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._live.clear()
+        self._ends.clear()
+        self._flushes.clear()
+        self._waiters.clear()
+        self._tokens_left.clear()
+
+    # --- What effects ask ---
+
+    def tokens_of(self, request_id: str) -> TokenRecord:
+        """See `Caller`."""
+        return self._live[request_id].record
+
+    def tokens_left(self, serial: int) -> TokenRecord:
+        """See `Caller`."""
+        return self._tokens_left[serial]
+
+    def tell(self, command: Command) -> None:
+        """See `Caller`."""
+        self._tellers[type(command)](command)
+
+    # --- Answers ---
+
+    def _tell_ready(self, command: commands.TellReady) -> None:
+        live = self._live[command.request_id]
+        first_token, aux = live.first_tokens[command.generation]
+        live.first_tokens.clear()
+        live.reserve = command.reserve[:]
+        live.ready = ReadyRequest(
+            request_id=command.request_id,
+            pages=np.array(command.pages, dtype=np.int32),
+            prompt_tokens=len(live.record.packed) // 4,
+            first_token=first_token,
+            aux=aux,
+            sources=command.sources,
+            length=len(live.record.packed) // 4,
+            packed_tokens=live.record.packed,
+            generation=command.generation,
+        )
+        if not live.outcome.done():
+            live.outcome.set_result(live.ready)
+
+    def _tell_failed(self, command: commands.TellFailed) -> None:
+        live = self._live.pop(command.request_id)
+        if not live.outcome.done():
+            live.outcome.set_exception(RequestFailed(command.request_id, command.cause, command.detail))
+
+    def _tell_dropped(self, command: commands.TellDropped) -> None:
+        live = self._live.pop(command.request_id)
+        self._tokens_left.pop(live.serial, None)
+
+    def _give_reserve(self, command: commands.GiveReserve) -> None:
+        self._live[command.request_id].reserve += command.pages
+
+    def _tell_finished(self, command: commands.TellFinished) -> None:
+        self._end(command.request_id, command.inserted)
+
+    def _tell_retracted(self, command: commands.TellRetracted) -> None:
+        self._end(command.request_id, command.held_pages)
+
+    def _end(self, request_id: str, answer: int) -> None:
+        self._live.pop(request_id)
+        done = self._ends.pop(request_id, None)
+        if done is None:
+            raise BrokenInvariant(f"request {request_id!r} was given back, and nobody had asked for it")
+        if not done.done():
+            done.set_result(answer)
+
+    def _tell_flushed(self, command: commands.TellFlushed) -> None:
+        done = self._flushes.pop(command.call)
+        if not done.done():
+            done.set_result({"dropped": command.dropped, "spared": command.spared})
+
+    def _forget_tokens(self, command: commands.ForgetTokens) -> None:
+        self._tokens_left.pop(command.serial, None)

@@ -1,0 +1,64 @@
+"""What a decode engine is configured by."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.settings import CoreSettings
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a decode engine can be told, apart from its pools, storage and transport. Seconds, tokens, pages."""
+
+    model: str = ""
+    """The model's fingerprint: both ends of a hand-over, and whoever shares storage, must name the same."""
+    vocabulary: int = 0
+    """Token ids must be below this; 0: whatever fits in 32 bits."""
+    namespace: str = ""
+    """What is cached under another namespace (adapter, tenant) is never matched."""
+    default_deadline_s: float = 60.0
+    """For requests that bring no deadline of their own."""
+    growth_reserve_pages: int = 1
+    queue_max: int = 16384
+    admission_scan_max: int = 16
+    passes_max: int = 64
+    ageing_s: float = 5.0
+    prefetch_threshold_tokens: int = 256
+    fetch_run_pages: int = 32
+    copy_run_pages: int = 256
+    query_deadline_s: float = 1.0
+    prefetch_base_s: float = 1.0
+    prefetch_per_ki_token_s: float = 0.25
+    copy_deadline_s: float = 30.0
+    store_timeout_s: float = 30.0
+    """After this long no further page of one put is started."""
+    attempts_per_prefill: int = 1
+    keep_output: bool = True
+    lease_s: float = 10.0
+    heartbeat_s: float = 0.5
+    peer_silence_s: float = 2.0
+    """A peer that was silent for so long is out of reach: its rooms fail, its pages stay in the quarantine."""
+    journal: str | None = None
+    """A file that every event is written to; None: no journal."""
+    journal_tokens: bool = False
+    """Write pages as their tokens and not as keyed digests. A journal with tokens tells what users wrote."""
+    close_deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("default_deadline_s", "lease_s", "heartbeat_s", "peer_silence_s", "close_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+        if self.vocabulary < 0:
+            raise InvalidConfig(f"vocabulary must be 0 (no limit) or a count of token ids, not {self.vocabulary!r}")
+
+    def core_settings(self, *, page_size: int, device_pages: int, host_pages: int) -> CoreSettings:
+        """The part of it that decides."""
+        shared = {name: getattr(self, name) for name in CoreSettings.__struct_fields__ if hasattr(self, name)}
+        return CoreSettings(
+            page_size=page_size,
+            key_bytes=4 * page_size,
+            device_pages=device_pages,
+            host_pages=host_pages,
+            **shared,
+        )

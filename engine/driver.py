@@ -1,0 +1,158 @@
+"""One queue, one consumer: takes events, lets the core decide, starts the commands, keeps the core's one timer.
+
+The core is stepped here and nowhere else, on the loop's thread, between two awaits of anybody. What a command leads to
+comes back through the same queue; nothing steps the core from within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from tidekv.states.commands import Command
+from tidekv.states.core import Core
+from tidekv.states.errors import IllegalEvent
+from tidekv.states.events import ClockAdvanced, Event
+
+LOG = logging.getLogger("tidekv.engine")
+
+DRAIN_MAX = 256
+"""Events taken in one callback; then others get their turn."""
+TIMER_MIN_S = 0.001
+"""uvloop runs shorter timers at once, which would spin."""
+
+
+class EventLog(Protocol):
+    """Where the events of a drain are written."""
+
+    def write(self, events: list[Event], first_seq: int) -> None:
+        """Take the events of one drain; never blocks."""
+
+
+class Driver:
+    """Drives one core on the running loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        perform: Callable[[Command], None],
+        *,
+        journal: EventLog | None,
+        on_broken: Callable[[BaseException], None],
+        after_drain: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._perform = perform
+        self._journal = journal
+        self._on_broken = on_broken
+        self._after_drain = after_drain
+        self._inbox: deque[Event] = deque()
+        self._armed = False
+        self._stepping = False
+        self._broken = False
+        self._seq = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = float("inf")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self.illegal_events = 0
+        self.last_illegal = ""
+
+    @staticmethod
+    def clock() -> float:
+        """Monotonic seconds, as events carry them. (`loop.time()` of uvloop steps by a millisecond.)"""
+        return time.monotonic()
+
+    @property
+    def events_taken(self) -> int:
+        """Events that the core has taken so far."""
+        return self._seq
+
+    def post(self, event: Event) -> None:
+        """Queue an event. Call it on the loop's thread."""
+        assert threading.get_ident() == self._thread, "events are posted on the loop's thread"
+        self._inbox.append(event)
+        if not self._armed:
+            self._armed = True
+            self._loop.call_soon(self._drain)
+
+    def take_now(self, event: Event) -> None:
+        """Take everything that is queued, and then this event, before returning."""
+        assert not self._stepping, "the core is not stepped from within a step"
+        self._inbox.append(event)
+        while self._inbox:
+            self._take_batch()
+        self._arm_timer()
+
+    def stop(self) -> None:
+        """Take no more events."""
+        self._broken = True
+        self._inbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _drain(self) -> None:
+        self._armed = False
+        if not self._inbox:
+            return
+        self._take_batch()
+        if self._inbox and not self._broken:
+            self._armed = True
+            self._loop.call_soon(self._drain)
+        self._arm_timer()
+
+    def _take_batch(self) -> None:
+        taken: list[Event] = []
+        first_seq = self._seq
+        self._stepping = True
+        try:
+            while self._inbox and len(taken) < DRAIN_MAX and not self._broken:
+                event = self._inbox.popleft()
+                taken.append(event)
+                self._seq += 1
+                try:
+                    commands = self._core.step(event)
+                except IllegalEvent as error:
+                    self.illegal_events += 1
+                    self.last_illegal = str(error)
+                    LOG.error("the core refused an event, and changed nothing: %s", error)
+                    continue
+                for command in commands:
+                    self._perform(command)
+        except BaseException as error:
+            # Whatever it is, the core can no longer be trusted: stop loudly, let nobody wait for ever.
+            self.stop()
+            self._on_broken(error)
+        finally:
+            self._stepping = False
+            if self._journal is not None and taken:
+                self._journal.write(taken, first_seq)
+        self._after_drain()
+
+    def _arm_timer(self) -> None:
+        due = self._core.next_deadline_s()
+        if due is None or self._broken:
+            return
+        if self._timer is not None:
+            if due >= self._timer_at_s:
+                return
+            self._timer.cancel()
+        self._timer_at_s = due
+        self._timer = self._loop.call_later(max(due - self.clock(), TIMER_MIN_S), self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        self._timer_at_s = float("inf")
+        now_s = self.clock()
+        due = self._core.next_deadline_s()
+        if due is not None and due <= now_s:
+            # Behind whatever has completed meanwhile: finished work never becomes a timeout.
+            self.post(ClockAdvanced(at_s=now_s))
+        else:
+            self._arm_timer()

@@ -1,0 +1,266 @@
+"""Effects: each command becomes work on the tiers or a message to prefill, and each outcome one event.
+
+Nothing here decides. An effect never raises into the driver: what goes wrong is an outcome, with its words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from tidekv.backends.keys import page_digests
+from tidekv.states import commands, events
+from tidekv.states.errors import TidekvError
+
+if TYPE_CHECKING:
+    from tidekv.backends.copies import PageCopier
+    from tidekv.backends.storage.base import Storage
+    from tidekv.states.commands import Command
+    from tidekv.states.events import Event
+    from tidekv.transports.receiver import Receiver
+
+LOG = logging.getLogger("tidekv.engine")
+HASH_INLINE_BYTES = 64 * 1024
+"""Token bytes that are hashed on the loop; more would hold it up for longer than a thread hop costs."""
+
+
+class TokenRecord:
+    """The tokens that a request's pages were computed from, and their storage keys as far as somebody asked."""
+
+    __slots__ = ("_digests", "_page_size", "address_list", "namespace", "packed", "sends_prompt")
+
+    def __init__(
+        self, packed: bytes, *, page_size: int, namespace: str, addresses: tuple[str, ...], sends_prompt: bool
+    ) -> None:
+        self.packed = packed
+        self.namespace = namespace
+        self.address_list = addresses
+        self.sends_prompt = sends_prompt
+        self._page_size = page_size
+        self._digests: list[bytes] = []
+
+    def grown(self, packed: bytes) -> None:
+        """The request's tokens are these now; the first ones are what they were."""
+        self.packed = packed
+
+    async def digests(self, first: int, count: int) -> list[bytes]:
+        """Storage keys of pages [first, first + count). Only pages that are new to this record are hashed."""
+        end = first + count
+        width = 4 * self._page_size
+        while (known := len(self._digests)) < end:
+            fresh = self.packed[known * width : end * width]
+            prefix = self._digests[-1] if known else b""
+            hash_pages = partial(page_digests, fresh, self._page_size, namespace=self.namespace, prefix=prefix)
+            digests = hash_pages() if len(fresh) <= HASH_INLINE_BYTES else await asyncio.to_thread(hash_pages)
+            # Another call may have hashed the same pages while this one was in its thread.
+            if len(self._digests) == known:
+                self._digests += digests
+        return self._digests[first:end]
+
+
+class Caller(Protocol):
+    """Whoever the core's answers are for: the engine's front."""
+
+    def tokens_of(self, request_id: str) -> TokenRecord:
+        """The record of a live request."""
+        ...
+
+    def tokens_left(self, serial: int) -> TokenRecord:
+        """The record that a finished request left."""
+        ...
+
+    def tell(self, command: Command) -> None:
+        """An answer to the caller."""
+        ...
+
+
+class Effects:
+    """Starts commands on one device, host, storage and transport."""
+
+    def __init__(
+        self,
+        *,
+        caller: Caller,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        spawn: Callable[[Awaitable[None], str], None],
+        copier: PageCopier | None,
+        receiver: Receiver,
+        page_size: int,
+        store_timeout_s: float,
+        fetch_timeout_s: float,
+        query_timeout_s: float,
+    ) -> None:
+        self.storage: Storage | None = None
+        self.storage_calls = 0
+        self.raised = 0
+        self._caller = caller
+        self._post = post
+        self._clock = clock
+        self._spawn = spawn
+        self._copier = copier
+        self._receiver = receiver
+        self._page_size = page_size
+        self._store_timeout_s = store_timeout_s
+        self._fetch_timeout_s = fetch_timeout_s
+        self._query_timeout_s = query_timeout_s
+        self._storage_quiet: asyncio.Event = asyncio.Event()
+        self._storage_quiet.set()
+        self._starters: dict[type[Command], Callable[..., None]] = {
+            commands.QueryStorage: self._query,
+            commands.FetchPages: self._fetch,
+            commands.StorePages: self._store,
+            commands.CopyToDevice: self._copy_to_device,
+            commands.CopyToHost: self._copy_to_host,
+            commands.SendPromise: self._promise,
+            commands.SendExtend: self._extend,
+            commands.SendAbort: self._abort,
+            commands.SendReceived: self._received,
+        }
+
+    def perform(self, command: Command) -> None:
+        """Start a command. Raises nothing: a command that cannot be started has that as its outcome."""
+        starter = self._starters.get(type(command))
+        if starter is None:
+            self._caller.tell(command)
+            return
+        try:
+            starter(command)
+        except Exception:
+            self.raised += 1
+            detail = traceback.format_exc()
+            LOG.warning("starting %s raised:\n%s", type(command).__name__, detail)
+            if isinstance(command, commands.Operation):
+                self._post(events.CommandRaised(at_s=self._clock(), op=command.op, detail=detail))
+            elif isinstance(command, commands.SendPromise | commands.SendExtend):
+                self._post(
+                    events.RoomFailed(
+                        at_s=self._clock(),
+                        request_id=command.request_id,
+                        generation=command.generation,
+                        cause=detail,
+                        settled=isinstance(command, commands.SendPromise),
+                    )
+                )
+
+    async def storage_is_quiet(self) -> None:
+        """Wait until no call to storage is in flight."""
+        await self._storage_quiet.wait()
+
+    # --- Storage ---
+
+    def _query(self, command: commands.QueryStorage) -> None:
+        record = self._caller.tokens_of(command.request_id)
+        self._use_storage(self._run_query(self._need_storage(), record, command), f"query {command.op}")
+
+    async def _run_query(self, storage: Storage, record: TokenRecord, command: commands.QueryStorage) -> None:
+        found, error = 0, ""
+        try:
+            keys = await record.digests(command.first, command.count)
+            found = _leading(await storage.exists(keys, timeout_s=self._query_timeout_s))
+        except Exception as raised:
+            error = self._words(command, raised)
+        self._post(events.StorageAnswered(at_s=self._clock(), op=command.op, found=found, error=error))
+
+    def _fetch(self, command: commands.FetchPages) -> None:
+        record = self._caller.tokens_of(command.request_id)
+        self._use_storage(self._run_fetch(self._need_storage(), record, command), f"fetch {command.op}")
+
+    async def _run_fetch(self, storage: Storage, record: TokenRecord, command: commands.FetchPages) -> None:
+        good, error = 0, ""
+        try:
+            keys = await record.digests(command.first, len(command.host_pages))
+            good = _leading(await storage.get_into(keys, command.host_pages, timeout_s=self._fetch_timeout_s))
+        except Exception as raised:
+            error = self._words(command, raised)
+        self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
+
+    def _store(self, command: commands.StorePages) -> None:
+        record = self._caller.tokens_left(command.serial)
+        self._use_storage(self._run_store(self._need_storage(), record, command), f"store {command.op}")
+
+    async def _run_store(self, storage: Storage, record: TokenRecord, command: commands.StorePages) -> None:
+        stored, error = 0, ""
+        try:
+            keys = await record.digests(command.first, len(command.host_pages))
+            stored = _leading(await storage.put_from(keys, command.host_pages, timeout_s=self._store_timeout_s))
+        except Exception as raised:
+            error = self._words(command, raised)
+        self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
+
+    def _need_storage(self) -> Storage:
+        if self.storage is None:
+            raise TidekvError("no storage is attached")
+        return self.storage
+
+    def _use_storage(self, call: Awaitable[None], name: str) -> None:
+        self.storage_calls += 1
+        self._storage_quiet.clear()
+        self._spawn(self._count_storage(call), name)
+
+    async def _count_storage(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        finally:
+            self.storage_calls -= 1
+            if not self.storage_calls:
+                self._storage_quiet.set()
+
+    def _words(self, command: Command, raised: Exception) -> str:
+        # An engine's own failures speak for themselves; anything else is a bug, whose traceback must not be lost.
+        if isinstance(raised, TidekvError):
+            return str(raised)
+        self.raised += 1
+        LOG.error("%s raised", type(command).__name__, exc_info=raised)
+        return "".join(traceback.format_exception(raised))
+
+    # --- Copies ---
+
+    def _copy_to_device(self, command: commands.CopyToDevice) -> None:
+        assert self._copier is not None, "the core copies only where there is a host pool"
+        copied = self._copier.to_device(command.host_pages, command.device_pages)
+        copied.add_done_callback(partial(self._copied, command))
+
+    def _copy_to_host(self, command: commands.CopyToHost) -> None:
+        assert self._copier is not None, "the core copies only where there is a host pool"
+        copied = self._copier.to_host(command.device_pages, command.host_pages)
+        copied.add_done_callback(partial(self._copied, command))
+
+    def _copied(self, command: commands.Operation, copied: asyncio.Future[None]) -> None:
+        raised = copied.exception()
+        error = "" if raised is None else f"{type(raised).__name__}: {raised}"
+        self._post(events.CopyEnded(at_s=self._clock(), op=command.op, error=error))
+
+    # --- The hand-over ---
+
+    def _promise(self, command: commands.SendPromise) -> None:
+        record = self._caller.tokens_of(command.request_id)
+        # A router brings the prompt to the first prefill, once; for any further room we do.
+        sends_prompt = record.sends_prompt or command.renewed
+        self._receiver.promise(
+            record.address_list[command.prefill],
+            command.request_id,
+            command.generation,
+            prompt_tokens=command.prompt_tokens,
+            promised_tokens=command.promised_tokens,
+            pages=command.pages,
+            tokens=record.packed if sends_prompt else None,
+        )
+
+    def _extend(self, command: commands.SendExtend) -> None:
+        self._receiver.extend(command.request_id, command.generation, command.span, command.first, command.pages)
+
+    def _abort(self, command: commands.SendAbort) -> None:
+        self._receiver.abort(command.request_id, command.generation)
+
+    def _received(self, command: commands.SendReceived) -> None:
+        self._receiver.received(command.request_id, command.generation)
+
+
+def _leading(flags: list[bool]) -> int:
+    """How many are True before the first that is not."""
+    return next((at for at, flag in enumerate(flags) if not flag), len(flags))

@@ -1,0 +1,122 @@
+"""A decode engine and a prefill peer in one process, joined by loopback, with KV that shows every wrong byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    KVLayout,
+    LoopbackTransport,
+    PrefillPeer,
+)
+from tidekv.backends.keys import pack_tokens
+from tidekv.backends.storage.base import Storage
+from tidekv.engine.values import ReadyRequest
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.transports.loopback import LoopbackNetwork
+
+PAGE_SIZE = 4
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
+
+
+@dataclass
+class Pair:
+    """Both workers, and what a test asks of them."""
+
+    engine: DecodeEngine
+    peer: PrefillPeer
+    prefill: SyntheticPrefill
+    device: DevicePool
+    host: HostPool | None
+    network: LoopbackNetwork
+    kv: SyntheticKV = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv = SyntheticKV(self.device)
+
+    def request(self, request_id: str, tokens: Sequence[int], **options: object) -> DecodeRequest:
+        return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", prompt="send", **options)
+
+    async def restore(self, request_id: str, tokens: Sequence[int], **options: object) -> ReadyRequest:
+        """Restore, and verify every byte of every page."""
+        ready = await self.engine.restore(self.request(request_id, tokens, **options))
+        assert self.wrong_pages(ready, tokens) == []
+        assert sum(ready.sources.values()) == len(tokens)
+        return ready
+
+    def wrong_pages(self, ready: ReadyRequest, tokens: Sequence[int]) -> list[int]:
+        digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
+        return self.kv.verify(ready.pages[: len(digests)].tolist(), digests)
+
+    async def finish(self, ready: ReadyRequest, tokens: Sequence[int], output: Sequence[int]) -> None:
+        """Generate `output`: grow, write its KV, and give everything back."""
+        everything = [*tokens, *output]
+        self.engine.grow(ready, max(len(output) - 1, 0))
+        if len(output) > 1:
+            digests = prompt_digests(pack_tokens(everything[:-1]), PAGE_SIZE)
+            first = len(tokens) // PAGE_SIZE
+            self.kv.fill(ready.pages[first : len(digests)].tolist(), digests[first:])
+        await self.engine.finish(ready, output)
+
+    def core(self) -> dict[str, int]:
+        statistics = self.engine.statistics()["core"]
+        assert isinstance(statistics, dict)
+        return statistics
+
+    async def assert_nothing_held(self) -> None:
+        await self.engine.wait_settled()
+        core = self.core()
+        for pool in ("device", "host"):
+            assert core[f"{pool}_free"] + core[f"{pool}_cached"] == core[f"{pool}_total"], core
+            assert core[f"{pool}_protected"] == 0, core
+        self.engine._core.check()
+
+
+MakePair = Callable[..., AbstractAsyncContextManager[Pair]]
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    @asynccontextmanager
+    async def make(
+        *,
+        device_pages: int = 64,
+        host_pages: int = 128,
+        prefill_pages: int = 256,
+        storage: Storage | None = None,
+        **config: object,
+    ):  # type: ignore[no-untyped-def]  # The fixture's type says it.
+        network = LoopbackNetwork()
+        device = DevicePool.allocate(LAYOUT, device_pages)
+        host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
+        prefill_pool = DevicePool.allocate(LAYOUT, prefill_pages)
+        prefill = SyntheticPrefill(prefill_pool, chunk_pages=3)
+        config.setdefault("prefetch_threshold_tokens", 0)
+        async with (
+            PrefillPeer(
+                device=prefill_pool,
+                transport=LoopbackTransport("prefill-0", network),
+                listen="prefill",
+                on_room=prefill.serve,
+            ) as peer,
+            DecodeEngine(
+                EngineConfig(**config),
+                device=device,
+                host=host,
+                storage=storage,
+                transport=LoopbackTransport("decode-0", network),
+            ) as engine,
+        ):
+            yield Pair(engine, peer, prefill, device, host, network)
+
+    yield make
