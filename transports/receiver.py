@@ -272,10 +272,11 @@ class Receiver:
         """Say what waited for the link."""
         waiting, room.waiting = room.waiting, []
         try:
+            wire.check_name(room.key.request_id)
             for message in waiting:
                 room.link.say_or_raise(message)
         except TidekvError as error:
-            # A link that failed just now, or a promise over the limit of a frame: it did not leave.
+            # A link that failed just now, or a promise that no frame can hold: it did not leave.
             self._fail(room, str(error), settled=True)
             return
         self._deliver(

@@ -22,10 +22,11 @@ from tidekv.states.shapes import Identity, PageIds, PoolMemory
 VERSION = 1
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 CAUSE_CHARACTERS_MAX = 2048
+NAME_CHARACTERS_MAX = 512
 LENGTH = struct.Struct("<I")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
 Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
@@ -210,6 +211,12 @@ def unpack_pages(packed: bytes) -> PageIds:
 def brief(cause: str) -> str:
     """A cause that fits into a message."""
     return cause if len(cause) <= CAUSE_CHARACTERS_MAX else cause[: CAUSE_CHARACTERS_MAX - 1] + "…"
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidRequest for a request id that the other end would not take."""
+    if not 1 <= len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
+        raise InvalidRequest(f"{name[:40]!r} is no name: 1 to {NAME_CHARACTERS_MAX} printable characters are")
 
 
 def encode_frame(message: Message, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytes:

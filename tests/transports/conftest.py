@@ -13,6 +13,7 @@ import pytest
 
 from tidekv.states import events
 from tidekv.states.shapes import Identity, PoolMemory, Segment, page_ids
+from tidekv.transports import wire
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.outgoing import Room, RoomSettings
 from tidekv.transports.receiver import Receiver
@@ -194,6 +195,18 @@ class World:
         await prefill.start(address)
         self.closers.append(prefill.close)
         return prefill
+
+    def watch(self, sees: Callable[[str, wire.Message], bool]) -> asyncio.Event:
+        """Set once a frame passes for which `sees(sender, message)` is true; none is lost."""
+        seen = asyncio.Event()
+
+        def loses(sender: str, message: wire.Message) -> bool:
+            if sees(sender, message):
+                seen.set()
+            return False
+
+        self.network.loses = loses
+        return seen
 
     def same(self, decode: Decode, prefill: Prefill, pairs: Iterable[tuple[int, int]]) -> bool:
         """True when decode's page holds what prefill's page does, for each (decode page, prefill page)."""

@@ -1,0 +1,265 @@
+"""The codec: its bytes stay as they are, and nothing that a peer sends does more than raise RemoteProtocolError."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from array import array
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
+from tidekv.states.shapes import Identity, PoolMemory, Segment
+from tidekv.transports import wire
+
+ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=3)
+GOLDEN = {
+    "promise": (
+        wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"\x07\0\0\0", tokens=None),
+        "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 c0",
+    ),
+    "extend": (
+        wire.Extend(room=ROOM, span=1, first=2, pages=b""),
+        "a6657874656e64 94a164a165a17203 01 02 c400",
+    ),
+    "chunk": (
+        wire.Chunk(room=ROOM, rank=0, span=1, first=2, count=300, last=True),
+        "a56368756e6b 94a164a165a17203 00 01 02 cd012c c3",
+    ),
+    "aux": (
+        wire.Aux(room=ROOM, rank=0, first_token=5, aux={"p": 0.5}, cached={"l1": 4}),
+        "a3617578 94a164a165a17203 00 05 81a170cb3fe0000000000000 81a26c3104",
+    ),
+    "refused": (wire.Refused(room=ROOM, span=0, cause="no"), "a772656675736564 94a164a165a17203 00 a26e6f"),
+    "failed": (wire.Failed(room=ROOM, cause="no"), "a66661696c6564 94a164a165a17203 a26e6f"),
+    "abort": (wire.Abort(room=ROOM), "a561626f7274 94a164a165a17203"),
+    "drained": (wire.Drained(room=ROOM, rank=1), "a7647261696e6564 94a164a165a17203 01"),
+    "received": (wire.Received(room=ROOM), "a87265636569766564 94a164a165a17203"),
+    "ping": (wire.Ping(sent_at=1.0), "a470696e67 cb3ff0000000000000"),
+    "bye": (wire.Bye(cause="x"), "a3627965 a178"),
+}
+HELLO = wire.Hello(
+    version=1,
+    instance="d-e",
+    identity=Identity("m", "mha", "float32", 16, 2, 2, 8, 4096, (2048, 2048)),
+    rank=0,
+    ranks=1,
+    metadata=b"blob",
+    memory=PoolMemory(segments=(Segment(4096, 2048, 2048, 4),), page_count=4),
+    process=wire.ProcessMark(host="h", pid=1, started=2),
+    lease_s=10.0,
+)
+
+
+def body(message: wire.Message) -> bytes:
+    frame = wire.encode_frame(message)
+    assert wire.body_length(frame[:4]) == len(frame) - 4
+    return frame[4:]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_frames_keep_their_bytes(name: str) -> None:
+    message, golden = GOLDEN[name]
+    fields = bytes.fromhex(golden)
+    count = len(msgspec.structs.fields(type(message))) + 1
+    expected = bytes([0x90 + count]) + fields
+    assert body(message).hex() == expected.hex()
+    assert wire.encode_frame(message)[:4] == struct.pack("<I", len(expected))
+    assert wire.decode_body(expected) == message
+
+
+def test_hello_keeps_its_fields_in_order() -> None:
+    assert msgspec.msgpack.decode(body(HELLO)) == [
+        "hello",
+        1,
+        "d-e",
+        {
+            "model": "m",
+            "kind": "mha",
+            "dtype": "float32",
+            "page_size": 16,
+            "layers": 2,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "page_bytes": 4096,
+            "piece_bytes": [2048, 2048],
+        },
+        0,
+        1,
+        b"blob",
+        {
+            "segments": [{"address": 4096, "piece_bytes": 2048, "stride_bytes": 2048, "page_count": 4}],
+            "page_count": 4,
+            "kind": "DRAM",
+            "device": 0,
+        },
+        ["h", 1, 2],
+        10.0,
+    ]
+    assert wire.decode_body(body(HELLO)) == HELLO
+
+
+NAMES = st.text(min_size=1, max_size=20)
+COUNTS = st.integers(0, 2**31 - 1)
+PAGES = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda ids: wire.pack_pages(array("i", ids)))
+ROOMS = st.builds(wire.Room, instance=NAMES, epoch=NAMES, request_id=NAMES, generation=COUNTS)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+PROMISES = st.builds(
+    lambda room, tokens, prefix, pages, packed, sidecars: wire.Promise(
+        room=room,
+        prompt_tokens=tokens,
+        decode_prefix_len=prefix,
+        pages=pages,
+        tokens=bytes(4 * tokens) if packed else None,
+        sidecars=sidecars,
+    ),
+    ROOMS,
+    st.integers(1, 50),
+    COUNTS,
+    PAGES,
+    st.booleans(),
+    st.none() | st.lists(st.builds(wire.Sidecar, name=NAMES, pages=PAGES), max_size=2).map(tuple),
+)
+MESSAGES = st.one_of(
+    PROMISES,
+    st.builds(wire.Extend, room=ROOMS, span=st.integers(1, 2**31 - 1), first=COUNTS, pages=PAGES),
+    st.builds(wire.Chunk, room=ROOMS, rank=COUNTS, span=COUNTS, first=COUNTS, count=COUNTS, last=st.booleans()),
+    st.builds(
+        wire.Aux,
+        room=ROOMS,
+        rank=COUNTS,
+        first_token=st.integers(0, 2**32 - 1),
+        aux=st.dictionaries(st.text(), VALUES, max_size=3),
+        cached=st.dictionaries(st.text(), COUNTS, max_size=3),
+    ),
+    st.builds(wire.Refused, room=ROOMS, span=COUNTS, cause=st.text(max_size=50)),
+    st.builds(wire.Failed, room=ROOMS, cause=st.text(max_size=50)),
+    st.builds(wire.Abort, room=ROOMS),
+    st.builds(wire.Drained, room=ROOMS, rank=COUNTS),
+    st.builds(wire.Received, room=ROOMS),
+    st.builds(wire.Ping, sent_at=st.floats(0, 1e12)),
+    st.just(HELLO),
+)
+
+
+@given(MESSAGES)
+def test_every_message_survives_the_wire(message: wire.Message) -> None:
+    assert wire.decode_body(body(message)) == message
+
+
+def judged(raw: bytes) -> wire.Message | None:
+    """What a link does with bytes; anything but a message or RemoteProtocolError fails the test."""
+    try:
+        return wire.decode_body(raw)
+    except RemoteProtocolError:
+        return None
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused_or_a_message(raw: bytes) -> None:
+    judged(raw)
+
+
+@settings(max_examples=400)
+@given(MESSAGES, st.data())
+def test_mutated_frames_are_refused_or_a_message(message: wire.Message, data: st.DataObject) -> None:
+    raw = bytearray(body(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        match data.draw(st.sampled_from(["flip", "cut", "insert"])):
+            case "flip":
+                raw[at] ^= data.draw(st.integers(1, 255))
+            case "cut":
+                del raw[at : at + data.draw(st.integers(1, 8))]
+            case "insert":
+                raw[at:at] = data.draw(st.binary(max_size=8))
+        if not raw:
+            break
+    found = judged(bytes(raw))
+    if found is not None:
+        assert judged(body(found)) == found or found != found, "what was taken can be said again"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\x95\xa3aux" + bytes.fromhex("94a164a165a17203") + b"\x00\x05\x81\xa1p\xdd\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\x96\xa3aux" + bytes.fromhex("94a164a165a17203") + b"\x00\x05\x81\xa1p" + b"\x91" * 100_000 + b"\x01\x80",
+        b"\x96\xa3aux" + bytes.fromhex("94a164a165a17203") + b"\x00\x05\x81\xa1p\x81\x91\x80\x01\x80",
+    ],
+    ids=["array", "map", "bytes", "text", "extension", "array in aux", "deep", "deep aux", "unhashable key"],
+)
+def test_announced_sizes_set_nothing_aside(raw: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            wire.decode_body(raw)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"pages": b"abc"}, "whole 4-byte ids"),
+        ({"tokens": b""}, "4 bytes each"),
+        ({"decode_prefix_len": -1}, ">= 0"),
+        ({"prompt_tokens": 0}, ">= 1"),
+        ({"prompt_tokens": 2**40}, "<="),
+        ({"prompt_tokens": "2"}, "Expected `int`"),
+        ({"room": ["d", "e", "r"]}, "length"),
+        ({"room": ["d", "e", "r", 1, 1]}, "length"),
+        ({"room": ["d", "e", "", 1]}, "length"),
+    ],
+)
+def test_a_wrong_field_is_refused_in_words(change: dict[str, object], what: str) -> None:
+    fields = {"room": ["d", "e", "r", 1], "prompt_tokens": 2, "decode_prefix_len": 0, "pages": b"", "tokens": None}
+    good = ["promise", *fields.values(), None]
+    assert isinstance(wire.decode_body(msgspec.msgpack.encode(good)), wire.Promise)
+    with pytest.raises(RemoteProtocolError, match=what):
+        wire.decode_body(msgspec.msgpack.encode(["promise", *(fields | change).values(), None]))
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_body(msgspec.msgpack.encode([*good, "one more"]))
+
+
+def test_absent_and_empty_tokens_are_different() -> None:
+    absent = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=b"", tokens=None)
+    assert wire.decode_body(body(absent)).tokens is None  # type: ignore[union-attr]  # A Promise.
+    with pytest.raises(ValueError, match="4 bytes each"):
+        wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=b"", tokens=b"")
+
+
+@pytest.mark.parametrize("prefix", [b"\0\0\0\0", b"\x01\0\x80\0", b"\xff\xff\xff\xff", b"\x01\0"])
+def test_a_length_out_of_bounds_is_refused_before_it_is_read(prefix: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        wire.body_length(prefix)
+    assert wire.body_length(struct.pack("<I", wire.FRAME_BYTES_MAX)) == wire.FRAME_BYTES_MAX
+
+
+def test_our_own_frames_keep_the_limit_and_the_types() -> None:
+    with pytest.raises(LocalProtocolError, match="at most"):
+        wire.encode_frame(wire.Bye(cause="x" * 100), frame_bytes_max=50)
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        wire.encode_frame(wire.Aux(room=ROOM, rank=0, first_token=1, aux={"f": object()}))
+    with pytest.raises(InvalidRequest, match="no name"):
+        wire.check_name("")
+    assert len(wire.brief("x" * 5000)) == wire.CAUSE_CHARACTERS_MAX
+
+
+def test_page_ids_travel_as_little_endian_i32() -> None:
+    assert wire.pack_pages(array("i", [1, -2])) == b"\x01\0\0\0\xfe\xff\xff\xff"
+    assert wire.unpack_pages(b"\x01\0\0\0\xfe\xff\xff\xff") == array("i", [1, -2])
