@@ -9,7 +9,7 @@ from tidekv.states.settings import CoreSettings
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a decode engine can be told, apart from its pools, storage and transport. Seconds, tokens, pages."""
+    """Everything that a decode engine can be told, apart from its pools, storage and transport."""
 
     model: str = ""
     """The model's fingerprint: both ends of a hand-over, and whoever shares storage, must name the same."""

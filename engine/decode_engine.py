@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import msgspec
 import numpy as np
 
-from tidekv.backends.copies import PageCopier
-from tidekv.backends.keys import pack_tokens, storage_namespace
+from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.calls import Calls
-from tidekv.engine.driver import Driver
-from tidekv.engine.effects import Effects, TokenRecord
-from tidekv.engine.journal import Journal
-from tidekv.engine.poller import PollerThread
+from tidekv.engine.effects import TokenRecord
+from tidekv.engine.parts import Parts
 from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
 from tidekv.states import events
-from tidekv.states.core import Core
-from tidekv.states.errors import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, OutOfPages
-from tidekv.states.request import State
-from tidekv.transports.receiver import Receiver
+from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, OutOfPages
 
 if TYPE_CHECKING:
     from tidekv.backends.device import DevicePool
@@ -33,10 +24,6 @@ if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
     from tidekv.transports.base import Transport
-
-LOG = logging.getLogger("tidekv.engine")
-# transitions logs every trigger at DEBUG, which costs ten times the trigger when somebody turns DEBUG on for all.
-logging.getLogger("transitions").setLevel(logging.WARNING)
 
 TOKEN_BYTES = 4
 GENERATIONS_MAX = 1 << 16
@@ -60,175 +47,25 @@ class DecodeEngine:
         storage: Storage | None = None,
         transport: Transport,
     ) -> None:
-        if storage is not None and host is None:
-            raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
-        if host is not None and host.layout != device.layout:
-            raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
+        """Nothing is started. Raises InvalidConfig for parts that do not fit each other."""
         self.config = config
         self.layout = device.layout
-        self._device = device
-        self._host = host
-        self._first_storage = storage
-        self._transport = transport
-        self._identity = device.layout.identity(config.model)
-        self._core = Core(
-            config.core_settings(
-                page_size=device.layout.page_size,
-                device_pages=device.num_pages,
-                host_pages=0 if host is None else host.num_pages,
-            )
-        )
-        self._poller = PollerThread()
-        self._calls = Calls()
-        self._group: asyncio.TaskGroup | None = None
-        self._closing = False
-        self._broken: BaseException | None = None
+        self._parts = Parts(config, device=device, host=host, storage=storage, transport=transport)
+        self._core = self._parts.core
+        self._calls = self._parts.calls
         self._serial = 0
-        self._storage_lock = asyncio.Lock()
-
-    # --- Life ---
 
     async def __aenter__(self) -> Self:
         """Start: poller, transport, pools, storage. Raises what they raise, with everything stopped again."""
-        try:
-            await self._start()
-        except BaseException:
-            self._closing = True
-            await self._stop_parts()
-            if self._group is not None:
-                await self._group.__aexit__(None, None, None)
-            raise
+        await self._parts.start()
+        self._driver = self._parts.driver
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything."""
-        assert self._group is not None
-        try:
-            await self._close()
-        finally:
-            await self._group.__aexit__(kind, error, trace)
-        if self._broken is not None and error is None:
-            raise self._broken
-
-    async def _start(self) -> None:
-        self._poller.start()
-        await self._transport.start(poller=self._poller)
-        memory = self._device.memory
-        await self._transport.register(memory)
-        header = {
-            "config": msgspec.to_builtins(self.config),
-            "core": msgspec.to_builtins(self._core.settings),
-            "instance": self._transport.instance,
-        }
-        self._journal = None
-        if self.config.journal is not None:
-            self._journal = Journal(
-                self.config.journal,
-                header=header,
-                key_bytes=self._core.settings.key_bytes,
-                with_tokens=self.config.journal_tokens,
-            )
-        self._driver = Driver(
-            self._core,
-            lambda command: self._effects.perform(command),
-            journal=self._journal,
-            on_broken=self._break,
-            after_drain=self._calls.after_drain,
-        )
-        self._receiver = Receiver(
-            self._transport,
-            memory=memory,
-            identity=self._identity,
-            deliver=self._driver.post,
-            deliver_aux=self._calls.note_aux,
-            clock=self._driver.clock,
-            lease_s=self.config.lease_s,
-            heartbeat_s=self.config.heartbeat_s,
-            missed_s=self.config.peer_silence_s,
-        )
-        await self._receiver.start()
-        self._copier = None
-        if self._host is not None:
-            self._copier = PageCopier(self._device, self._host, self._poller)
-            self._copier.start()
-        self._group = asyncio.TaskGroup()
-        await self._group.__aenter__()
-        self._effects = Effects(
-            caller=self._calls,
-            post=self._driver.post,
-            clock=self._driver.clock,
-            spawn=self._spawn,
-            copier=self._copier,
-            receiver=self._receiver,
-            page_size=self.layout.page_size,
-            store_timeout_s=self.config.store_timeout_s,
-            fetch_timeout_s=self._core.settings.prefetch_deadline_s(self._device.num_pages),
-            query_timeout_s=self.config.query_deadline_s,
-        )
-        if self._first_storage is not None:
-            await self._attach(self._first_storage)
-
-    def _spawn(self, call: Awaitable[None], name: str) -> None:
-        async def run() -> None:
-            await call
-
-        assert self._group is not None
-        self._group.create_task(run(), name=f"tidekv {name}")
-
-    def _break(self, error: BaseException) -> None:
-        """The core is not to be trusted any more: everybody who waits hears of it, and the engine's block ends."""
-        LOG.critical("the engine stops: its core broke", exc_info=error)
-        self._broken = error
-        self._closing = True
-        self._calls.fail_all(EngineClosed(f"the engine broke: {type(error).__name__}: {error}"))
-        if self._group is not None:
-            self._spawn(_raise(error), "broken core")
-
-    async def _close(self) -> None:
-        self._closing = True
-        if self._broken is None:
-            for request_id in self._calls.live_ids():
-                self._driver.post(
-                    events.AbortRequested(at_s=self._driver.clock(), request_id=request_id, cause="engine closed")
-                )
-            try:
-                async with asyncio.timeout(self.config.close_deadline_s):
-                    await self._calls.wait_until(lambda: self._core.is_idle)
-                    await self._effects.storage_is_quiet()
-            except TimeoutError:
-                LOG.warning(
-                    "closed after %s s with work in flight: %s", self.config.close_deadline_s, self._core.statistics()
-                )
-            self._driver.stop()
-            self._calls.fail_all(EngineClosed("the engine was closed"))
-        await self._stop_parts()
-
-    async def _stop_parts(self) -> None:
-        """Stop what was started, in the opposite order, whatever of it fails."""
-        closers = [
-            getattr(getattr(self, name, None), "close", None)
-            for name in ("_receiver", "_copier", "_storage", "_transport", "_poller")
-        ]
-        failures: list[Exception] = []
-        for close in closers:
-            if close is None:
-                continue
-            try:
-                await close()
-            except Exception as error:
-                failures.append(error)
-        journal = getattr(self, "_journal", None)
-        if journal is not None:
-            await asyncio.to_thread(journal.close)
-        if failures:
-            raise ExceptionGroup("closing the engine", failures)
-
-    @property
-    def _storage(self) -> Storage | None:
-        effects = getattr(self, "_effects", None)
-        return self._first_storage if effects is None else effects.storage
+        await self._parts.close(error)
 
     # --- Restore ---
 
@@ -282,7 +119,7 @@ class DecodeEngine:
         try:
             return await outcome
         except asyncio.CancelledError:
-            if not self._closing:
+            if self._parts.is_open:
                 self._driver.post(
                     events.AbortRequested(
                         at_s=self._driver.clock(), request_id=request.request_id, cause="cancelled by the caller"
@@ -407,8 +244,8 @@ class DecodeEngine:
         local = tuple(tier for tier in tiers if tier != "l3")
         self._driver.post(events.FlushRequested(at_s=self._driver.clock(), call=self._serial, tiers=local))
         answer = await done
-        if "l3" in tiers and self._effects.storage is not None:
-            answer["dropped"]["l3"] = await self._effects.storage.clear()
+        if "l3" in tiers and self._parts.storage is not None:
+            answer["dropped"]["l3"] = await self._parts.storage.clear()
             answer["spared"]["l3"] = 0
         return answer
 
@@ -418,68 +255,21 @@ class DecodeEngine:
         Raises InvalidConfig or StorageFailed, with no storage attached where there was none.
         """
         self._check_open()
-        if self._host is None:
-            raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
-        opened = open_storage(storage, options) if isinstance(storage, str) else storage
-        async with self._storage_lock:
-            await self._detach()
-            await self._attach(opened)
+        await self._parts.swap_storage(open_storage(storage, options) if isinstance(storage, str) else storage)
 
     async def detach_storage(self) -> None:
         """Use no storage from now on: its calls in flight are waited for, then it is closed."""
         self._check_open()
-        async with self._storage_lock:
-            await self._detach()
-
-    async def _attach(self, storage: Storage) -> None:
-        assert self._host is not None
-        await storage.register(
-            self._host.memory,
-            self._host.page,
-            namespace=storage_namespace(self._identity),
-            poller=self._poller,
-        )
-        self._effects.storage = storage
-        self._driver.post(events.StorageChanged(at_s=self._driver.clock(), available=True))
-
-    async def _detach(self) -> None:
-        storage = self._effects.storage
-        if storage is None:
-            return
-        self._driver.take_now(events.StorageChanged(at_s=self._driver.clock(), available=False))
-        await self._effects.storage_is_quiet()
-        self._effects.storage = None
-        await storage.close()
+        await self._parts.swap_storage(None)
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""
-        core = self._core
-
-        def is_settled() -> bool:
-            restoring = any(request.state is not State.READY for request in core.books.requests.values())
-            return not (restoring or core.books.operations or core.backups or core.loads or core.rooms.draining_rooms)
-
-        await self._calls.wait_until(is_settled)
+        await self._parts.wait_settled()
 
     def statistics(self) -> dict[str, object]:
         """Counts of now and since the start, by part."""
-        storage = self._storage
-        return {
-            "core": self._core.statistics(),
-            "receiver": self._receiver.statistics(),
-            "transport": self._transport.statistics(),
-            "poller": msgspec.to_builtins(self._poller.statistics()),
-            "copies": None if self._copier is None else msgspec.to_builtins(self._copier.statistics()),
-            "storage": None if storage is None else msgspec.to_builtins(storage.statistics()),
-            "events": self._driver.events_taken,
-            "events_illegal": self._driver.illegal_events,
-            "effects_raised": self._effects.raised,
-        }
+        return self._parts.statistics()
 
     def _check_open(self) -> None:
-        if self._closing or self._group is None:
+        if not self._parts.is_open:
             raise EngineClosed("the engine is not running: enter it with `async with`, and call nothing after its end")
-
-
-async def _raise(error: BaseException) -> None:
-    raise error
