@@ -1,0 +1,253 @@
+"""The transport between processes and hosts: bulk data by NIXL, control links by `control`.
+
+    write ── checks, plan ──▶ poller's thread: post, check, release part by part ──▶ bytes are in place ──▶ Chunk
+
+DONE at the writer means that the bytes are in place at the target, so the target takes no notification from NIXL: all
+it runs is a progress thread that sleeps (`progress_delay_us`). Whoever gets our metadata can read and write this
+process on TCP and shared memory; it leaves this file only by `metadata`, which is sent over a link after its challenge.
+
+NIXL cannot cancel. A write to a peer that hangs ends when the peer goes on, dies, or this transport is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
+from tidekv.states.shapes import PageIds, PoolMemory
+from tidekv.transports import control, death, wire
+from tidekv.transports.base import Link, Listener, PeerMemory, Poller
+from tidekv.transports.blocking import call_in_thread, settled
+from tidekv.transports.nixl_agent import NixlAgent
+from tidekv.transports.nixl_layout import WritePlan, check_ours, checked_pages
+from tidekv.transports.nixl_metadata import wrap
+from tidekv.transports.nixl_peers import NixlPeer, NixlPeers
+from tidekv.transports.nixl_presence import Presence
+from tidekv.transports.nixl_write import PartedWrite
+
+UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
+NAME_CHARACTERS_MAX = 256
+PART_BYTES = 16 * 1024 * 1024
+PART_DESCRIPTORS = 4096
+# What a dead writer had buffered lands within this time of our own progress, which sleeps between its rounds.
+LANDING_S = 0.1
+LANDING_ROUNDS = 5
+
+
+class NixlTransport:
+    """A `Transport` over one NIXL agent. Made at once; `start` makes the agent, in a thread.
+
+    `backends` maps names of NIXL plugins to their options. `secret` and the TLS contexts are those of the control
+    links. After a restart the same `name` gives another `instance`, which NIXL needs: old names cannot be reused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        secret: str = "",
+        dial_tls: ssl.SSLContext | None = None,
+        listen_tls: ssl.SSLContext | None = None,
+        backends: Mapping[str, Mapping[str, str]] | None = None,
+        progress_delay_us: int = 20_000,
+        call_timeout_s: float = 30.0,
+        close_timeout_s: float = 5.0,
+    ) -> None:
+        """Raises InvalidConfig. `call_timeout_s` bounds each call that sets something up, such as a backend;
+        `close_timeout_s` is how long `close` waits for writes before it destroys the agent under them.
+        """
+        if not 0 < len(name) <= NAME_CHARACTERS_MAX:
+            raise InvalidConfig(f"a transport's name has 1 to {NAME_CHARACTERS_MAX} characters, got {len(name)}")
+        if progress_delay_us < 1:
+            raise InvalidConfig(f"progress_delay_us is {progress_delay_us}; without a pause it takes a whole core")
+        self.name = name
+        self.instance = f"{name}-{uuid.uuid4().hex}"
+        self._backends = UCX_ONLY if backends is None else backends
+        self._progress_delay_us = progress_delay_us
+        self._call_timeout_s = call_timeout_s
+        self._close_timeout_s = close_timeout_s
+        self._control = control.ControlOptions(secret=secret, dial_tls=dial_tls, listen_tls=listen_tls)
+        self._is_closed = False
+        self._poller: Poller | None = None
+        self._agent: NixlAgent | None = None
+        self._memory: PoolMemory | None = None
+        self._peers: NixlPeers | None = None
+        self._presence: Presence | None = None
+        self._metadata = b""
+        self._writes: set[asyncio.Future[None]] = set()
+        self._counts = dict.fromkeys(("bytes_written", "pages_written", "writes", "writes_failed", "links"), 0)
+
+    async def start(self, *, poller: Poller) -> None:
+        """Make the agent. Raises InvalidConfig where NIXL is missing, TransferFailed where a backend does not start or
+        hangs.
+        """
+        if self._poller is not None or self._is_closed:
+            raise LocalProtocolError(f"transport {self.name} is started twice, or after its end")
+        self._poller = poller
+        make = partial(NixlAgent, self.instance, backends=self._backends, progress_delay_us=self._progress_delay_us)
+        self._agent = await call_in_thread(make, what="making a NIXL agent", timeout_s=self._call_timeout_s)
+
+    async def register(self, memory: PoolMemory) -> None:
+        """Let NIXL reach our pool; the pool must live until `close` has returned. Raises InvalidRequest for a pool that
+        is not sound, TransferFailed where NIXL refuses.
+        """
+        if self._memory is not None:
+            raise LocalProtocolError(f"transport {self.name} has its pool already: it takes one")
+        agent = self._started()
+        check_ours(memory)
+
+        def register() -> bytes:
+            agent.register(memory)
+            return agent.metadata()
+
+        blob = await call_in_thread(register, what="registering the pool", timeout_s=self._call_timeout_s)
+        self._metadata = wrap(self.instance, blob)
+        self._memory = memory
+        self._peers = NixlPeers(agent, memory, timeout_s=self._call_timeout_s)
+        self._presence = Presence(agent, self._peers, self._required_poller(), timeout_s=self._call_timeout_s)
+
+    def metadata(self) -> bytes:
+        """What an authenticated peer needs for `add_peer`: our name, and NIXL's addresses and keys in clear."""
+        if not self._metadata:
+            raise LocalProtocolError(f"transport {self.name} has no metadata before its pool is registered")
+        return self._metadata
+
+    async def add_peer(self, instance: str, metadata: bytes, memory: PoolMemory) -> NixlPeer:
+        """Make a peer's pool writable for us; each call gives a handle of its own. Raises RemoteProtocolError for a
+        name, metadata or memory that is not sound (PeerMismatch where its pages have other pieces), TransferFailed
+        where NIXL refuses. Nothing is changed then.
+        """
+        return await self._registered()[1].add(instance, metadata, memory)
+
+    async def remove_peer(self, peer: PeerMemory) -> None:
+        """Forget a handle of `add_peer`, after the last write to it has ended."""
+        await self._registered()[1].remove(_ours(peer))
+
+    async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
+        """Write our pages over the peer's, pairwise; returns the bytes once they are in place at the peer.
+
+        Raises InvalidRequest for a page that is not ours or a destination named twice, RemoteProtocolError for a page
+        that the peer does not have (nothing was written), TransferFailed when NIXL fails or the peer is gone: part of
+        the pages may be written then, and no write of this call is in flight any more. A cancelled call posts nothing
+        more and settles before it re-raises, which for a peer that hangs may take for ever.
+        """
+        memory, _ = self._registered()
+        target = _ours(peer)
+        if target.is_removed:
+            raise LocalProtocolError(f"write to peer {target.instance}, which was removed")
+        ours, theirs = checked_pages(our_pages, their_pages, ours=memory, theirs=target.memory, peer=target.instance)
+        if not len(ours):
+            return 0
+        plan = WritePlan(
+            pieces=target.pieces,
+            our_page_count=memory.page_count,
+            their_page_count=target.memory.page_count,
+            our_pages=ours,
+            their_pages=theirs,
+            part_bytes=PART_BYTES,
+            part_descriptors=PART_DESCRIPTORS,
+        )
+        pollable = PartedWrite(self._started(), plan, our_list=target.our_list, their_list=target.their_list)
+        await self._carry_out(pollable, target)
+        self._counts["writes"] += 1
+        self._counts["pages_written"] += len(ours)
+        return pollable.bytes_done
+
+    async def dial(self, address: str) -> Link:
+        """See `control.dial`."""
+        link = await control.dial(address, self._control)
+        self._counts["links"] += 1
+        return link
+
+    async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> Listener:
+        """See `control.listen`."""
+
+        async def counted(link: Link) -> None:
+            self._counts["links"] += 1
+            await on_link(link)
+
+        return await control.listen(address, counted, self._control)
+
+    async def wait_gone(self, instance: str, hello: wire.Hello) -> None:
+        """Return once the peer's process is proven dead and our agent has progressed since: nothing of it lands now.
+
+        On this host the kernel proves it. For another host it is NIXL's report that the connection broke, which is as
+        good as the peer's network stack: a partition that breaks connections looks the same. Never returns otherwise.
+        """
+        self._registered()
+        mark = hello.process
+        identity = death.ProcessIdentity(pid=mark.pid, boot_id=mark.host, start=mark.started)
+        if death.is_of_this_host(identity):
+            await death.wait_dead(identity)
+        else:
+            assert self._presence is not None, "presence is made with the peers"
+            await self._presence.wait_disconnected(instance, hello.metadata, hello.memory)
+        await asyncio.sleep(max(LANDING_S, LANDING_ROUNDS * self._progress_delay_us * 1e-6))
+
+    async def close(self) -> None:
+        """End the writes and destroy the agent. Links and listeners belong to who opened them.
+
+        Writes get `close_timeout_s` to settle; what still hangs then ends in TransferFailed, and on TCP nothing of it
+        lands any more. The poller must still run.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        if self._writes:
+            await asyncio.wait(self._writes, timeout=self._close_timeout_s)
+        await call_in_thread(agent.close, what="closing the NIXL agent", timeout_s=self._call_timeout_s)
+        if self._presence is not None:
+            await self._presence.close()
+        if self._writes:
+            await asyncio.wait(self._writes)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Counts since the start: `bytes_written` (in place at a peer, those of failed writes too), `pages_written` and
+        `writes` (whole ones), `writes_failed`, `links` (opened); and `writes_in_flight` now.
+        """
+        return {**self._counts, "writes_in_flight": len(self._writes)}
+
+    async def _carry_out(self, pollable: PartedWrite, target: NixlPeer) -> None:
+        """Hand a write to the poller and wait for its end, accounting for what it wrote whichever way it ends."""
+        future = self._required_poller().submit(pollable)
+        for where in (self._writes, target.writes):
+            where.add(future)
+            future.add_done_callback(where.discard)
+        try:
+            await settled(future, on_cancel=pollable.stop)
+        except TransferFailed as error:
+            self._counts["writes_failed"] += 1
+            raise TransferFailed(f"write to peer {target.instance} failed: {error}") from error
+        finally:
+            self._counts["bytes_written"] += pollable.bytes_done
+
+    def _started(self) -> NixlAgent:
+        if self._is_closed:
+            raise TransferFailed(f"transport {self.name} is closed")
+        if self._agent is None:
+            raise LocalProtocolError(f"transport {self.name} is not started")
+        return self._agent
+
+    def _registered(self) -> tuple[PoolMemory, NixlPeers]:
+        self._started()
+        if self._memory is None or self._peers is None:
+            raise LocalProtocolError(f"transport {self.name} has no pool registered")
+        return self._memory, self._peers
+
+    def _required_poller(self) -> Poller:
+        assert self._poller is not None, "a started transport has a poller"
+        return self._poller
+
+
+def _ours(peer: PeerMemory) -> NixlPeer:
+    if not isinstance(peer, NixlPeer):
+        raise LocalProtocolError(f"peer {peer.instance} was not added to a NIXL transport")
+    return peer
