@@ -1,0 +1,5 @@
+"""The commands of the command line: each module has a `register(app)` that adds its command."""
+
+from tidekv.engine.commands import bench
+
+COMMANDS = (bench.register,)
