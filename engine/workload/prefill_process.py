@@ -1,0 +1,165 @@
+"""A prefill worker in a process of its own, and the line by which its parent starts, asks and stops it.
+
+parent ── PrefillOrder ──▶ child        one JSON object a line, over a socket that the child inherits
+parent ◀── PrefillReady ── child
+parent ── Ask ──▶ child ── counts ──▶ parent, any number of times
+parent closes the socket: the child closes its peer and ends. A child that ends closes the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+import torch
+import uvloop
+
+from tidekv.backends.device import DevicePool
+from tidekv.backends.layout import KVLayout
+from tidekv.engine.prefill_peer import PrefillPeer
+from tidekv.engine.workload.compute import ComputeThread
+from tidekv.engine.workload.model import ModelShape, PagedModel, build_llama
+from tidekv.engine.workload.model_prefill import ModelPrefill
+from tidekv.engine.workload.prefix_pages import PrefixPages
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.states.errors import TransferFailed
+from tidekv.transports.nixl import NixlTransport
+
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 15.0
+
+
+class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill worker is to be: with a model, or with synthetic KV where `model` is None."""
+
+    name: str
+    fingerprint: str
+    layout: KVLayout
+    num_pages: int
+    chunk_tokens: int
+    vocabulary: int
+    model: ModelShape | None = None
+    keep_prefixes: bool = True
+
+
+class PrefillReady(msgspec.Struct, frozen=True):
+    """The worker listens."""
+
+    address: str
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Tell your counts; with "forget", drop the prefixes that you keep first."""
+
+    what: Literal["counts", "forget"]
+
+
+Counts = dict[str, float]
+
+
+class PrefillProcess:
+    """The parent's end, an async context manager: the child runs for as long as the block lasts."""
+
+    def __init__(self, order: PrefillOrder) -> None:
+        self._order = order
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        """Start the child and wait until it listens. Raises TransferFailed if it does not come up."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", __name__, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                ready = msgspec.json.decode(await self._call(self._order), type=PrefillReady)
+        except BaseException:
+            await self._end()
+            raise
+        self.address = ready.address
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the line, and wait for the child's end; one that does not end is killed."""
+        await self._end()
+
+    async def counts(self, *, forget: bool = False) -> Counts:
+        """Ask the child for its counts: those of the peer, its pages, and the tokens it computed."""
+        answer = await self._call(Ask("forget" if forget else "counts"))
+        return msgspec.json.decode(answer, type=Counts)
+
+    async def _call(self, message: msgspec.Struct) -> bytes:
+        self._writer.write(msgspec.json.encode(message) + b"\n")
+        line = await self._reader.readline()
+        if not line:
+            code = await self._process.wait()
+            raise TransferFailed(f"the prefill worker ended with exit code {code}; what it said is above")
+        return line
+
+    async def _end(self) -> None:
+        self._writer.close()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._process.wait()
+        except BaseException as error:
+            self._process.kill()
+            await self._process.wait()
+            if not isinstance(error, TimeoutError):
+                raise
+
+
+async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Be a prefill worker until the line ends."""
+    order = msgspec.json.decode(await reader.readline(), type=PrefillOrder)
+    pool = DevicePool.allocate(order.layout, order.num_pages)
+    with ExitStack() as stack:
+        pages = PrefixPages(order.num_pages, order.layout.page_size, keep=order.keep_prefixes)
+        worker: ModelPrefill | SyntheticPrefill
+        if order.model is not None:
+            compute = stack.enter_context(ComputeThread("prefill"))
+            model = PagedModel(await compute.run(lambda: build_llama(_required(order.model))), pool)
+            worker = ModelPrefill(model, pages, compute, chunk_tokens=order.chunk_tokens)
+        else:
+            chunk_pages = max(1, order.chunk_tokens // order.layout.page_size)
+            worker = SyntheticPrefill(pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary)
+        transport = NixlTransport(name=order.name)
+        async with PrefillPeer(device=pool, transport=transport, model=order.fingerprint, on_room=worker.serve) as peer:
+            writer.write(msgspec.json.encode(PrefillReady(peer.address)) + b"\n")
+            while line := await reader.readline():
+                if msgspec.json.decode(line, type=Ask).what == "forget":
+                    pages.forget()
+                counts: Counts = {**peer.statistics()}
+                if isinstance(worker, ModelPrefill):
+                    counts |= {f"pages_{name}": count for name, count in pages.counts().items()}
+                    counts["tokens_computed"] = worker.tokens_computed
+                writer.write(msgspec.json.encode(counts) + b"\n")
+    writer.close()
+
+
+def _required(shape: ModelShape | None) -> ModelShape:
+    assert shape is not None
+    return shape
+
+
+async def _main(file_number: int) -> None:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=file_number))
+    await serve_line(reader, writer)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_main(int(sys.argv[1])))

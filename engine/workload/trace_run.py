@@ -1,0 +1,139 @@
+"""Replays a recording against a decode engine, with KV whose every byte is verified behind every restore."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from tidekv.backends.device import DevicePool
+from tidekv.engine.decode_engine import DecodeEngine
+from tidekv.engine.values import DecodeRequest
+from tidekv.engine.workload.blocks import TraceRequest
+from tidekv.engine.workload.compute import ComputeThread
+from tidekv.engine.workload.phase import Phase, Progress
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.workload.synthetic_prefill import synthetic_first_token
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One request with its tokens, packed as little-endian u32, and the digests of the prompt's pages."""
+
+    request: TraceRequest
+    packed: bytes
+    output: bytes
+    digests: Sequence[bytes]
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What verifying found: pages compared, and what was wrong, in words."""
+
+    pages: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class TraceRun:
+    """One pass over a recording. `cache=False` restores and keeps nothing: what it costs without a decode cache.
+
+    Requests start in the recording's order and not before their time; at most `in_flight_max` are at work at once, and
+    those of one session come one after the other.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        device: DevicePool,
+        compute: ComputeThread,
+        *,
+        prefill: str,
+        vocabulary: int,
+        phase: Phase,
+        in_flight_max: int,
+        cache: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self._engine = engine
+        self._kv = SyntheticKV(device)
+        self._page_size = device.layout.page_size
+        self._compute = compute
+        self._prefill = prefill
+        self._vocabulary = vocabulary
+        self._phase = phase
+        self._cache = cache
+        self._progress = progress
+        self._slots = asyncio.Semaphore(in_flight_max)
+        self._last_of: dict[str, asyncio.Event] = {}
+        self.verdicts = Verdicts()
+
+    async def run(self, requests: Iterator[TraceRequest]) -> None:
+        """Replay all requests. Raises what a request or the recording raises; the others are cancelled then."""
+        start_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._slots.acquire()
+                # Reading, unpacking and hashing a long prompt takes milliseconds.
+                prompt = await self._compute.run(partial(self._next_prompt, requests))
+                if prompt is None:
+                    break
+                await asyncio.sleep(start_s + prompt.request.at_s - time.monotonic())
+                ended = asyncio.Event()
+                before = self._last_of.get(prompt.request.session)
+                if prompt.request.session:
+                    self._last_of[prompt.request.session] = ended
+                group.create_task(self._replay(prompt, before, ended), name=f"replay {prompt.request.request_id}")
+
+    def _next_prompt(self, requests: Iterator[TraceRequest]) -> _Prompt | None:
+        request = next(requests, None)
+        if request is None:
+            return None
+        packed = request.prompt.packed(self._vocabulary)
+        return _Prompt(request, packed, request.output(self._vocabulary), prompt_digests(packed, self._page_size))
+
+    async def _replay(self, prompt: _Prompt, before: asyncio.Event | None, ended: asyncio.Event) -> None:
+        try:
+            if before is not None:
+                await before.wait()
+            await self._serve(prompt)
+        finally:
+            ended.set()
+            self._slots.release()
+        if self._progress is not None:
+            self._progress(self._phase.name, 1)
+
+    async def _serve(self, prompt: _Prompt) -> None:
+        """Restore, verify, write the output's KV, keep it."""
+        request_id = prompt.request.request_id
+        started_s = time.perf_counter()
+        ready = await self._engine.restore(
+            DecodeRequest(
+                request_id=request_id,
+                tokens=prompt.packed,
+                prefill=self._prefill,
+                max_new_tokens=prompt.request.output_length,
+                cache=self._cache,
+                prompt="send",
+            )
+        )
+        self._phase.note(ready, time.perf_counter() - started_s, page_size=self._page_size)
+        pages = ready.pages[: len(prompt.digests)].tolist()
+        wrong = await self._compute.run(partial(self._kv.verify, pages, prompt.digests))
+        self.verdicts.pages += len(pages)
+        if wrong:
+            self.verdicts.wrong.append(
+                f"{request_id}: {len(wrong)} of {len(pages)} pages differ, the first is page {wrong[0]} of the prompt; "
+                f"tokens by source: {dict(ready.sources)}"
+            )
+        if ready.first_token != synthetic_first_token(prompt.packed, self._vocabulary):
+            self.verdicts.wrong.append(f"{request_id}: the first token is that of another prompt")
+        # All of the output at once: what is replayed is the memory that it takes, not the time of each token.
+        self._engine.grow(ready, prompt.request.output_length - 1)
+        written = prompt.packed + prompt.output[:-4]
+        first = len(prompt.packed) // 4 // self._page_size
+        digests = await self._compute.run(partial(prompt_digests, written, self._page_size))
+        fresh = ready.pages[first : len(digests)].tolist()
+        await self._compute.run(partial(self._kv.fill, fresh, digests[first:]))
+        await self._engine.finish(ready, prompt.output)
