@@ -239,6 +239,8 @@ class SenderRoom:
             raise RemoteProtocolError(
                 f"decode wants pages [{first}, {first + len(pages)}) of a prompt of {self.page_count} pages"
             )
+        if len(set(pages)) != len(pages):
+            raise RemoteProtocolError(f"decode names a page twice in span {number}: one of its contents would be lost")
         self._spans[number] = _Span(number, first, pages, cursor=first)
 
     def _reach(self, span: _Span) -> int:

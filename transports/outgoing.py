@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tidekv.states.errors import InvalidRequest, LinkClosed, ProtocolError, RemoteProtocolError, TransferFailed
+from tidekv.states.errors import InvalidRequest, LinkClosed, ProtocolError, TidekvError
 from tidekv.states.sending import SenderRoom, WriteJob
 from tidekv.states.shapes import PageIds, PoolMemory, page_ids
 from tidekv.transports import base, wire
@@ -271,7 +271,7 @@ class Room:
         """Do one write; returns what failed, nothing if it landed."""
         try:
             written = await self._courier.transport.write(self.peer.memory, job.our_pages, job.their_pages)
-        except (TransferFailed, RemoteProtocolError) as error:
+        except TidekvError as error:
             return f"writing {len(job.our_pages)} pages to {self.peer.hello.instance} failed: {error}"
         self._courier.bytes_sent += written
         self._courier.pages_sent += len(job.our_pages)

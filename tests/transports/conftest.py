@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -179,6 +178,7 @@ class World:
     PAGE_SIZE = PAGE_SIZE
     PAGE_BYTES = sum(PIECES)
     identity = staticmethod(identity)
+    page_ids = staticmethod(page_ids)
 
     def __init__(self) -> None:
         self.network = LoopbackNetwork()
@@ -221,8 +221,3 @@ async def world() -> AsyncIterator[World]:
     finally:
         for close in reversed(world.closers):
             await close()
-
-
-@pytest.fixture
-def ids() -> Callable[..., array]:
-    return page_ids

@@ -1,0 +1,289 @@
+"""Control links over real sockets on 127.0.0.1: the challenge, the limits, and how links end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, RemoteProtocolError, TransferFailed
+from tidekv.transports import control, wire
+from tidekv.transports.base import Link
+from tidekv.transports.control import ControlOptions
+
+ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
+CERTIFICATE = Path(__file__).parent / "localhost.pem"
+
+
+class Ends:
+    """Listeners of one test, and the links that came to them."""
+
+    def __init__(self) -> None:
+        self.links: asyncio.Queue[Link] = asyncio.Queue()
+        self.listeners: list[control.ControlListener] = []
+        self.dialled: list[control.ControlLink] = []
+
+    async def listen(self, on_link: Callable[[Link], Awaitable[None]] | None = None, **options: object):
+        async def keep(link: Link) -> None:
+            await self.links.put(link)
+            await asyncio.Event().wait()
+
+        listener = await control.listen("127.0.0.1:0", on_link or keep, ControlOptions(**options))
+        self.listeners.append(listener)
+        return listener
+
+    async def dial(self, address: str, **options: object) -> control.ControlLink:
+        link = await control.dial(address, ControlOptions(**options))
+        self.dialled.append(link)
+        return link
+
+    async def pair(self, **options: object) -> tuple[control.ControlLink, Link]:
+        listener = await self.listen(**options)
+        ours = await self.dial(listener.address, **options)
+        return ours, await self.links.get()
+
+    async def close(self) -> None:
+        for link in self.dialled:
+            await link.close()
+        for listener in self.listeners:
+            await listener.close()
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    ends = Ends()
+    try:
+        async with asyncio.timeout(20):
+            yield ends
+    finally:
+        await ends.close()
+
+
+@pytest.mark.parametrize("secret", ["", "s3cret ü"])
+async def test_messages_pass_both_ways_in_order(ends: Ends, secret: str) -> None:
+    ours, theirs = await ends.pair(secret=secret)
+    for sent_at in range(5):
+        ours.send(wire.Ping(sent_at=sent_at))
+        theirs.send(wire.Chunk(room=ROOM, rank=0, span=0, first=sent_at, count=1, last=False))
+    assert [(await theirs.receive()).sent_at for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert [(await ours.receive()).first for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+async def test_a_frame_of_nearly_the_limit_passes_and_one_above_is_not_sent(ends: Ends) -> None:
+    ours, theirs = await ends.pair()
+    big = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(wire.FRAME_BYTES_MAX - 100))
+    ours.send(big)
+    assert await theirs.receive() == big
+    over = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(wire.FRAME_BYTES_MAX))
+    with pytest.raises(Exception, match="at most"):
+        ours.send(over)
+    ours.send(wire.Ping(sent_at=1.0))
+    assert await theirs.receive() == wire.Ping(sent_at=1.0)
+
+
+async def test_a_wrong_secret_is_refused_before_anything_is_read(ends: Ends) -> None:
+    listener = await ends.listen(secret="right")
+    with pytest.raises(TransferFailed, match="secrets may differ"):
+        await ends.dial(listener.address, secret="wrong")
+    assert listener.refused == 1
+    assert ends.links.empty()
+    await ends.dial(listener.address, secret="right")
+    await ends.links.get()
+
+
+async def test_a_listener_that_cannot_prove_the_secret_is_refused(ends: Ends) -> None:
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(control._greeting(bytes(32)))
+        await reader.readexactly(control.GREETING_BYTES + control.PROOF_BYTES)
+        writer.write(bytes(control.PROOF_BYTES))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(TransferFailed, match="did not prove"):
+        await ends.dial(f"127.0.0.1:{port}", secret="right")
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_proof_played_back_is_refused(ends: Ends) -> None:
+    """Who does not know the secret gets no proof out of the listener, and its own greeting back is none."""
+    listener = await ends.listen(secret="right")
+    reader, writer = await asyncio.open_connection(*control.parse_address(listener.address))
+    greeting = await reader.readexactly(control.GREETING_BYTES)
+    writer.write(greeting + control._proof("", b"listen", greeting[-32:], greeting[-32:]))
+    assert await reader.read() == b""
+    writer.close()
+    assert listener.refused == 1
+    assert ends.links.empty()
+
+
+async def test_another_version_is_named(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def newer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(control.MAGIC + (wire.VERSION + 1).to_bytes(2, "little") + bytes(32))
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(newer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(PeerMismatch, match="version") as caught:
+        await ends.dial(f"127.0.0.1:{port}")
+    assert (caught.value.ours, caught.value.theirs) == (wire.VERSION, wire.VERSION + 1)
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n" * 10, b"\0" * 200, b""])
+async def test_a_stranger_is_cut_off_and_others_are_served(ends: Ends, said: bytes) -> None:
+    listener = await ends.listen(handshake_s=0.2)
+    reader, writer = await asyncio.open_connection(*control.parse_address(listener.address))
+    writer.write(said)
+    with contextlib.suppress(ConnectionResetError):  # The listener drops what it has not read.
+        await reader.read()
+    writer.close()
+    await ends.dial(listener.address)
+    await ends.links.get()
+    assert listener.refused == 1
+
+
+async def test_links_over_the_limit_are_refused(ends: Ends) -> None:
+    listener = await ends.listen(links_max=1)
+    await ends.dial(listener.address)
+    with pytest.raises(TransferFailed):
+        await ends.dial(listener.address)
+    assert listener.refused == 1
+
+
+async def test_nobody_there_is_a_failed_transfer(ends: Ends) -> None:
+    listener = await ends.listen()
+    await listener.close()
+    with pytest.raises(TransferFailed, match="cannot reach"):
+        await ends.dial(listener.address)
+
+
+async def test_a_listener_that_says_nothing_is_given_up(ends: Ends) -> None:
+    gone = asyncio.Event()
+
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await gone.wait()
+        writer.close()
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(TransferFailed, match="did not answer"):
+        await ends.dial(f"127.0.0.1:{port}", handshake_s=0.05)
+    gone.set()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_the_cause_of_a_close_reaches_the_other_end(ends: Ends) -> None:
+    ours, theirs = await ends.pair()
+    ours.send(wire.Ping(sent_at=1.0))
+    await ours.close("we have had enough")
+    assert await theirs.receive() == wire.Ping(sent_at=1.0)
+    for _ in range(2):
+        with pytest.raises(LinkClosed, match="we have had enough"):
+            await theirs.receive()
+    with pytest.raises(LinkClosed, match="we have had enough"):
+        theirs.send(wire.Ping(sent_at=1.0))
+    with pytest.raises(LinkClosed, match="closed by us"):
+        ours.send(wire.Ping(sent_at=1.0))
+    with pytest.raises(LinkClosed, match="closed by us"):
+        await ours.receive()
+    await ours.close()
+
+
+async def test_a_connection_that_breaks_ends_the_link(ends: Ends) -> None:
+    ours, theirs = await ends.pair()
+    ours._writer.transport.abort()
+    with pytest.raises(LinkClosed, match="closed the connection"):
+        await theirs.receive()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x01\0\0\0\xc1", b"\x04\0\0\0" + b"\x93\x01\x02\x03"],
+    ids=["empty", "oversize", "no msgpack", "no message"],
+)
+async def test_a_malformed_frame_closes_the_link_and_says_why(ends: Ends, raw: bytes) -> None:
+    ours, theirs = await ends.pair()
+    ours._writer.write(raw)
+    with pytest.raises(RemoteProtocolError):
+        await theirs.receive()
+    with pytest.raises(LinkClosed, match="frame"):
+        await ours.receive()
+    with pytest.raises(LinkClosed):
+        await theirs.receive()
+
+
+async def test_a_peer_that_does_not_read_is_dropped_and_memory_is_bounded(ends: Ends) -> None:
+    ours, _ = await ends.pair(outgoing_bytes_max=4 * 1024 * 1024)
+    message = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(256 * 1024))
+    with pytest.raises(LinkClosed, match="does not read"):
+        for _ in range(1000):
+            ours.send(message)
+    with pytest.raises(LinkClosed, match="does not read"):
+        await ours.receive()
+
+
+async def test_closing_a_listener_closes_its_links(ends: Ends) -> None:
+    listener = await ends.listen()
+    link = await ends.dial(listener.address)
+    await ends.links.get()
+    await listener.close()
+    with pytest.raises(LinkClosed):
+        await link.receive()
+
+
+async def test_a_link_task_that_raises_is_heard_of(ends: Ends) -> None:
+    heard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context["exception"]))
+
+    async def buggy(link: Link) -> None:
+        raise ZeroDivisionError("bug")
+
+    listener = await ends.listen(buggy)
+    link = await ends.dial(listener.address)
+    with pytest.raises(LinkClosed):
+        await link.receive()
+    with pytest.raises(ZeroDivisionError):
+        await listener.close()
+    assert [type(error) for error in heard] == [ZeroDivisionError]
+
+
+async def test_tls_carries_the_challenge_and_the_messages(ends: Ends) -> None:
+    listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    listening.load_cert_chain(CERTIFICATE)
+    dialling = ssl.create_default_context(cafile=str(CERTIFICATE))
+    ours, theirs = await ends.pair(listen_tls=listening, dial_tls=dialling, secret="s")
+    ours.send(wire.Ping(sent_at=1.0))
+    assert await theirs.receive() == wire.Ping(sent_at=1.0)
+    with pytest.raises(TransferFailed, match="cannot reach"):
+        await ends.dial(ends.listeners[0].address, dial_tls=ssl.create_default_context(), secret="s")
+    with pytest.raises(TransferFailed):
+        await ends.dial(ends.listeners[0].address, secret="s", handshake_s=1.0)
+
+
+@pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:x", "host:70000", "host:-1", "host:²"])
+async def test_an_address_that_is_none_is_named(ends: Ends, address: str) -> None:
+    with pytest.raises(InvalidConfig, match="host:port"):
+        await ends.dial(address)
+
+
+async def test_a_taken_port_is_named(ends: Ends) -> None:
+    listener = await ends.listen()
+    with pytest.raises(InvalidConfig, match="cannot listen"):
+        await control.listen(listener.address, lambda link: link.close(), ControlOptions())
+
+
+def test_addresses_of_both_families_are_read_and_written() -> None:
+    assert control.parse_address("10.0.0.5:7000") == ("10.0.0.5", 7000)
+    assert control.parse_address("[::1]:7000") == ("::1", 7000)
+    assert control.format_address("::1", 7000) == "[::1]:7000"

@@ -1,0 +1,435 @@
+"""The prefill side, spoken to frame by frame, and what its embedder may do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidekv.states.errors import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, LinkClosed
+from tidekv.transports import hello, wire
+from tidekv.transports.loopback import LoopbackTransport
+
+
+class Dialler:
+    """A decode worker that says what a test wants."""
+
+    def __init__(self, world, name: str = "decode-0") -> None:
+        self.pool = world.Pool(16)
+        self.transport = LoopbackTransport(name, world.network)
+        self.identity = world.identity()
+        self.world = world
+
+    async def start(self) -> None:
+        await self.transport.start(poller=None)
+        await self.transport.register(self.pool.memory)
+        self.world.closers.append(self.transport.close)
+
+    def hello(self) -> wire.Hello:
+        return hello.make_hello(self.transport, memory=self.pool.memory, identity=self.identity, lease_s=10.0)
+
+    async def dial(self, address: str, greeting: wire.Message | None = None):
+        link = await self.transport.dial(address)
+        link.send(greeting or self.hello())
+        assert isinstance(await self.hear(link), wire.Hello)
+        return link
+
+    async def hear(self, link) -> wire.AnyMessage:
+        async with asyncio.timeout(5):
+            return await link.receive()
+
+    def room(self, request_id: str = "r1", generation: int = 0) -> wire.Room:
+        name = self.transport.name
+        epoch = self.transport.instance.removeprefix(f"{name}-")
+        return wire.Room(instance=name, epoch=epoch, request_id=request_id, generation=generation)
+
+    def promise(self, room: wire.Room, *, tokens: int = 8, promised: int = 0, pages=(1, 2)) -> wire.Promise:
+        return wire.Promise(
+            room=room,
+            prompt_tokens=tokens,
+            decode_prefix_len=promised,
+            pages=wire.pack_pages(self.world.page_ids(pages)),
+        )
+
+    def extend(self, room: wire.Room, span: int, first: int, pages=(5,)) -> wire.Extend:
+        return wire.Extend(room=room, span=span, first=first, pages=wire.pack_pages(self.world.page_ids(pages)))
+
+
+@pytest.fixture
+async def decode(world) -> Dialler:
+    dialler = Dialler(world)
+    await dialler.start()
+    return dialler
+
+
+async def test_chunks_and_aux_are_said_frame_by_frame(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    key = decode.room()
+    link.send(decode.promise(key))
+    room = await prefill.room("r1")
+    assert (room.prompt_tokens, room.decode_prefix_len, room.tokens) == (8, 0, None)
+    await room.send([30], start_token=0)
+    assert await decode.hear(link) == wire.Chunk(room=key, rank=0, span=0, first=0, count=1, last=False)
+    await room.send([31], start_token=4)
+    assert await decode.hear(link) == wire.Chunk(room=key, rank=0, span=0, first=1, count=1, last=False)
+    await room.finish(first_token=9, aux={"logprob": -0.5}, cached={"device": 4})
+    assert await decode.hear(link) == wire.Aux(
+        room=key, rank=0, first_token=9, aux={"logprob": -0.5}, cached={"device": 4}
+    )
+    assert await decode.hear(link) == wire.Chunk(room=key, rank=0, span=0, first=2, count=0, last=True)
+    link.send(wire.Received(room=key))
+    assert await room.received() == "received"
+    assert room.cause == "decode has received all"
+    assert not room.aborted.is_set()
+
+
+async def test_a_chunk_is_said_only_after_its_write(world, decode) -> None:
+    gate = world.Gate(world.network)
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    await room.send([30, 31], start_token=0)
+    await room.finish(first_token=1)
+    await gate.reached.wait()
+    link.send(wire.Ping(sent_at=1.0))
+    assert isinstance(await decode.hear(link), wire.Aux)
+    assert await decode.hear(link) == wire.Ping(sent_at=1.0)
+    gate.open.set()
+    assert isinstance(await decode.hear(link), wire.Chunk)
+
+
+async def test_the_promised_tokens_reach_prefill_as_bytes(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(
+        wire.Promise(room=decode.room(), prompt_tokens=2, decode_prefix_len=0, pages=bytes(4), tokens=b"12345678")
+    )
+    assert (await prefill.room("r1")).tokens == b"12345678"
+
+
+async def test_a_repeated_promise_is_harmless(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    promise = decode.promise(decode.room())
+    link.send(promise)
+    room = await prefill.room("r1")
+    link.send(promise)
+    link.send(wire.Ping(sent_at=0.0))
+    assert isinstance(await decode.hear(link), wire.Ping)
+    assert await prefill.room("r1") is room
+    assert prefill.sender.counts["promises_repeated"] == 1
+    link.send(wire.Received(room=decode.room()))
+    await room.received()
+    # Once ended it is not opened again by a late repeat.
+    link.send(promise)
+    assert isinstance(await decode.hear(link), wire.Refused)
+    assert prefill.sender.statistics()["rooms_sending"] == 0
+
+
+async def test_an_older_generation_is_refused(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room(generation=2)))
+    link.send(decode.promise(decode.room(generation=1)))
+    refused = await decode.hear(link)
+    assert (refused.room.generation, refused.span) == (1, 0)
+    assert (await prefill.room("r1")).generation == 2
+
+
+async def test_an_abort_before_its_promise_keeps_the_room_shut(world, decode) -> None:
+    """A promise may still lie unread on a link that broke, while the next link brings the abort."""
+    prefill = await world.prefill()
+    old, new = await decode.dial(prefill.address), await decode.dial(prefill.address)
+    new.send(wire.Abort(room=decode.room()))
+    assert isinstance(await decode.hear(new), wire.Drained)
+    old.send(decode.promise(decode.room()))
+    assert isinstance(await decode.hear(old), wire.Refused)
+    assert prefill.sender.statistics()["rooms_sending"] == 0
+
+
+async def test_frames_of_unknown_and_foreign_rooms_have_an_answer_or_are_counted(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(wire.Received(room=decode.room()))
+    link.send(wire.Failed(room=decode.room(), cause="x"))
+    link.send(decode.extend(decode.room(), 1, 0))
+    assert isinstance(await decode.hear(link), wire.Refused)
+    link.send(wire.Abort(room=decode.room()))
+    assert isinstance(await decode.hear(link), wire.Drained)
+    foreign = wire.Room(instance="decode-0", epoch="other", request_id="r1", generation=0)
+    link.send(decode.promise(foreign))
+    link.send(wire.Abort(room=foreign))
+    link.send(wire.Ping(sent_at=0.0))
+    assert isinstance(await decode.hear(link), wire.Ping)
+    assert prefill.sender.counts["frames_late"] == 4
+    assert prefill.sender.counts["frames_foreign"] == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"promised": 3}, {"promised": 12}, {"pages": (1,)}, {"pages": (1, 16)}, {"pages": (1, -1)}, {"pages": (1, 1)}],
+    ids=["in a page", "beyond the prompt", "too few pages", "page not in the pool", "negative page", "a page twice"],
+)
+async def test_a_promise_that_is_wrong_fails_its_room_only(world, decode, changes) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room(), **changes))
+    assert isinstance(await decode.hear(link), wire.Failed)
+    assert isinstance(await decode.hear(link), wire.Drained)
+    link.send(decode.promise(decode.room("r2")))
+    room = await prefill.room("r2")
+    assert room.cause is None
+    assert prefill.sender.statistics()["rooms_sending"] == 1
+
+
+@pytest.mark.parametrize(("span", "first", "pages"), [(1, 2, (5,)), (1, 0, (16,)), (1, 2**31 - 1, (5,))])
+async def test_an_extend_that_is_wrong_fails_its_room(world, decode, span, first, pages) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    link.send(decode.extend(decode.room(), span, first, pages))
+    assert isinstance(await decode.hear(link), wire.Failed)
+    assert isinstance(await decode.hear(link), wire.Drained)
+    assert await room.received() == "failed"
+
+
+async def test_a_message_of_the_wrong_direction_ends_the_link(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(wire.Drained(room=decode.room(), rank=0))
+    with pytest.raises(LinkClosed, match="Drained"):
+        await decode.hear(link)
+
+
+async def test_a_first_message_that_is_no_hello_is_refused(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address, wire.Ping(sent_at=0.0))
+    with pytest.raises(LinkClosed, match="instead of Hello"):
+        await decode.hear(link)
+    assert prefill.sender.counts["links_refused"] == 1
+
+
+@pytest.mark.parametrize("field", ["metadata", "memory", "identity"])
+async def test_a_hello_that_lies_is_refused(world, decode, field: str) -> None:
+    prefill = await world.prefill()
+    good = decode.hello()
+    lie = {
+        "metadata": b"loopback nobody",
+        "memory": world.Pool(16).memory,
+        "identity": world.identity(model="other"),
+    }[field]
+    fields = {name: getattr(good, name) for name in good.__struct_fields__} | {field: lie}
+    link = await decode.dial(prefill.address, wire.Hello(**fields))
+    with pytest.raises(LinkClosed, match="differs in model" if field == "identity" else "not"):
+        await decode.hear(link)
+
+
+async def test_decode_may_give_a_room_up(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    link.send(wire.Failed(room=decode.room(), cause="no memory"))
+    assert await room.received() == "failed"
+    assert "no memory" in str(room.cause)
+
+
+async def test_the_lease_ends_a_room_and_stops_its_writes(world, decode) -> None:
+    now_s = 0.0
+    prefill = await world.prefill(lease_s=10.0, clock=lambda: now_s)
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    await room.send([30], start_token=0)
+    assert isinstance(await decode.hear(link), wire.Chunk)
+    now_s = 9.9
+    link.send(wire.Ping(sent_at=0.0))
+    assert isinstance(await decode.hear(link), wire.Ping)
+    now_s = 19.8
+    prefill.sender.check_leases()
+    assert room.cause is None
+    # The lease is looked at before each write too, not only by the timer.
+    now_s = 20.0
+    await room.send([31], start_token=4)
+    assert await room.received() == "lease ended"
+    assert room.aborted.is_set()
+    assert prefill.transport.statistics()["writes"] == 1
+
+
+async def test_the_lease_does_not_end_a_room_with_a_write_in_flight(world, decode) -> None:
+    gate = world.Gate(world.network)
+    now_s = 0.0
+    prefill = await world.prefill(lease_s=10.0, clock=lambda: now_s)
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    await room.send([30, 31], start_token=0)
+    await gate.reached.wait()
+    now_s = 11.0
+    prefill.sender.check_leases()
+    received = asyncio.create_task(room.received())
+    await asyncio.sleep(0)
+    assert room.outcome == "lease ended"
+    assert not received.done()
+    assert prefill.sender.statistics()["rooms_draining"] == 1
+    gate.open.set()
+    assert await received == "lease ended"
+
+
+async def test_the_timer_looks_at_leases_while_there_are_rooms(world, decode) -> None:
+    prefill = await world.prefill(lease_s=0.05)
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    async with asyncio.timeout(5):
+        assert await room.received() == "lease ended"
+    assert prefill.sender._lease_timer is None or not prefill.sender._rooms
+
+
+async def test_a_lost_link_pauses_rooms_until_the_lease_ends(world, decode) -> None:
+    now_s = 0.0
+    prefill = await world.prefill(lease_s=10.0, clock=lambda: now_s)
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    await link.close("lost")
+    await room.aborted.wait()
+    await room.send([30, 31], start_token=0)
+    await room.finish(first_token=1)
+    prefill.sender.check_leases()
+    assert room.outcome is None
+    assert prefill.transport.statistics()["writes"] == 0
+    now_s = 10.0
+    prefill.sender.check_leases()
+    assert await room.received() == "lease ended"
+    assert prefill.sender.statistics()["rooms_draining"] == 0
+
+
+async def test_received_over_another_link_ends_a_paused_room(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    await link.close("lost")
+    await room.aborted.wait()
+    again = await decode.dial(prefill.address)
+    again.send(wire.Received(room=decode.room()))
+    assert await room.received() == "received"
+
+
+async def test_writes_of_a_room_are_bounded_and_send_waits(world, decode) -> None:
+    gate = world.Gate(world.network)
+    prefill = await world.prefill(settings=world.RoomSettings(writes_in_flight_max=2, pages_per_write_max=1))
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room(), tokens=24, pages=range(6)))
+    room = await prefill.room("r1")
+    sending = asyncio.create_task(room.send(range(30, 36), start_token=0))
+    await gate.reached.wait()
+    assert room.writes_in_flight == 2
+    assert not sending.done()
+    gate.open.set()
+    await sending
+    await room.finish(first_token=1)
+    for _ in range(7):
+        await decode.hear(link)
+    assert prefill.transport.statistics()["writes"] == 6
+
+
+async def test_a_write_that_fails_fails_its_room(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+
+    async def fail(writer: str, target: str, pages: int) -> None:
+        prefill.transport.die()
+
+    world.network.before_write = fail
+    await room.send([30, 31], start_token=0)
+    failed = await decode.hear(link)
+    assert isinstance(failed, wire.Failed)
+    assert "failed" in failed.cause
+    assert isinstance(await decode.hear(link), wire.Drained)
+    assert await room.received() == "failed"
+
+
+async def test_a_room_may_be_asked_for_before_and_after_its_promise(world, decode) -> None:
+    prefill = await world.prefill()
+    early = asyncio.create_task(prefill.room("r1"))
+    gone = asyncio.create_task(prefill.room("r1"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    assert await early is await prefill.room("r1")
+    assert gone.cancelled()
+    assert prefill.sender.statistics()["rooms_waited_for"] == 0
+
+
+async def test_waiting_and_open_rooms_are_bounded(world, decode) -> None:
+    prefill = await world.prefill(rooms_max=1)
+    waiter = asyncio.create_task(prefill.room("r9"))
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError):
+        await prefill.room("r8")
+    waiter.cancel()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room("r1")))
+    link.send(decode.promise(decode.room("r2")))
+    refused = await decode.hear(link)
+    assert isinstance(refused, wire.Refused)
+    assert refused.room.request_id == "r2"
+    assert len(prefill.sender._generations) <= 2
+
+
+async def test_closing_ends_waiters_and_rooms_and_tells_decode(world, decode) -> None:
+    gate = world.Gate(world.network)
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    await room.send([30, 31], start_token=0)
+    await gate.reached.wait()
+    waiter = asyncio.create_task(prefill.room("never"))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(prefill.sender.close())
+    assert isinstance(await decode.hear(link), wire.Failed)
+    with pytest.raises(EngineClosed):
+        await waiter
+    assert not closing.done()
+    gate.open.set()
+    assert isinstance(await decode.hear(link), wire.Drained)
+    assert await room.received() == "closed"
+    await closing
+    with pytest.raises(LinkClosed):
+        await decode.hear(link)
+    with pytest.raises(EngineClosed):
+        await prefill.room("r1")
+    assert prefill.sender.statistics()["peers"] == 0
+
+
+@pytest.mark.parametrize("pages", [[64], [-1], [0, 99]])
+async def test_pages_outside_our_pool_are_refused_and_nothing_is_sent(world, decode, pages) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    with pytest.raises(InvalidRequest, match="pool"):
+        await room.send(pages, start_token=0)
+    await room.send([30, 31], start_token=0)
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        await room.finish(first_token=1, aux={"f": object()})
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        await room.finish(first_token=2**40)
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        await room.finish(first_token=1, aux={"big": bytes(wire.FRAME_BYTES_MAX)})
+    assert not room.is_finished
+    await room.finish(first_token=1)
+
+
+async def test_a_lease_must_be_positive(world) -> None:
+    with pytest.raises(InvalidConfig, match="lease_s"):
+        await world.prefill(lease_s=0.0)
