@@ -21,24 +21,29 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
         [stop, count)         rejected
     """
     count, width = len(pages), tree.key_bytes
-    tree.tick += 1
+    tree.tick = tick = tree.tick + 1
     node = root
     table, duplicates, rejected = page_ids(), page_ids(), page_ids()
     host_only: list[Node] = []
     first, stop = 0, count
+    starts_with = keys.startswith
     while first < count:
-        child = node.children.get(keys[first * width : (first + 1) * width])
+        at = first * width
+        child = node.children.get(keys[at : at + width])
         if child is None:
             break
-        shared = tree.shared_pages(child.edge, keys, first * width)
+        shared, theirs = child.page_count, child.device
+        if not starts_with(child.edge, at):
+            shared = tree.shared_pages(child.edge, keys, at)
+            theirs = None if theirs is None else theirs[:shared]
         ours = pages[first : first + shared]
-        theirs = None if child.device is None else child.device[:shared]
         if child.void or (child.load is not None and theirs != ours):
             rejected, stop = _not_of_tree(tree, node, keys, pages, first), first
             break
         node = child if shared == child.page_count else tree.split(child, shared)
-        node.tick = tree.tick
-        node.priority = max(node.priority, priority)
+        node.tick = tick
+        if node.priority < priority:
+            node.priority = priority
         if theirs is None:
             host_only.append(node)
         else:
