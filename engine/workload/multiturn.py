@@ -1,7 +1,7 @@
 """The multi-turn acceptance: conversations whose hit rates can be told in advance, exactly.
 
-Page 64. The first prompt has 64 tokens. Each later round appends the 129 tokens that were generated in the round
-before, the last of which has no KV yet, and 63 user tokens: prompts of 64, 256, 448, … tokens. Where decode keeps what it
+Page 64. The first prompt has 64 tokens. Each later round appends the 129 tokens generated in the round before, the
+last of which has no KV yet, and 63 user tokens: prompts of 64, 256, 448, … tokens. Where decode keeps what it
 generated, a round finds everything but the last page: 192/256, 384/448, …; where only prompts are kept, it finds the
 prompt of the round before: 64/256, 256/448, …
 """

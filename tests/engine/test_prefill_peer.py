@@ -1,0 +1,193 @@
+"""The prefill worker as its embedder sees it, joined over loopback with a receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tidekv.engine.poller import PollerThread
+from tidekv.engine.prefill_peer import PrefillPeer, Room
+from tidekv.states import events
+from tidekv.states.errors import EngineClosed, InvalidConfig
+from tidekv.states.shapes import Identity, PoolMemory, Segment, page_ids
+from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
+from tidekv.transports.receiver import Receiver
+
+PAGE = 4
+PAGE_BYTES = 32
+
+
+class Pool:
+    """What a device pool shows to a peer, on a plain array."""
+
+    def __init__(self, *, fill: int) -> None:
+        self.pages = np.zeros((16, PAGE_BYTES), np.uint8)
+        self.pages[:] = np.arange(16)[:, None] * fill
+        self.memory = PoolMemory(segments=(Segment(self.pages.ctypes.data, PAGE_BYTES, PAGE_BYTES, 16),), page_count=16)
+        self.layout = SimpleNamespace(
+            identity=lambda model: Identity(model, "mha", "uint8", PAGE, 1, 1, 4, PAGE_BYTES, (PAGE_BYTES,))
+        )
+
+
+class Decode:
+    """A receiver and what it told."""
+
+    def __init__(self, network: LoopbackNetwork, *, model: str = "m") -> None:
+        self.pool = Pool(fill=0)
+        self.transport = LoopbackTransport("decode-0", network)
+        self.events: list[events.AnyEvent] = []
+        self.news = asyncio.Event()
+        self.receiver = Receiver(
+            self.transport,
+            memory=self.pool.memory,
+            identity=self.pool.layout.identity(model),
+            deliver=self._deliver,
+            deliver_aux=lambda *told: None,
+            clock=time.monotonic,
+        )
+
+    def _deliver(self, event: events.AnyEvent) -> None:
+        self.events.append(event)
+        self.news.set()
+
+    async def __aenter__(self) -> Decode:
+        await self.transport.start(poller=None)
+        await self.transport.register(self.pool.memory)
+        await self.receiver.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.receiver.close()
+        await self.transport.close()
+
+    async def wait(self, kind: type[events.Event]) -> events.AnyEvent:
+        async with asyncio.timeout(5):
+            while not (found := [event for event in self.events if isinstance(event, kind)]):
+                self.news.clear()
+                await self.news.wait()
+        return found[-1]
+
+    def promise(self, address: str, *, tokens: bytes | None = None) -> None:
+        self.receiver.promise(address, "r1", 0, prompt_tokens=8, promised_tokens=4, pages=page_ids([3]), tokens=tokens)
+
+
+@pytest.fixture
+def network() -> LoopbackNetwork:
+    return LoopbackNetwork()
+
+
+def peer(network: LoopbackNetwork, **settings: object) -> PrefillPeer:
+    fields = {"device": Pool(fill=3), "transport": LoopbackTransport("prefill-0", network), "model": "m"}
+    return PrefillPeer(**(fields | settings))
+
+
+async def test_a_prompt_is_handed_over(network: LoopbackNetwork) -> None:
+    async with peer(network) as prefill, Decode(network) as decode:
+        asked = asyncio.create_task(prefill.room("r1"))
+        decode.promise(prefill.address)
+        room = await asked
+        assert (room.request_id, room.generation, room.decode_prefix_len) == ("r1", 0, 4)
+        await room.send([7, 8], start_token=0)
+        await room.finish(first_token=1)
+        await decode.wait(events.AuxLanded)
+        await decode.wait(events.ChunkLanded)
+        assert decode.pool.pages[3].tolist() == [24] * PAGE_BYTES
+        assert prefill.statistics()["rooms_finished"] == 1
+        decode.receiver.received("r1", 0)
+        assert await room.received() == "received"
+        statistics = prefill.statistics()
+    assert (statistics["bytes_sent"], statistics["pages_sent"], statistics["rooms_received"]) == (PAGE_BYTES, 1, 1)
+
+
+async def test_on_room_is_run_for_each_promise_with_its_tokens(network: LoopbackNetwork) -> None:
+    async def serve(room: Room) -> None:
+        assert room.tokens == b"abcdefgh" * 4
+        await room.send([7, 8], start_token=0)
+        await room.finish(first_token=1)
+        await room.received()
+
+    async with peer(network, on_room=serve) as prefill, Decode(network) as decode:
+        decode.promise(prefill.address, tokens=b"abcdefgh" * 4)
+        await decode.wait(events.AuxLanded)
+
+
+async def test_an_exception_of_on_room_fails_its_room_in_its_own_words(network: LoopbackNetwork) -> None:
+    heard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context["exception"]))
+
+    async def fail(room: Room) -> None:
+        raise MemoryError("no page left")
+
+    async with peer(network, on_room=fail) as prefill, Decode(network) as decode:
+        decode.promise(prefill.address)
+        failed = await decode.wait(events.RoomFailed)
+        assert failed.cause == "prefill raised MemoryError: no page left"
+        await decode.wait(events.RoomDrained)
+        assert prefill.statistics()["rooms_failed"] == 1
+    assert [type(error) for error in heard] == [MemoryError]
+
+
+async def test_leaving_the_block_fails_open_rooms_and_stops_on_room(network: LoopbackNetwork) -> None:
+    started, stopped = asyncio.Event(), asyncio.Event()
+
+    async def forever(room: Room) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async with Decode(network) as decode:
+        async with peer(network, on_room=forever) as prefill:
+            decode.promise(prefill.address)
+            room = await prefill.room("r1")
+            await started.wait()
+        assert stopped.is_set()
+        assert await room.received() == "closed"
+        assert "shutting down" in (await decode.wait(events.RoomFailed)).cause
+        await decode.wait(events.WriterLost)
+        await decode.wait(events.WriterDead)
+    with pytest.raises(EngineClosed):
+        await prefill.room("r1")
+
+
+async def test_another_model_is_refused_by_name(network: LoopbackNetwork) -> None:
+    async with peer(network) as prefill, Decode(network, model="other") as decode:
+        decode.promise(prefill.address)
+        assert "differs in model" in (await decode.wait(events.RoomFailed)).cause
+
+
+async def test_a_start_that_fails_leaves_nothing_open(network: LoopbackNetwork) -> None:
+    async with peer(network, listen="prefill:7") as first:
+        assert first.address == "prefill:7"
+        second = peer(network, listen="prefill:7")
+        with pytest.raises(InvalidConfig, match="taken"):
+            async with second:
+                pass
+    async with peer(network, listen="prefill:7"):
+        pass
+
+
+async def test_a_poller_of_the_embedder_is_used_and_left_running(network: LoopbackNetwork) -> None:
+    poller = PollerThread()
+    poller.start()
+    async with peer(network, poller=poller):
+        pass
+
+    class Done:
+        rounds = 0
+
+        def post(self) -> bool:
+            return True
+
+        def check(self) -> bool:
+            return True
+
+        def release(self) -> None: ...
+
+    await poller.submit(Done())
+    await poller.close()
