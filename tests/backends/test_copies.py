@@ -227,6 +227,8 @@ async def test_a_cancelled_waiter_does_not_stop_the_copy() -> None:
     gate = gated(copier)
     gate.failing = {2}
     on_host = filled(host, 2)
+    unheard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
     waiting = asyncio.ensure_future(copier.to_device([1], [1]))
     failing = copier.to_device([2], [2])
     waiting.cancel()
@@ -238,6 +240,7 @@ async def test_a_cancelled_waiter_does_not_stop_the_copy() -> None:
     await copier.close()
     assert torch.equal(device.read_pages([1])[0], on_host[1])
     assert (copier.statistics().completed, copier.statistics().failed) == (1, 1)
+    assert not unheard
 
 
 async def test_close_finishes_what_was_started_even_if_close_is_cancelled() -> None:

@@ -171,6 +171,8 @@ def test_what_is_no_token_is_named_with_its_position(tokens: object, text: str) 
 
 def test_token_beyond_the_vocabulary_is_named() -> None:
     assert pack_tokens([0, 99], vocabulary=100)
+    with pytest.raises(InvalidRequest, match="token 100 at position 0"):
+        pack_tokens([100], vocabulary=100)
     for tokens in ([5, 100, 101], np.array([5, 100, 101]), struct.pack("<3I", 5, 100, 101)):
         with pytest.raises(InvalidRequest, match="token 100 at position 1 is not below the vocabulary, 100"):
             pack_tokens(tokens, vocabulary=100)
