@@ -55,8 +55,8 @@ class PrefillPeer:
             await room.received()
 
     `on_room(room)` is run for each room as its promise comes, as a task of the peer; an exception of it fails that
-    room, and decode is told. The pool stays the caller's, and must outlive the block. Leaving the block fails the rooms
-    that are open, and waits for the writes in flight.
+    room, and decode is told. The pool stays the caller's. Leaving the block fails the rooms that are open, and waits
+    for the writes in flight.
     """
 
     def __init__(
@@ -73,6 +73,8 @@ class PrefillPeer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet. Raises InvalidConfig."""
+        # Peers and NIXL know its addresses only: this reference is what keeps the memory there.
+        self._device = device
         self._transport = transport
         self._listen = listen
         self._on_room = on_room
