@@ -44,9 +44,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     journal_tokens: bool = False
     """Write pages as their tokens and not as keyed digests. A journal with tokens tells what users wrote."""
     close_deadline_s: float = 10.0
+    hold_up_limit_s: float = 0.05
+    """A callback that holds the event loop up for longer than this, while there is work, is reported with its stack."""
 
     def __post_init__(self) -> None:
-        for name in ("default_deadline_s", "lease_s", "heartbeat_s", "peer_silence_s", "close_deadline_s"):
+        for name in (
+            "default_deadline_s",
+            "lease_s",
+            "heartbeat_s",
+            "peer_silence_s",
+            "close_deadline_s",
+            "hold_up_limit_s",
+        ):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
         if self.vocabulary < 0:

@@ -16,6 +16,7 @@ from tidekv.engine.driver import Driver
 from tidekv.engine.effects import Effects
 from tidekv.engine.journal import Journal
 from tidekv.engine.poller import PollerThread
+from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.errors import EngineClosed, InvalidConfig
@@ -65,6 +66,7 @@ class Parts:
         )
         self.calls = Calls()
         self.poller = PollerThread()
+        self.watchdog = Watchdog(limit_s=config.hold_up_limit_s)
         self.transport = transport
         self.host = host
         self.copier: PageCopier | None = None
@@ -90,6 +92,7 @@ class Parts:
 
     async def _start(self) -> None:
         config = self.config
+        self.watchdog.start()
         self.storage = self._first_storage
         self.poller.start()
         await self.transport.start(poller=self.poller)
@@ -112,7 +115,7 @@ class Parts:
             lambda command: self.effects.perform(command),
             journal=self.journal,
             on_broken=self._break,
-            after_drain=self.calls.after_drain,
+            after_drain=self._after_drain,
         )
         self.receiver = Receiver(
             self.transport,
@@ -146,6 +149,10 @@ class Parts:
         )
         if self._first_storage is not None:
             await self._attach(self._first_storage)
+
+    def _after_drain(self) -> None:
+        self.watchdog.set_busy(not self.core.is_idle)
+        self.calls.after_drain()
 
     def _spawn(self, call: Awaitable[None], name: str) -> None:
         async def run() -> None:
@@ -201,6 +208,8 @@ class Parts:
                 await part.close()
             except Exception as error:
                 failures.append(error)
+        self.watchdog.set_busy(False)
+        await asyncio.to_thread(self.watchdog.close)
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
         if failures:
@@ -261,6 +270,7 @@ class Parts:
             "events": self.driver.events_taken,
             "events_illegal": self.driver.illegal_events,
             "effects_raised": self.effects.raised,
+            "loop_held_up": self.watchdog.hold_up_count,
         }
 
 

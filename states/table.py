@@ -178,3 +178,7 @@ def diagram() -> str:
         for (source, dest), labels in arrows.items()
     ]
     return "\n".join([*lines, "    READY --> [*]", "    FAILED --> [*]", ""])
+
+
+if __name__ == "__main__":
+    print(diagram(), end="")

@@ -1,0 +1,100 @@
+"""Watches the event loop while the engine has work: a callback that holds it up for too long is reported with its stack.
+
+While work is in flight the loop beats, and a thread looks whether it still does; when it does not, the thread writes
+down where the loop's thread is. While the engine is idle there is neither beat nor look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LOG = logging.getLogger("tidekv.engine")
+
+BEATS_PER_LIMIT = 5
+"""The loop beats so many times within the limit: a hold-up is noticed at most a beat too early or too late."""
+REPORTS_KEPT_MAX = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HoldUp:
+    """A callback that held the loop up: for how long at least when it was seen, and where it was."""
+
+    at_s: float
+    seconds: float
+    stack: str
+
+
+class Watchdog:
+    """Reports callbacks of one loop that take longer than `limit_s`. Start it on the loop that it watches."""
+
+    def __init__(self, *, limit_s: float, report: Callable[[HoldUp], None] | None = None) -> None:
+        self.hold_ups: list[HoldUp] = []
+        """The first ones that were seen; `hold_up_count` counts them all."""
+        self.hold_up_count = 0
+        self._limit_s = limit_s
+        self._report = report
+        self._beat_at_s = 0.0
+        self._busy = threading.Event()
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Watch the running loop from now on, whenever `set_busy(True)` was said."""
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="tidekv-watchdog", daemon=True)
+        self._thread.start()
+
+    def set_busy(self, busy: bool) -> None:
+        """Say whether there is work in flight. Call it on the loop; saying the same again costs nothing."""
+        if busy == self._busy.is_set() or self._closed:
+            return
+        if busy:
+            self._beat()
+            self._busy.set()
+        else:
+            self._busy.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def close(self) -> None:
+        """Stop watching and join the thread."""
+        self.set_busy(False)
+        self._closed = True
+        self._busy.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        self._beat_at_s = time.monotonic()
+        self._timer = self._loop.call_later(self._limit_s / BEATS_PER_LIMIT, self._beat)
+
+    def _watch(self) -> None:
+        reported_beat_s = 0.0
+        while self._busy.wait() and not self._closed:
+            time.sleep(self._limit_s / BEATS_PER_LIMIT)
+            beat_at_s, now_s = self._beat_at_s, time.monotonic()
+            if now_s - beat_at_s > self._limit_s and beat_at_s != reported_beat_s and self._busy.is_set():
+                # One report a hold-up, with the stack as it is at the first look: that is the callback to blame.
+                reported_beat_s = beat_at_s
+                self._note(now_s, now_s - beat_at_s)
+
+    def _note(self, now_s: float, seconds: float) -> None:
+        frame = sys._current_frames().get(self._loop_thread)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        hold_up = HoldUp(at_s=now_s, seconds=seconds, stack=stack)
+        self.hold_up_count += 1
+        if len(self.hold_ups) < REPORTS_KEPT_MAX:
+            self.hold_ups.append(hold_up)
+        LOG.warning("the event loop has been held up for %.0f ms by:\n%s", seconds * 1e3, stack)
+        if self._report is not None:
+            self._report(hold_up)

@@ -1,0 +1,44 @@
+"""The watchdog names whoever holds the loop up, and costs nothing while the engine is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from tidekv.engine.watchdog import HoldUp, Watchdog
+
+
+def hold_the_loop_up(until: threading.Event) -> None:
+    until.wait()
+
+
+async def test_a_callback_that_holds_the_loop_up_is_named() -> None:
+    seen = threading.Event()
+    reports: list[HoldUp] = []
+
+    def report(hold_up: HoldUp) -> None:
+        reports.append(hold_up)
+        seen.set()
+
+    watchdog = Watchdog(limit_s=0.02, report=report)
+    watchdog.start()
+    watchdog.set_busy(True)
+    hold_the_loop_up(seen)
+    watchdog.set_busy(False)
+    watchdog.close()
+    assert watchdog.hold_up_count >= 1
+    assert "hold_the_loop_up" in reports[0].stack
+    assert reports[0].seconds >= 0.02
+
+
+async def test_an_idle_engine_is_not_watched() -> None:
+    watchdog = Watchdog(limit_s=0.01)
+    watchdog.start()
+    until = threading.Event()
+    threading.Timer(0.05, until.set).start()
+    hold_the_loop_up(until)
+    await asyncio.sleep(0)
+    watchdog.close()
+    assert watchdog.hold_up_count == 0
+    assert watchdog._thread is not None
+    assert not watchdog._thread.is_alive()
