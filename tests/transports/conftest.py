@@ -74,10 +74,14 @@ class Decode:
         self.events: list[events.AnyEvent] = []
         self.aux: list[tuple[str, int, int, object]] = []
         self._news = asyncio.Event()
-        fields = {"memory": self.pool.memory, "identity": identity(), "clock": time.monotonic} | settings
+        fields = {
+            "memory": self.pool.memory,
+            "identity": identity(),
+            "clock": time.monotonic,
+            "deliver": self._deliver,
+        } | settings
         self.receiver = Receiver(
             self.transport,
-            deliver=self._deliver,
             deliver_aux=lambda *told: self.aux.append(told),
             **fields,
         )
