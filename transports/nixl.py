@@ -176,14 +176,13 @@ class NixlTransport:
     async def wait_gone(self, instance: str, hello: wire.Hello) -> None:
         """Return once the peer's process is proven dead and our agent has progressed since: nothing of it lands now.
 
-        On this host the kernel proves it. For another host it is NIXL's report that the connection broke, which is as
-        good as the peer's network stack: a partition that breaks connections looks the same. Never returns otherwise.
+        On this host the kernel proves it. For another host (or another transport of this very process) it is NIXL's
+        report that the connection broke, which is as good as the peer's network stack: a partition that breaks
+        connections looks the same. Never returns otherwise. Raises TransferFailed once this transport is closed.
         """
         self._registered()
-        mark = hello.process
-        identity = death.ProcessIdentity(pid=mark.pid, boot_id=mark.host, start=mark.started)
-        if death.is_of_this_host(identity):
-            await death.wait_dead(identity)
+        if death.is_judged_here(hello.process):
+            await death.wait_dead(hello.process)
         else:
             assert self._presence is not None, "presence is made with the peers"
             await self._presence.wait_disconnected(instance, hello.metadata, hello.memory)

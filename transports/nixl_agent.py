@@ -169,10 +169,12 @@ class Request:
 
 
 def _translated(failure: str, call: Callable[[], T]) -> T:
-    """Run a call of NIXL; all its errors are RuntimeErrors, told apart by their class names."""
+    """Run a call of NIXL. Its errors have no base of their own, so they are known by the module that defines them."""
     try:
         return call()
-    except RuntimeError as error:
+    except Exception as error:
+        if not (isinstance(error, RuntimeError) or type(error).__module__.startswith("nixl")):
+            raise
         kind = PeerDisconnected if type(error).__name__ == "nixlRemoteDisconnectError" else TransferFailed
         raise kind(f"{failure}: {error}") from error
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidekv.states.errors import TidekvError
+from tidekv.states.errors import RemoteProtocolError, TransferFailed
 from tidekv.states.shapes import PoolMemory, Segment
 from tidekv.transports.base import Poller
 from tidekv.transports.blocking import call_in_thread, settled
@@ -47,7 +47,7 @@ class Presence:
     async def wait_disconnected(self, instance: str, metadata: bytes, memory: PoolMemory) -> None:
         """Return once NIXL reports the peer as disconnected. May be cancelled: a read in flight is settled by us.
 
-        Raises what adding the peer raises, and TransferFailed where the agent is closed or NIXL fails otherwise.
+        Raises TransferFailed where the agent is closed.
         """
         watch = self._watches.get(instance)
         if watch is None:
@@ -65,35 +65,40 @@ class Presence:
         await self._tasks.close()
 
     async def _follow(self, watch: _Watch, instance: str, metadata: bytes, memory: PoolMemory) -> None:
-        """Probe a peer until it is gone or nobody waits any more, and tell the waiters how it ended."""
+        """Probe a peer until it is gone or nobody waits any more, and tell the waiters."""
         try:
-            peer = await self._peers.add(instance, metadata, memory)
-            try:
-                await self._probe_until_gone(watch, peer)
-            finally:
-                await self._peers.remove(peer)
-        except PeerDisconnected:
-            watch.gone.set_result(None)
-        except TidekvError as error:
-            watch.gone.set_exception(error)
-            if not watch.waiters:
-                watch.gone.exception()
+            while watch.waiters and not watch.gone.done():
+                try:
+                    await self._probe(watch, instance, metadata, memory)
+                except (TransferFailed, RemoteProtocolError) as error:
+                    # Whatever else goes wrong proves nothing about the peer: ask again, as long as there is an agent.
+                    if self._agent.is_closed:
+                        watch.gone.set_exception(error)
+                        watch.gone.exception()
+                        return
+                await asyncio.sleep(PROBE_INTERVAL_S)
         finally:
             del self._watches[instance]
             watch.gone.cancel()
 
-    async def _probe_until_gone(self, watch: _Watch, peer: NixlPeer) -> None:
-        """Return when nobody waits any more; PeerDisconnected is how a peer that is gone is told."""
-        ours, theirs = await call_in_thread(
-            lambda: self._prepare(peer), what=f"probing {peer.instance}", timeout_s=self._timeout_s
-        )
+    async def _probe(self, watch: _Watch, instance: str, metadata: bytes, memory: PoolMemory) -> None:
+        """Add the peer and ask for it until it is gone, which the watch is told, or nobody waits any more."""
+        peer = await self._peers.add(instance, metadata, memory)
         try:
-            while watch.waiters:
-                await settled(self._poller.submit(Probe(self._agent, our_list=ours, their_list=theirs)))
-                await asyncio.sleep(PROBE_INTERVAL_S)
+            ours, theirs = await call_in_thread(
+                lambda: self._prepare(peer), what=f"probing {instance}", timeout_s=self._timeout_s
+            )
+            try:
+                while watch.waiters:
+                    await settled(self._poller.submit(Probe(self._agent, our_list=ours, their_list=theirs)))
+                    await asyncio.sleep(PROBE_INTERVAL_S)
+            except PeerDisconnected:
+                watch.gone.set_result(None)
+            finally:
+                if not self._agent.is_closed:
+                    self._agent.release_list(theirs)
         finally:
-            if not self._agent.is_closed:
-                self._agent.release_list(theirs)
+            await self._peers.remove(peer)
 
     def _prepare(self, peer: NixlPeer) -> tuple[int, int]:
         """Lists of one byte: ours, made once, and the peer's first."""
