@@ -1,4 +1,4 @@
-"""Watches the event loop while the engine has work: a callback that holds it up for too long is reported with its stack.
+"""Watches the event loop while the engine has work: a callback that holds it up too long is reported with its stack.
 
 While work is in flight the loop beats, and a thread looks whether it still does; when it does not, the thread writes
 down where the loop's thread is. While the engine is idle there is neither beat nor look.
