@@ -80,6 +80,11 @@ class PageAccount:
         """Pages that a writer elsewhere may still touch."""
         return self._counts[_DRAINING]
 
+    @property
+    def next_free(self) -> int:
+        """The page that `take` hands out next; -1 where none is free."""
+        return self._free[-1] if self._free else -1
+
     def condition(self, page: int) -> Condition:
         """Tell the condition of one page."""
         if not 0 <= page < self.total:

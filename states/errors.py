@@ -77,6 +77,37 @@ class BrokenInvariant(TidekvError, AssertionError):
     """An account or the index contradicts itself: a bug of tidekv. The engine stops; report it with the journal."""
 
 
+class JournalRefused(InvalidRequest):
+    """This is no journal that this version can read: empty, of another kind, of another version, or without its start."""
+
+
+class JournalDamaged(TidekvError):
+    """A line of a journal is not what was written, or is missing. `line` is where, counted from 1 in file `path`."""
+
+    def __init__(self, *, path: str, line: int, cause: str) -> None:
+        super().__init__(f"journal damaged at {path}:{line}: {cause}")
+        self.path = path
+        self.line = line
+        self.cause = cause
+
+
+class ReplayDiverged(TidekvError):
+    """The core answers an event in another way than it did in the journal: its rules are not what they were.
+
+    `seq` and `event` are the first such event; `recorded` and `replayed` are both answers, in words.
+    """
+
+    def __init__(self, *, seq: int, event: str, recorded: str, replayed: str, hint: str = "") -> None:
+        super().__init__(
+            f"replay diverged at event {seq}: {event}\n  recorded: {recorded}\n  replayed: {replayed}"
+            + (f"\n  {hint}" if hint else "")
+        )
+        self.seq = seq
+        self.event = event
+        self.recorded = recorded
+        self.replayed = replayed
+
+
 class RequestFailed(TidekvError):
     """A request ended in FAILED; `cause` says why, `detail` holds what is known beyond that (a peer's words, a
     traceback).

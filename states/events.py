@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A fact."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """A fact. Encoded without the fields that have their default (JSON has no word for the deadline `inf`)."""
 
     at_s: float
 

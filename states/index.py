@@ -156,6 +156,7 @@ class PrefixIndex:
         if node.device is None:
             raise BrokenInvariant(f"{node} has no device pages to lock")
         node.anchored += 1
+        self.device_tier.receipts += 1
         self.device_tier.guard(node)
         return Receipt(node, "device")
 
@@ -163,6 +164,7 @@ class PrefixIndex:
         """Give back a receipt of `lock`."""
         node = _redeem(receipt, "device")
         node.anchored -= 1
+        self.device_tier.receipts -= 1
         self.device_tier.unguard(node)
         if node.parent is None:
             self.tree.drop_empty_root(node)
@@ -177,6 +179,7 @@ class PrefixIndex:
             assert node.parent is not None, "a root has host pages, though none"
             node = node.parent
         node.host_anchored += 1
+        self.host_tier.receipts += 1
         self.host_tier.guard(node)
         return Receipt(node, "host")
 
@@ -184,6 +187,7 @@ class PrefixIndex:
         """Give back a receipt of `pin`."""
         node = _redeem(receipt, "host")
         node.host_anchored -= 1
+        self.host_tier.receipts -= 1
         self.host_tier.unguard(node)
         if node.parent is None:
             self.tree.drop_empty_root(node)

@@ -24,6 +24,7 @@ class Tier(Protocol):
     account: PageAccount
     evictable: int
     protected: int
+    receipts: int
     queue: EvictionQueue
 
     def is_ready(self, node: Node) -> bool:
@@ -45,13 +46,14 @@ class Tier(Protocol):
 class DeviceTier:
     """The books of device pages."""
 
-    __slots__ = ("account", "evictable", "name", "protected", "queue")
+    __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts")
 
     def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
         self.name: TierName = "device"
         self.account = account
         self.evictable = 0
         self.protected = 0
+        self.receipts = 0
         self.queue = EvictionQueue(policy, self.is_ready)
 
     def is_ready(self, node: Node) -> bool:
@@ -111,13 +113,14 @@ class DeviceTier:
 class HostTier:
     """The books of host pages."""
 
-    __slots__ = ("account", "evictable", "name", "protected", "queue")
+    __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts")
 
     def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
         self.name: TierName = "host"
         self.account = account
         self.evictable = 0
         self.protected = 0
+        self.receipts = 0
         self.queue = EvictionQueue(policy, self.is_ready)
 
     def is_ready(self, node: Node) -> bool:
