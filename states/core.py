@@ -43,6 +43,8 @@ class Core:
         self.backups = Backups(self.books)
         self.restore = Restore(self.books, self.rooms, self.loads)
         self.serving = Serving(self.books, self.restore, self.backups)
+        self.moves: list[tuple[str, State]] = []
+        """The changes of state that the last step made, in order: request and where it is now."""
         self._arrivals = 0
         self._triggers = {name: event.trigger for name, event in build_machine().events.items()}
         self._takers: dict[type[Event], Callable[..., None]] = {
@@ -77,6 +79,7 @@ class Core:
         BrokenInvariant where the accounts contradict themselves: then the core must not be used any more.
         """
         books = self.books
+        self.moves = []
         books.now_s = max(books.now_s, event.at_s)
         self._takers[type(event)](event)
         self._settle()
@@ -159,6 +162,7 @@ class Core:
             full_pages=len(event.keys) // self.settings.key_bytes,
         )
         self.books.requests[request.request_id] = request
+        self.moves.append((request.request_id, request.state))
         self.books.remind(request, event.deadline_at_s)
         self.enqueue(request)
 
@@ -262,8 +266,12 @@ class Core:
     def _fire(self, request: Request, event: Event) -> bool:
         """Pull a trigger of the machine. A rule that raises pulls TransitionRaised; a missing row is our bug."""
         self.books.dirty[request] = None
+        before = request.state
         try:
-            return bool(self._triggers[type(event).__name__](request, core=self, event=event))
+            done = bool(self._triggers[type(event).__name__](request, core=self, event=event))
+            if request.state is not before:
+                self.moves.append((request.request_id, request.state))
+            return done
         except MachineError as error:
             raise IllegalEvent(
                 f"{type(event).__name__} in {request.state.value} of {request!r}: no such row"
