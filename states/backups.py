@@ -16,6 +16,8 @@ from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRet
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tidekv.states.books import Books
     from tidekv.states.index import Node, Receipt
     from tidekv.states.request import Request
@@ -50,6 +52,14 @@ class Backups:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def __iter__(self) -> Iterator[Backup]:
+        return iter(self._live)
+
+    @property
+    def held(self) -> list[Receipt]:
+        """The receipts of retracted requests."""
+        return [receipt for receipt in self._retracted.values() if receipt is not None]
 
     @property
     def retracted_requests(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from transitions import MachineError
 
 from tidekv.states import events, steps
+from tidekv.states.audit import audit_core
 from tidekv.states.backups import Backup, Backups
 from tidekv.states.books import Books
 from tidekv.states.errors import BrokenInvariant, IllegalEvent
@@ -130,9 +131,7 @@ class Core:
 
     def check(self) -> None:
         """Recount everything from scratch; BrokenInvariant says what does not add up."""
-        self.books.index.check()
-        self.books.device.check()
-        self.books.host.check()
+        audit_core(self)
 
     # --- What rules call ---
 
@@ -211,7 +210,7 @@ class Core:
         if owner is None:
             self.books.count("outcomes_late")
             return
-        error = event.detail if isinstance(event, events.CommandRaised) else event.error
+        error = (event.detail or "raised") if isinstance(event, events.CommandRaised) else event.error
         if isinstance(owner, Request):
             found = event.found if isinstance(event, events.StorageAnswered) else 0
             answer = events.StorageAnswered(at_s=event.at_s, op=event.op, found=found, error=error)
@@ -259,6 +258,8 @@ class Core:
                 self._fire(room.request, event)
 
     def _writer_dead(self, event: events.WriterDead) -> None:
+        # Who is dead is out of reach: its live rooms end first, and what they leave in the quarantine is free at once.
+        self._writer_lost(events.WriterLost(at_s=event.at_s, writer=event.writer, cause="its process is gone"))
         self.rooms.writer_dead(event.writer)
 
     # --- Consequences ---

@@ -106,6 +106,11 @@ class Loads:
     def __iter__(self) -> Iterator[Load]:
         return iter(self._live)
 
+    @property
+    def settled_voids(self) -> list[Load]:
+        """Void loads that nobody writes to, whose pages wait until nothing below them is in use."""
+        return self._settled_voids
+
     # --- Starting ---
 
     def begin_copy(self, first: int, nodes: list[Node]) -> Load:
@@ -240,11 +245,16 @@ class Loads:
         if fillers:
             filler = min(fillers, key=lambda request: request.arrival)
             assert filler.room is not None
+            wanted = load.sharers[filler]
+            rest = self._split_load(load, wanted) if wanted < load.page_count else None
             load.filler = filler
             load.stage = Stage.FILLING
             self._rooms.extend(filler.room, load)
             for request in load.sharers:
                 self._books.dirty[request] = None
+            if rest is not None:
+                # The filler's prompt goes another way from there on: its prefill does not have these pages.
+                self._fail(rest)
         elif not load.sharers:
             self._books.settled_loads.append(load)
             self._void(load, "nobody needs it")

@@ -239,6 +239,7 @@ class Restore:
             books.index.unpin(request.pin)
         books.device.give_back(request.reserve)
         books.operations.pop(request.query_op, None)
+        books.homeless.pop(request, None)
         request.query_op = 0
         request.forget_plan()
         books.pages_freed = True

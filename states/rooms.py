@@ -13,6 +13,8 @@ from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendRecei
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tidekv.states.books import Books
     from tidekv.states.events import ChunkLanded
     from tidekv.states.loads import Load
@@ -71,7 +73,8 @@ class Draining:
 
     def __init__(self, room: Room, pages: PageIds) -> None:
         self.writer = room.writer
-        self.ranks = max(room.ranks, 1)
+        self.ranks = room.ranks
+        """0: the promise was not sent, as far as is known; whoever answers then answers for all."""
         self.drained: set[int] = set()
         self.pages = pages
         self.loads: list[Load] = []
@@ -87,6 +90,14 @@ class Rooms:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def __iter__(self) -> Iterator[Room]:
+        return iter(self._live.values())
+
+    @property
+    def quarantine(self) -> list[Draining]:
+        """What left rooms still hold."""
+        return list(self._draining.values())
 
     @property
     def draining_rooms(self) -> int:
@@ -138,7 +149,7 @@ class Rooms:
         A chunk that was noted before is counted and changes nothing; one from beyond the cursor, or of no span that
         was asked for, cannot come from a peer whose frames the receiver has checked, and is counted as well.
         """
-        if event.span >= len(room.spans):
+        if not (0 <= event.span < len(room.spans) and 0 <= event.rank < room.ranks):
             self._books.count("chunks_foreign")
             return None
         span = room.spans[event.span]
@@ -155,6 +166,13 @@ class Rooms:
             return None
         span.ended.add(event.rank)
         return span.load if len(span.ended) == room.ranks else None
+
+    def land_aux(self, room: Room, rank: int) -> None:
+        """Note the first token from one rank; a rank that the room does not have is counted and changes nothing."""
+        if 0 <= rank < room.ranks:
+            room.aux_from.add(rank)
+        else:
+            self._books.count("frames_foreign")
 
     def receive(self, room: Room) -> None:
         """All of the room is here: prefill may free its pages."""
@@ -187,6 +205,9 @@ class Rooms:
         draining = self._draining.get((request_id, generation))
         if draining is None:
             self._books.count("frames_late")
+            return
+        if draining.ranks and not 0 <= rank < draining.ranks:
+            self._books.count("frames_foreign")
             return
         draining.drained.add(rank)
         if len(draining.drained) >= draining.ranks:

@@ -99,7 +99,7 @@ def land_aux(core: Core, request: Request, event: Event) -> None:
     """The first token has come from one rank."""
     assert isinstance(event, events.AuxLanded)
     assert request.room is not None
-    request.room.aux_from.add(event.rank)
+    core.rooms.land_aux(request.room, event.rank)
 
 
 # --- Fallback ---

@@ -1,0 +1,6 @@
+"""A deterministic simulation of the core: virtual time, simulated tiers, peers and callers, seeded faults."""
+
+from tidekv.engine.simulation.faults import FAULTS
+from tidekv.engine.simulation.simulate import Report, SimulationFailed, simulate
+
+__all__ = ["FAULTS", "Report", "SimulationFailed", "simulate"]

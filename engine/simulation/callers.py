@@ -1,0 +1,204 @@
+"""Simulated callers: conversations that share prefixes, and everything a caller may do to a request."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from tidekv.engine.simulation.memory import Violation
+from tidekv.states import commands, events
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.engine.simulation.world import World
+
+SESSIONS = 5
+ALPHABET = b"ab"
+
+
+class Caller:
+    """One request as its caller sees it."""
+
+    def __init__(self, world: World, client: Client, request_id: str, tokens: bytes, namespace: str) -> None:
+        self.client = client
+        self.request_id = request_id
+        self.tokens = tokens
+        self.namespace = namespace
+        self.tags = world.tags_of(namespace, tokens)
+        self.serial = world.next_serial()
+        full = len(self.tags) * world.settings.page_size
+        # The KV of a partial page is like no other's: nothing may ever match it.
+        self.tail = [world.contents.tag(f"tail {self.serial}", tokens[full:])] if full < len(tokens) else []
+        self.prefills: list[int] = []
+        self.deadline_at_s = float("inf")
+        self.has_aborted = False
+        self.losses = 0
+        self.raises = 0
+        self.ends: list[str] = []
+        self.is_ready = False
+        self.pages: PageIds = page_ids()
+        self.reserve: PageIds = page_ids()
+
+
+class Client:
+    """Makes one request after the other."""
+
+    def __init__(self, world: World, random: Random, sessions: list[tuple[str, bytes]]) -> None:
+        self._world = world
+        self._random = random
+        self._sessions = sessions
+        self._session = 0
+        self._flushes = 0
+
+    def begin(self) -> None:
+        """Make the next request, if there is one left to make."""
+        world, random = self._world, self._random
+        if not world.take_arrival():
+            return
+        self._session = random.randrange(len(self._sessions))
+        namespace, history = self._sessions[self._session]
+        if random.random() < 0.2:
+            history = history[: random.randrange(len(history) + 1)]
+        turn = bytes(random.choices(ALPHABET, k=random.randint(1, 3 * world.settings.page_size)))
+        tokens = history + turn
+        if len(tokens) > world.prompt_tokens_max:
+            tokens = history[: world.settings.page_size * random.randint(0, 3)] + turn
+        if random.random() < 0.2 and len(tokens) > world.settings.page_size:
+            tokens = tokens[: len(tokens) // world.settings.page_size * world.settings.page_size]
+        self._ask(world.new_id(), tokens[: world.prompt_tokens_max], namespace)
+
+    def _ask(self, request_id: str, tokens: bytes, namespace: str) -> None:
+        world, random = self._world, self._random
+        caller = Caller(world, self, request_id, tokens, namespace)
+        if world.faults.hits("deadline"):
+            caller.deadline_at_s = world.now_s + random.choice((0.0, 0.01, 0.05, 0.2))
+        caller.prefills = random.sample(range(len(world.peers)), k=random.randint(1, len(world.peers)))
+        world.arrive(caller, cache=not world.faults.hits("no_cache"), priority=random.choice((0, 0, 0, 1, 5)))
+        if world.faults.hits("abort_at_once"):
+            world.schedule.after(0.0, self._abort, caller)
+        elif world.faults.hits("abort"):
+            world.schedule.after(random.choice((0.002, 0.01, 0.05, 0.2)) * random.random(), self._abort, caller)
+        if world.faults.hits("abort_of_nothing"):
+            world.step(events.AbortRequested(at_s=world.now_s, request_id=random.choice(("nobody", "r0"))))
+
+    def _abort(self, caller: Caller) -> None:
+        world = self._world
+        if not world.is_live(caller):
+            return
+        was_ready, caller.has_aborted = caller.is_ready, True
+        world.step(events.AbortRequested(at_s=world.now_s, request_id=caller.request_id))
+        if was_ready:
+            self._end(caller)
+
+    # --- What the core tells ---
+
+    def ready(self, caller: Caller) -> None:
+        """The request is ready."""
+        caller.is_ready = True
+        if self._world.faults.hits("abort_when_ready"):
+            self._world.schedule.after(0.0, self._abort, caller)
+        self._world.schedule.after(self._world.delay() * 3, self._generate, caller)
+
+    def failed(self, caller: Caller) -> None:
+        """The request failed."""
+        self._end(caller)
+
+    def _end(self, caller: Caller) -> None:
+        self._world.end(caller)
+        self._world.schedule.after(self._world.delay(), self.begin)
+
+    # --- After the restore ---
+
+    def _generate(self, caller: Caller) -> None:
+        world, random = self._world, self._random
+        if not world.is_live(caller):
+            return
+        self._check_prompt(caller)
+        page_size = world.settings.page_size
+        output = bytes(random.choices(ALPHABET, k=random.randint(0, 3 * page_size)))
+        written = len(caller.tokens) + max(0, len(output) - 1)
+        while len(caller.pages) * page_size < written:
+            if not self._grow(caller):
+                written = len(caller.pages) * page_size
+                output = output[: written - len(caller.tokens) + 1]
+        tokens = caller.tokens + output
+        left = world.tags_of(caller.namespace, tokens[:written])
+        for at in range(len(caller.tags), len(left)):
+            # Generating fills the prompt's partial page and the grown ones.
+            world.device.put(caller.pages[at], left[at], f"decoding of {caller.request_id}")
+        if world.faults.hits("flush"):
+            self._flush()
+        if world.faults.hits("retract"):
+            self._retract(caller, tokens, written, left)
+        else:
+            self._finish(caller, tokens, written, left)
+
+    def _check_prompt(self, caller: Caller) -> None:
+        self._world.device.expect(
+            caller.pages[: len(caller.tags)], caller.tags, f"{caller.request_id}, whose restore is over"
+        )
+
+    def _grow(self, caller: Caller) -> bool:
+        world = self._world
+        taken, wanted = min(1, len(caller.reserve)), self._random.choice((0, 1, 2))
+        if not taken:
+            wanted = max(wanted, 1)
+        caller.pages += caller.reserve[:taken]
+        del caller.reserve[:taken]
+        if not taken and not len(caller.reserve):
+            world.step(events.GrowthTaken(at_s=world.now_s, request_id=caller.request_id, page_count=0, wanted=wanted))
+            return bool(caller.reserve)
+        world.step(events.GrowthTaken(at_s=world.now_s, request_id=caller.request_id, page_count=taken, wanted=wanted))
+        return True
+
+    def _keys(self, caller: Caller, tokens: bytes, written: int) -> tuple[bytes, int]:
+        page_size = self._world.settings.page_size
+        if self._world.faults.hits("output_is_dropped"):
+            written = min(written, len(caller.tokens))
+        return tokens[: written // page_size * page_size], written
+
+    def _finish(self, caller: Caller, tokens: bytes, written: int, left: list[int]) -> None:
+        world = self._world
+        keys, written = self._keys(caller, tokens, written)
+        world.leave_tokens(caller, left)
+        world.step(events.FinishRequested(at_s=world.now_s, request_id=caller.request_id, keys=keys, tokens=written))
+        self._sessions[self._session] = (caller.namespace, tokens)
+        self._end(caller)
+
+    def _retract(self, caller: Caller, tokens: bytes, written: int, left: list[int]) -> None:
+        world = self._world
+        keys, written = self._keys(caller, tokens, written)
+        world.leave_tokens(caller, left)
+        world.retracting[caller.request_id] = (caller, tokens)
+        world.retracted_ids.add(caller.request_id)
+        world.step(events.RetractRequested(at_s=world.now_s, request_id=caller.request_id, keys=keys, tokens=written))
+        world.end(caller)
+
+    def retracted(self, caller: Caller, tokens: bytes, command: commands.TellRetracted) -> None:
+        """The request's KV is in host memory; go on with it, or drop it."""
+        world = self._world
+        if command.held_pages > len(tokens) // world.settings.page_size:
+            raise Violation(f"{command} holds more pages than the tokens have")
+        too_long = len(tokens) > world.prompt_tokens_max
+        world.schedule.after(
+            world.delay(),
+            self._drop if too_long or world.faults.hits("retracted_is_dropped") else self._resume,
+            caller,
+            tokens,
+        )
+
+    def _drop(self, caller: Caller, tokens: bytes) -> None:
+        world = self._world
+        world.retracted_ids.remove(caller.request_id)
+        world.step(events.RetractedDropped(at_s=world.now_s, request_id=caller.request_id))
+        world.schedule.after(world.delay(), self.begin)
+
+    def _resume(self, caller: Caller, tokens: bytes) -> None:
+        self._world.retracted_ids.remove(caller.request_id)
+        self._ask(caller.request_id, tokens, caller.namespace)
+
+    def _flush(self) -> None:
+        world, random = self._world, self._random
+        tiers = random.choice((("l1",), ("l2",), ("l1", "l2")))
+        self._flushes += 1
+        world.step(events.FlushRequested(at_s=world.now_s, call=self._flushes, tiers=tiers))

@@ -1,0 +1,122 @@
+"""Simulated pools: a page holds a tag instead of bytes, and knows who is writing to it.
+
+The tag of page i of a prompt stands for the whole prefix up to and including page i: two pages have the same tag if and
+only if their bytes would be the same. Everything that touches a page is checked: nobody may write where somebody else
+is writing or reading, nobody may read garbage, and what is read must not change meanwhile.
+"""
+
+from __future__ import annotations
+
+from tidekv.states.accounts import Condition, PageAccount
+from tidekv.states.errors import TidekvError
+from tidekv.states.shapes import PageIds
+
+GARBAGE = 0
+
+
+class Violation(TidekvError):
+    """The simulated world saw something that must never happen."""
+
+
+class Contents:
+    """Gives equal prefixes equal tags, and different ones different tags."""
+
+    def __init__(self) -> None:
+        self._tags: dict[tuple[int | str, bytes], int] = {}
+
+    def tag(self, before: int | str, key: bytes) -> int:
+        """The tag of the page with this key behind the page with the tag `before` (at first: the namespace)."""
+        return self._tags.setdefault((before, key), len(self._tags) + 1)
+
+    def tags(self, namespace: str, keys: bytes, key_bytes: int) -> list[int]:
+        """The tags of a prompt's full pages."""
+        tags: list[int] = []
+        before: int | str = namespace
+        for start in range(0, len(keys), key_bytes):
+            before = self.tag(before, keys[start : start + key_bytes])
+            tags.append(before)
+        return tags
+
+
+class SimulatedPool:
+    """The pages of one pool."""
+
+    def __init__(self, account: PageAccount) -> None:
+        self.account = account
+        self.tags = [GARBAGE] * account.total
+        self._writers: dict[int, tuple[object, int]] = {}
+        self._readers: dict[int, int] = {}
+
+    def begin_write(self, pages: PageIds, who: object) -> None:
+        """`who` writes to these pages from now on: they hold garbage until it has said what is there."""
+        for page in pages:
+            writer, count = self._writers.get(page, (who, 0))
+            if writer != who:
+                raise Violation(f"{who} writes to {self.account.name} page {page}, to which {writer} still writes")
+            if page in self._readers:
+                raise Violation(f"{who} writes to {self.account.name} page {page}, which is being read")
+            self._require_taken(page, who)
+            self._writers[page] = (who, count + 1)
+            self.tags[page] = GARBAGE
+
+    def end_write(self, pages: PageIds, who: object, tags: list[int] | None) -> None:
+        """One write of `who` to these pages is over; `tags` is what it left there (None: as it was)."""
+        for at, page in enumerate(pages):
+            writer, count = self._writers.pop(page)
+            if writer != who:
+                raise Violation(f"{who} ends a write to {self.account.name} page {page}, which is {writer}'s")
+            if count > 1:
+                self._writers[page] = (writer, count - 1)
+            self._require_taken(page, who)
+            if tags is not None:
+                self.tags[page] = tags[at]
+
+    def put(self, page: int, tag: int, who: object) -> None:
+        """Write at once."""
+        if page in self._writers or page in self._readers:
+            raise Violation(f"{who} writes to {self.account.name} page {page}, which is being written or read")
+        self.tags[page] = tag
+
+    def begin_read(self, pages: PageIds, who: object) -> list[int]:
+        """Read from now on; returns what is there, which must not be garbage."""
+        found = [self.tags[page] for page in pages]
+        if GARBAGE in found:
+            raise Violation(f"{who} reads {self.account.name} page {pages[found.index(GARBAGE)]}, which holds garbage")
+        for page in pages:
+            self._readers[page] = self._readers.get(page, 0) + 1
+        return found
+
+    def end_read(self, pages: PageIds, who: object, before: list[int]) -> None:
+        """A read is over; what was there at its begin must still be there."""
+        for page, tag in zip(pages, before, strict=True):
+            count = self._readers.pop(page)
+            if count > 1:
+                self._readers[page] = count - 1
+            if self.tags[page] != tag:
+                raise Violation(f"{self.account.name} page {page} changed while {who} read it")
+
+    def expect(self, pages: PageIds, tags: list[int], who: object) -> None:
+        """Raise a Violation unless these pages hold these tags, and nobody writes to them."""
+        for at, (page, tag) in enumerate(zip(pages, tags, strict=True)):
+            if self.tags[page] != tag:
+                raise Violation(
+                    f"{self.account.name} page {page}, number {at} of {who}, holds {self.tags[page]} instead of {tag}"
+                )
+            if page in self._writers:
+                raise Violation(
+                    f"{self.account.name} page {page}, number {at} of {who}, is being written by {self._writers[page]}"
+                )
+
+    def check(self) -> None:
+        """Nobody reads or writes a free page."""
+        for page in (*self._writers, *self._readers):
+            self._require_taken(page, "somebody")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is being written or read."""
+        return not self._writers and not self._readers
+
+    def _require_taken(self, page: int, who: object) -> None:
+        if self.account.condition(page) is Condition.FREE:
+            raise Violation(f"{who} touches {self.account.name} page {page}, which is free")

@@ -1,0 +1,326 @@
+"""Simulated prefill peers: they write what they are asked for, refuse, fail, die, come back and repeat themselves.
+
+A peer lives in incarnations (epochs). One that dies by a crash says no more, but its writes in flight still land before
+its death is told. One that is cut off for a while goes on writing, and hears nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from tidekv.engine.simulation.memory import Violation
+from tidekv.engine.simulation.schedule import Link
+from tidekv.states import commands, events
+from tidekv.states.shapes import PageIds
+
+if TYPE_CHECKING:
+    from tidekv.engine.simulation.world import World
+
+DETECTION_S = 0.2
+RoomKey = tuple[str, int]
+
+
+class Incarnation:
+    """One life of a peer."""
+
+    def __init__(self, writer: str, ranks: int, inbox: Link) -> None:
+        self.writer = writer
+        self.ranks = ranks
+        self.inbox = inbox
+        self.rooms: dict[RoomKey, ServedRoom] = {}
+        self.is_dead = False
+        self.is_cut_off = False
+        self.is_lost = False
+        """Whether decode was told that it is out of reach."""
+        self.in_flight = 0
+        self.unheard_aborts: list[RoomKey] = []
+
+
+class ServedRoom:
+    """One room as prefill sees it."""
+
+    def __init__(self, key: RoomKey, life: Incarnation, tags: list[int], frames: list[Link]) -> None:
+        self.key = key
+        self.life = life
+        self.tags = tags
+        self.frames = frames
+        self.spans: dict[int, tuple[int, PageIds]] = {}
+        self.slices: dict[int, int] = {}
+        """How many ranks have written a page of a span."""
+        self.cursors: dict[tuple[int, int], int] = {}
+        """Up to which page decode was told, by span and rank."""
+        self.unsaid: dict[tuple[int, int, int], tuple[int, bool]] = {}
+        """Chunks that have landed before those in front of them: by span, rank and first page."""
+        self.in_flight = [0] * life.ranks
+        self.has_stopped = False
+        self.is_aborted = False
+        self.fails_when_settled = False
+
+    @property
+    def who(self) -> str:
+        """Its name as a writer of pages."""
+        return f"room {self.key[0]}/{self.key[1]}"
+
+
+class Peer:
+    """One prefill worker."""
+
+    def __init__(self, world: World, random: Random, name: str) -> None:
+        self._world = world
+        self._random = random
+        self._name = name
+        self._epoch = 0
+        self.life = self._new_life()
+
+    def _new_life(self) -> Incarnation:
+        self._epoch += 1
+        ranks = self._random.choice((1, 1, 1, 2, 3))
+        return Incarnation(f"{self._name}.{self._epoch}", ranks, Link(self._world.schedule))
+
+    # --- What decode sends ---
+
+    def promise(self, command: commands.SendPromise, tags: list[int]) -> None:
+        """A promise is to be sent here."""
+        world = self._world
+        if world.faults.hits("connect_fails"):
+            world.schedule.after(world.delay(), world.rooms_out.unsent, command, "connection refused")
+        else:
+            world.schedule.after(self._random.choice((0.0, world.delay())), self._send, command, tags)
+
+    def _send(self, command: commands.SendPromise, tags: list[int]) -> None:
+        world, life, key = self._world, self.life, (command.request_id, command.generation)
+        if life.is_dead or life.is_lost or world.rooms_out.is_cancelled(key):
+            world.rooms_out.unsent(command, "out of reach")
+            return
+        world.rooms_out.sent(key, self)
+        slow = 0.5 if world.faults.hits("promise_is_slow") else 0.0
+        life.inbox.send(world.delay() + slow, self._receive, life, command, tags)
+        world.step(
+            events.PromiseSent(
+                at_s=world.now_s, request_id=key[0], generation=key[1], writer=life.writer, ranks=life.ranks
+            )
+        )
+
+    def _receive(self, life: Incarnation, command: commands.SendPromise, tags: list[int]) -> None:
+        world, faults = self._world, self._world.faults
+        if life.is_dead or life.is_cut_off:
+            return
+        key = (command.request_id, command.generation)
+        if key in life.rooms:
+            raise Violation(f"{life.writer} was promised room {key} twice")
+        frames = [Link(world.schedule) for _ in range(life.ranks)]
+        room = life.rooms[key] = ServedRoom(key, life, tags, frames)
+        if faults.hits("room_is_refused"):
+            room.has_stopped = True
+            self._tell(
+                room,
+                0,
+                events.RoomRefused(at_s=0, request_id=key[0], generation=key[1], span=0, cause="injected"),
+            )
+            return
+        first = len(tags) - len(command.pages)
+        self._serve(room, 0, first, command.pages)
+        for rank in range(life.ranks):
+            slow = 0.5 if faults.hits("aux_is_slow") else 0.0
+            world.schedule.after(world.delay() + slow, self._finish, room, rank)
+        if faults.hits("room_fails"):
+            world.schedule.after(world.delay(), self._fail, room)
+        elif faults.hits("room_fails_settled"):
+            world.schedule.after(world.delay(), self._fail_settled, room)
+
+    def extend(self, command: commands.SendExtend) -> None:
+        """A part of the promise is taken back."""
+        self.life_of(command).inbox.send(self._world.delay(), self._extended, self.life_of(command), command)
+
+    def _extended(self, life: Incarnation, command: commands.SendExtend) -> None:
+        room = life.rooms.get((command.request_id, command.generation))
+        if life.is_dead or life.is_cut_off or room is None or room.has_stopped:
+            return
+        if self._world.faults.hits("extend_is_refused"):
+            self._tell(
+                room,
+                0,
+                events.RoomRefused(
+                    at_s=0, request_id=room.key[0], generation=room.key[1], span=command.span, cause="injected"
+                ),
+            )
+            return
+        self._serve(room, command.span, command.first, command.pages)
+
+    def abort(self, key: RoomKey, life: Incarnation) -> None:
+        """Decode wants no more of a room."""
+        life.inbox.send(self._world.delay(), self._aborted, life, key)
+
+    def _aborted(self, life: Incarnation, key: RoomKey) -> None:
+        if life.is_dead:
+            return
+        if life.is_cut_off:
+            life.unheard_aborts.append(key)
+            return
+        room = life.rooms.get(key)
+        if room is None:
+            # The promise was lost on the way: nothing was or will be written.
+            frames = [Link(self._world.schedule) for _ in range(life.ranks)]
+            room = life.rooms[key] = ServedRoom(key, life, [], frames)
+        room.has_stopped = room.is_aborted = True
+        for rank in range(life.ranks):
+            self._drain(room, rank)
+
+    def received(self, key: RoomKey, life: Incarnation) -> None:
+        """Decode has all of a room."""
+        life.inbox.send(self._world.delay(), self._released, life, key)
+        room = life.rooms.get(key)
+        if room is not None and any(room.in_flight):
+            raise Violation(f"{room.who} was received while writes of it were in flight")
+
+    def _released(self, life: Incarnation, key: RoomKey) -> None:
+        room = life.rooms.pop(key, None)
+        if room is not None:
+            room.has_stopped = True
+
+    def life_of(self, command: commands.SendExtend) -> Incarnation:
+        """Which incarnation a room is with."""
+        return self._world.rooms_out.life((command.request_id, command.generation))
+
+    # --- What it does ---
+
+    def _serve(self, room: ServedRoom, span: int, first: int, pages: PageIds) -> None:
+        room.spans[span] = (first, pages)
+        for rank in range(room.life.ranks):
+            room.cursors[span, rank] = first
+            self._world.schedule.after(self._world.delay(), self._post, room, span, rank, first)
+
+    def _post(self, room: ServedRoom, span: int, rank: int, cursor: int) -> None:
+        world, random = self._world, self._random
+        if room.has_stopped or room.life.is_dead:
+            return
+        first, pages = room.spans[span]
+        left = first + len(pages) - cursor
+        if not left:
+            self._chunk(room, span, rank, cursor, 0, last=True)
+            return
+        count = random.randint(1, left)
+        last = count == left and random.random() < 0.7
+        ours = pages[cursor - first : cursor - first + count]
+        world.device.begin_write(ours, room.who)
+        room.in_flight[rank] += 1
+        room.life.in_flight += 1
+        slow = 0.4 if world.faults.hits("write_is_slow") else 0.0
+        world.schedule.after(world.delay() + slow, self._land, room, span, rank, cursor, ours, last)
+        if count < left or not last:
+            world.schedule.after(world.delay(), self._post, room, span, rank, cursor + count)
+
+    def _land(self, room: ServedRoom, span: int, rank: int, cursor: int, pages: PageIds, last: bool) -> None:
+        world, life = self._world, room.life
+        for at in range(len(pages)):
+            key = span << 32 | cursor + at
+            slices = room.slices[key] = room.slices.get(key, 0) + 1
+            # A page is whole when every rank has written its slice.
+            tags = [room.tags[cursor + at]] if slices == life.ranks else None
+            world.device.end_write(pages[at : at + 1], room.who, tags)
+        room.in_flight[rank] -= 1
+        life.in_flight -= 1
+        if life.is_dead:
+            self._tell_death(life)
+        else:
+            self._chunk(room, span, rank, cursor, len(pages), last=last)
+            self._drain(room, rank)
+            self._settle(room)
+
+    def _drain(self, room: ServedRoom, rank: int) -> None:
+        if room.is_aborted and not room.in_flight[rank]:
+            slow = 1.0 if self._world.faults.hits("drain_is_slow") else 0.0
+            drained = events.RoomDrained(at_s=0, request_id=room.key[0], generation=room.key[1], rank=rank)
+            self._tell(room, rank, drained, slow)
+
+    def _finish(self, room: ServedRoom, rank: int) -> None:
+        if not room.has_stopped and not room.life.is_dead:
+            self._tell(room, rank, events.AuxLanded(at_s=0, request_id=room.key[0], generation=room.key[1], rank=rank))
+
+    def _fail(self, room: ServedRoom) -> None:
+        if not room.has_stopped and not room.life.is_dead:
+            room.has_stopped = True
+            self._tell(
+                room,
+                0,
+                events.RoomFailed(
+                    at_s=0, request_id=room.key[0], generation=room.key[1], cause="injected", settled=False
+                ),
+            )
+
+    def _fail_settled(self, room: ServedRoom) -> None:
+        if not room.has_stopped and not room.life.is_dead:
+            room.has_stopped = room.fails_when_settled = True
+            self._settle(room)
+
+    def _settle(self, room: ServedRoom) -> None:
+        if room.fails_when_settled and not any(room.in_flight):
+            room.fails_when_settled = False
+            failed = events.RoomFailed(
+                at_s=0, request_id=room.key[0], generation=room.key[1], cause="injected", settled=True
+            )
+            self._tell(room, 0, failed)
+
+    # --- How it dies ---
+
+    def crash(self) -> None:
+        """Die: writes in flight land until the death is told; nothing is said any more."""
+        world, life = self._world, self.life
+        life.is_dead = True
+        world.schedule.after(DETECTION_S * self._random.random(), self._tell_lost, life)
+        world.schedule.after(DETECTION_S * (1 + self._random.random()), self._tell_death, life)
+        self.life = self._new_life()
+
+    def cut_off(self) -> None:
+        """Be out of reach for a while, and notice nothing of it."""
+        life = self.life
+        if life.is_cut_off or life.is_lost:
+            return
+        life.is_cut_off = True
+        self._world.schedule.after(DETECTION_S * self._random.random(), self._tell_lost, life)
+        self._world.schedule.after(DETECTION_S * (1 + 5 * self._random.random()), self._heal, life)
+
+    def _heal(self, life: Incarnation) -> None:
+        if life.is_dead:
+            return
+        life.is_cut_off = life.is_lost = False
+        for key in life.unheard_aborts:
+            self.abort(key, life)
+        life.unheard_aborts = []
+
+    def _tell_lost(self, life: Incarnation) -> None:
+        if not life.is_lost:
+            life.is_lost = True
+            self._world.lose_writer(life.writer)
+
+    def _tell_death(self, life: Incarnation) -> None:
+        if life.is_lost and not life.in_flight and life.writer not in self._world.dead_writers:
+            self._world.dead_writers.add(life.writer)
+            self._world.schedule.after(self._world.delay(), self._say_dead, life)
+
+    def _say_dead(self, life: Incarnation) -> None:
+        self._world.step(events.WriterDead(at_s=self._world.now_s, writer=life.writer))
+
+    # --- What it says ---
+
+    def _chunk(self, room: ServedRoom, span: int, rank: int, first: int, count: int, *, last: bool) -> None:
+        """A chunk has landed: say it, and what waited for it; chunks of a span are told in the order of their pages."""
+        room.unsaid[span, rank, first] = (count, last)
+        while (landed := room.unsaid.pop((span, rank, room.cursors[span, rank]), None)) is not None:
+            count, last = landed
+            chunk = events.ChunkLanded(
+                at_s=0,
+                request_id=room.key[0],
+                generation=room.key[1],
+                rank=rank,
+                span=span,
+                first=room.cursors[span, rank],
+                count=count,
+                last=last,
+            )
+            room.cursors[span, rank] += count
+            self._tell(room, rank, chunk)
+
+    def _tell(self, room: ServedRoom, rank: int, event: events.Event, slow_s: float = 0.0) -> None:
+        room.frames[rank].send(self._world.delay() + slow_s, self._world.frames.deliver, room, event)

@@ -1,0 +1,95 @@
+"""One seeded run of the core against a simulated world, and what it found."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from tidekv.engine.simulation.faults import Chosen
+from tidekv.engine.simulation.world import World
+from tidekv.states.errors import TidekvError
+from tidekv.states.settings import CoreSettings
+
+CLIENTS_MAX = 16
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What happened in one run. The same seed gives the same report."""
+
+    seed: int
+    requests: int
+    events: int
+    virtual_s: float
+    ends: dict[str, int]
+    """Requests by how their restore ended: "READY", or the cause of the failure."""
+    faults: dict[str, int]
+    """How often each kind of fault struck."""
+    counters: dict[str, int]
+    """What the core counted."""
+    digest: int
+    """Of every event and every command, in order."""
+
+
+class SimulationFailed(TidekvError):
+    """A run saw something that must never happen; its text holds the seed that repeats it."""
+
+    def __init__(self, seed: int, requests: int, faults: Chosen, what: BaseException, recent: list[str]) -> None:
+        super().__init__(
+            f"seed {seed}, {requests} requests, faults {faults!r}: {type(what).__name__}: {what}\n"
+            "the last events and what followed from each:\n" + "\n".join(recent)
+        )
+        self.seed = seed
+        self.recent = recent
+
+
+def simulate(
+    seed: int, requests: int, faults: Chosen = "all", settings: CoreSettings | None = None, clients: int | None = None
+) -> Report:
+    """Serve so many requests in virtual time, with faults drawn from the seed, and check everything on the way.
+
+    `faults` is "all", "none", or names of `FAULTS`; without `settings` those are drawn from the seed, too. Raises
+    SimulationFailed with what is needed to see it again.
+    """
+    random = Random(f"settings {seed}")
+    drawn = settings or draw_settings(random)
+    world = World(seed=seed, requests=requests, faults=faults, settings=drawn)
+    try:
+        world.run(clients or random.randint(2, CLIENTS_MAX))
+    except Exception as error:
+        recent = [f"  {event}\n" + "".join(f"      {wish}\n" for wish in wishes) for event, wishes in world.recent]
+        raise SimulationFailed(seed, requests, faults, error, recent) from error
+    return Report(
+        seed=seed,
+        requests=requests,
+        events=world.event_count,
+        virtual_s=world.now_s,
+        ends=world.ends,
+        faults=world.faults.counts,
+        counters=dict(sorted(world.core.books.counters.items())),
+        digest=world.digest,
+    )
+
+
+def draw_settings(random: Random) -> CoreSettings:
+    """Small pools and short deadlines, so that everything collides."""
+    page_size = random.choice((1, 2, 4))
+    return CoreSettings(
+        page_size=page_size,
+        key_bytes=page_size,
+        device_pages=random.choice((12, 24, 48, 120)),
+        host_pages=random.choice((0, 8, 40, 200)),
+        growth_reserve_pages=random.choice((0, 1, 2)),
+        admission_scan_max=random.choice((1, 4, 16)),
+        passes_max=random.choice((0, 3, 64)),
+        ageing_s=random.choice((0.05, 5.0)),
+        prefetch_threshold_tokens=random.choice((0, 0, 2 * page_size)),
+        fetch_run_pages=random.choice((1, 2, 4, 32)),
+        copy_run_pages=random.choice((1, 3, 256)),
+        query_deadline_s=0.05,
+        prefetch_base_s=0.1,
+        prefetch_per_ki_token_s=0.25,
+        copy_deadline_s=0.2,
+        attempts_per_prefill=random.choice((1, 1, 2)),
+        keep_output=random.random() < 0.9,
+    )

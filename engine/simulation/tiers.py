@@ -1,0 +1,211 @@
+"""Simulated storage and copies: they do what commands say, late, badly or not at all."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from tidekv.engine.simulation.memory import SimulatedPool, Violation
+from tidekv.states import commands, events
+from tidekv.states.shapes import PageIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tidekv.engine.simulation.world import World
+
+STUCK_S = 500.0
+"""How long what is stuck is stuck: far beyond every deadline, so that "never" ends before the run does."""
+
+
+class Outcomes:
+    """Tells the outcome of an operation: once, whatever happens, or twice where that is the fault."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._open: set[int] = set()
+
+    @property
+    def open_count(self) -> int:
+        """Operations without an outcome so far."""
+        return len(self._open)
+
+    def begin(self, op: int) -> None:
+        """An operation was asked for."""
+        if op in self._open:
+            raise Violation(f"operation {op} was begun twice")
+        self._open.add(op)
+
+    def tell(self, make: Callable[[float], events.Event], op: int) -> None:
+        """Tell the outcome now."""
+        self._open.remove(op)
+        self._world.step(make(self._world.now_s))
+        if self._world.faults.hits("outcome_repeats"):
+            self._world.schedule.after(self._world.delay(), lambda: self._world.step(make(self._world.now_s)))
+
+    def raised(self, op: int) -> None:
+        """Starting the operation raised."""
+        self._world.schedule.after(
+            0.0, self.tell, lambda at_s: events.CommandRaised(at_s=at_s, op=op, detail="injected"), op
+        )
+
+
+class SimulatedStorage:
+    """A storage engine: which prefixes it has. Its pages are never wrong, but they may be gone, and it may lie."""
+
+    def __init__(self, world: World, random: Random) -> None:
+        self._world = world
+        self._random = random
+        self._present: dict[int, None] = {}
+
+    def query(self, command: commands.QueryStorage) -> None:
+        """Answer how many of the pages are there."""
+        world, faults = self._world, self._world.faults
+        world.outcomes.begin(command.op)
+        if faults.hits("query_raises"):
+            world.outcomes.raised(command.op)
+            return
+        delay = self._delay(world, "query_is_late", world.settings.query_deadline_s, "query_is_stuck")
+        wanted = world.caller(command.request_id).tags[command.first : command.first + command.count]
+        if len(wanted) != command.count:
+            raise Violation(f"{command} asks for pages that the prompt does not have")
+        world.schedule.after(delay, self._answer, command, wanted)
+
+    def _answer(self, command: commands.QueryStorage, wanted: list[int]) -> None:
+        faults = self._world.faults
+        found, error = self._held(wanted), ""
+        if faults.hits("query_fails"):
+            found, error = self._random.choice((0, found)), "injected"
+        elif faults.hits("query_promises_too_much"):
+            found = self._random.randint(found, command.count)
+        elif faults.hits("query_promises_too_little"):
+            found = self._random.randint(0, found)
+        elif faults.hits("query_is_nonsense"):
+            found = self._random.choice((-3, command.count + 5))
+        self._world.outcomes.tell(
+            lambda at_s: events.StorageAnswered(at_s=at_s, op=command.op, found=found, error=error), command.op
+        )
+
+    def fetch(self, command: commands.FetchPages) -> None:
+        """Read pages."""
+        world, faults = self._world, self._world.faults
+        world.outcomes.begin(command.op)
+        if faults.hits("fetch_raises"):
+            world.outcomes.raised(command.op)
+            return
+        wanted = world.caller(command.request_id).tags[command.first : command.first + len(command.host_pages)]
+        if len(wanted) != len(command.host_pages):
+            raise Violation(f"{command} asks for pages that the prompt does not have")
+        if faults.hits("page_is_lost"):
+            self._present.pop(self._random.choice(wanted), None)
+        world.host.begin_write(command.host_pages, f"fetch {command.op}")
+        deadline_s = world.settings.prefetch_deadline_s(len(wanted))
+        world.schedule.after(
+            self._delay(world, "fetch_is_late", deadline_s, "fetch_is_stuck"), self._land, command, wanted
+        )
+
+    def _land(self, command: commands.FetchPages, wanted: list[int]) -> None:
+        world, faults = self._world, self._world.faults
+        good, error = self._held(wanted), ""
+        if faults.hits("fetch_fails"):
+            good, error = self._random.choice((0, good)), "injected"
+        for name in ("fetch_is_short", "fetch_is_corrupt"):
+            if good and faults.hits(name):
+                good = self._random.randrange(good)
+        world.host.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:good], *([0] * (len(wanted) - good))])
+        if good == len(wanted) and faults.hits("fetch_reports_nonsense"):
+            good += 7
+        world.outcomes.tell(
+            lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, good=good, error=error), command.op
+        )
+
+    def store(self, command: commands.StorePages) -> None:
+        """Put pages, which must be those that the tokens say."""
+        world, faults = self._world, self._world.faults
+        world.outcomes.begin(command.op)
+        if faults.hits("store_raises"):
+            world.outcomes.raised(command.op)
+            return
+        who = f"put {command.op}"
+        wanted = world.tokens_left(command.serial)[command.first : command.first + len(command.host_pages)]
+        world.host.expect(command.host_pages, wanted, who)
+        found = world.host.begin_read(command.host_pages, who)
+        delay = self._delay(world, "store_is_late", 60.0, "store_is_stuck")
+        world.schedule.after(delay, self._stored, command, found)
+
+    def _stored(self, command: commands.StorePages, found: list[int]) -> None:
+        world, faults = self._world, self._world.faults
+        world.host.end_read(command.host_pages, f"put {command.op}", found)
+        stored, error = len(found), ""
+        if faults.hits("store_fails"):
+            stored, error = 0, "injected"
+        elif faults.hits("store_is_partial"):
+            stored = self._random.randrange(stored)
+        self._present.update(dict.fromkeys(found[:stored]))
+        while self._present and faults.hits("storage_forgets"):
+            for tag in self._random.sample(list(self._present), k=1 + len(self._present) // 4):
+                del self._present[tag]
+        world.tokens_left(command.serial)
+        world.outcomes.tell(
+            lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error), command.op
+        )
+
+    def _held(self, wanted: list[int]) -> int:
+        return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))
+
+    def _delay(self, world: World, late: str, deadline_s: float, stuck: str) -> float:
+        if world.faults.hits(late):
+            return deadline_s * (1.0 + self._random.random())
+        if world.faults.hits(stuck):
+            return STUCK_S * (0.5 + self._random.random())
+        return min(world.delay(), deadline_s * 0.9)
+
+
+class SimulatedCopies:
+    """Copies between the pools."""
+
+    def __init__(self, world: World, random: Random) -> None:
+        self._world = world
+        self._random = random
+
+    def copy_in(self, command: commands.CopyToDevice) -> None:
+        """Copy host pages to device pages."""
+        self._start(command, "copy_in", command.host_pages, command.device_pages, self._world.host, self._world.device)
+
+    def copy_out(self, command: commands.CopyToHost) -> None:
+        """Copy device pages to host pages."""
+        self._start(command, "copy_out", command.device_pages, command.host_pages, self._world.device, self._world.host)
+
+    def _start(
+        self,
+        command: commands.CopyToDevice | commands.CopyToHost,
+        name: str,
+        source_pages: PageIds,
+        target_pages: PageIds,
+        source: SimulatedPool,
+        target: SimulatedPool,
+    ) -> None:
+        world, faults, op = self._world, self._world.faults, command.op
+        world.outcomes.begin(op)
+        if len(source_pages) != len(target_pages) or not source_pages:
+            raise Violation(f"{command} does not copy as many pages as it names")
+        if faults.hits(f"{name}_raises"):
+            world.outcomes.raised(op)
+            return
+        who = f"copy {op}"
+        found = source.begin_read(source_pages, who)
+        target.begin_write(target_pages, who)
+        deadline_s = world.settings.copy_deadline_s
+        delay = min(world.delay(), deadline_s * 0.9)
+        if faults.hits(f"{name}_is_late"):
+            delay = deadline_s * (1.0 + self._random.random())
+        elif name == "copy_in" and faults.hits("copy_in_is_stuck"):
+            delay = STUCK_S * (0.5 + self._random.random())
+
+        def end() -> None:
+            error = "injected" if faults.hits(f"{name}_fails") else ""
+            source.end_read(source_pages, who, found)
+            target.end_write(target_pages, who, None if error else found)
+            world.outcomes.tell(lambda at_s: events.CopyEnded(at_s=at_s, op=op, error=error), op)
+
+        world.schedule.after(delay, end)

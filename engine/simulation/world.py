@@ -1,0 +1,337 @@
+"""The simulated world around one unmodified core: it executes commands, tells events, and watches for violations."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tidekv.engine.simulation.audit import audit
+from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
+from tidekv.engine.simulation.faults import Chosen, Faults
+from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
+from tidekv.engine.simulation.prefill import Peer
+from tidekv.engine.simulation.raising import Raising
+from tidekv.engine.simulation.rooms import Frames, RoomsOut
+from tidekv.engine.simulation.schedule import Schedule
+from tidekv.engine.simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
+from tidekv.states import commands, events
+from tidekv.states.core import Core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tidekv.states.settings import CoreSettings
+
+AUDIT_EVENTS = 100
+PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost")
+
+
+class World:
+    """One run: one core, and everything it talks to."""
+
+    def __init__(self, *, seed: int, requests: int, faults: Chosen, settings: CoreSettings) -> None:
+        self._random = random = Random(seed)
+        self.settings = settings
+        self.core = Core(settings)
+        self.schedule = Schedule()
+        self.faults = Faults(random, faults)
+        self.contents = Contents()
+        self.device = SimulatedPool(self.core.books.device)
+        self.host = SimulatedPool(self.core.books.host)
+        self.outcomes = Outcomes(self)
+        self.storage = SimulatedStorage(self, random)
+        self.copies = SimulatedCopies(self, random)
+        self.peers = [Peer(self, random, f"prefill-{number}") for number in range(3)]
+        self.rooms_out = RoomsOut(self)
+        self.frames = Frames(self, random)
+        self.raising = Raising(self, random)
+        self.dead_writers: set[str] = set()
+        self.retracting: dict[str, tuple[Caller, bytes]] = {}
+        self.retracted_ids: set[str] = set()
+        self.recent: deque[tuple[events.Event, list[commands.Command]]] = deque(maxlen=60)
+        self.event_count = 0
+        self.digest = 0
+        self.ends: dict[str, int] = {}
+        self.prompt_tokens_max = max(1, (settings.device_pages * 3 // 5 - settings.growth_reserve_pages)) * (
+            settings.page_size
+        )
+        self._arrivals_left = requests
+        self._ids = 0
+        self._serials = 0
+        self._callers: dict[str, Caller] = {}
+        self._generations: dict[str, int] = {}
+        self._left: dict[int, list[int]] = {}
+        self._clock_at_s = float("inf")
+        self._latency_s = random.choice((0.001, 0.004, 0.015))
+        self._is_stepping = False
+        # Commands are of different classes; each has its own taker.
+        self._execute: dict[type[commands.Command], Callable[[Any], None]] = {
+            commands.QueryStorage: self.storage.query,
+            commands.FetchPages: self.storage.fetch,
+            commands.StorePages: self.storage.store,
+            commands.CopyToDevice: self.copies.copy_in,
+            commands.CopyToHost: self.copies.copy_out,
+            commands.SendPromise: self._promise,
+            commands.SendExtend: self.rooms_out.extend,
+            commands.SendAbort: self.rooms_out.abort,
+            commands.SendReceived: self.rooms_out.received,
+            commands.TellReady: self._ready,
+            commands.TellFailed: self._failed,
+            commands.GiveReserve: self._give_reserve,
+            commands.TellFinished: self._nothing,
+            commands.TellDropped: self._nothing,
+            commands.TellRetracted: self._retracted,
+            commands.TellFlushed: self._nothing,
+            commands.ForgetTokens: self._forget_tokens,
+        }
+
+    def run(self, clients: int) -> None:
+        """Serve all requests, and see that nothing is left."""
+        sessions = [(self._random.choice(("", "", "adapter")), b"") for _ in range(SESSIONS)]
+        self.step(events.StorageChanged(at_s=0.0, available=True))
+        for _ in range(clients):
+            self.schedule.after(self.delay(), Client(self, self._random, sessions).begin)
+        while self.schedule.run_next():
+            pass
+        self._check_end()
+
+    # --- What the parts of the world ask ---
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time."""
+        return self.schedule.now_s
+
+    def delay(self) -> float:
+        """How long something takes that goes well."""
+        return self._latency_s * (self._random.random() + 0.1 * (self._random.random() < 0.1) * 50)
+
+    def tags_of(self, namespace: str, tokens: bytes) -> list[int]:
+        """The tags of the full pages of these tokens."""
+        full = len(tokens) // self.settings.page_size * self.settings.page_size
+        return self.contents.tags(namespace, tokens[:full], self.settings.page_size)
+
+    def caller(self, request_id: str) -> Caller:
+        """Whose request of that name lives."""
+        return self._callers[request_id]
+
+    def is_live(self, caller: Caller) -> bool:
+        """Whether the request lives."""
+        return self._callers.get(caller.request_id) is caller
+
+    def next_serial(self) -> int:
+        """A number for the tokens of a request."""
+        self._serials += 1
+        return self._serials
+
+    def new_id(self) -> str:
+        """A name for a request: a new one, or one that was used before."""
+        if self._ids and self.faults.hits("id_returns"):
+            name = f"r{self._random.randrange(max(1, self._ids - 6), self._ids + 1)}"
+            if name not in self._callers and name not in self.retracted_ids:
+                return name
+        self._ids += 1
+        return f"r{self._ids}"
+
+    def take_arrival(self) -> bool:
+        """Whether one more request may be made. Now and then the world itself goes wrong at this moment."""
+        if not self._arrivals_left:
+            return False
+        self._arrivals_left -= 1
+        if self.faults.hits("peer_crashes"):
+            self.schedule.after(self.delay(), self._random.choice(self.peers).crash)
+        if self.faults.hits("peer_is_partitioned"):
+            self.schedule.after(self.delay(), self._random.choice(self.peers).cut_off)
+        if self.faults.hits("storage_is_detached"):
+            self.step(events.StorageChanged(at_s=self.now_s, available=False))
+            self.schedule.after(
+                self.delay() * 20, lambda: self.step(events.StorageChanged(at_s=self.now_s, available=True))
+            )
+        return True
+
+    def arrive(self, caller: Caller, *, cache: bool, priority: int) -> None:
+        """A request arrives."""
+        self._callers[caller.request_id] = caller
+        full = len(caller.tags) * self.settings.page_size
+        self.step(
+            events.RequestArrived(
+                at_s=self.now_s,
+                request_id=caller.request_id,
+                serial=caller.serial,
+                keys=caller.tokens[:full],
+                prompt_tokens=len(caller.tokens),
+                namespace=caller.namespace,
+                prefill_count=len(caller.prefills),
+                deadline_at_s=caller.deadline_at_s,
+                priority=priority,
+                cache=cache,
+                generation=self._generations.get(caller.request_id, -1) + 1,
+            )
+        )
+
+    def end(self, caller: Caller) -> None:
+        """The request is over for its caller."""
+        del self._callers[caller.request_id]
+
+    def leave_tokens(self, caller: Caller, tags: list[int]) -> None:
+        """The request leaves these tokens: operations may name them until they are forgotten."""
+        self._left[caller.serial] = tags
+
+    def tokens_left(self, serial: int) -> list[int]:
+        """The tags of what a request left."""
+        if serial not in self._left:
+            raise Violation(f"the tokens of request number {serial} were forgotten while somebody needs them")
+        return self._left[serial]
+
+    def lose_writer(self, writer: str) -> None:
+        """Tell that a peer is out of reach."""
+        event = events.WriterLost(at_s=self.now_s, writer=writer, cause="injected")
+        for room in self.core.rooms.of_writer(writer):
+            self._lose(room.request.request_id)
+        self.step(event)
+
+    def note_losses(self, event: events.Event) -> None:
+        """Remember whose room an event ends: those requests may fail."""
+        if isinstance(event, events.RoomRefused | events.RoomFailed) and self.core.rooms.live(
+            event.request_id, event.generation
+        ):
+            self._lose(event.request_id)
+
+    def _lose(self, request_id: str) -> None:
+        self._callers[request_id].losses += 1
+
+    # --- The core ---
+
+    def step(self, event: events.Event) -> None:
+        """Let the core take an event, and do what it wishes."""
+        if self._is_stepping:
+            raise Violation("a command was answered before its step was over")
+        self._is_stepping = True
+        self.event_count += 1
+        self.recent.append((event, []))
+        wishes = self.core.step(event)
+        self.recent[-1] = (event, wishes)
+        self.digest = zlib.crc32(ENCODER.encode(event), self.digest)
+        for wish in wishes:
+            self.digest = zlib.crc32(ENCODER.encode(wish), self.digest)
+            self._execute[type(wish)](wish)
+        self._is_stepping = False
+        for account in (self.core.books.device, self.core.books.host):
+            if account.free + account.owned + account.cached + account.draining != account.total:
+                raise Violation(f"pool {account.name} does not add up")
+        if self.event_count % AUDIT_EVENTS == 0:
+            audit(self)
+        self._arm_clock()
+
+    def _arm_clock(self) -> None:
+        due_s = self.core.next_deadline_s()
+        if due_s is not None and due_s < self._clock_at_s:
+            late_s = self.delay() * 10 if self.faults.hits("clock_is_late") else 0.0
+            self._clock_at_s = max(due_s, self.now_s) + late_s
+            self.schedule.at(self._clock_at_s, self._tick)
+
+    def _tick(self) -> None:
+        self._clock_at_s = float("inf")
+        due_s = self.core.next_deadline_s()
+        if due_s is not None and due_s <= self.now_s:
+            self.step(events.ClockAdvanced(at_s=self.now_s))
+        else:
+            self._arm_clock()
+
+    # --- Commands ---
+
+    def _nothing(self, command: commands.Command) -> None:
+        pass
+
+    def _promise(self, command: commands.SendPromise) -> None:
+        caller = self._callers[command.request_id]
+        settings = self.settings
+        if command.generation <= self._generations.get(command.request_id, -1):
+            raise Violation(f"{command} has a generation that was used before")
+        self._generations[command.request_id] = command.generation
+        tags = caller.tags + caller.tail
+        promised_pages = -(-command.promised_tokens // settings.page_size)
+        if (
+            command.prompt_tokens != len(caller.tokens)
+            or promised_pages + len(command.pages) != len(tags)
+            or (command.promised_tokens % settings.page_size and command.promised_tokens != len(caller.tokens))
+        ):
+            raise Violation(f"{command} does not cover the prompt once")
+        self.rooms_out.promise(command, self.peers[caller.prefills[command.prefill]], tags)
+
+    def _ready(self, command: commands.TellReady) -> None:
+        caller = self._callers[command.request_id]
+        caller.ends.append("READY")
+        self._count_end(caller, "READY")
+        self.device.expect(command.pages, caller.tags + caller.tail, command.request_id)
+        if sum(command.sources.values()) != len(caller.tokens) or min(command.sources.values()) < 0:
+            raise Violation(f"{command} has sources that are not {len(caller.tokens)} tokens")
+        caller.pages, caller.reserve = command.pages[:], command.reserve[:]
+        caller.client.ready(caller)
+
+    def _failed(self, command: commands.TellFailed) -> None:
+        caller = self._callers[command.request_id]
+        caller.ends.append(command.cause)
+        self._count_end(caller, command.cause)
+        allowed = {
+            "aborted": caller.has_aborted,
+            "deadline": caller.deadline_at_s <= self.now_s,
+            "internal error": self.raising.has_raised(caller.request_id),
+            **dict.fromkeys(PREFILL_CAUSES, caller.losses >= len(caller.prefills) * self.settings.attempts_per_prefill),
+        }
+        if not allowed.get(command.cause, False):
+            raise Violation(f"{command}, but nothing of that kind has happened to it")
+        caller.client.failed(caller)
+
+    def _count_end(self, caller: Caller, end: str) -> None:
+        if len(caller.ends) > 1:
+            raise Violation(f"{caller.request_id} ended more than once: {caller.ends}")
+        self.ends[end] = self.ends.get(end, 0) + 1
+
+    def _give_reserve(self, command: commands.GiveReserve) -> None:
+        self._callers[command.request_id].reserve += command.pages
+
+    def _retracted(self, command: commands.TellRetracted) -> None:
+        caller, tokens = self.retracting.pop(command.request_id)
+        caller.client.retracted(caller, tokens, command)
+
+    def _forget_tokens(self, command: commands.ForgetTokens) -> None:
+        if self._left.pop(command.serial, None) is None:
+            raise Violation(f"{command}, which were forgotten before")
+
+    # --- The end ---
+
+    def _check_end(self) -> None:
+        audit(self)
+        core = self.core
+        if self._callers:
+            stuck = next(iter(self._callers))
+            raise Violation(f"{len(self._callers)} requests never ended, among them {core.request(stuck)}")
+        left = {
+            name: count
+            for name, count in core.statistics().items()
+            if count
+            and (
+                name.startswith("requests_")
+                or name.endswith(("_owned", "_draining", "_protected"))
+                or name in ("queue", "loads", "backups", "operations", "rooms")
+            )
+        }
+        if left or not core.is_idle or core.next_deadline_s() is not None:
+            raise Violation(f"all requests have ended, but the core still holds {left}")
+        if self._left or self.outcomes.open_count or not self.device.is_quiet or not self.host.is_quiet:
+            raise Violation("all requests have ended, but tokens or operations are left")
+
+
+def _encode_array(value: object) -> bytes:
+    assert hasattr(value, "tobytes"), value
+    encoded = value.tobytes()
+    assert isinstance(encoded, bytes)
+    return encoded
+
+
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)

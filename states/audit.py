@@ -1,0 +1,180 @@
+"""Who owns what, recounted from scratch over the whole core: no page without an owner, none with two, no lost receipt.
+
+The accounts know the condition of each page, the index its own nodes. This file asks every request, load, backup and
+room what it holds, and compares. O(everything); it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tidekv.states.accounts import Condition, PageAccount
+from tidekv.states.backups import Backup
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.loads import LateFetch, Load, Stage
+from tidekv.states.request import Request, State
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.core import Core
+    from tidekv.states.node import Node, Receipt
+
+PLANNED = (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
+
+
+def audit_core(core: Core) -> None:
+    """Raise BrokenInvariant, in words, at the first contradiction found."""
+    core.books.index.check()
+    core.books.device.check()
+    core.books.host.check()
+    loads = _loads_of(core)
+    _check_device_pages(core)
+    _check_host_pages(core, loads)
+    _check_receipts(core, loads)
+    _check_loads(core, loads)
+    _check_operations(core, loads)
+    for request in core.books.requests.values():
+        _check_request(core, request)
+    _require(not core.books.dirty and not core.books.homeless and not core.books.settled_loads, "a step left work")
+    waiting = {request for request in core.books.requests.values() if request.state is State.PREALLOC}
+    _require(set(core.queue) == waiting and len(core.queue) == len(waiting), "the queue is not who waits for admission")
+
+
+def _require(condition: object, words: str) -> None:
+    if not condition:
+        raise BrokenInvariant(words)
+
+
+def _loads_of(core: Core) -> dict[Load, None]:
+    """Every load that still holds something: live, or void and waiting for a writer or for what lies below it."""
+    loads = dict.fromkeys(core.loads)
+    loads.update(dict.fromkeys(owner for owner in core.books.operations.values() if isinstance(owner, Load)))
+    loads.update(dict.fromkeys(load for draining in core.rooms.quarantine for load in draining.loads))
+    loads.update(dict.fromkeys(core.loads.settled_voids))
+    return loads
+
+
+def _check_device_pages(core: Core) -> None:
+    owned, draining = page_ids(), page_ids()
+    for request in core.books.requests.values():
+        owned += request.own + request.reserve
+    for left in core.rooms.quarantine:
+        draining += left.pages
+    for node in core.books.index.nodes():
+        if node.void and node.device is not None:
+            draining += node.device
+    _check_pages(core.books.device, owned, draining)
+
+
+def _check_host_pages(core: Core, loads: dict[Load, None]) -> None:
+    owned = page_ids()
+    for load in loads:
+        owned += load.host_pages
+    for owner in core.books.operations.values():
+        if isinstance(owner, LateFetch):
+            owned += owner.host_pages
+    for backup in core.backups:
+        owned += backup.host_pages
+    _check_pages(core.books.host, owned, page_ids())
+
+
+def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> None:
+    for pages, condition, count in (
+        (owned, Condition.OWNED, account.owned),
+        (draining, Condition.DRAINING, account.draining),
+    ):
+        words = condition.name.lower()
+        twice = [page for page, owners in Counter(pages).items() if owners > 1]
+        _require(not twice, f"{account.name} pages {twice} have two owners")
+        _require(account.holds(pages, condition), f"an owner of {words} {account.name} pages has others, too")
+        _require(len(pages) == count, f"{count} {account.name} pages are {words}, owners know of {len(pages)}")
+
+
+def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
+    receipts: list[Receipt | None] = list(core.backups.held)
+    for request in core.books.requests.values():
+        receipts += (request.lock, request.pin)
+    for holder in (*loads, *core.backups):
+        receipts += (holder.lock, holder.pin)
+    held = [receipt for receipt in receipts if receipt is not None]
+    _require(not any(receipt.released for receipt in held), "a receipt is held that was given back")
+    _require(len(set(map(id, held))) == len(held), "a receipt has two holders")
+    device: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "device")
+    host: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "host")
+    index = core.books.index
+    for node in (*index.nodes(), *index.tree.roots.values()):
+        _require(node.anchored == device.pop(node, 0), f"{node} has device receipts that nobody holds, or lacks some")
+        _require(node.host_anchored == host.pop(node, 0), f"{node} has host receipts that nobody holds, or lacks some")
+    _require(not device and not host, "receipts are held for nodes that are not in the tree")
+
+
+def _check_loads(core: Core, loads: dict[Load, None]) -> None:
+    under = Counter[Load]()
+    void: set[Node] = set()
+    for node in core.books.index.nodes():
+        if node.load is not None:
+            _require(node.load in loads and node in node.load.nodes, f"{node} is under a load that does not know it")
+            under[node.load] += 1
+        if node.void:
+            void.add(node)
+    for load in loads:
+        if load.stage is Stage.VOID:
+            for node in load.nodes:
+                _require(node in void, f"{node} of a void load is not void")
+                void.discard(node)
+            _require(load.lock is None and not load.sharers, "a void load has a lock or sharers")
+        else:
+            _require(load in set(core.loads), "a load is not void, but forgotten")
+            _require(under[load] == len(load.nodes), "a load names nodes that are not under it")
+            _require(load.nodes[0].depth_pages - load.nodes[0].page_count == load.first, "a load is not where it says")
+        for request, count in load.sharers.items():
+            _require(0 < count <= load.page_count, f"{request} shares {count} pages of a load")
+            _require(load in request.loads, f"{request} does not know of a load that it shares")
+        _require(load.filler is None or load.filler in load.sharers, "the filler of a load does not share it")
+        _require((load.stage is Stage.FILLING) == (load.filler is not None), "a load is filled by nobody")
+    _require(not void, f"{void} are void for no load")
+
+
+def _check_operations(core: Core, loads: dict[Load, None]) -> None:
+    backups = set(core.backups)
+    for op, owner in core.books.operations.items():
+        if isinstance(owner, Request):
+            _require(core.books.requests.get(owner.request_id) is owner, f"an operation is of {owner}, which is gone")
+            _require(owner.query_op == op, f"{owner} does not know of its question")
+        elif isinstance(owner, Load):
+            _require(owner in loads and owner.op == op, "an operation is of a load that does not know it")
+        elif isinstance(owner, Backup):
+            _require(owner in backups, "an operation is of a backup that is over")
+    for load in core.loads:
+        if load.stage in (Stage.FETCHING, Stage.COPYING):
+            _require(core.books.operations.get(load.op) is load, "a load waits for an operation that is over")
+
+
+def _check_request(core: Core, request: Request) -> None:
+    holds = request.lock is not None
+    _require(holds == (request.state is not State.PREALLOC), f"{request} has no lock, or one before its grant")
+    _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")
+    _require((request.room is not None) == (request.state in PLANNED), f"{request} has no room, or one too early")
+    if request.state is State.PREALLOC:
+        _require(not request.own and not request.reserve and not request.loads, f"{request} waits and holds pages")
+    if request.lock is None or request.state is State.READY:
+        return
+    path = core.books.index.path(request.lock.node)
+    shared = Counter[Load]()
+    for node in path:
+        _require(not node.void, f"the path of {request} runs through void pages")
+        if node.load is not None:
+            shared[node.load] += node.page_count
+    _require(
+        dict(request_loads := {load: load.sharers[request] for load in request.loads}) == dict(shared),
+        f"{request} shares {request_loads}, its path runs through {dict(shared)}",
+    )
+    end = request.lock.node.depth_pages
+    _require(end + len(request.own) == request.page_count, f"{request} does not have its prompt's pages once each")
+    if request.room is not None:
+        span = request.room.spans[0]
+        _require(request.promised == end == span.first, f"{request} promised {request.promised} pages of {end}")
+        _require(core.rooms.live(*request.room.key) is request.room, f"the room of {request} is not live")
+        known = sum(request.source_pages.values()) + sum(shared.values())
+        _require(known == end, f"{request} knows the sources of {known} pages of {end}")
