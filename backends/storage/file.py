@@ -91,6 +91,8 @@ class FileStorage:
         check_keys(keys)
         found = shelf.exist(keys)
         if all(found):
+            if shelf.is_stale:
+                await shelf.catch_up(0)
             return found
         # Other processes may have put them since we last looked.
         await shelf.catch_up(timeout_s)

@@ -83,6 +83,7 @@ class FileIndex:
         finally:
             self._db.execute("COMMIT")
         self._data_version = version
+        self.mirror.settle(written=True)
 
     def reserve(self, count: int) -> list[int]:
         """Reserve up to `count` slots for writing; older pages make room for them. Fewer if that is not enough."""
@@ -175,10 +176,12 @@ class FileIndex:
             self._seen = -1
             self._given_up += left
             self._to_remove.clear()
+            self.mirror.settle(written=False)
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
         self._seen = seq
+        self.mirror.settle(written=True)
         self._remove_files()
 
     def _pull(self) -> None:
@@ -249,7 +252,7 @@ class FileIndex:
         self.evictions += len(victims)
 
     def _take_over_segment(self, seq: int) -> bool:
-        """Retire the coldest segment of another namespace if we have none, or if all our pages were used later."""
+        """Retire the coldest segment of another namespace if we have no pages, or if all of ours were used later."""
         coldest = self._db.execute(
             "SELECT s.id, n.digest, (SELECT COALESCE(MAX(used), 0) FROM slots WHERE slot BETWEEN s.id << ? AND "
             "(s.id + 1 << ?) - 1) AS last FROM segments s JOIN namespaces n ON n.id=s.namespace "
@@ -262,7 +265,7 @@ class FileIndex:
         ours = self._db.execute(
             "SELECT MIN(used) FROM slots WHERE namespace=? AND state=2", (self._namespace,)
         ).fetchone()[0]
-        if self.mirror.slots_by_segment and (ours is None or last >= ours):
+        if ours is not None and last >= ours:
             return False
         self._retire(segment, digest, seq)
         return True

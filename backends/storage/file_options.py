@@ -25,10 +25,10 @@ OPTIONS: Final[Mapping[str, Option]] = {
 class FileOptions:
     """How a directory is used.
 
-    `capacity`: bytes of all segment files together, of every namespace. `segment`: bytes of one file, at most. `chunk`:
-    bytes of one transfer, about. `low_water`: the part of the pages that stays when room is made. `io`: how pages move.
-    `queue`: what NIXL uses for it. `threads`: workers for checksums (and pages, with io=threads). `busy_timeout_s`: how
-    long to wait for another process to finish with the index.
+    `capacity`: bytes of all segment files together, of every namespace. `segment`: bytes of one file, about; larger
+    where there would be too many. `chunk`: bytes of one transfer, about. `low_water`: the part of the pages that stays
+    when room is made. `io`: how pages move. `queue`: what NIXL uses for it. `threads`: workers for checksums (and
+    pages, with io=threads). `busy_timeout_s`: how long to wait for another process to finish with the index.
     """
 
     root: Path

@@ -7,6 +7,7 @@ never a wrong page.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from enum import IntEnum
 from typing import Final
 
@@ -34,6 +35,10 @@ class Mirror:
         # Lowest slot first, so that a batch gets neighbors. Holds every free slot, and stale entries besides.
         self._free_heap: list[int] = []
         self.slots_by_segment: dict[int, int] = {}
+        # Segments that are gone for good, for whoever has their files open. Emptied by the event loop.
+        self.dropped: deque[int] = deque()
+        # Segments that are gone if the change that drops them is written.
+        self._dropping: list[int] = []
 
     @property
     def slot_count(self) -> int:
@@ -62,6 +67,12 @@ class Mirror:
         self._free_heap.clear()
         self.slots_by_segment.clear()
 
+    def settle(self, *, written: bool) -> None:
+        """Say whether what was done to the mirror since the last time is so in the index."""
+        if written:
+            self.dropped.extend(self._dropping)
+        self._dropping.clear()
+
     def add_segment(self, segment: int, slots: int) -> None:
         """Take note of a segment, all of whose slots are free until something else is said of them."""
         if segment in self.slots_by_segment:
@@ -74,11 +85,14 @@ class Mirror:
         """Forget a segment and everything in it; returns how many pages were published there."""
         slots = self.slots_by_segment.pop(segment, 0)
         dropped = 0
+        if not slots:
+            return dropped
         for index in range(slots):
             slot = slot_of(segment, index)
             dropped += slot in self._key_by_slot
             self._clear(slot)
             self._free.discard(slot)
+        self._dropping.append(segment)
         return dropped
 
     def apply(self, slot: int, state: int, owner: int, key: bytes | None) -> None:

@@ -44,12 +44,11 @@ class NixlIO:
         self._workers = workers
         self._plain = plain
         self._lock = threading.Lock()
-        self._files: dict[int, Any] = {}  # NIXL has no types: prepared lists by segment.
-        self._registered: list[Any] = []  # And registrations, to be given back.
+        self._files: dict[int, tuple[Any, Any]] = {}  # NIXL has no types: registration and prepared list by segment.
         self._agent = _make_agent(_QUEUES[queue])
         memory = pool.segments[0]
         span_bytes = memory.stride_bytes * (memory.page_count - 1) + memory.piece_bytes
-        self._registered.append(self._agent.register_memory([(memory.address, span_bytes, 0, "")], "DRAM"))
+        self._pool_registered = self._agent.register_memory([(memory.address, span_bytes, 0, "")], "DRAM")
         rows = np.array([[memory.address, memory.piece_bytes, 0, memory.stride_bytes, memory.page_count]], np.uint64)
         self._pool_list = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, "DRAM")
 
@@ -65,67 +64,76 @@ class NixlIO:
             return [""] * len(slots)
         return await self._plain.write(slots, pages)
 
+    def forget(self, segments: Sequence[int]) -> None:
+        """Let go of the files of some segments; see PageIO."""
+        with self._lock:
+            for segment in segments:
+                registered, prepared = self._files.pop(segment, (None, None))
+                if registered is not None:
+                    self._agent.release_dlist_handle(prepared)
+                    self._agent.deregister_memory(registered)
+
     def close(self) -> None:
         """Give the agent back. Blocks; nothing may be in flight."""
-        for prepared in [*self._files.values(), self._pool_list]:
-            self._agent.release_dlist_handle(prepared)
-        self._files.clear()
-        for registered in self._registered:
-            self._agent.deregister_memory(registered)
-        self._registered.clear()
+        self.forget(list(self._files))
+        self._agent.release_dlist_handle(self._pool_list)
+        self._agent.deregister_memory(self._pool_registered)
+        # Its end takes a while, and must not come later on somebody's event loop.
+        self._agent = self._pool_list = self._pool_registered = None
 
     async def _transfer(self, operation: str, slots: Sequence[int], pages: Sequence[int]) -> bool:
         """Move all, one transfer a segment. False if any of it failed; nothing moves any more either way."""
-        loop = asyncio.get_running_loop()
         order = sorted(range(len(slots)), key=slots.__getitem__)
-        posted: list[asyncio.Future[None]] = []
-        closed: EngineClosed | None = None
-        complete = True
-        for segment, group in groupby(order, key=lambda at: segment_of(slots[at])):
-            members = list(group)
-            remote = self._files.get(segment)
-            if remote is None:
-                try:
-                    remote = await loop.run_in_executor(self._workers, self._open, segment, operation == "WRITE")
-                except OSError:
-                    complete = False
-                    continue
-            transfer = _Transfer(
+        groups = {segment: list(group) for segment, group in groupby(order, key=lambda at: segment_of(slots[at]))}
+        if not all(segment in self._files for segment in groups):
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.run_in_executor(self._workers, self._open, list(groups), operation == "WRITE")
+            except (OSError, StorageFailed):
+                return False
+        transfers = [
+            _Transfer(
                 self._agent,
                 operation,
                 self._pool_list,
                 np.array([pages[at] for at in members], np.int32),
-                remote,
+                self._files[segment][1],
                 np.array([index_of(slots[at]) for at in members], np.int32),
             )
-            try:
-                posted.append(self._poller.submit(transfer))
-            except EngineClosed as error:
-                closed = error
-        if posted:
-            await asyncio.wait(posted)
-        for future in posted:
-            outcome = future.exception()
-            # The poller gave up on a transfer that is still under way: nothing may be said about its pages.
-            closed = outcome if isinstance(outcome, EngineClosed) else closed
-            # Whatever NIXL raised: its errors share no type but RuntimeError. The plain way finds the cause.
-            complete &= outcome is None
-        if closed is not None:
-            raise closed
-        return complete
+            for segment, members in groups.items()
+        ]
+        posted: list[asyncio.Future[None]] = []
+        try:
+            # One by one: if the poller refuses one, those before it are still waited for.
+            for transfer in transfers:
+                posted.append(self._poller.submit(transfer))  # noqa: PERF401
+        finally:
+            if posted:
+                await asyncio.wait(posted)
+        outcomes = [future.exception() for future in posted]
+        for outcome in outcomes:
+            if isinstance(outcome, EngineClosed):
+                # The poller gave up on a transfer that is still under way: nothing may be said of its pages.
+                raise outcome
+        # Whatever else NIXL raised: its errors share no type but Exception. The plain way finds the cause.
+        return not any(outcomes)
 
-    def _open(self, segment: int, create: bool) -> Any:  # A prepared list of NIXL, which has no types.
-        """Register a segment's file; OSError if it cannot be opened."""
+    def _open(self, segments: Sequence[int], create: bool) -> None:
+        """Register files of segments; OSError if one cannot be opened, StorageFailed if NIXL does not take it."""
+        geometry = self._segments.geometry
         with self._lock:
-            if segment not in self._files:
+            for segment in segments:
+                if segment in self._files:
+                    continue
                 file = self._segments.file(segment, create=create)
-                geometry = self._segments.geometry
-                self._registered.append(self._agent.register_memory([(0, geometry.segment_bytes, file, "")], "FILE"))
                 rows = np.array(
                     [[geometry.data_offset, geometry.page_bytes, file, geometry.page_bytes, geometry.slots]], np.uint64
                 )
-                self._files[segment] = self._agent.prep_xfer_dlist(self._agent.name, rows, "FILE")
-            return self._files[segment]
+                try:
+                    registered = self._agent.register_memory([(0, geometry.segment_bytes, file, "")], "FILE")
+                    self._files[segment] = registered, self._agent.prep_xfer_dlist(self._agent.name, rows, "FILE")
+                except Exception as error:  # NIXL's errors share no other type.
+                    raise StorageFailed(f"NIXL does not take segment {segment}: {error}") from error
 
 
 class _Transfer:
@@ -180,6 +188,6 @@ def _make_agent(queue: str) -> Any:  # NIXL has no types.
             ),
         )
         agent.create_backend("POSIX", {queue: "true"})
-    except (ImportError, RuntimeError) as error:
+    except Exception as error:  # NIXL's errors share no other type.
         raise StorageFailed(f"NIXL's POSIX plugin cannot be used ({error}); install it, or pass io=threads") from error
     return agent

@@ -23,6 +23,9 @@ class PageIO(Protocol):
     async def write(self, slots: Sequence[int], pages: Sequence[int]) -> list[str]:
         """Write host pages into slots."""
 
+    def forget(self, segments: Sequence[int]) -> None:
+        """Let go of the files of some segments, to which nothing moves any more. Blocks."""
+
     def close(self) -> None:
         """Give everything back. Blocks; nothing may be moving."""
 
@@ -42,6 +45,9 @@ class ThreadIO:
     async def write(self, slots: Sequence[int], pages: Sequence[int]) -> list[str]:
         """Write host pages into slots; see PageIO."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, self._write, slots, pages)
+
+    def forget(self, segments: Sequence[int]) -> None:
+        """Do nothing: the files are somebody else's."""
 
     def close(self) -> None:
         """Do nothing: the threads and files are somebody else's."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from pathlib import Path
+from typing import Final
 
 from tidekv.backends.storage.file_index import INDEX_FILE, FileIndex
 from tidekv.backends.storage.file_options import FileOptions
@@ -26,7 +27,9 @@ from tidekv.backends.storage.writers import WriterLock
 from tidekv.states.errors import InvalidConfig, StorageFailed
 
 # A directory holds at least this many segments, so that giving one up does not empty it.
-_SEGMENTS_MIN = 8
+_SEGMENTS_MIN: Final = 8
+# And at most about this many, since each is an open file.
+_SEGMENTS_MAX: Final = 256
 
 
 class Place:
@@ -106,6 +109,8 @@ class Place:
 
     def _sweep(self, path: Path) -> None:
         """Remove segment and probe files that the index does not know, and which would not count against the bound."""
+        # Listed before the index is asked: a segment is in the index before its file is made.
+        found = [file for file in self.options.root.glob("*/*.seg") if file.stem.isdigit()]
         db = connect(path, busy_timeout_s=self.options.busy_timeout_s)
         try:
             known = {
@@ -116,8 +121,8 @@ class Place:
             }
         finally:
             db.close()
-        for file in self.options.root.glob("*/*.seg"):
-            if file.stem.isdigit() and (file.parent.name, int(file.stem)) not in known:
+        for file in found:
+            if (file.parent.name, int(file.stem)) not in known:
                 file.unlink(missing_ok=True)
         if self._writer.alone():
             for file in self.options.root.glob("*/*.probe"):
@@ -126,7 +131,7 @@ class Place:
 
 def _geometry(options: FileOptions, *, namespace: bytes, page_bytes: int) -> Geometry:
     """Cut segments of about the wanted size, and small enough that several fit."""
-    target_bytes = min(options.segment, options.capacity // _SEGMENTS_MIN)
+    target_bytes = min(max(options.segment, options.capacity // _SEGMENTS_MAX), options.capacity // _SEGMENTS_MIN)
     slots = (target_bytes - 2 * BLOCK_BYTES) // (page_bytes + HEADER_BYTES)
     geometry = Geometry(namespace=namespace, page_bytes=page_bytes, slots=min(max(slots, 1), SLOTS_PER_SEGMENT_MAX))
     if geometry.segment_bytes > options.capacity:

@@ -155,6 +155,14 @@ class Segments:
         """Write one page; OSError if not all of it got there."""
         write_all(self.file(segment_of(slot), create=True), page, self.geometry.page_offset(index_of(slot)))
 
+    def close_some(self, segments: Sequence[int]) -> None:
+        """Close the files of some segments. Nothing may be reading or writing them, or ask for them again."""
+        with self._lock:
+            for segment in segments:
+                file = self._files.pop(segment, None)
+                if file is not None:
+                    os.close(file)
+
     def close(self) -> None:
         """Close every file. Nothing may be reading or writing."""
         with self._lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ CHUNK_PAGES_MAX: Final = 1024
 READ_CHUNKS_IN_FLIGHT_MAX: Final = 4
 WRITE_CHUNKS_IN_FLIGHT_MAX: Final = 2
 TOUCHED_MAX: Final = 4096
+# How old a hint may be while somebody keeps asking.
+STALE_S: Final = 1.0
 
 # What is wrong with the page itself, and not with how it was read: its entry goes, so that it can be put anew.
 _BAD_PAGE: Final = ("missing", "truncated", "corrupt", "foreign")
@@ -46,6 +49,15 @@ class Threads:
 
     index: Executor
     workers: Executor
+
+
+class _IndexFailed(StorageFailed):
+    """The index could not be read or changed; `cause` is how it is counted."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the index cannot be used: {error}")
+        code = getattr(error, "sqlite_errorname", "")
+        self.cause = {"SQLITE_BUSY": "index busy", "SQLITE_FULL": "no space"}.get(code, "index failed")
 
 
 class Shelf:
@@ -76,6 +88,8 @@ class Shelf:
         self._writes = asyncio.Semaphore(WRITE_CHUNKS_IN_FLIGHT_MAX)
         self._slot_by_key = place.index.mirror.slot_by_key
         self._catching_up: asyncio.Task[None] | None = None
+        self._caught_up_s = time.monotonic()
+        self._chunks_in_flight = 0
 
     @classmethod
     async def open(
@@ -138,6 +152,11 @@ class Shelf:
         """Bytes of all segments of the directory when we last changed it."""
         return self._place.index.used_bytes
 
+    @property
+    def is_stale(self) -> bool:
+        """True if other processes have not been asked for changes for a while."""
+        return time.monotonic() - self._caught_up_s > STALE_S
+
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Tell which keys the index has, as far as we know."""
         known = self._slot_by_key
@@ -146,7 +165,8 @@ class Shelf:
     async def catch_up(self, timeout_s: float | None) -> None:
         """Learn what other processes changed, or go on with what is known if that takes too long."""
         if self._catching_up is None or self._catching_up.done():
-            self._catching_up = asyncio.get_running_loop().create_task(self._catch_up())
+            self._catching_up = asyncio.get_running_loop().create_task(self._bring_up(self._place.index.refresh))
+            self._caught_up_s = time.monotonic()
         await asyncio.wait({self._catching_up}, timeout=timeout_s)
 
     async def get(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
@@ -155,7 +175,7 @@ class Shelf:
             await self.catch_up(call.left_s())
         causes = await self._in_chunks(call, self._reads, self._get_chunk, keys, pages)
         if len(self._place.index.touched) >= TOUCHED_MAX:
-            await self._on_index(self._place.index.note_touched, None)
+            await self._bring_up(self._place.index.note_touched)
         return causes
 
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
@@ -164,15 +184,17 @@ class Shelf:
 
     async def forget(self, pairs: Sequence[tuple[bytes, int | None]]) -> list[bool]:
         """Remove keys; where a slot is given, only if the key is in it still."""
-        return await self._on_index(lambda: self._place.index.forget(pairs), [False] * len(pairs))
+        try:
+            return await self._on_index(lambda: self._place.index.forget(pairs))
+        except _IndexFailed as error:
+            self._counts.failures[error.cause] += len(pairs)
+            return [False] * len(pairs)
 
     async def clear(self) -> int:
         """Remove every page of the namespace. StorageFailed if the index cannot be changed."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads.index, self._place.index.clear)
-        except sqlite3.Error as error:
-            raise StorageFailed(f"{self._place.options.root} could not be cleared: {error}") from error
+        removed = await self._on_index(self._place.index.clear)
+        await self._close_dropped()
+        return removed
 
     async def is_lost(self) -> bool:
         """True if the directory is not the one that was opened."""
@@ -195,7 +217,11 @@ class Shelf:
     async def verify(self, pairs: Sequence[tuple[bytes, int]]) -> list[Verdict]:
         """Read stored pages and tell which are whole."""
         keys, slots = [key for key, _ in pairs], [slot for _, slot in pairs]
-        causes = await self._on_worker(lambda: verify_stored(self._place.segments, keys, slots))
+        self._chunks_in_flight += 1
+        try:
+            causes = await self._on_worker(lambda: verify_stored(self._place.segments, keys, slots))
+        finally:
+            self._chunks_in_flight -= 1
         return [Verdict(key=key, ok=not cause, cause=cause) for key, cause in zip(keys, causes, strict=True)]
 
     async def close(self) -> None:
@@ -206,8 +232,12 @@ class Shelf:
         await loop.run_in_executor(self._threads.workers, self._io.close)
         await loop.run_in_executor(self._threads.index, self._place.close)
 
-    async def _catch_up(self) -> None:
-        await self._on_index(self._place.index.refresh, None)
+    async def _bring_up(self, work: Callable[[], None]) -> None:
+        """Do what may as well be done later: if the index cannot now, that is counted, and the next change does it."""
+        try:
+            await self._on_index(work)
+        except _IndexFailed as error:
+            self._counts.failures[error.cause] += 1
 
     async def _in_chunks(
         self, call: Call, limit: asyncio.Semaphore, chunk: Chunk, keys: Sequence[bytes], pages: PageIds
@@ -220,9 +250,11 @@ class Shelf:
             for first in firsts:
                 part = slice(first, first + self._chunk_pages)
                 if await call.start(limit):
+                    self._chunks_in_flight += 1
                     try:
                         causes[part] = await chunk(keys[part], pages[part])
                     finally:
+                        self._chunks_in_flight -= 1
                         limit.release()
 
         lanes = min(-(-len(keys) // self._chunk_pages), max(READ_CHUNKS_IN_FLIGHT_MAX, WRITE_CHUNKS_IN_FLIGHT_MAX))
@@ -230,7 +262,24 @@ class Shelf:
             await lane()
         elif lanes:
             await all_settled(lane() for _ in range(lanes))
+        await self._close_dropped()
         return causes
+
+    async def _close_dropped(self) -> None:
+        """Close the files of segments that are gone, once no chunk is under way that may have found a page there.
+
+        Those that start from now on find none: a segment is dropped from the mirror first.
+        """
+        dropped = self._place.index.mirror.dropped
+        if self._chunks_in_flight or not dropped:
+            return
+        segments = [dropped.popleft() for _ in range(len(dropped))]
+
+        def close() -> None:
+            self._io.forget(segments)
+            self._place.segments.close_some(segments)
+
+        await self._on_worker(close)
 
     async def _get_chunk(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         found = [(at, slot) for at, key in enumerate(keys) if (slot := self._slot_by_key.get(key)) is not None]
@@ -263,9 +312,10 @@ class Shelf:
 
     async def _put_chunk(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         index, segments = self._place.index, self._place.segments
-        slots = await self._on_index(lambda: index.reserve(len(keys)), None)
-        if slots is None:
-            return ["index"] * len(keys)
+        try:
+            slots = await self._on_index(lambda: index.reserve(len(keys)))
+        except _IndexFailed as error:
+            return [error.cause] * len(keys)
         kept = len(slots)
         sums: list[bytes] = []
         moved: list[str] = []
@@ -289,21 +339,23 @@ class Shelf:
             good = []
         written = [(keys[at], slots[at]) for at in good]
         wasted = sorted(set(slots) - {slot for _, slot in written})
-        done = await self._on_index(lambda: index.publish(written, wasted), None)
-        if done is None:
-            index.give_up(slots)
         causes = [moved[at] or cause for at in range(kept)] + ["full"] * (len(keys) - kept)
-        for at, published in zip(good, done or [False] * len(good), strict=True):
-            causes[at] = "" if published else "index"
+        try:
+            done = await self._on_index(lambda: index.publish(written, wasted))
+        except _IndexFailed as error:
+            index.give_up(slots)
+            return [given or error.cause for given in causes]
+        for at, published in zip(good, done, strict=True):
+            # Taken from us meanwhile: the segment was retired, or we were thought dead.
+            causes[at] = "" if published else "reservation lost"
         return causes
 
-    async def _on_index(self, work: Callable[[], T], otherwise: T) -> T:
-        """Do something with the index; `otherwise` if it fails, which is counted."""
+    async def _on_index(self, work: Callable[[], T]) -> T:
+        """Do something with the index; _IndexFailed if it could not be done, and nothing was changed."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads.index, work)
-        except sqlite3.Error as error:
-            self._counts.failures[f"index: {error}"] += 1
-            return otherwise
+        except (sqlite3.Error, OSError) as error:
+            raise _IndexFailed(error) from error
         finally:
             self._counts.evictions = self._place.index.evictions
 

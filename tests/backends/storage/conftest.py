@@ -50,9 +50,12 @@ class ThreadPoller:
                 over = pollable.post()
                 while not over:
                     over = pollable.check()
-            except RuntimeError as error:
+            except Exception as error:  # Told to whoever waits, as the real poller does.
                 outcome = error
-            pollable.release()
+            try:
+                pollable.release()
+            except Exception as error:
+                outcome = error
             self._loop.call_soon_threadsafe(self._finish, future, outcome)
 
     @staticmethod

@@ -1,0 +1,350 @@
+"""The file engine against damage: whatever is cut, flipped, foreign, lost or full is a miss or a failed put."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sqlite3
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidekv.backends.storage import records, segments
+from tidekv.states.errors import InvalidConfig, StorageFailed
+
+# The rig of conftest.py, which test modules cannot import.
+Rig = Any
+
+
+def segment_files(root: Path) -> list[Path]:
+    return sorted(root.glob("*/*.seg"))
+
+
+def only_segment(root: Path) -> Path:
+    """Return the one segment file; the tests here store few pages."""
+    (file,) = segment_files(root)
+    return file
+
+
+def overwrite(file: Path, offset: int, content: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        opened.write(content)
+
+
+def flip(file: Path, offset: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 0x10]))
+
+
+def geometry_of(rig: Rig, file: Path) -> records.Geometry:
+    slots = int.from_bytes(file.read_bytes()[12:16], "little")
+    return records.Geometry(namespace=rig.NAMESPACE, page_bytes=4096, slots=slots)
+
+
+async def test_a_restarted_engine_finds_its_pages(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(20))
+    await engine.close()
+    again = await files.open()
+    assert again.statistics().pages == 20
+    assert await again.exists(files.keys([3, 99]), timeout_s=5) == [True, False]
+    assert all(await files.get(again, range(20)))
+
+
+async def test_a_flipped_bit_of_a_page_or_header_is_a_miss_and_can_be_put_again(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(6))
+    file = only_segment(files.root)
+    geometry = geometry_of(files, file)
+    flip(file, geometry.page_offset(1))
+    flip(file, geometry.page_offset(2) + 4095)
+    flip(file, geometry.header_offset(3) + 40)
+    assert await files.get(engine, range(6)) == [True, False, False, False, True, True]
+    assert engine.statistics().misses == {"corrupt": 3}
+    assert await engine.exists(files.keys(range(6)), timeout_s=5) == [True, False, False, False, True, True]
+    assert all(await files.put(engine, range(6)))
+    assert all(await files.get(engine, range(6)))
+
+
+async def test_every_flipped_bit_of_a_header_is_noticed(files: Rig) -> None:
+    header = records.pack_header(
+        geometry := records.Geometry(namespace=b"n" * 32, page_bytes=4096, slots=8),
+        index=3,
+        key=b"k" * 32,
+        checksum=b"c" * 16,
+    )
+    used = len(header.rstrip(b"\0"))
+    assert records.check_header(header, geometry, index=3, key=b"k" * 32, checksum=b"c" * 16) == ""
+    for bit in range(used * 8):
+        bad = bytearray(header)
+        bad[bit // 8] ^= 1 << bit % 8
+        assert records.check_header(bytes(bad), geometry, index=3, key=b"k" * 32, checksum=b"c" * 16) == "corrupt"
+
+
+async def test_a_truncated_segment_loses_its_tail_only(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(6))
+    file = only_segment(files.root)
+    os.truncate(file, geometry_of(files, file).page_offset(3) + 100)
+    assert await files.get(engine, range(6)) == [True] * 3 + [False] * 3
+    assert engine.statistics().misses == {"truncated": 3}
+    os.truncate(file, 100)
+    assert await files.get(engine, range(3)) == [False] * 3
+    assert all(await files.put(engine, range(6)))
+    assert all(await files.get(engine, range(6)))
+
+
+async def test_a_removed_segment_is_a_miss_for_who_opens_next(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(6))
+    await engine.close()
+    only_segment(files.root).unlink()
+    engine = await files.open()
+    assert await files.get(engine, range(6)) == [False] * 6
+    assert engine.statistics().misses == {"missing": 6}
+    assert all(await files.put(engine, range(6)))
+    assert all(await files.get(engine, range(6)))
+
+
+async def test_a_foreign_file_in_the_place_of_a_segment_is_kept_aside(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(6))
+    await engine.close()
+    file = only_segment(files.root)
+    file.write_bytes(b"somebody's diary")
+    engine = await files.open()
+    assert await files.get(engine, range(6)) == [False] * 6
+    assert engine.statistics().misses == {"foreign": 6}
+    await files.put(engine, range(6))
+    assert all(await files.put(engine, range(6)))
+    assert all(await files.get(engine, range(6)))
+    assert file.with_suffix(".bad").read_bytes() == b"somebody's diary"
+
+
+async def test_a_page_of_another_key_in_the_slot_is_foreign(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, [0, 1])
+    file = only_segment(files.root)
+    geometry, raw = geometry_of(files, file), file.read_bytes()
+    # Page 1 whole, with its header, in the place of page 0: right in itself, and not what was asked for.
+    overwrite(file, geometry.page_offset(0), raw[geometry.page_offset(1) :][:4096])
+    overwrite(file, geometry.header_offset(0), raw[geometry.header_offset(1) :][: records.HEADER_BYTES])
+    assert await files.get(engine, [0, 1]) == [False, True]
+    assert engine.statistics().misses == {"foreign": 1}
+
+
+async def test_namespaces_never_meet_and_share_the_bound(files: Rig) -> None:
+    capacity = 40 * 4096
+    one = await files.open(capacity=capacity)
+    other = await files.open(capacity=capacity, namespace=b"o" * 32)
+    await files.put(one, range(10), [b"one"] * 10)
+    assert await files.get(other, range(10)) == [False] * 10
+    for first in range(0, 60, 10):
+        assert all(await files.put(other, range(first, first + 10)))
+        total = sum(file.stat().st_size for file in segment_files(files.root))
+        assert total <= capacity
+    await one.exists(files.keys([77]), timeout_s=5)
+    assert one.statistics().pages == 0, "what nobody uses makes room for what somebody does"
+    assert await files.get(one, range(10)) == [False] * 10
+    assert all(await files.put(one, range(10)))
+    assert all(await files.get(one, range(10)))
+
+
+async def test_another_page_size_in_the_same_namespace_is_refused(files: Rig) -> None:
+    await files.open()
+    segment = files.pool.memory.segments[0]
+    engine = files.make()
+    smaller = type(files.pool).make(8, 2048)
+    assert smaller.memory.segments[0].address != segment.address
+    with pytest.raises(InvalidConfig, match="pages of 4096 bytes; the pool has 2048"):
+        await engine.register(smaller.memory, smaller.page, namespace=files.NAMESPACE, poller=files.poller)
+
+
+async def test_a_smaller_capacity_holds_at_once(files: Rig) -> None:
+    engine = await files.open(capacity=80 * 4096)
+    await files.put(engine, range(60))
+    await engine.close()
+    engine = await files.open(capacity=30 * 4096)
+    assert sum(file.stat().st_size for file in segment_files(files.root)) <= 30 * 4096
+    found = await files.get(engine, range(60))
+    assert 0 < sum(found) == engine.statistics().pages <= 30
+
+
+async def test_clearing_over_and_over_leaks_no_file(files: Rig) -> None:
+    engine = await files.open(capacity=64 * 4096)
+    await files.put(engine, range(40))
+    await files.get(engine, range(40))
+    opened = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert await engine.clear() == 40
+        assert not segment_files(files.root)
+        assert all(await files.put(engine, range(40)))
+        assert all(await files.get(engine, range(40)))
+    assert len(os.listdir("/proc/self/fd")) <= opened + 1
+
+
+async def test_only_the_owner_may_read(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(3))
+    await engine.probe()
+    for path in [files.root, *files.root.rglob("*")]:
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+    assert all(path.parent == files.root or path.parent.parent == files.root for path in files.root.rglob("*"))
+
+
+async def test_verify_tells_what_is_damaged(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(5))
+    file = only_segment(files.root)
+    geometry = geometry_of(files, file)
+    flip(file, geometry.page_offset(1) + 7)
+    os.truncate(file, geometry.page_offset(4))
+    verdicts = {verdict.key: verdict async for verdict in engine.verify()}
+    causes = [verdicts[key].cause for key in files.keys(range(5))]
+    assert causes == ["", "corrupt", "", "", "truncated"]
+    assert [verdicts[key].ok for key in files.keys(range(5))] == [True, False, True, True, False]
+
+
+async def test_errors_of_the_disk_are_misses_and_failures(files: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await files.open()
+    await files.put(engine, range(4))
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments.os, "pread", broken)
+        patch.setattr(segments.os, "preadv", broken)
+        patch.setattr(segments.os, "pwrite", broken)
+        assert await files.get(engine, range(4)) == [False] * 4
+        assert await files.put(engine, range(4, 8)) == [False] * 4
+    misses, failures = engine.statistics().misses, engine.statistics().failures
+    assert failures == {"unwritable": 4}
+    assert sum(misses.values()) == 4
+    assert all(await files.put(engine, range(8)))
+    assert all(await files.get(engine, range(8)))
+    # What failed gave its slots back.
+    assert await engine.clear() == 8
+
+
+async def test_an_index_that_fails_costs_hits_and_nothing_else(files: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await files.open(busy_timeout_s=0.0)
+    await files.put(engine, range(4))
+    blocker = sqlite3.connect(files.root / "index.sqlite", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    assert await files.put(engine, range(4, 8)) == [False] * 4
+    assert await files.get(engine, range(8)) == [True] * 4 + [False] * 4
+    assert await engine.delete(files.keys([0])) == [False]
+    with pytest.raises(StorageFailed, match="locked"):
+        await engine.probe()
+    with pytest.raises(StorageFailed, match="locked"):
+        await engine.clear()
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    await engine.probe()
+    assert all(await files.put(engine, range(8)))
+    assert all(await files.get(engine, range(8)))
+
+
+async def test_a_lost_directory_is_made_again_by_probe(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(4))
+    shutil.rmtree(files.root)
+    await files.put(engine, range(4, 8))
+    await files.get(engine, range(8))
+    await engine.probe()
+    assert await files.get(engine, range(8)) == [False] * 8
+    assert all(await files.put(engine, range(8)))
+    assert all(await files.get(engine, range(8)))
+    assert segment_files(files.root)
+
+
+async def test_a_damaged_index_is_set_aside(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(4))
+    await engine.close()
+    index = files.root / "index.sqlite"
+    index.write_bytes(b"not a database at all" * 1000)
+    engine = await files.open()
+    await files.get(engine, range(4))
+    assert all(await files.put(engine, range(4)))
+    assert all(await files.get(engine, range(4)))
+    assert index.with_suffix(".bad").exists()
+
+
+async def test_a_damaged_index_that_somebody_uses_is_refused(files: Rig) -> None:
+    await files.open()
+    (files.root / "index.sqlite").write_bytes(b"not a database at all" * 1000)
+    with pytest.raises(StorageFailed, match="damaged"):
+        await files.open()
+
+
+async def test_an_index_of_another_version_is_refused(files: Rig) -> None:
+    engine = await files.open()
+    await engine.close()
+    db = sqlite3.connect(files.root / "index.sqlite")
+    db.execute("PRAGMA user_version=99")
+    db.close()
+    with pytest.raises(StorageFailed, match="version 99"):
+        await files.open()
+
+
+async def test_a_place_that_is_no_directory_is_refused(files: Rig) -> None:
+    files.root.write_text("a file")
+    with pytest.raises(StorageFailed, match="cannot be used"):
+        await files.open()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", where], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.decode().strip()}")
+    yield where
+    subprocess.run(["umount", "-l", where], check=True)
+
+
+def remount(where: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", where], check=True)
+
+
+def those(numbers: range, good: list[bool]) -> list[int]:
+    return [number for number, is_good in zip(numbers, good, strict=True) if is_good]
+
+
+async def test_a_full_disk_fails_puts_and_serves_gets(files: Rig, small_disk: Path) -> None:
+    files.root = small_disk / "store"
+    engine = await files.open(capacity=8 << 20)
+    batches = [range(first, first + 40) for first in range(0, 400, 40)]
+    stored = [number for batch in batches for number in those(batch, await files.put(engine, batch))]
+    assert 50 < len(stored) < 256
+    assert engine.statistics().failures == {"no space": 400 - len(stored)}
+    found = [number for batch in batches for number in those(batch, await files.get(engine, batch))]
+    assert found == stored
+    with pytest.raises(StorageFailed, match="cannot be used"):
+        await engine.probe()
+
+
+async def test_a_read_only_disk_is_refused(files: Rig, small_disk: Path) -> None:
+    remount(small_disk, "ro")
+    files.root = small_disk / "store"
+    with pytest.raises(StorageFailed, match="Read-only file system"):
+        await files.open()
+    remount(small_disk, "rw")
+    engine = await files.open()
+    assert all(await files.put(engine, [1]))
