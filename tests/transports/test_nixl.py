@@ -7,7 +7,8 @@ import os
 import random
 import ssl
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from tidekv.states.errors import (
 from tidekv.states.shapes import PoolMemory, Segment, page_ids
 from tidekv.transports import nixl, nixl_metadata, wire
 from tidekv.transports.nixl import NixlTransport
+from tidekv.transports.nixl_agent import NixlAgent, Request
 
 pytestmark = pytest.mark.nixl
 
@@ -296,6 +298,62 @@ async def test_a_cancelled_write_settles_before_it_raises(pair: Pair, monkeypatc
     for page, piece in zip(pages, pair.target.pool.pieces, strict=True):
         assert np.array_equal(page[:60], piece[:60])
     assert landed < 40 * sum(PIECES)
+
+
+async def test_a_write_to_a_hanging_peer_outlives_its_caller_and_ends_with_the_transport(
+    poller: PollerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_flight_for_ever(call: Callable[[NixlAgent, int], bool]) -> Callable[[NixlAgent, int], bool]:
+        def answer(agent: NixlAgent, handle: int) -> bool:
+            call(agent, handle)
+            return False
+
+        return answer
+
+    released: list[int] = []
+    pair = await Pair(poller, PIECES).start()
+    pair.writer.transport._close_timeout_s = 0.05
+    monkeypatch.setattr(NixlAgent, "post", in_flight_for_ever(NixlAgent.post))
+    monkeypatch.setattr(NixlAgent, "check", in_flight_for_ever(NixlAgent.check))
+    monkeypatch.setattr(NixlAgent, "release", lambda agent, handle: released.append(handle))
+    task = asyncio.create_task(pair.write([0], [0]))
+    for _ in range(2):
+        done, _ = await asyncio.wait([task], timeout=0.05)
+        assert not done
+        task.cancel()
+    assert pair.writer.transport.statistics()["writes_in_flight"] == 1
+    await pair.close()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pair.writer.transport.statistics()["writes_in_flight"] == 0
+    assert not released, "a request was released in flight"
+
+
+def test_a_request_is_not_touched_after_its_end_nor_released_before() -> None:
+    class Agent:
+        is_closed = False
+        answers: ClassVar = [False, True]
+        released: ClassVar[list[int]] = []
+
+        def post(self, handle: int) -> bool:
+            return self.answers.pop(0)
+
+        check = post
+
+        def release(self, handle: int) -> None:
+            self.released.append(handle)
+
+    request = Request(Agent(), 5)  # type: ignore[arg-type]  # Test.
+    assert not request.post()
+    with pytest.raises(LocalProtocolError, match="released while it is in flight"):
+        request.release()
+    assert request.check()
+    request.release()
+    request.release()
+    assert Agent.released == [5]
+    for touch in (request.check, request.post):
+        with pytest.raises(LocalProtocolError, match="after its release"):
+            touch()
 
 
 async def test_cancelling_while_a_peer_is_added_undoes_it(pair: Pair, poller: PollerThread) -> None:
