@@ -1,5 +1,5 @@
 """The commands of the command line: each module has a `register(app)` that adds its command."""
 
-from tidekv.engine.commands import bench
+from tidekv.engine.commands import bench, run
 
-COMMANDS = (bench.register,)
+COMMANDS = (run.register, bench.register)
