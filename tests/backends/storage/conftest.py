@@ -134,7 +134,7 @@ class Rig:
     def make(self, **options: object) -> Storage:
         """Make an engine that has no pool yet."""
         if self.kind != "memory":
-            options.setdefault("io", self.kind.removeprefix("file-"))
+            options = {"io": self.kind.removeprefix("file-"), "capacity": 8 << 20} | options
         engine = open_storage(self.base_uri, options)
         self._engines.append(engine)
         return engine
