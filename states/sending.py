@@ -180,8 +180,6 @@ class SenderRoom:
         if self.stopped is not None:
             return False
         self.stopped = cause
-        for span in self._spans.values():
-            span.posted.clear()
         self._refusals.clear()
         return True
 

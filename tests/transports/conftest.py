@@ -218,7 +218,20 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def watchdog() -> AsyncIterator[None]:
+    """End a test that hangs: what it waits for never comes."""
+
+    def end() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel("the test hangs")
+
+    timer = asyncio.get_running_loop().call_later(30, end)
+    yield
+    timer.cancel()
+
+
+@pytest.fixture
+async def world(watchdog: None) -> AsyncIterator[World]:
     world = World()
     try:
         yield world

@@ -54,11 +54,10 @@ class Ends:
 
 
 @pytest.fixture
-async def ends() -> AsyncIterator[Ends]:
+async def ends(watchdog: None) -> AsyncIterator[Ends]:
     ends = Ends()
     try:
-        async with asyncio.timeout(20):
-            yield ends
+        yield ends
     finally:
         await ends.close()
 
