@@ -30,6 +30,13 @@ GENERATIONS_MAX = 1 << 16
 """Rooms that one request can open. Ids may be used again, generations of an id never."""
 
 
+def join_namespaces(engine: str, request: str) -> str:
+    """The namespace of a request within that of its engine. With both, lengths keep any two pairs apart."""
+    if engine and request:
+        return f"{len(engine)}:{engine}{len(request)}:{request}"
+    return engine or request
+
+
 class DecodeEngine:
     """Restores prompts onto a device from its own cache, host memory, storage, and prefill.
 
@@ -76,6 +83,8 @@ class DecodeEngine:
         Cancelling the awaiting task aborts the request.
         """
         self._check_open()
+        if self._parts.is_draining:
+            raise EngineClosed("the engine drains: it takes no new requests")
         limit = self.config.vocabulary or None
         return await self._submit(request, pack_tokens(request.tokens, vocabulary=limit))
 
@@ -94,7 +103,7 @@ class DecodeEngine:
         record = TokenRecord(
             packed,
             page_size=settings.page_size,
-            namespace=self._namespace(request),
+            namespace=join_namespaces(self.config.namespace, request.namespace),
             addresses=request.prefills,
             sends_prompt=request.prompt == "send",
         )
@@ -126,11 +135,6 @@ class DecodeEngine:
                     )
                 )
             raise
-
-    def _namespace(self, request: DecodeRequest) -> str:
-        # Both parts with their lengths: no pair of names can be taken for another pair.
-        parts = [part for part in (self.config.namespace, request.namespace) if part]
-        return parts[0] if len(parts) == 1 else "/".join(f"{len(part)}:{part}" for part in parts)
 
     async def abort(self, request_id: str) -> bool:
         """End a request, waiting or READY: its `restore` raises RequestFailed("aborted"). False: it is not live."""
@@ -261,6 +265,32 @@ class DecodeEngine:
         """Use no storage from now on: its calls in flight are waited for, then it is closed."""
         self._check_open()
         await self._parts.swap_storage(None)
+
+    def peek(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
+        """Tell how many of these tokens are in device and host memory now, {"l1": …, "l2": …}, changing nothing.
+
+        For routers: it promises nothing, since any page may go at any time.
+        """
+        packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
+        settings = self._core.settings
+        pages = len(packed) // settings.key_bytes
+        joined = join_namespaces(self.config.namespace, namespace)
+        device, host = self._core.books.index.peek(joined, packed[: pages * settings.key_bytes])
+        return {"l1": device * settings.page_size, "l2": host * settings.page_size}
+
+    async def drain(self, timeout_s: float | None = None) -> list[str]:
+        """Take no new requests, and wait until those that are live were given back, or the time is up.
+
+        Resuming is still possible. Returns the ids of the requests that are live still.
+        """
+        self._check_open()
+        self._parts.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._calls.wait_until(lambda: not self._calls.live_ids())
+        except TimeoutError:
+            return self._calls.live_ids()
+        return []
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""

@@ -73,6 +73,7 @@ class Parts:
         self.storage: Storage | None = None
         self.journal: Journal | None = None
         self.is_open = False
+        self.is_draining = False
         self.broken: BaseException | None = None
         self._device = device
         self._first_storage = storage
@@ -99,21 +100,20 @@ class Parts:
         memory = self._device.memory
         await self.transport.register(memory)
         if config.journal is not None:
-            header = {
-                "config": msgspec.to_builtins(config),
-                "core": msgspec.to_builtins(self.core.settings),
-                "instance": self.transport.instance,
-            }
             self.journal = Journal(
                 config.journal,
-                header=header,
-                key_bytes=self.core.settings.key_bytes,
+                self.core,
                 with_tokens=config.journal_tokens,
+                config=msgspec.to_builtins(config),
+                layout={**msgspec.to_builtins(self._identity), "page_bytes": memory.page_bytes},
+                instance=self.transport.instance,
+                segment_bytes=config.journal_segment_bytes,
+                segments_max=config.journal_segments_max,
             )
         self.driver = Driver(
             self.core,
             lambda command: self.effects.perform(command),
-            journal=self.journal,
+            watchers=() if self.journal is None else (self.journal,),
             on_broken=self._break,
             after_drain=self._after_drain,
         )

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tidekv import InvalidRequest, OutOfPages, RequestFailed, open_storage
+from tidekv import EngineClosed, InvalidRequest, OutOfPages, RequestFailed, open_storage
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 
@@ -168,3 +168,43 @@ async def test_a_live_id_is_refused_a_second_time(make_pair) -> None:
             await pair.engine.restore(pair.request("r1", PROMPT))
         await pair.engine.finish(ready)
         await pair.assert_nothing_held()
+
+
+async def test_drain_waits_for_live_requests_and_takes_no_new_ones(make_pair) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+        assert await pair.engine.drain(timeout_s=0.01) == ["r1"]
+        with pytest.raises(EngineClosed, match="drains"):
+            await pair.engine.restore(pair.request("r2", PROMPT))
+        draining = asyncio.create_task(pair.engine.drain())
+        await pair.engine.finish(ready, [1])
+        assert await draining == []
+
+
+async def test_peek_tells_what_is_cached_and_changes_nothing(make_pair) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+        await pair.finish(ready, PROMPT, [1])
+        await pair.engine.wait_settled()
+        assert pair.engine.peek(PROMPT) == {"l1": 20, "l2": 0}
+        assert pair.engine.peek(PROMPT, namespace="other") == {"l1": 0, "l2": 0}
+        await pair.engine.flush(("l1",))
+        assert pair.engine.peek(PROMPT[:13]) == {"l1": 0, "l2": 12}
+        await pair.assert_nothing_held()
+
+
+async def test_closing_fails_live_requests_and_leaves_nothing_running(make_pair) -> None:
+    before = {task.get_name() for task in asyncio.all_tasks()}
+    held = asyncio.Event()
+
+    async def hold(*_: object) -> None:
+        await held.wait()
+
+    async with make_pair() as pair:
+        pair.network.before_write = hold
+        waiting = asyncio.create_task(pair.engine.restore(pair.request("r1", PROMPT)))
+        await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
+        asyncio.get_running_loop().call_later(0.05, held.set)
+    with pytest.raises(RequestFailed, match="engine closed"):
+        await waiting
+    assert {task.get_name() for task in asyncio.all_tasks()} == before
