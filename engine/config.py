@@ -40,9 +40,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     peer_silence_s: float = 2.0
     """A peer that was silent for so long is out of reach: its rooms fail, its pages stay in the quarantine."""
     journal: str | None = None
-    """A file that every event is written to; None: no journal."""
+    """A file that every event is written to, or a directory that gets a file for each run; None: no journal. What an
+    earlier run left in the file is moved aside, to `NAME.previous`.
+    """
     journal_tokens: bool = False
     """Write pages as their tokens and not as keyed digests. A journal with tokens tells what users wrote."""
+    journal_segment_bytes: int = 0
+    """The journal goes on in a new file whenever one has this size; 0: one file."""
+    journal_segments_max: int = 0
+    """So many of the newest files are kept; 0: all. A journal whose first file was deleted cannot be replayed."""
     close_deadline_s: float = 10.0
     hold_up_limit_s: float = 0.05
     """A callback that holds the event loop up for longer than this, while there is work, is reported with its stack."""
@@ -58,6 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+        for name in ("journal_segment_bytes", "journal_segments_max"):
+            if getattr(self, name) < 0:
+                raise InvalidConfig(f"{name} must be 0 (no limit) or more, not {getattr(self, name)!r}")
         if self.vocabulary < 0:
             raise InvalidConfig(f"vocabulary must be 0 (no limit) or a count of token ids, not {self.vocabulary!r}")
 

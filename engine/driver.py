@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tidekv.states.commands import Command
@@ -27,11 +27,13 @@ TIMER_MIN_S = 0.001
 """uvloop runs shorter timers at once, which would spin."""
 
 
-class EventLog(Protocol):
-    """Where the events of a drain are written."""
+class Watcher(Protocol):
+    """Whoever is told of every step of the core: the journal, the metrics."""
 
-    def write(self, events: list[Event], first_seq: int) -> None:
-        """Take the events of one drain; never blocks."""
+    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
+        """The core has taken an event and gave these commands, which nobody has started yet; never blocks, never
+        raises. `error` is the class of the error that the step raised.
+        """
 
 
 class Driver:
@@ -42,13 +44,13 @@ class Driver:
         core: Core,
         perform: Callable[[Command], None],
         *,
-        journal: EventLog | None,
+        watchers: Sequence[Watcher] = (),
         on_broken: Callable[[BaseException], None],
         after_drain: Callable[[], None],
     ) -> None:
         self._core = core
         self._perform = perform
-        self._journal = journal
+        self._watchers = tuple(watchers)
         self._on_broken = on_broken
         self._after_drain = after_drain
         self._inbox: deque[Event] = deque()
@@ -108,22 +110,14 @@ class Driver:
         self._arm_timer()
 
     def _take_batch(self) -> None:
-        taken: list[Event] = []
-        first_seq = self._seq
+        taken = 0
         self._stepping = True
         try:
-            while self._inbox and len(taken) < DRAIN_MAX and not self._broken:
+            while self._inbox and taken < DRAIN_MAX and not self._broken:
                 event = self._inbox.popleft()
-                taken.append(event)
+                taken += 1
                 self._seq += 1
-                try:
-                    commands = self._core.step(event)
-                except IllegalEvent as error:
-                    self.illegal_events += 1
-                    self.last_illegal = str(error)
-                    LOG.error("the core refused an event, and changed nothing: %s", error)
-                    continue
-                for command in commands:
+                for command in self._step(event):
                     self._perform(command)
         except BaseException as error:
             # Whatever it is, the core can no longer be trusted: stop loudly, let nobody wait for ever.
@@ -131,9 +125,27 @@ class Driver:
             self._on_broken(error)
         finally:
             self._stepping = False
-            if self._journal is not None and taken:
-                self._journal.write(taken, first_seq)
         self._after_drain()
+
+    def _step(self, event: Event) -> list[Command]:
+        try:
+            commands = self._core.step(event)
+        except IllegalEvent as error:
+            self.illegal_events += 1
+            self.last_illegal = str(error)
+            LOG.error("the core refused an event, and changed nothing: %s", error)
+            self._tell_watchers(event, [], error)
+            return []
+        except BaseException as error:
+            self._tell_watchers(event, [], error)
+            raise
+        for watcher in self._watchers:
+            watcher.stepped(event, commands)
+        return commands
+
+    def _tell_watchers(self, event: Event, commands: list[Command], error: BaseException) -> None:
+        for watcher in self._watchers:
+            watcher.stepped(event, commands, type(error).__name__)
 
     def _arm_timer(self) -> None:
         due = self._core.next_deadline_s()

@@ -81,6 +81,16 @@ class PageAccount:
         return self._counts[_DRAINING]
 
     @property
+    def counts(self) -> list[int]:
+        """Pages by condition, in the order of Condition. Read it at once, and do not change it."""
+        return self._counts
+
+    @property
+    def free_pages(self) -> PageIds:
+        """The free pages; the last one is taken first. Read it at once, and do not change it."""
+        return self._free
+
+    @property
     def next_free(self) -> int:
         """The page that `take` hands out next; -1 where none is free."""
         return self._free[-1] if self._free else -1

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import msgspec
 
+NO_DEADLINE = float("inf")
+"""As `deadline_at_s`. JSON has no word for it: an encoder leaves out this very object, since it is the default."""
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """A fact. Encoded without the fields that have their default (JSON has no word for the deadline `inf`)."""
+    """A fact. Encoded without the fields that have their default."""
 
     at_s: float
 
@@ -31,7 +34,7 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     prompt_tokens: int
     namespace: str = ""
     prefill_count: int = 1
-    deadline_at_s: float = float("inf")
+    deadline_at_s: float = NO_DEADLINE
     priority: int = 0
     cache: bool = True
     generation: int = 0

@@ -1,0 +1,149 @@
+"""The journal of a running engine: a recorder, and a thread that writes what it has noted.
+
+Writing never blocks the loop. The thread wakes a few milliseconds after something was noted and writes all that has
+come since, so that a busy engine pays for one wake-up and one line of many events; kill -9 loses those milliseconds at
+most. Behind a disk that is too slow events are dropped, never the service: a `gap` line says how many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import structlog
+
+from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, Noted, Recorder
+from tidekv.engine.journal.segments import SegmentFiles, place_of_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tidekv.states.commands import Command
+    from tidekv.states.core import Core
+    from tidekv.states.events import Event
+
+STEPS_WAITING_MAX = 1 << 17
+"""Steps that may wait for the writer; those that come then are dropped."""
+COALESCE_S = 0.005
+
+
+class Journal:
+    """Records one core, and writes its journal to `path` (a file, or a directory that gets a file for each run).
+
+    With `segment_bytes` the journal goes on in a new file whenever one has that size; with `segments_max` only so many
+    of the newest are kept, and what was deleted cannot be replayed any more. 0 means no limit.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        core: Core,
+        *,
+        with_tokens: bool = False,
+        config: Mapping[str, object] | None = None,
+        layout: Mapping[str, int | str] | None = None,
+        instance: str = "",
+        segment_bytes: int = 0,
+        segments_max: int = 0,
+    ) -> None:
+        """Raises InvalidConfig where the file cannot be written."""
+        self._recorder = Recorder(
+            core,
+            with_tokens=with_tokens,
+            config=config,
+            layout=layout,
+            instance=instance,
+            started_unix_s=time.time(),
+        )
+        self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
+        self.events_dropped = 0
+        self._next_seq = 0
+        self._waiting: deque[Noted] = deque()
+        self._files = SegmentFiles(
+            self.path,
+            segment_bytes=segment_bytes,
+            segments_max=segments_max,
+            run_line=self._recorder.run_line(),
+            begin=lambda number: self._recorder.segment_line(number, first_seq=self._next_seq),
+        )
+        self._failure: OSError | None = None
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_all, name="tidekv-journal", daemon=True)
+        self._thread.start()
+
+    # --- On the loop ---
+
+    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
+        """Take the step that the core has just made. Never blocks."""
+        noted = self._recorder.note(event, given, error)
+        # What is dropped here leaves a hole in the numbers, which the writer finds.
+        if len(self._waiting) < STEPS_WAITING_MAX:
+            self._waiting.append(noted)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def close(self) -> None:
+        """Write what is waiting and the end record, and close the file. The core is not stepped any more."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join()
+        if self._failure is not None:
+            # The disk has refused already; what is left to be written of the buffer is lost either way.
+            with contextlib.suppress(OSError):
+                self._files.close()
+            structlog.get_logger("tidekv.journal").warning("the journal is incomplete", cause=str(self._failure))
+
+    # --- On the writer's thread ---
+
+    def _write_all(self) -> None:
+        while not self._closing.is_set():
+            self._wake.wait()
+            self._closing.wait(COALESCE_S)
+            self._wake.clear()
+            self._guard(self._write_waiting)
+        self._guard(self._write_waiting)
+        self._guard(self._write_end)
+
+    def _guard(self, write: Callable[[], None]) -> None:
+        """A disk that is full or gone ends the journal, never the service."""
+        if self._failure is None:
+            try:
+                write()
+            except OSError as error:
+                self._failure = error
+        if self._failure is not None:
+            self.events_dropped += len(self._waiting)
+            self._waiting.clear()
+
+    def _write_waiting(self) -> None:
+        files, recorder, waiting = self._files, self._recorder, self._waiting
+        while waiting:
+            steps: list[Noted] = []
+            while waiting and len(steps) < STEPS_PER_LINE_MAX:
+                if waiting[0][0] != self._next_seq + len(steps):
+                    break
+                steps.append(waiting.popleft())
+            files.rotate_if_full()
+            if steps:
+                self._next_seq += len(steps)
+                files.write(recorder.steps_line(steps))
+            else:
+                self._write_gap(waiting[0][0])
+        files.flush()
+
+    def _write_gap(self, next_seq: int) -> None:
+        missing = next_seq - self._next_seq
+        self._next_seq = next_seq
+        self.events_dropped += missing
+        self._files.write(self._recorder.gap_line(missing))
+
+    def _write_end(self) -> None:
+        if self._recorder.events > self._next_seq:
+            self._write_gap(self._recorder.events)
+        self._files.write(self._recorder.end_line())
+        self._files.close()

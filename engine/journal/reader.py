@@ -1,0 +1,181 @@
+"""Reads the lines of a journal, file by file, and vouches for each: it is what was written, where it was written.
+
+What is wrong is said once and at its line: JournalRefused for what is no journal of this version, JournalDamaged for a
+line that was changed, lost or moved. Only at the very end is less than perfect expected: a run that was killed has no
+end record, and maybe half a line. That is told (`torn`), and what stands before it is good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import msgspec
+
+from tidekv.engine.journal.lines import (
+    JOURNAL_VERSION,
+    AnyLine,
+    EndLine,
+    GapLine,
+    RunLine,
+    SegmentLine,
+    StepsLine,
+    unseal,
+)
+from tidekv.engine.journal.schema import schema_checksum
+from tidekv.engine.journal.segments import segment_numbers, segment_path
+from tidekv.states.errors import JournalDamaged, JournalRefused
+
+_DECODER = msgspec.json.Decoder(AnyLine)
+NOT_AS_WRITTEN = (
+    "this is not the line that was written here: it was changed, one before it is missing, or two changed places"
+)
+RUN_BEGINS = b'{"event":"run"'
+
+
+class _Start(msgspec.Struct):
+    """What the first lines of all versions share."""
+
+    event: str = ""
+    version: int = 0
+    schema: str = ""
+
+
+class JournalReader:
+    """The lines of one journal, from its first file on."""
+
+    def __init__(self, path: str | Path, *, force: bool = False) -> None:
+        """Reads the header. Raises JournalRefused or JournalDamaged. `force` reads other event types as well as can."""
+        self.path = Path(path)
+        self.torn: JournalDamaged | None = None
+        """Set at the end where the end record is missing: why, and at which line."""
+        self.place = (str(self.path), 1)
+        """File and number of the line that was read last."""
+        self._force = force
+        self._crc = 0
+        self.header = self._read_header()
+
+    def _read_header(self) -> RunLine:
+        try:
+            if self.path.is_dir():
+                raise JournalRefused(f"{str(self.path)!r} is a directory: name one of the journals in it")
+            with self.path.open("rb") as file:
+                line = file.readline()
+        except FileNotFoundError:
+            later = segment_numbers(self.path)
+            if later:
+                raise JournalRefused(
+                    f"journal {str(self.path)!r} begins at segment {later[0]}: earlier ones were deleted, and a replay "
+                    "needs the run from its start"
+                ) from None
+            raise JournalRefused(f"there is no journal {str(self.path)!r}") from None
+        except OSError as error:
+            raise JournalRefused(f"journal {str(self.path)!r} cannot be read: {error}") from error
+        if not line:
+            raise JournalRefused(f"{str(self.path)!r} is empty: no run was ever written to it")
+        unsealed = unseal(line.removesuffix(b"\n"), 0)
+        body = line if unsealed is None else unsealed[0]
+        start = _start_of(body)
+        # Version 1 had no checksums; of later ones, a header whose checksum is wrong was changed.
+        is_another = start.version == 1 if unsealed is None else start.version != JOURNAL_VERSION
+        if start.event == "run" and is_another:
+            raise JournalRefused(
+                f"journal {str(self.path)!r} has version {start.version}, this tidekv reads version "
+                f"{JOURNAL_VERSION}: use the tidekv that wrote it"
+            )
+        if unsealed is None:
+            if line.startswith(RUN_BEGINS) or b'"crc":"' in line:
+                cause = "the header was changed" if line.endswith(b"\n") else "the header is cut off"
+                raise self._damaged(1, cause)
+            raise JournalRefused(f"{str(self.path)!r} is no tidekv journal: its first line is not a run record")
+        if start.event == "segment":
+            raise JournalRefused(
+                f"{str(self.path)!r} is a later segment of a journal: name its first file, without the number"
+            )
+        if start.event != "run":
+            raise self._damaged(1, "the header is missing")
+        if start.schema != schema_checksum() and not self._force:
+            raise JournalRefused(
+                f"journal {str(self.path)!r} was written with other event types (schema {start.schema}, ours is "
+                f"{schema_checksum()}): use the tidekv that wrote it, or --force"
+            )
+        header = self._decode(body, 1)
+        assert isinstance(header, RunLine)
+        return header
+
+    def lines(self) -> Iterator[StepsLine | EndLine]:
+        """All lines behind the header, in order; stops at the end record, or sets `torn` and stops.
+
+        Raises JournalDamaged at the first line that is not what was written there.
+        """
+        self._crc = 0
+        number = 0
+        while True:
+            path = segment_path(self.path, number)
+            ended = yield from self._lines_of(path, number)
+            number += 1
+            if ended or self.torn is not None:
+                return
+            if not segment_path(self.path, number).exists():
+                later = [found for found in segment_numbers(self.path) if found > number]
+                path_text, line = self.place
+                if later:
+                    raise JournalDamaged(
+                        path=path_text, line=line + 1, cause=f"the file of segment {number} is missing"
+                    )
+                self.torn = JournalDamaged(
+                    path=path_text,
+                    line=line + 1,
+                    cause="the end record is missing: the run was killed, or the tail was lost",
+                )
+                return
+
+    def _lines_of(self, path: Path, number: int) -> Generator[StepsLine | EndLine, None, bool]:
+        ended = False
+        with path.open("rb") as file:
+            for at, raw in enumerate(file, start=1):
+                self.place = (str(path), at)
+                if ended:
+                    raise self._damaged(at, "something follows the end record")
+                if not raw.endswith(b"\n"):
+                    self.torn = self._damaged(at, "the last line is cut off: the run was killed, or the tail was lost")
+                    return ended
+                line = self._checked(raw[:-1], at)
+                if isinstance(line, RunLine | SegmentLine):
+                    self._check_start(line, at, number)
+                elif isinstance(line, GapLine):
+                    raise self._damaged(at, f"{line.events} events were never written: the writer could not keep up")
+                else:
+                    ended = isinstance(line, EndLine)
+                    yield line
+        return ended
+
+    def _check_start(self, line: RunLine | SegmentLine, at: int, number: int) -> None:
+        expected = RunLine if number == 0 else SegmentLine
+        if at != 1 or not isinstance(line, expected) or line.run != self.header.run:
+            raise self._damaged(at, "a header stands where none was written")
+
+    def _checked(self, line: bytes, at: int) -> AnyLine:
+        unsealed = unseal(line, self._crc)
+        if unsealed is None:
+            raise self._damaged(at, NOT_AS_WRITTEN)
+        body, self._crc = unsealed
+        return self._decode(body, at)
+
+    def _decode(self, body: bytes, at: int) -> AnyLine:
+        try:
+            line: AnyLine = _DECODER.decode(body)
+            return line
+        except msgspec.DecodeError as error:
+            # The checksum is right: it was written so, by another version of tidekv.
+            raise JournalRefused(f"{self.place[0]}:{at} cannot be read by this tidekv: {error}") from error
+
+    def _damaged(self, at: int, cause: str) -> JournalDamaged:
+        return JournalDamaged(path=self.place[0], line=at, cause=cause)
+
+
+def _start_of(body: bytes) -> _Start:
+    try:
+        return msgspec.json.decode(body, type=_Start)
+    except msgspec.DecodeError:
+        return _Start()

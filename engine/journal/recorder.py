@@ -1,0 +1,189 @@
+"""Turns the steps of one core into journal lines. No thread, no clock of its own, no policy: whoever calls it writes.
+
+Two halves: `note` belongs to the thread that steps the core and takes what may change after the step; `lines` may run
+elsewhere and later, and does the costly rest (digests of page keys, JSON, checksums).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+import structlog
+
+from tidekv.engine.journal.final import final_state
+from tidekv.engine.journal.lines import JOURNAL_VERSION, StepRecord, seal
+from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
+from tidekv.engine.journal.schema import code_checksum, event_types, package_versions, schema_checksum
+from tidekv.states.events import (
+    NO_DEADLINE,
+    AbortRequested,
+    Event,
+    FinishRequested,
+    RequestArrived,
+    RetractRequested,
+)
+from tidekv.states.request import State
+from tidekv.states.witness import Witness
+
+if TYPE_CHECKING:
+    from tidekv.states.commands import Command
+    from tidekv.states.core import Core
+
+STEPS_PER_LINE_MAX = 64
+
+Noted: TypeAlias = "tuple[int, Event, str, bytes, int, tuple[str, ...]]"
+"""One step, of which nothing changes any more: seq, event, state, answer, digest, and the requests that are over."""
+
+
+class Recorder:
+    """Records one core from its first step on."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        with_tokens: bool = False,
+        config: Mapping[str, object] | None = None,
+        layout: Mapping[str, int | str] | None = None,
+        instance: str = "",
+        started_unix_s: float = 0.0,
+    ) -> None:
+        self.run = secrets.token_hex(8)
+        self._core = core
+        self._witness = Witness(core)
+        self._seq = 0
+        self._crc = 0
+        self._digests = None if with_tokens else PageDigests(core.settings.key_bytes)
+        self._arrived: dict[str, tuple[bytes, bytes]] = {}
+        self._encode = msgspec.json.Encoder().encode
+        self._line = b""
+        # structlog renders and chains each line; where lines go is the caller's business.
+        self._log = structlog.wrap_logger(
+            self, processors=[self._render], wrapper_class=structlog.make_filtering_bound_logger(0)
+        )
+        settings = core.settings
+        if not with_tokens:
+            settings = msgspec.structs.replace(settings, key_bytes=DIGEST_BYTES)
+        self._header: dict[str, object] = {
+            "version": JOURNAL_VERSION,
+            "run": self.run,
+            "schema": schema_checksum(),
+            "code": code_checksum(),
+            "packages": package_versions(),
+            "page_keys": "tokens" if with_tokens else "digests",
+            "core": settings,
+            "config": dict(config or {}),
+            "layout": dict(layout or {}),
+            "instance": instance,
+            "started_unix_s": started_unix_s,
+        }
+
+    @property
+    def events(self) -> int:
+        """Events noted so far."""
+        return self._seq
+
+    # --- On the thread that steps the core ---
+
+    def note(self, event: Event, given: list[Command], error: str = "") -> Noted:
+        """Take the step that the core has just made."""
+        answer = self._witness.answer(given, error)
+        seq = self._seq
+        self._seq = seq + 1
+        state = ""
+        if type(event) in _OF_REQUESTS:
+            # Their common field; the union of their types would be as long as the list.
+            request = self._core.books.requests.get(event.request_id)  # type: ignore[attr-defined]
+            if request is not None:
+                state = request.state.value
+        over: tuple[str, ...] = ()
+        for request_id, moved_to in self._core.moves:
+            if moved_to is State.FAILED:
+                over += (request_id,)
+        if not state and type(event) is AbortRequested:
+            over += (event.request_id,)
+        return seq, event, state, answer, self._witness.digest, over
+
+    # --- Anywhere, one thread at a time, in order ---
+
+    def run_line(self) -> bytes:
+        """The first line."""
+        return self._say("run", **self._header)
+
+    def segment_line(self, number: int, *, first_seq: int) -> bytes:
+        """The first line of a further file."""
+        return self._say(
+            "segment",
+            version=JOURNAL_VERSION,
+            run=self.run,
+            number=number,
+            first_seq=first_seq,
+            previous_crc=f"{self._crc:08x}",
+        )
+
+    def steps_line(self, noted: Sequence[Noted]) -> bytes:
+        """One line of steps: at most STEPS_PER_LINE_MAX."""
+        return self._say("steps", steps=[self._record(*step) for step in noted])
+
+    def gap_line(self, events: int) -> bytes:
+        """Say that steps are missing here."""
+        return self._say("gap", events=events)
+
+    def end_line(self) -> bytes:
+        """The last line. The core is not stepped any more."""
+        return self._say("end", events=self._seq, final=final_state(self._core))
+
+    def info(self, line: bytes) -> None:
+        """Structlog hands over a rendered line here."""
+        self._line = line
+
+    def _say(self, kind: str, **fields: object) -> bytes:
+        self._log.info(kind, **fields)
+        return self._line
+
+    def _render(self, logger: object, method: str, fields: Mapping[str, object]) -> bytes:
+        body = self._encode({"event": fields["event"], **fields})
+        line, self._crc = seal(body, self._crc)
+        return line
+
+    def _record(
+        self, seq: int, event: Event, state: str, answer: bytes, digest: int, over: tuple[str, ...]
+    ) -> StepRecord:
+        same_pages = 0
+        if type(event) in _WITH_KEYS:
+            event, same_pages = self._without_tokens(event)
+        for request_id in over:
+            self._arrived.pop(request_id, None)
+        # Only types of AnyEvent are ever given to a core.
+        return StepRecord(
+            seq=seq,
+            took=event,  # type: ignore[arg-type]
+            same_pages=same_pages,
+            state=state,
+            gave=msgspec.Raw(answer),
+            digest=digest,
+        )
+
+    def _without_tokens(self, event: Event) -> tuple[Event, int]:
+        assert isinstance(event, RequestArrived | FinishRequested | RetractRequested)
+        if isinstance(event, RequestArrived):
+            written = self._written(event.keys)
+            self._arrived[event.request_id] = (event.keys, written)
+            deadline_at_s = NO_DEADLINE if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s
+            return msgspec.structs.replace(event, keys=written, deadline_at_s=deadline_at_s), 0
+        # What was finished begins with what has arrived, whose pages are known and not written again.
+        keys, written = self._arrived.pop(event.request_id, (b"", b""))
+        if not event.keys.startswith(keys):
+            keys = b""
+        same_pages = len(keys) // self._core.settings.key_bytes
+        return msgspec.structs.replace(event, keys=self._written(event.keys[len(keys) :])), same_pages
+
+    def _written(self, keys: bytes) -> bytes:
+        return keys if self._digests is None else self._digests.of(keys)
+
+
+_OF_REQUESTS = frozenset(kind for kind in event_types() if "request_id" in kind.__struct_fields__)
+_WITH_KEYS = frozenset((RequestArrived, FinishRequested, RetractRequested))

@@ -1,0 +1,181 @@
+"""Steps a fresh core through a journal and compares every answer with the recorded one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tidekv.engine.journal.final import final_state
+from tidekv.engine.journal.lines import EndLine, RunLine, StepRecord
+from tidekv.engine.journal.reader import JournalReader
+from tidekv.engine.journal.schema import code_checksum
+from tidekv.states.commands import Command
+from tidekv.states.core import Core
+from tidekv.states.errors import IllegalEvent, JournalDamaged, ReplayDiverged
+from tidekv.states.events import Event, FinishRequested, RequestArrived, RetractRequested
+from tidekv.states.request import State
+from tidekv.states.witness import Witness
+
+OTHER_CODE = "the code of the core is not that which wrote the journal"
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One event that the core has just taken again."""
+
+    seq: int
+    event: Event
+    commands: list[Command]
+    moves: list[tuple[str, State]]
+    """Requests that changed state, in order, with the state that they came to."""
+    error: str
+    """The class of the error that the step raised; "" for none."""
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """What a replay found: everything identical, as far as the journal goes."""
+
+    events: int
+    """Events that were taken again."""
+    complete: bool
+    """The journal was followed to its end record, and the final index, pools and counters are those of the run."""
+    torn: JournalDamaged | None
+    """Where and how the tail of the journal is missing; None where the replay was stopped, or is complete."""
+
+
+class Replayer:
+    """Replays one journal.
+
+        replayer = Replayer("run.journal")
+        replayer.run()                  # or: for step in replayer.steps(): … replayer.core …
+
+    `core` is the core as it is after the last step that was made: read it freely. One Replayer replays once.
+    """
+
+    def __init__(self, path: str | Path, *, force: bool = False, compare: bool = True) -> None:
+        """Raises JournalRefused for what is no journal of this version, JournalDamaged for a broken header.
+
+        `force` reads journals of other event types as well as can be. Without `compare` answers are not compared: the
+        core of today decides, whatever the journal says.
+        """
+        self._reader = JournalReader(path, force=force)
+        self._compare = compare
+        self.core = Core(self.header.core)
+        self._witness = Witness(self.core)
+        self._arrived: dict[str, bytes] = {}
+        self._events = 0
+        self._complete = False
+
+    @property
+    def header(self) -> RunLine:
+        """The journal's first line."""
+        return self._reader.header
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """File and line of the step that was made last."""
+        return self._reader.place
+
+    @property
+    def torn(self) -> JournalDamaged | None:
+        """Where and how the tail of the journal is missing, once `steps` has come there."""
+        return self._reader.torn
+
+    def run(self, *, until: int | None = None) -> Replayed:
+        """Replay to the end, or up to and with event `until`.
+
+        Raises ReplayDiverged at the first event that the core answers in another way, JournalDamaged at the first line
+        that is not what was written.
+        """
+        for _ in self.steps(until=until):
+            pass
+        return Replayed(self._events, self._complete, self.torn)
+
+    def steps(self, *, until: int | None = None) -> Iterator[Step]:
+        """The same, event by event."""
+        if until is not None and until < 0:
+            return
+        for line in self._reader.lines():
+            if isinstance(line, EndLine):
+                self._check_end(line)
+                return
+            for record in line.steps:
+                yield self._step(record)
+                if until is not None and record.seq >= until:
+                    return
+
+    def _step(self, record: StepRecord) -> Step:
+        if record.seq != self._events:
+            raise self._damaged(f"event {self._events} is missing: event {record.seq} stands in its place")
+        event = self.event_of(record)
+        error = ""
+        commands: list[Command] = []
+        try:
+            commands = self.core.step(event)
+        except IllegalEvent as illegal:
+            error = type(illegal).__name__
+        except Exception as broken:
+            # Whatever it is, it ended the run as well, or else the answers differ.
+            error = type(broken).__name__
+        answer = self._witness.answer(commands, error)
+        self._events += 1
+        if self._compare and (answer != bytes(record.gave) or self._witness.digest != record.digest):
+            raise self._diverged(record, event, answer)
+        return Step(record.seq, event, commands, self.core.moves, error)
+
+    def event_of(self, record: StepRecord) -> Event:
+        """The event of a record, with all its keys. Call it for every record, in order."""
+        event = record.took
+        if isinstance(event, RequestArrived):
+            self._arrived[event.request_id] = event.keys
+        elif isinstance(event, FinishRequested | RetractRequested):
+            known = self._arrived.pop(event.request_id, b"")
+            width = self.header.core.key_bytes
+            if len(known) < record.same_pages * width:
+                raise self._damaged(f"event {record.seq} goes on from an arrival that is not in the journal")
+            return msgspec.structs.replace(event, keys=known[: record.same_pages * width] + event.keys)
+        return event
+
+    def _check_end(self, line: EndLine) -> None:
+        if line.events != self._events:
+            raise self._damaged(f"the end record counts {line.events} events, the journal has {self._events}")
+        if self._compare:
+            ours = final_state(self.core)
+            differing = sorted(
+                name for name in ours.keys() | line.final.keys() if ours.get(name) != line.final.get(name)
+            )
+            if differing:
+                raise ReplayDiverged(
+                    seq=self._events,
+                    event="the end of the run",
+                    recorded=", ".join(f"{name} {line.final.get(name)}" for name in differing),
+                    replayed=", ".join(f"{name} {ours.get(name)}" for name in differing),
+                    hint=self._hint(),
+                )
+        self._complete = True
+
+    def _diverged(self, record: StepRecord, event: Event, answer: bytes) -> ReplayDiverged:
+        recorded, replayed = bytes(record.gave).decode(), answer.decode()
+        if recorded == replayed:
+            recorded = replayed = f"{recorded}, with another order of eviction or of the free pages"
+        return ReplayDiverged(
+            seq=record.seq, event=in_short(event), recorded=recorded, replayed=replayed, hint=self._hint()
+        )
+
+    def _hint(self) -> str:
+        return "" if self.header.code == code_checksum() else OTHER_CODE
+
+    def _damaged(self, cause: str) -> JournalDamaged:
+        path, line = self.place
+        return JournalDamaged(path=path, line=line, cause=cause)
+
+
+def in_short(event: Event) -> str:
+    """An event in one line, without keys and without the trace of an error."""
+    fields = {
+        name: value
+        for name, value in msgspec.structs.asdict(event).items()
+        if name not in ("keys", "detail") and not (name == "deadline_at_s" and value == float("inf"))
+    }
+    return f"{type(event).__name__}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
