@@ -213,8 +213,9 @@ class Room:
         self._stop(f"the link to {self.peer.hello.instance} is lost", is_aborted=True)
 
     def expire(self) -> None:
-        """The lease is over."""
-        self.end(RoomOutcome.LEASE_ENDED, f"{self.peer.hello.instance} was not heard of for {self.peer.lease_s} s")
+        """The lease is over. Decode is told as well: it may live, and it is us who stood still."""
+        cause = f"{self.peer.hello.instance} was not heard of for {self.peer.lease_s} s"
+        self._give_up(RoomOutcome.LEASE_ENDED, cause)
 
     def _give_up(self, outcome: RoomOutcome, cause: str) -> None:
         if self.outcome is None:

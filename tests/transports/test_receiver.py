@@ -86,16 +86,14 @@ async def test_an_extend_of_a_full_hit_that_prefill_never_sent_is_refused(world)
     assert (refused.request_id, refused.generation, refused.span) == ("r1", 0, 1)
 
 
-async def test_an_extend_after_received_is_refused(world) -> None:
+async def test_a_lease_that_ended_while_decode_lives_is_told_and_drained(world) -> None:
     decode, prefill = await world.decode(), await world.prefill()
-    decode.promise(prefill.address, "r1", tokens=4, promised=0, pages=[1])
-    room = await prefill.serve("r1", [30])
-    await done(decode, "r1")
-    # The room ends at prefill alone, as a lease's end would have it.
+    decode.promise(prefill.address, "r1", tokens=8, promised=0, pages=[1, 2])
+    room = await prefill.room("r1")
     room.expire()
     assert await room.received() == "lease ended"
-    decode.receiver.extend("r1", 0, 1, 0, page_ids([20]))
-    assert "no such room" in (await decode.wait(events.RoomRefused, span=1)).cause
+    assert "not heard of" in (await decode.wait(events.RoomFailed, settled=False)).cause
+    await decode.wait(events.RoomDrained)
 
 
 async def test_an_abort_is_drained_only_after_the_write_in_flight(world) -> None:
