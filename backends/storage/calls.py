@@ -46,11 +46,11 @@ class Calls:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._calls: dict[asyncio.Task[object], Call] = {}
         self.closed = False
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._calls)
 
     async def run(self, body: Callable[[Call], Coroutine[object, object, T]], timeout_s: float = float("inf")) -> T:
         """Run a call to its end, also if the awaiting task is cancelled; CancelledError comes out after that.
@@ -61,8 +61,8 @@ class Calls:
             raise EngineClosed(f"{self._what} is closed")
         call = Call(timeout_s)
         task = asyncio.get_running_loop().create_task(body(call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._calls[task] = call
+        task.add_done_callback(self._calls.pop)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -71,9 +71,11 @@ class Calls:
             raise
 
     async def drain(self) -> None:
-        """Refuse further calls, let those that run start nothing more of their own, and wait until all have ended."""
+        """Refuse further calls, let those that run start nothing more, and wait until all have ended."""
         self.closed = True
-        for task in list(self._tasks):
+        for call in self._calls.values():
+            call.abandoned = True
+        for task in list(self._calls):
             await _settled(task)
 
 

@@ -8,7 +8,7 @@ from tidekv.backends.storage.base import StorageStatistics
 
 
 class Counts:
-    """What an engine did. Written on the event loop only."""
+    """What an engine did. Written on the event loop, but for `evictions`: one thread of the engine counts those."""
 
     def __init__(self) -> None:
         self.hits = 0

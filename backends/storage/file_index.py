@@ -52,7 +52,7 @@ class FileIndex:
         self.root = root
         self.geometry = geometry
         self.mirror = Mirror()
-        self.evictions = 0
+        self._evictions = 0
         self.used_bytes = 0
         self._namespace = namespace_id
         self._capacity_bytes = capacity_bytes
@@ -137,6 +137,11 @@ class FileIndex:
             return sum(
                 self._retire(segment, self.geometry.namespace, seq) for segment in list(self.mirror.slots_by_segment)
             )
+
+    def take_evictions(self) -> int:
+        """Return how many pages made room since this was last asked."""
+        evictions, self._evictions = self._evictions, 0
+        return evictions
 
     def note_touched(self) -> None:
         """Write down which slots were used; any other change does that too."""
@@ -249,7 +254,7 @@ class FileIndex:
             (self._namespace, short + spare),
         ).fetchall()
         self._set([slot for (slot,) in victims], SlotState.FREE, seq)
-        self.evictions += len(victims)
+        self._evictions += len(victims)
 
     def _take_over_segment(self, seq: int) -> bool:
         """Retire the coldest segment of another namespace if we have no pages, or if all of ours were used later."""

@@ -111,10 +111,14 @@ class Place:
         """Remove segment and probe files that the index does not know, and which would not count against the bound."""
         # Listed before the index is asked: a segment is in the index before its file is made.
         found = [file for file in self.options.root.glob("*/*.seg") if file.stem.isdigit()]
+        alone = self._writer.alone()
         db = connect(path, busy_timeout_s=self.options.busy_timeout_s)
         try:
+            if alone:
+                # Kept until now for those who have to hear of it.
+                db.execute("DELETE FROM segments WHERE retired=1")
             known = {
-                (digest.hex()[:32], segment)
+                (namespace_directory(self.options.root, digest), segment)
                 for digest, segment in db.execute(
                     "SELECT n.digest, s.id FROM segments s JOIN namespaces n ON n.id=s.namespace WHERE s.retired=0"
                 )
@@ -122,9 +126,9 @@ class Place:
         finally:
             db.close()
         for file in found:
-            if (file.parent.name, int(file.stem)) not in known:
+            if (file.parent, int(file.stem)) not in known:
                 file.unlink(missing_ok=True)
-        if self._writer.alone():
+        if alone:
             for file in self.options.root.glob("*/*.probe"):
                 file.unlink(missing_ok=True)
 

@@ -352,12 +352,18 @@ class Shelf:
 
     async def _on_index(self, work: Callable[[], T]) -> T:
         """Do something with the index; _IndexFailed if it could not be done, and nothing was changed."""
+        index = self._place.index
+
+        def job() -> T:
+            try:
+                return work()
+            finally:
+                self._counts.evictions += index.take_evictions()
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads.index, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads.index, job)
         except (sqlite3.Error, OSError) as error:
             raise _IndexFailed(error) from error
-        finally:
-            self._counts.evictions = self._place.index.evictions
 
     async def _on_worker(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads.workers, work)

@@ -249,6 +249,22 @@ async def test_closing_waits_for_what_is_in_flight_and_refuses_what_comes_after(
     assert engine.statistics().calls_in_flight == 0
 
 
+async def test_closing_starts_nothing_more_of_a_long_call(rig: Rig) -> None:
+    engine = await rig.open(**({} if rig.kind == "memory" else {"chunk": 4096}))
+    await rig.put(engine, range(32))
+    rig.touched.clear()
+    rig.gate.clear()
+    read = asyncio.ensure_future(engine.get_into(rig.keys(range(32)), page_ids(range(32)), timeout_s=30))
+    await rig.touched.wait()
+    closing = asyncio.ensure_future(engine.close())
+    await asyncio.sleep(0)
+    rig.gate.set()
+    good = await read
+    await closing
+    assert good[0]
+    assert sum(good) <= 4
+
+
 async def test_many_calls_at_once_never_mix_pages_up(rig: Rig) -> None:
     engine = await rig.open(capacity=200 * 4096)
 

@@ -189,7 +189,8 @@ async def test_two_engines_that_put_the_same_keys_agree(files: Rig) -> None:
     await other_rig.close()
 
 
-async def test_a_writer_that_is_taken_for_dead_publishes_nothing(files: Rig) -> None:
+@pytest.mark.parametrize("namespace", [b"n" * 32, b"o" * 32])
+async def test_a_writer_that_is_taken_for_dead_publishes_nothing(files: Rig, namespace: bytes) -> None:
     engine = await files.open(capacity=40 * PAGE_BYTES)
     files.touched.clear()
     files.gate.clear()
@@ -198,7 +199,8 @@ async def test_a_writer_that_is_taken_for_dead_publishes_nothing(files: Rig) -> 
     (lock,) = (files.root / "writers").iterdir()
     os.unlink(lock)
     other_rig = type(files)(files.kind, files.root, files.poller)
-    other = await other_rig.open(capacity=40 * PAGE_BYTES)
+    other = await other_rig.open(capacity=40 * PAGE_BYTES, namespace=namespace)
+    assert not states(files.root).get(1), "also what was reserved in another namespace is free"
     files.gate.set()
     assert await writing == [False]
     assert engine.statistics().failures == {"reservation lost": 1}
