@@ -121,7 +121,7 @@ class EvictionQueue:
                 return node
             heapq.heappop(heap)
             self._queued.remove(node_id)
-            self._stale_count = max(0, self._stale_count - (node.parent is None))
+            self._stale_count -= node.parent is None
         return None
 
     def forget(self, node: Node) -> None:
@@ -139,6 +139,8 @@ class EvictionQueue:
         """Raise BrokenInvariant where the heap and what is known to be in it differ, or an order could be missed."""
         if len(self._heap) != len(self._queued) or {entry[1] for entry in self._heap} != self._queued:
             raise BrokenInvariant("an eviction queue does not hold each of its nodes once")
+        if self._stale_count != sum(node.parent is None for _, _, node in self._heap):
+            raise BrokenInvariant("an eviction queue miscounts its nodes that left the tree")
         for priority, _, node in self._heap:
             if self._policy.priority(node) < priority:
                 raise BrokenInvariant(f"the priority of {node} fell while it was queued")

@@ -86,7 +86,7 @@ def _check_device(index: PrefixIndex, nodes: list[Node]) -> None:
         cached += node.device
         evictable += 0 if node.guarded else node.page_count
         protected += node.page_count if node.guarded else 0
-    _check_tier(tier, nodes, evictable=evictable, protected=protected)
+    _check_tier(index, tier, nodes, evictable=evictable, protected=protected)
     if not tier.account.holds(cached, Condition.CACHED) or tier.account.cached != len(cached):
         raise BrokenInvariant("the device pages of the index are not those that its account calls cached, each once")
     if not tier.account.holds(void, Condition.DRAINING):
@@ -102,17 +102,21 @@ def _check_host(index: PrefixIndex, nodes: list[Node]) -> None:
             cached += node.host
             evictable += 0 if node.host_guarded else node.page_count
             protected += node.page_count if node.host_guarded else 0
-    _check_tier(tier, nodes, evictable=evictable, protected=protected)
+    _check_tier(index, tier, nodes, evictable=evictable, protected=protected)
     if not tier.account.holds(cached, Condition.CACHED) or tier.account.cached != len(cached):
         raise BrokenInvariant("the host pages of the index are not those that its account calls cached, each once")
 
 
-def _check_tier(tier: Tier, nodes: list[Node], *, evictable: int, protected: int) -> None:
+def _check_tier(index: PrefixIndex, tier: Tier, nodes: list[Node], *, evictable: int, protected: int) -> None:
     if (tier.evictable, tier.protected) != (evictable, protected):
         raise BrokenInvariant(
             f"{tier.name}: counted {evictable} evictable and {protected} protected pages,"
             f" kept {tier.evictable} and {tier.protected}"
         )
+    roots = index.tree.roots.values()
+    anchored = sum(node.anchored if tier.name == "device" else node.host_anchored for node in (*roots, *nodes))
+    if tier.receipts != anchored:
+        raise BrokenInvariant(f"{tier.name}: {anchored} receipts are anchored at nodes, {tier.receipts} are out")
     for node in nodes:
         _require(not tier.is_ready(node) or node in tier.queue, node, f"may be evicted from {tier.name}, is not queued")
     tier.queue.check()

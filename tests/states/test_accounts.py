@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -91,6 +92,7 @@ class Accounts(RuleBasedStateMachine):
 
 
 TestAccounts = Accounts.TestCase
+TestAccounts.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_fresh_pool_hands_out_ascending_pages() -> None:

@@ -293,3 +293,16 @@ def test_void_node_with_a_host_copy_is_found_there_again(bench: Bench) -> None:
     bench.device.settle(pages)
     assert bench.index.peek("", keys(1, 2)) == (0, 2)
     bench.check()
+
+
+def test_void_node_is_never_split(bench: Bench) -> None:
+    node = bench.host_only(1, 2, 3)
+    bench.index.give_device(node, bench.device.take(3), Splits())
+    bench.index.set_void(node)
+    assert bench.index.evict_host(1) == 3
+    bench.check()
+    assert list(bench.index.nodes()) == [node]
+    pages = bench.index.drop_void(node)
+    assert pages is not None
+    bench.device.settle(pages)
+    assert not list(bench.index.nodes())
