@@ -91,6 +91,8 @@ async def run_conversations(
 
     `damage` names a source of which one restored page is overwritten: then tokens must differ.
     """
+    if damage and damage not in SOURCES:
+        raise InvalidConfig(f"damage must be one of {', '.join(SOURCES)}, not {damage!r}")
     started_s = time.perf_counter()
     shape = shape or ModelShape(vocab_size=options.vocabulary)
     workload = make_workload(options)
