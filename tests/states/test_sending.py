@@ -89,6 +89,14 @@ def test_an_extend_of_a_full_hit_without_pages_is_refused_each_time_it_is_asked(
     assert land_all(sender) == [ChunkReady(0, 2, 0, last=True)]
 
 
+def test_a_stopped_room_refuses_nothing_any_more() -> None:
+    sender = room(tokens=8, promised=8)
+    sender.finish()
+    sender.extend(1, 0, page_ids([50]))
+    sender.stop("aborted")
+    assert sender.take_refusals() == []
+
+
 def test_a_repeated_extend_is_harmless_and_a_second_meaning_is_not() -> None:
     sender = room(tokens=8, promised=8)
     sender.extend(1, 0, page_ids([50]))
@@ -315,6 +323,7 @@ TestSending = Sending.TestCase
 TestSending.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 12))
 def test_a_promise_is_taken_exactly_when_it_is_sound(tokens: int, promised: int, pages: int) -> None:
     sound = promised % PAGE == 0 and promised <= tokens and pages == -(-tokens // PAGE) - promised // PAGE

@@ -308,6 +308,28 @@ async def test_a_lost_link_pauses_rooms_until_the_lease_ends(world, decode) -> N
     assert prefill.sender.statistics()["rooms_draining"] == 0
 
 
+async def test_a_peer_is_forgotten_when_its_link_and_its_rooms_are_gone(world, decode) -> None:
+    prefill = await world.prefill()
+    forgotten = asyncio.Queue()
+
+    async def remove_peer(peer) -> None:
+        forgotten.put_nowait(peer.instance)
+
+    prefill.transport.remove_peer = remove_peer
+    idle = await decode.dial(prefill.address)
+    await idle.close()
+    assert await forgotten.get() == decode.transport.instance
+    busy = await decode.dial(prefill.address)
+    busy.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    await busy.close()
+    await room.aborted.wait()
+    assert forgotten.empty()
+    room.expire()
+    assert await forgotten.get() == decode.transport.instance
+    assert prefill.sender.statistics()["peers"] == 0
+
+
 async def test_received_over_another_link_ends_a_paused_room(world, decode) -> None:
     prefill = await world.prefill()
     link = await decode.dial(prefill.address)
