@@ -1,0 +1,118 @@
+"""What the NIXL transport costs beside NIXL itself: `python benchmarks/transfer.py`.
+
+A second process offers the target pool. Each row writes the same pages by `NixlTransport.write` and by one bare request
+of NIXL that is polled without a pause, and says what reached the target per second; below, one page's latency, and how
+much of a core the sleeping progress thread takes while nothing happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tidekv.engine.nixl_child import NixlChild, NumpyPool
+from tidekv.engine.poller import PollerThread
+from tidekv.states.shapes import page_ids
+from tidekv.transports.nixl import NixlTransport
+from tidekv.transports.nixl_layout import WritePlan
+
+ROUNDS = 15
+IDLE_S = 3.0
+SHAPES = [  # (pages of a write, bytes of a piece, pieces of a page)
+    (1, 65536, 1),
+    (1024, 65536, 1),
+    (1024, 4096, 1),
+    (64, 32768, 32),
+]
+
+
+def bare_write(transport: NixlTransport, peer: Any, ours: list[int], theirs: list[int]) -> float:
+    """Seconds of one bare request over the same prepared lists, from its making to its release, on this thread."""
+    agent = transport._agent
+    assert agent is not None
+    started_at_s = time.perf_counter()
+    plan = WritePlan(
+        pieces=peer.pieces,
+        our_page_count=peer.memory.page_count,
+        their_page_count=peer.memory.page_count,
+        our_pages=np.array(ours, np.int32),
+        their_pages=np.array(theirs, np.int32),
+        part_bytes=2**62,
+        part_descriptors=2**31 - 1,
+    )
+    request = agent.write_request(peer.our_list, peer.their_list, plan.part(0))
+    done = request.post()
+    while not done:
+        done = request.check()
+    request.release()
+    return time.perf_counter() - started_at_s
+
+
+async def measure(table: Table, pages: int, piece_bytes: int, pieces: int) -> None:
+    """Fill one pair of rows."""
+    pool_pages = pages + 64
+    pool = NumpyPool(pool_pages, (piece_bytes,) * pieces, seed=1)
+    child = await NixlChild.spawn(pages=pool_pages, pieces=(piece_bytes,) * pieces)
+    poller = PollerThread()
+    poller.start()
+    transport = NixlTransport("bench")
+    await transport.start(poller=poller)
+    await transport.register(pool.memory)
+    ready = child.ready
+    peer = await transport.add_peer(ready.instance, ready.metadata, ready.memory)
+    random = np.random.default_rng(0)
+    for order in ("random", "consecutive"):
+        with_us: list[float] = []
+        bare: list[float] = []
+        for _ in range(ROUNDS if pages > 1 else 300):
+            ours, theirs = (random.permutation(pool_pages)[:pages].tolist() for _ in range(2))
+            if order == "consecutive":
+                ours, theirs = list(range(pages)), list(range(64, 64 + pages))
+            started_at_s = time.perf_counter()
+            await transport.write(peer, page_ids(ours), page_ids(theirs))
+            with_us.append(time.perf_counter() - started_at_s)
+            bare.append(bare_write(transport, peer, ours, theirs))
+        row = [f"{pages} x {pieces} x {piece_bytes // 1024} KiB", order]
+        for seconds in (with_us, bare):
+            middle_s = statistics.median(seconds)
+            row += [f"{middle_s * 1e6:.0f}", f"{pages * sum((piece_bytes,) * pieces) / middle_s / 1e9:.2f}"]
+        table.add_row(*row)
+    await transport.close()
+    await poller.close()
+    child.end()
+
+
+async def idle_share() -> float:
+    """Part of a core that a started transport and its poller take while nothing happens."""
+    poller = PollerThread()
+    poller.start()
+    transport = NixlTransport("idle")
+    await transport.start(poller=poller)
+    await transport.register(NumpyPool(16, (4096,)).memory)
+    before = os.times()
+    await asyncio.sleep(IDLE_S)
+    after = os.times()
+    await transport.close()
+    await poller.close()
+    return (after.user + after.system - before.user - before.system) / IDLE_S
+
+
+async def main() -> None:
+    """Measure and print."""
+    table = Table("write", "pages", "transport µs", "GB/s", "bare NIXL µs", "GB/s", title="medians")
+    for shape in SHAPES:
+        await measure(table, *shape)
+    console = Console()
+    console.print(table)
+    console.print(f"idle transport: {100 * await idle_share():.1f} % of a core")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
