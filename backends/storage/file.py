@@ -23,9 +23,10 @@ from tidekv.backends.storage.base import (
     check_pool,
 )
 from tidekv.backends.storage.calls import Call, Calls
+from tidekv.backends.storage.chunks import Threads
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.file_options import FileOptions, read_file_options
-from tidekv.backends.storage.shelf import Shelf, Threads
+from tidekv.backends.storage.shelf import Shelf
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.shapes import PageIds, PoolMemory
 
@@ -124,7 +125,7 @@ class FileStorage:
         check_keys(keys)
 
         async def body(_: Call) -> list[bool]:
-            return await shelf.forget([(key, None) for key in keys])
+            return await shelf.forget(keys)
 
         return await self._calls.run(body)
 

@@ -105,13 +105,16 @@ class FileIndex:
         with self._change() as seq:
             self._set([slot for slot in wasted if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
             done = [self.mirror.owner(slot) == self._me for _, slot in pairs]
-            for (key, slot), good in zip(pairs, done, strict=True):
-                if not good:
-                    continue
-                replaced = self.mirror.slot_by_key.get(key)
-                if replaced is not None:
-                    self._set([replaced], SlotState.FREE, seq)
-                self._db.execute(_SET, (slot, self._namespace, SlotState.PUBLISHED, 0, seq, seq, key))
+            ours = {key: slot for (key, slot), good in zip(pairs, done, strict=True) if good}
+            # What the keys had before, and slots whose key comes again later in the batch.
+            kept = set(ours.values())
+            stale = [self.mirror.slot_by_key[key] for key in ours if key in self.mirror.slot_by_key]
+            stale += [slot for (_, slot), good in zip(pairs, done, strict=True) if good and slot not in kept]
+            self._set(stale, SlotState.FREE, seq)
+            self._db.executemany(
+                _SET, [(slot, self._namespace, SlotState.PUBLISHED, 0, seq, seq, key) for key, slot in ours.items()]
+            )
+            for key, slot in ours.items():
                 self.mirror.apply(slot, SlotState.PUBLISHED, 0, key)
         return done
 

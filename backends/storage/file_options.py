@@ -44,5 +44,5 @@ class FileOptions:
 
 def read_file_options(root: Path, given: Mapping[str, object]) -> FileOptions:
     """Check options; InvalidConfig names the one that is wrong, and what is allowed."""
-    values = read_options("file:", given, OPTIONS)
+    values = read_options("the file: engine", given, OPTIONS)
     return FileOptions(root=root, **values)  # type: ignore[arg-type]  # Each option has checked the type of its value.

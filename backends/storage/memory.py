@@ -37,7 +37,7 @@ def open_memory(*, authority: str, path: str, options: Mapping[str, object]) -> 
     """Make the engine of a `memory:` URI."""
     if authority or path:
         raise InvalidConfig("a memory: URI names no place; write memory: or memory:?capacity=1GB")
-    values = read_options("memory:", options, OPTIONS)
+    values = read_options("the memory: engine", options, OPTIONS)
     capacity = values.get("capacity", CAPACITY_DEFAULT_BYTES)
     assert isinstance(capacity, int)
     return MemoryStorage(capacity_bytes=capacity)

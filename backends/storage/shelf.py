@@ -1,7 +1,4 @@
-"""An open directory at work: calls cut into chunks, each chunk through the index, the files and the checks.
-
-    get:  index says where ─▶ pages read by NIXL ─▶ headers and checksums compared on a worker ─▶ true or a miss
-    put:  slots reserved ─▶ pages written by NIXL, checksums taken meanwhile ─▶ headers written ─▶ published
+"""An open directory at work: calls cut into chunks, in time and within limits.
 
 Several chunks are under way at once, so that reading one overlaps checking another.
 """
@@ -12,19 +9,18 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import BufferOf, Verdict
 from tidekv.backends.storage.calls import Call, all_settled
+from tidekv.backends.storage.chunks import Chunks, Threads
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.file_options import FileOptions
 from tidekv.backends.storage.nixl_io import NixlIO
 from tidekv.backends.storage.page_io import PageIO, ThreadIO
 from tidekv.backends.storage.place import Place
-from tidekv.backends.storage.proofs import checksums, verify_pages, verify_stored, write_headers
+from tidekv.backends.storage.proofs import verify_stored
 from tidekv.states.errors import StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
@@ -36,28 +32,8 @@ TOUCHED_MAX: Final = 4096
 # How old a hint may be while somebody keeps asking.
 STALE_S: Final = 1.0
 
-# What is wrong with the page itself, and not with how it was read: its entry goes, so that it can be put anew.
-_BAD_PAGE: Final = ("missing", "truncated", "corrupt", "foreign")
-
 T = TypeVar("T")
 Chunk = Callable[[Sequence[bytes], PageIds], Awaitable[list[str]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """Who may block: one thread for the index, some for files and checksums."""
-
-    index: Executor
-    workers: Executor
-
-
-class _IndexFailed(StorageFailed):
-    """The index could not be read or changed; `cause` is how it is counted."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(f"the index cannot be used: {error}")
-        code = getattr(error, "sqlite_errorname", "")
-        self.cause = {"SQLITE_BUSY": "index busy", "SQLITE_FULL": "no space"}.get(code, "index failed")
 
 
 class Shelf:
@@ -77,9 +53,8 @@ class Shelf:
     ) -> None:
         self._place = place
         self._io = io
-        self._buffer_of = buffer_of
+        self._chunks = Chunks(place, io, buffer_of, threads, counts)
         self._threads = threads
-        self._counts = counts
         self.open_again = open_again
         self.page_count = page_count
         self.page_bytes = place.segments.geometry.page_bytes
@@ -165,7 +140,7 @@ class Shelf:
     async def catch_up(self, timeout_s: float | None) -> None:
         """Learn what other processes changed, or go on with what is known if that takes too long."""
         if self._catching_up is None or self._catching_up.done():
-            self._catching_up = asyncio.get_running_loop().create_task(self._bring_up(self._place.index.refresh))
+            self._catching_up = asyncio.get_running_loop().create_task(self._chunks.bring_up(self._place.index.refresh))
             self._caught_up_s = time.monotonic()
         await asyncio.wait({self._catching_up}, timeout=timeout_s)
 
@@ -173,26 +148,22 @@ class Shelf:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
         if not all(self.exist(keys)):
             await self.catch_up(call.left_s())
-        causes = await self._in_chunks(call, self._reads, self._get_chunk, keys, pages)
+        causes = await self._in_chunks(call, self._reads, self._chunks.get, keys, pages)
         if len(self._place.index.touched) >= TOUCHED_MAX:
-            await self._bring_up(self._place.index.note_touched)
+            await self._chunks.bring_up(self._place.index.note_touched)
         return causes
 
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Write and publish pages; the cause of a failure for each, empty for a stored one."""
-        return await self._in_chunks(call, self._writes, self._put_chunk, keys, pages)
+        return await self._in_chunks(call, self._writes, self._chunks.put, keys, pages)
 
-    async def forget(self, pairs: Sequence[tuple[bytes, int | None]]) -> list[bool]:
-        """Remove keys; where a slot is given, only if the key is in it still."""
-        try:
-            return await self._on_index(lambda: self._place.index.forget(pairs))
-        except _IndexFailed as error:
-            self._counts.failures[error.cause] += len(pairs)
-            return [False] * len(pairs)
+    async def forget(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove keys; True for each that was there."""
+        return await self._chunks.forget([(key, None) for key in keys])
 
     async def clear(self) -> int:
         """Remove every page of the namespace. StorageFailed if the index cannot be changed."""
-        removed = await self._on_index(self._place.index.clear)
+        removed = await self._chunks.on_index(self._place.index.clear)
         await self._close_dropped()
         return removed
 
@@ -219,7 +190,7 @@ class Shelf:
         keys, slots = [key for key, _ in pairs], [slot for _, slot in pairs]
         self._chunks_in_flight += 1
         try:
-            causes = await self._on_worker(lambda: verify_stored(self._place.segments, keys, slots))
+            causes = await self._chunks.on_worker(lambda: verify_stored(self._place.segments, keys, slots))
         finally:
             self._chunks_in_flight -= 1
         return [Verdict(key=key, ok=not cause, cause=cause) for key, cause in zip(keys, causes, strict=True)]
@@ -231,13 +202,6 @@ class Shelf:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads.workers, self._io.close)
         await loop.run_in_executor(self._threads.index, self._place.close)
-
-    async def _bring_up(self, work: Callable[[], None]) -> None:
-        """Do what may as well be done later: if the index cannot now, that is counted, and the next change does it."""
-        try:
-            await self._on_index(work)
-        except _IndexFailed as error:
-            self._counts.failures[error.cause] += 1
 
     async def _in_chunks(
         self, call: Call, limit: asyncio.Semaphore, chunk: Chunk, keys: Sequence[bytes], pages: PageIds
@@ -279,91 +243,4 @@ class Shelf:
             self._io.forget(segments)
             self._place.segments.close_some(segments)
 
-        await self._on_worker(close)
-
-    async def _get_chunk(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        found = [(at, slot) for at, key in enumerate(keys) if (slot := self._slot_by_key.get(key)) is not None]
-        causes = ["missing"] * len(keys)
-        if not found:
-            return causes
-        slots = [slot for _, slot in found]
-        moved = await self._io.read(slots, [pages[at] for at, _ in found])
-        whole = [(at, slot) for (at, slot), cause in zip(found, moved, strict=True) if not cause]
-        for (at, _), cause in zip(found, moved, strict=True):
-            causes[at] = cause
-
-        def verify() -> list[str]:
-            return verify_pages(
-                self._place.segments,
-                self._buffer_of,
-                [keys[at] for at, _ in whole],
-                [slot for _, slot in whole],
-                [pages[at] for at, _ in whole],
-            )
-
-        if whole:
-            for (at, _), cause in zip(whole, await self._on_worker(verify), strict=True):
-                causes[at] = cause
-        self._place.index.touched.extend(slot for at, slot in found if not causes[at])
-        bad = [(keys[at], slot) for at, slot in found if causes[at] in _BAD_PAGE]
-        if bad:
-            await self.forget(bad)
-        return causes
-
-    async def _put_chunk(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        index, segments = self._place.index, self._place.segments
-        try:
-            slots = await self._on_index(lambda: index.reserve(len(keys)))
-        except _IndexFailed as error:
-            return [error.cause] * len(keys)
-        kept = len(slots)
-        sums: list[bytes] = []
-        moved: list[str] = []
-
-        async def take_checksums() -> None:
-            sums.extend(await self._on_worker(lambda: checksums(self._buffer_of, pages[:kept])))
-
-        async def move() -> None:
-            moved.extend(await self._io.write(slots, pages[:kept]))
-
-        await all_settled([move(), take_checksums()])
-        good = [at for at in range(kept) if not moved[at]]
-
-        def write() -> str:
-            return write_headers(
-                segments, [keys[at] for at in good], [slots[at] for at in good], [sums[at] for at in good]
-            )
-
-        cause = await self._on_worker(write) if good else ""
-        if cause:
-            good = []
-        written = [(keys[at], slots[at]) for at in good]
-        wasted = sorted(set(slots) - {slot for _, slot in written})
-        causes = [moved[at] or cause for at in range(kept)] + ["full"] * (len(keys) - kept)
-        try:
-            done = await self._on_index(lambda: index.publish(written, wasted))
-        except _IndexFailed as error:
-            index.give_up(slots)
-            return [given or error.cause for given in causes]
-        for at, published in zip(good, done, strict=True):
-            # Taken from us meanwhile: the segment was retired, or we were thought dead.
-            causes[at] = "" if published else "reservation lost"
-        return causes
-
-    async def _on_index(self, work: Callable[[], T]) -> T:
-        """Do something with the index; _IndexFailed if it could not be done, and nothing was changed."""
-        index = self._place.index
-
-        def job() -> T:
-            try:
-                return work()
-            finally:
-                self._counts.evictions += index.take_evictions()
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads.index, job)
-        except (sqlite3.Error, OSError) as error:
-            raise _IndexFailed(error) from error
-
-    async def _on_worker(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads.workers, work)
+        await self._chunks.on_worker(close)

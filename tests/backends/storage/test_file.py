@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 
 from tidekv.backends.storage import records, segments
 from tidekv.states.errors import InvalidConfig, StorageFailed
+from tidekv.states.shapes import page_ids
 
 # The rig of conftest.py, which test modules cannot import.
 Rig = Any
@@ -254,6 +256,23 @@ async def test_an_index_that_fails_costs_hits_and_nothing_else(files: Rig, monke
     await engine.probe()
     assert all(await files.put(engine, range(8)))
     assert all(await files.get(engine, range(8)))
+
+
+async def test_slots_of_a_put_that_could_not_be_published_are_not_lost(files: Rig) -> None:
+    engine = await files.open(busy_timeout_s=0.0)
+    blocker = sqlite3.connect(files.root / "index.sqlite", isolation_level=None)
+    files.touched.clear()
+    files.gate.clear()
+    writing = asyncio.ensure_future(engine.put_from(files.keys(range(4)), page_ids(range(4)), timeout_s=30))
+    await files.touched.wait()
+    blocker.execute("BEGIN IMMEDIATE")
+    files.gate.set()
+    assert await writing == [False] * 4
+    assert engine.statistics().failures == {"index busy": 4}
+    blocker.execute("ROLLBACK")
+    assert await files.put(engine, [9]) == [True]
+    assert dict(blocker.execute("SELECT state, COUNT(*) FROM slots GROUP BY state")).get(1) is None
+    blocker.close()
 
 
 async def test_a_lost_directory_is_made_again_by_probe(files: Rig) -> None:

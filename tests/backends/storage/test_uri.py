@@ -95,7 +95,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **engines: str) -> None:
 def test_a_package_adds_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, tape="tidekv.backends.storage.memory:open_memory")
     assert type(open_storage("tape:?capacity=5")) is type(open_memory(authority="", path="", options={}))
-    with pytest.raises(InvalidConfig, match="there are file, memory, tape"):
+    with pytest.raises(InvalidConfig, match=r"there are file, memory, .*tape"):
         open_storage("drum:")
 
 

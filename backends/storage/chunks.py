@@ -1,0 +1,162 @@
+"""One chunk of a call: through the index, the files and the checks, with the cause of each page that fails.
+
+get:  index says where ─▶ pages read by NIXL ─▶ headers and checksums compared on a worker ─▶ true or a miss
+put:  slots reserved ─▶ pages written by NIXL, checksums taken meanwhile ─▶ headers written ─▶ published
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from tidekv.backends.storage.base import BufferOf
+from tidekv.backends.storage.calls import all_settled
+from tidekv.backends.storage.counts import Counts
+from tidekv.backends.storage.page_io import PageIO
+from tidekv.backends.storage.place import Place
+from tidekv.backends.storage.proofs import checksums, verify_pages, write_headers
+from tidekv.states.errors import StorageFailed
+from tidekv.states.shapes import PageIds
+
+# What is wrong with the page itself, and not with how it was read: its entry goes, so that it can be put anew.
+_BAD_PAGE: Final = ("missing", "truncated", "corrupt", "foreign")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Who may block: one thread for the index, some for files and checksums."""
+
+    index: Executor
+    workers: Executor
+
+
+class IndexFailed(StorageFailed):
+    """The index could not be read or changed; `cause` is how it is counted."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the index cannot be used: {error}")
+        code = getattr(error, "sqlite_errorname", "")
+        self.cause = {"SQLITE_BUSY": "index busy", "SQLITE_FULL": "no space"}.get(code, "index failed")
+
+
+class Chunks:
+    """Does chunks on an open directory. What it starts does not survive being cancelled: it is shielded outside."""
+
+    def __init__(self, place: Place, io: PageIO, buffer_of: BufferOf, threads: Threads, counts: Counts) -> None:
+        self._place = place
+        self._io = io
+        self._buffer_of = buffer_of
+        self._threads = threads
+        self._counts = counts
+        self._slot_by_key = place.index.mirror.slot_by_key
+
+    async def get(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+        """Read and verify pages; the cause of a miss for each, empty for a hit."""
+        found = [(at, slot) for at, key in enumerate(keys) if (slot := self._slot_by_key.get(key)) is not None]
+        causes = ["missing"] * len(keys)
+        if not found:
+            return causes
+        slots = [slot for _, slot in found]
+        moved = await self._io.read(slots, [pages[at] for at, _ in found])
+        whole = [(at, slot) for (at, slot), cause in zip(found, moved, strict=True) if not cause]
+        for (at, _), cause in zip(found, moved, strict=True):
+            causes[at] = cause
+
+        def verify() -> list[str]:
+            return verify_pages(
+                self._place.segments,
+                self._buffer_of,
+                [keys[at] for at, _ in whole],
+                [slot for _, slot in whole],
+                [pages[at] for at, _ in whole],
+            )
+
+        if whole:
+            for (at, _), cause in zip(whole, await self.on_worker(verify), strict=True):
+                causes[at] = cause
+        self._place.index.touched.extend(slot for at, slot in found if not causes[at])
+        bad = [(keys[at], slot) for at, slot in found if causes[at] in _BAD_PAGE]
+        if bad:
+            await self.forget(bad)
+        return causes
+
+    async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+        """Write and publish pages; the cause of a failure for each, empty for a stored one."""
+        index, segments = self._place.index, self._place.segments
+        try:
+            slots = await self.on_index(lambda: index.reserve(len(keys)))
+        except IndexFailed as error:
+            return [error.cause] * len(keys)
+        kept = len(slots)
+        sums: list[bytes] = []
+        moved: list[str] = []
+
+        async def take_checksums() -> None:
+            sums.extend(await self.on_worker(lambda: checksums(self._buffer_of, pages[:kept])))
+
+        async def move() -> None:
+            moved.extend(await self._io.write(slots, pages[:kept]))
+
+        await all_settled([move(), take_checksums()])
+        good = [at for at in range(kept) if not moved[at]]
+
+        def write() -> str:
+            return write_headers(
+                segments, [keys[at] for at in good], [slots[at] for at in good], [sums[at] for at in good]
+            )
+
+        cause = await self.on_worker(write) if good else ""
+        if cause:
+            good = []
+        written = [(keys[at], slots[at]) for at in good]
+        wasted = sorted(set(slots) - {slot for _, slot in written})
+        causes = [moved[at] or cause for at in range(kept)] + ["full"] * (len(keys) - kept)
+        try:
+            done = await self.on_index(lambda: index.publish(written, wasted))
+        except IndexFailed as error:
+            index.give_up(slots)
+            return [given or error.cause for given in causes]
+        for at, published in zip(good, done, strict=True):
+            # Taken from us meanwhile: the segment was retired, or we were thought dead.
+            causes[at] = "" if published else "reservation lost"
+        return causes
+
+    async def forget(self, pairs: Sequence[tuple[bytes, int | None]]) -> list[bool]:
+        """Remove keys; where a slot is given, only if the key is in it still."""
+        try:
+            return await self.on_index(lambda: self._place.index.forget(pairs))
+        except IndexFailed as error:
+            self._counts.failures[error.cause] += len(pairs)
+            return [False] * len(pairs)
+
+    async def bring_up(self, work: Callable[[], None]) -> None:
+        """Do what may as well be done later: if the index cannot now, that is counted, and the next change does it."""
+        try:
+            await self.on_index(work)
+        except IndexFailed as error:
+            self._counts.failures[error.cause] += 1
+
+    async def on_index(self, work: Callable[[], T]) -> T:
+        """Do something with the index; IndexFailed if it could not be done, and nothing was changed."""
+        index = self._place.index
+
+        def job() -> T:
+            try:
+                return work()
+            finally:
+                self._counts.evictions += index.take_evictions()
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads.index, job)
+        except (sqlite3.Error, OSError) as error:
+            raise IndexFailed(error) from error
+
+    async def on_worker(self, work: Callable[[], T]) -> T:
+        """Do something that blocks, but not with the index."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads.workers, work)
