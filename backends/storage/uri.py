@@ -1,4 +1,4 @@
-"""From a URI to a storage engine: `memory:`, `file:/path`, and whatever an installed package adds.
+"""From a URI to a storage engine: `memory:`, `file:/path`, `redis://host`, and whatever an installed package adds.
 
 A package adds an engine by an entry point in the group `tidekv.storage`: its name is the scheme, its object a
 `StorageFactory`. It is loaded only when a URI asks for it.
@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.file import open_file
 from tidekv.backends.storage.memory import open_memory
+from tidekv.backends.storage.redis import open_redis, open_redis_tls
 from tidekv.states.errors import InvalidConfig
 
 ENTRY_POINT_GROUP: Final = "tidekv.storage"
@@ -25,7 +26,14 @@ class StorageFactory(Protocol):
     def __call__(self, *, authority: str, path: str, options: Mapping[str, object]) -> Storage: ...
 
 
-BUILT_IN: Final[Mapping[str, StorageFactory]] = {"memory": open_memory, "file": open_file}
+BUILT_IN: Final[Mapping[str, StorageFactory]] = {
+    "memory": open_memory,
+    "file": open_file,
+    "redis": open_redis,
+    "rediss": open_redis_tls,
+    "valkey": open_redis,
+    "valkeys": open_redis_tls,
+}
 
 
 def open_storage(uri: str, options: Mapping[str, object] | None = None) -> Storage:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import queue
+import shutil
+import signal
+import socket
+import subprocess
 import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,8 +120,18 @@ class Rig:
     NAMESPACE = b"n" * 32
     TIMEOUT_S = 30.0
 
-    def __init__(self, kind: str, root: Path, poller: ThreadPoller, *, page_bytes: int = 4096, pages: int = 64) -> None:
+    def __init__(
+        self,
+        kind: str,
+        root: Path,
+        poller: ThreadPoller,
+        *,
+        server: str = "",
+        page_bytes: int = 4096,
+        pages: int = 64,
+    ) -> None:
         self.kind = kind
+        self.server = server
         self.root = root
         self.poller = poller
         self.pool = Pool.make(pages, page_bytes)
@@ -129,11 +143,24 @@ class Rig:
 
     @property
     def base_uri(self) -> str:
+        if self.kind == "redis":
+            # A prefix of its own for each root: the server is one for all tests.
+            return f"redis://{self.server}?prefix={hashlib.sha256(bytes(self.root)).hexdigest()[:16]}"
         return "memory:" if self.kind == "memory" else f"file:{self.root}"
+
+    @property
+    def page_a_chunk(self) -> dict[str, object]:
+        """Options that cut calls into chunks of one page."""
+        return {} if self.kind == "memory" else {"chunk": 4096}
+
+    @property
+    def evicts_one_by_one(self) -> dict[str, object]:
+        """Options that remove no page more than has to be."""
+        return {"low_water": 1.0} if self.kind.startswith("file") else {}
 
     def make(self, **options: object) -> Storage:
         """Make an engine that has no pool yet."""
-        if self.kind != "memory":
+        if self.kind.startswith("file"):
             options = {"io": self.kind.removeprefix("file-"), "capacity": 8 << 20} | options
         engine = open_storage(self.base_uri, options)
         self._engines.append(engine)
@@ -177,13 +204,76 @@ class Rig:
 
 
 @pytest.fixture(
-    params=["memory", pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads"],
+    params=["memory", pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads", "redis"],
 )
 async def rig(request: pytest.FixtureRequest, tmp_path: Path, poller: ThreadPoller) -> AsyncIterator[Rig]:
     """Every engine."""
-    made = Rig(request.param, tmp_path / "store", poller)
+    server = request.getfixturevalue("redis_server").address if request.param == "redis" else ""
+    made = Rig(request.param, tmp_path / "store", poller, server=server)
     yield made
     await made.close()
+
+
+class RedisServer:
+    """A redis-server of our own on a free port, with nothing on disk but what `dir` needs."""
+
+    def __init__(self, directory: Path, *settings: str, port: int | None = None) -> None:
+        if shutil.which("redis-server") is None:
+            pytest.skip("there is no redis-server here; Debian has it: apt-get install redis-server")
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.port = free_port() if port is None else port
+        self.address = f"127.0.0.1:{self.port}"
+        place = f"--port {self.port} --bind 127.0.0.1 --dir {directory}".split()
+        self._process = subprocess.Popen(
+            ["redis-server", *place, "--save", "", "--appendonly", "no", *settings], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        said = ""
+        while "Ready to accept connections" not in said:
+            said = self._process.stdout.readline()
+            assert said, "redis-server did not start"
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def command(self, *words: str) -> str:
+        """Give a command by redis-cli."""
+        done = subprocess.run(["redis-cli", "-p", str(self.port), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+        self._process.communicate()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for all tests that do not hurt it."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """Start servers for one test."""
+    servers: list[RedisServer] = []
+
+    def start(*settings: str, port: int | None = None) -> RedisServer:
+        servers.append(RedisServer(tmp_path / f"redis{len(servers)}", *settings, port=port))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture(params=[pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads"])

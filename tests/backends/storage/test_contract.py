@@ -51,6 +51,18 @@ async def test_a_key_that_is_put_again_has_the_new_bytes(rig: Rig) -> None:
     assert engine.statistics().pages == 1
 
 
+async def test_a_key_twice_in_one_batch_has_one_of_the_two_pages(rig: Rig) -> None:
+    engine = await rig.open()
+    key = rig.keys([1])[0]
+    for page, content in enumerate((b"one", b"other", b"last")):
+        rig.pool.fill(page, content)
+    assert await engine.put_from([key, key, key], page_ids(range(3)), timeout_s=5) == [True] * 3
+    assert engine.statistics().pages == 1
+    assert await engine.get_into([key], page_ids([7]), timeout_s=5) == [True]
+    assert rig.pool.holds(7, b"last")
+    assert await engine.clear() == 1
+
+
 async def test_pages_scattered_over_the_pool_are_paired_with_their_keys(rig: Rig) -> None:
     engine = await rig.open()
     order = [17, 3, 40, 41, 42, 9, 0, 63]
@@ -85,7 +97,7 @@ async def test_clear_forgets_everything_and_the_engine_goes_on(rig: Rig) -> None
 
 async def test_the_bound_holds_and_the_longest_unused_go(rig: Rig) -> None:
     capacity = 40 * 4096
-    engine = await rig.open(capacity=capacity, **({} if rig.kind == "memory" else {"low_water": 1.0}))
+    engine = await rig.open(capacity=capacity, **rig.evicts_one_by_one)
     for first in range(0, 60, 4):
         assert all(await rig.put(engine, range(first, first + 4)))
         assert await rig.get(engine, [0]) == [True], "what is used all the time stays"
@@ -185,8 +197,8 @@ async def test_past_its_deadline_a_call_starts_nothing_more_and_settles_what_run
 ) -> None:
     now_s = 0.0
     monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now_s))
-    # A chunk a page: the file engine has a few under way at once, the memory engine one page.
-    engine = await rig.open(**({} if rig.kind == "memory" else {"chunk": 4096}))
+    # A chunk a page: most engines have a few under way at once, the memory engine one page.
+    engine = await rig.open(**rig.page_a_chunk)
     await rig.put(engine, range(16))
     call = engine.get_into if direction == "get" else engine.put_from
     rig.touched.clear()
@@ -250,7 +262,7 @@ async def test_closing_waits_for_what_is_in_flight_and_refuses_what_comes_after(
 
 
 async def test_closing_starts_nothing_more_of_a_long_call(rig: Rig) -> None:
-    engine = await rig.open(**({} if rig.kind == "memory" else {"chunk": 4096}))
+    engine = await rig.open(**rig.page_a_chunk)
     await rig.put(engine, range(32))
     rig.touched.clear()
     rig.gate.clear()

@@ -1,0 +1,372 @@
+"""Pages on a Redis or Valkey server: which keys there are, and in which order they are written.
+
+    {prefix}:{namespace}:meta                page bytes, so that pages of two sizes are never mixed
+    {prefix}:{namespace}:index               sorted set: page key -> when it was used last
+    {prefix}:{namespace}:p:{page key}        header and page
+    {prefix}:{namespace}:t:{page key}:…      a page that is being written in parts; expires by itself
+
+A page enters the index before it is written and again after it, and leaves the index before it is removed. So whatever
+dies in between, or does the opposite at the same time, the index may name pages that are gone, which is a miss, and
+hardly ever lacks one that is there; `verify` finds those, and lists them as the first to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeVar, cast
+
+from tidekv.backends.storage.base import BufferOf
+from tidekv.backends.storage.counts import Counts
+from tidekv.backends.storage.envelope import Envelope
+from tidekv.backends.storage.remote import NO_SERVICE, ServerTrouble
+from tidekv.states.errors import InvalidConfig, StorageFailed
+from tidekv.states.shapes import PageIds, PoolMemory
+
+if TYPE_CHECKING:
+    from tidekv.backends.storage.redis import RedisOptions
+    from tidekv.backends.storage.redis_link import RedisLink
+
+T = TypeVar("T")
+
+HALF_WRITTEN_MS: Final = b"60000"
+_BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
+
+
+class Worker:
+    """A connection, and memory for one wrapped page: what a job on a thread works with."""
+
+    def __init__(self, link: RedisLink, value_bytes: int) -> None:
+        self.link = link
+        self.value = memoryview(bytearray(value_bytes))
+
+
+class RedisPages:
+    """The page service of the redis: engine; see PageService."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+        self._threads = ThreadPoolExecutor(options.connections, thread_name_prefix="tidekv-redis-storage")
+        self._workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._names = b""
+        self._pages_max = 0
+        self._counts = Counts()
+        self.pages = 0
+        self.trouble = ""
+
+    async def open(
+        self, envelope: Envelope, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: Counts
+    ) -> None:
+        """Connect once; the other connections are made when they are needed."""
+        self._envelope, self._buffer_of, self._pages_max, self._counts = envelope, buffer_of, pages_max, counts
+        self._names = f"{self._options.prefix}:{envelope.namespace.hex()}:".encode()
+
+        def start() -> int:
+            # Loaded here, on a thread: it takes a while, and those who use another engine need not have it.
+            from tidekv.backends.storage.redis_link import RedisLink
+
+            first = Worker(RedisLink(self._options), envelope.value_bytes)
+            try:
+                pages = self._greet(first.link)
+            except BaseException:
+                first.link.close()
+                raise
+            self._workers.put(first)
+            for _ in range(self._options.connections - 1):
+                self._workers.put(Worker(RedisLink(self._options), envelope.value_bytes))
+            return pages
+
+        self.pages = await asyncio.get_running_loop().run_in_executor(self._threads, start)
+
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Compare the lengths of the values; a wrong one is no page."""
+
+        def ask(worker: Worker) -> list[bool]:
+            lengths = worker.link.batch([(b"STRLEN", self._page(key)) for key in keys])
+            return [length == self._envelope.value_bytes for length in lengths]
+
+        return await self._on_worker(ask)
+
+    async def get(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+        """Read pages into the pool; those that were used move to the end of the queue of those that go."""
+
+        def read(worker: Worker) -> tuple[list[str], int | None]:
+            causes = self._read(worker, keys, [self._buffer_of(page) for page in pages])
+            return causes, self._note_reads(worker.link, keys, causes)
+
+        causes, count = await self._on_worker(read)
+        self._note_count(count)
+        return causes
+
+    async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+        """Write pages, and remove as many as are too many."""
+
+        def write(worker: Worker) -> tuple[list[str], int | None, int]:
+            causes = self._write(worker, keys, [self._buffer_of(page) for page in pages])
+            try:
+                self._enter(worker.link, [key for key, cause in zip(keys, causes, strict=True) if not cause])
+                return causes, *self._make_room(worker.link)
+            except ServerTrouble as trouble:
+                self.trouble = str(trouble)
+                return causes, None, 0
+
+        causes, count, evicted = await self._on_worker(write)
+        self._counts.evictions += evicted
+        self._note_count(count)
+        return causes
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove pages."""
+
+        def remove(worker: Worker) -> tuple[list[bool], int]:
+            gone = self._remove(worker.link, keys)
+            return gone, self._count(worker.link)
+
+        gone, self.pages = await self._on_worker(remove)
+        return gone
+
+    async def clear(self) -> int:
+        """Remove all keys of the namespace, those too that the index does not know."""
+
+        def remove_all(worker: Worker) -> int:
+            worker.link.call(b"UNLINK", self._names + b"index")
+            removed = 0
+            for pattern in (b"t:*", b"p:*"):
+                removed = 0
+                for keys in self._scan(worker.link, pattern):
+                    removed += sum(answer == 1 for answer in worker.link.batch([(b"UNLINK", key) for key in keys]))
+            return removed
+
+        removed = await self._on_worker(remove_all)
+        self.pages = 0
+        return removed
+
+    async def probe(self) -> None:
+        """Write a value and read it back."""
+
+        def try_out(worker: Worker) -> int:
+            key, value = self._names + b"t:probe:" + uuid.uuid4().hex.encode(), uuid.uuid4().bytes
+            worker.link.call(b"SET", key, value, b"PX", HALF_WRITTEN_MS)
+            if worker.link.call(b"GET", key) != value:
+                raise StorageFailed("the server does not give back what was written just now")
+            worker.link.call(b"UNLINK", key)
+            return self._greet(worker.link)
+
+        self.pages = await self._on_worker(try_out)
+
+    async def stored(self) -> AsyncIterator[Sequence[bytes]]:
+        """Return the keys of the namespace; those that come while it runs may be missed."""
+        seen: set[bytes] = set()
+        cursor: object | None = None
+        while True:
+
+            def ask(worker: Worker, cursor: object | None = cursor) -> tuple[object | None, list[bytes]]:
+                return worker.link.scan(self._names + b"p:*", cursor)
+
+            cursor, names = await self._on_worker(ask)
+            found = {self._key(name) for name in names} - seen - {b""}
+            seen |= found
+            yield sorted(found)
+            if cursor is None:
+                return
+
+    async def verify(self, keys: Sequence[bytes]) -> list[str]:
+        """Read pages into memory of its own; the whole ones enter the index if they were not there."""
+
+        def read(worker: Worker) -> tuple[list[str], int]:
+            page = memoryview(bytearray(self._envelope.page_bytes))
+            causes = [self._read(worker, [key], [page])[0] for key in keys]
+            if NO_SERVICE.intersection(causes):
+                raise StorageFailed(self.trouble)
+            good = [key for key, cause in zip(keys, causes, strict=True) if not cause]
+            if good:
+                worker.link.call(b"ZADD", self._names + b"index", b"NX", *_scored(b"0", good))
+            return causes, self._count(worker.link)
+
+        causes, self.pages = await self._on_worker(read)
+        return causes
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+        def disconnect() -> None:
+            while not self._workers.empty():
+                self._workers.get().link.close()
+
+        await asyncio.get_running_loop().run_in_executor(self._threads, disconnect)
+        self._threads.shutdown(wait=False)
+
+    def _greet(self, link: RedisLink) -> int:
+        """Make sure that the namespace has pages of our size, and return how many."""
+        page_bytes = str(self._envelope.page_bytes).encode()
+        link.call(b"SET", self._names + b"meta", page_bytes, b"NX")
+        found = link.call(b"GET", self._names + b"meta")
+        if found != page_bytes:
+            raise InvalidConfig(
+                f"this namespace has pages of {_shown(found)} bytes there; the pool has {page_bytes.decode()}"
+            )
+        return self._count(link)
+
+    def _read(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
+        causes: list[str] = []
+        for part in self._parts(len(keys)):
+            try:
+                causes += self._read_part(worker, keys[part], buffers[part])
+            except ServerTrouble as trouble:
+                self.trouble = str(trouble)
+                # The server did not answer: asking for the rest would cost a timeout each.
+                return causes + [trouble.cause] * (len(keys) - len(causes))
+        return causes
+
+    def _read_part(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
+        if len(keys) > 1:
+            answers = worker.link.batch([(b"GET", self._page(key)) for key in keys])
+            return [
+                self._unwrap(key, answer, buffer) for key, answer, buffer in zip(keys, answers, buffers, strict=True)
+            ]
+        try:
+            length = worker.link.read(self._page(keys[0]), worker.value)
+        except ServerTrouble as trouble:
+            if trouble.cause in NO_SERVICE:
+                raise
+            return [trouble.cause]
+        return ["missing" if length is None else self._envelope.unwrap(keys[0], worker.value[:length], buffers[0])]
+
+    def _unwrap(self, key: bytes, answer: object, buffer: memoryview) -> str:
+        if isinstance(answer, bytes):
+            return self._envelope.unwrap(key, memoryview(answer), buffer)
+        return "missing" if answer is None else cast(ServerTrouble, answer).cause
+
+    def _note_reads(self, link: RedisLink, keys: Sequence[bytes], causes: Sequence[str]) -> int | None:
+        """Tell the index what was used and what is gone, and remove what is no page; the pages that are left."""
+        if NO_SERVICE.intersection(causes):
+            return None
+        used = [key for key, cause in zip(keys, causes, strict=True) if not cause]
+        gone = [key for key, cause in zip(keys, causes, strict=True) if cause == "missing"]
+        bad = [key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE]
+        try:
+            self._enter(link, used)
+            if gone:
+                link.call(b"ZREM", self._names + b"index", *gone)
+            if bad:
+                self._remove(link, bad)
+            return self._count(link)
+        except ServerTrouble as trouble:
+            # The pages are read and good; the next call will find out what has happened to the server.
+            self.trouble = str(trouble)
+            return None
+
+    def _write(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
+        causes: list[str] = []
+        try:
+            self._enter(worker.link, keys)
+            for part in self._parts(len(keys)):
+                causes += self._write_part(worker, keys[part], buffers[part])
+        except ServerTrouble as trouble:
+            self.trouble = str(trouble)
+            causes += [trouble.cause] * (len(keys) - len(causes))
+        return causes
+
+    def _write_part(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
+        commands = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            self._envelope.wrap(key, buffer, worker.value)
+            if self._envelope.value_bytes > self._options.part:
+                commands.append(self._upload(worker, key))
+            else:
+                commands.append((b"SET", self._page(key), bytes(worker.value)))
+        answers = worker.link.batch(commands)
+        for answer in answers:
+            if isinstance(answer, ServerTrouble):
+                self.trouble = str(answer)
+        return [answer.cause if isinstance(answer, ServerTrouble) else "" for answer in answers]
+
+    def _upload(self, worker: Worker, key: bytes) -> tuple[bytes, ...]:
+        """Write a large page in parts under another name; returns the command that puts it in its place at once.
+
+        The client copies each value while it holds the interpreter, which must be short.
+        """
+        half = self._names + b"t:{" + key.hex().encode() + b"}:" + uuid.uuid4().hex.encode()
+        # From the end, so that the server takes memory once.
+        for first in reversed(range(0, len(worker.value), self._options.part)):
+            part = bytes(worker.value[first : first + self._options.part])
+            worker.link.call(b"SETRANGE", half, str(first).encode(), part)
+            worker.link.call(b"PEXPIRE", half, HALF_WRITTEN_MS)
+        page = self._page(key)
+        worker.link.call(b"RENAME", half, page)
+        return (b"PERSIST", page)
+
+    def _enter(self, link: RedisLink, keys: Sequence[bytes]) -> None:
+        """Put keys at the end of the queue of those that go."""
+        if keys:
+            # A clock that is wrong makes pages go sooner or later than they should, and nothing else.
+            link.call(b"ZADD", self._names + b"index", *_scored(repr(time.time()).encode(), keys))
+
+    def _make_room(self, link: RedisLink) -> tuple[int, int]:
+        """Remove the pages that are too many; how many there are, and how many went."""
+        count, evicted = self._count(link), 0
+        while count > self._pages_max:
+            keys = link.pop_least(self._names + b"index", min(count - self._pages_max, 1000))
+            link.batch([(b"UNLINK", self._page(key)) for key in keys])
+            evicted += len(keys)
+            count = self._count(link)
+        return count, evicted
+
+    def _remove(self, link: RedisLink, keys: Sequence[bytes]) -> list[bool]:
+        if not keys:
+            return []
+        link.call(b"ZREM", self._names + b"index", *keys)
+        return [answer == 1 for answer in link.batch([(b"UNLINK", self._page(key)) for key in keys])]
+
+    def _count(self, link: RedisLink) -> int:
+        return cast(int, link.call(b"ZCARD", self._names + b"index"))
+
+    def _scan(self, link: RedisLink, pattern: bytes) -> Iterator[list[bytes]]:
+        cursor, keys = link.scan(self._names + pattern, None)
+        yield keys
+        while cursor is not None:
+            cursor, keys = link.scan(self._names + pattern, cursor)
+            yield keys
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        """Cut pages into groups that the client may copy in one go."""
+        group = max(1, self._options.part // self._envelope.value_bytes)
+        return (slice(first, first + group) for first in range(0, count, group))
+
+    def _page(self, key: bytes) -> bytes:
+        # In braces: a cluster then keeps the page beside its half-written form, so that one can become the other.
+        return self._names + b"p:{" + key.hex().encode() + b"}"
+
+    def _key(self, name: bytes) -> bytes:
+        try:
+            return bytes.fromhex(name.removeprefix(self._names + b"p:{").removesuffix(b"}").decode())
+        except ValueError:
+            return b""
+
+    def _note_count(self, count: int | None) -> None:
+        if count is None:
+            self._counts.failures["index"] += 1
+        else:
+            self.pages = count
+
+    async def _on_worker(self, work: Callable[[Worker], T]) -> T:
+        def run() -> T:
+            worker = self._workers.get()
+            try:
+                return work(worker)
+            finally:
+                self._workers.put(worker)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+
+def _scored(score: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    return [word for key in keys for word in (score, key)]
+
+
+def _shown(value: object) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else repr(value)

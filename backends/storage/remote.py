@@ -1,0 +1,298 @@
+"""What all engines on servers have in common: calls, chunks, deadlines and counters around a `PageService`.
+
+The service knows one kind of server; everything else that base.py promises is done here, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from tidekv.backends.base import Poller
+from tidekv.backends.storage.base import (
+    BufferOf,
+    StorageStatistics,
+    Verdict,
+    check_keys,
+    check_namespace,
+    check_pairs,
+    check_pool,
+)
+from tidekv.backends.storage.calls import Call, Calls, all_settled
+from tidekv.backends.storage.counts import Counts
+from tidekv.backends.storage.envelope import Envelope
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
+from tidekv.states.shapes import PageIds, PoolMemory
+
+EXISTS_KEYS_MAX: Final = 512
+VERIFY_PAGES_MAX: Final = 64
+
+NO_SERVICE: Final = frozenset({"unreachable", "timeout", "refused"})
+"""Causes that speak of the server and not of a page: after one of them nothing more of a call is started."""
+
+ChunkWork = Callable[[Sequence[bytes], PageIds], Awaitable[list[str]]]
+
+
+class ServerTrouble(StorageFailed):
+    """A server did not do what it was asked; `cause` is a word for statistics."""
+
+    def __init__(self, cause: str, words: str) -> None:
+        super().__init__(f"{cause}: {words}")
+        self.cause = cause
+
+
+class PageService(Protocol):
+    """One kind of server, as RemoteStorage uses it. What is asked of it is small enough to be done in one go.
+
+    `get` and `put` answer with a cause a page, empty for success, and raise nothing for what a server does; they
+    return only when nothing touches the pages any more. Nobody cancels them. The others raise StorageFailed if the
+    server gives no answer.
+    """
+
+    @property
+    def pages(self) -> int:
+        """How many pages of the namespace there are, as far as is known."""
+
+    @property
+    def trouble(self) -> str:
+        """What went wrong last, in words."""
+
+    async def open(
+        self, envelope: Envelope, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: Counts
+    ) -> None:
+        """Connect. InvalidConfig if the namespace has other pages there. Evictions go to `counts`."""
+
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tell which keys are there."""
+
+    async def get(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+        """Read pages and verify them."""
+
+    async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+        """Store pages, and remove others so that there are at most `pages_max`."""
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget keys."""
+
+    async def clear(self) -> int:
+        """Forget the namespace."""
+
+    async def probe(self) -> None:
+        """Write and read a page."""
+
+    def stored(self) -> AsyncIterator[Sequence[bytes]]:
+        """Return the keys of the namespace as the server lists them, in parts."""
+
+    async def verify(self, keys: Sequence[bytes]) -> list[str]:
+        """Read pages into memory of its own; a cause for each that is not whole."""
+
+    async def close(self) -> None:
+        """Disconnect; nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a RemoteStorage does at once: `lanes` chunks of about `chunk_bytes`; pages in `capacity_bytes`."""
+
+    capacity_bytes: int
+    chunk_bytes: int
+    lanes: int
+
+
+class RemoteStorage:
+    """A storage engine on a server."""
+
+    def __init__(self, uri: str, service: PageService, limits: Limits) -> None:
+        """Touch nothing yet: `register` connects."""
+        self.uri = uri
+        self._service = service
+        self._limits = limits
+        self._calls = Calls(uri)
+        self._counts = Counts()
+        self._lanes = asyncio.Semaphore(limits.lanes)
+        # The callers that wait for `exists`; each is awaited by its caller, or left behind at its deadline.
+        self._asked: set[asyncio.Task[None]] = set()
+        self._registered = False
+        self._closing = asyncio.Lock()
+        self._disconnected = False
+        self._envelope: Envelope | None = None
+        self._page_count = 0
+
+    async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
+        """Connect, for pages of this pool; see Storage."""
+        if self._calls.closed:
+            raise EngineClosed(f"{self.uri} is closed")
+        if self._registered:
+            raise InvalidRequest(f"{self.uri} has a pool already; open another engine for another pool")
+        check_namespace(namespace)
+        check_pool(pool)
+        envelope = Envelope(namespace=namespace, page_bytes=pool.page_bytes)
+        pages_max = self._limits.capacity_bytes // envelope.value_bytes
+        if not pages_max:
+            raise InvalidConfig(
+                f"{self.uri}: capacity {self._limits.capacity_bytes} holds no page of {pool.page_bytes} bytes"
+            )
+
+        async def body(_: Call) -> None:
+            try:
+                await self._service.open(envelope, pool, buffer_of, pages_max=pages_max, counts=self._counts)
+                self._envelope, self._page_count = envelope, pool.page_count
+            finally:
+                self._registered = self._envelope is not None
+
+        self._registered = True
+        await self._calls.run(body)
+
+    async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Ask the server; what it has not answered in time is not there. See Storage."""
+        self._ready()
+        check_keys(keys)
+        found = [False] * len(keys)
+
+        async def body(call: Call) -> None:
+            for first in range(0, len(keys), EXISTS_KEYS_MAX):
+                if call.may_start():
+                    part = slice(first, first + EXISTS_KEYS_MAX)
+                    found[part] = await self._service.exists(keys[part])
+
+        # No page is touched, so that nobody has to wait for a slow server beyond the deadline.
+        asked = asyncio.get_running_loop().create_task(self._calls.run(body, timeout_s))
+        self._asked.add(asked)
+        asked.add_done_callback(self._answered)
+        await asyncio.wait({asked}, timeout=timeout_s)
+        if asked.done() and (error := asked.exception()) is not None:
+            raise error
+        return list(found)
+
+    async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        """Read pages and verify them; see Storage."""
+        envelope = self._ready()
+        check_pairs(keys, pages, page_count=self._page_count, distinct_pages=True)
+
+        async def body(call: Call) -> list[bool]:
+            causes = await self._in_chunks(call, self._service.get, keys, pages)
+            return self._checked(causes, self._counts.got(causes, envelope.page_bytes))
+
+        return await self._calls.run(body, timeout_s)
+
+    async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        """Store pages; see Storage."""
+        envelope = self._ready()
+        check_pairs(keys, pages, page_count=self._page_count, distinct_pages=False)
+
+        async def body(call: Call) -> list[bool]:
+            causes = await self._in_chunks(call, self._service.put, keys, pages)
+            return self._checked(causes, self._counts.put(causes, envelope.page_bytes))
+
+        return await self._calls.run(body, timeout_s)
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget keys; see Storage."""
+        self._ready()
+        check_keys(keys)
+
+        async def body(_: Call) -> list[bool]:
+            return await self._service.delete(keys)
+
+        return await self._calls.run(body)
+
+    async def clear(self) -> int:
+        """Forget every page of this namespace; see Storage."""
+        self._ready()
+
+        async def body(_: Call) -> int:
+            return await self._service.clear()
+
+        return await self._calls.run(body)
+
+    async def probe(self) -> None:
+        """Write and read a page; see Storage."""
+        self._ready()
+
+        async def body(_: Call) -> None:
+            await self._service.probe()
+
+        await self._calls.run(body)
+
+    async def verify(self) -> AsyncIterator[Verdict]:
+        """Read every page and tell which are whole; see Storage."""
+        self._ready()
+        stored = self._service.stored()
+
+        async def following(_: Call) -> Sequence[bytes] | None:
+            return await anext(stored, None)
+
+        while (keys := await self._calls.run(following)) is not None:
+            for first in range(0, len(keys), VERIFY_PAGES_MAX):
+                part = keys[first : first + VERIFY_PAGES_MAX]
+
+                async def body(_: Call, part: Sequence[bytes] = part) -> list[str]:
+                    return await self._service.verify(part)
+
+                for key, cause in zip(part, await self._calls.run(body), strict=True):
+                    # Gone since it was listed: no damage.
+                    if cause != "missing":
+                        yield Verdict(key=key, ok=not cause, cause=cause)
+
+    async def close(self) -> None:
+        """Wait for the calls that run, and disconnect; see Storage."""
+        await self._calls.drain()
+        async with self._closing:
+            self._envelope = None
+            if not self._disconnected:
+                await self._service.close()
+                self._disconnected = True
+
+    def statistics(self) -> StorageStatistics:
+        """Return what the engine did; what it holds is as of its last call to the server."""
+        pages = 0 if self._envelope is None else self._service.pages
+        return self._counts.statistics(
+            uri=self.uri,
+            pages=pages,
+            used_bytes=0 if self._envelope is None else pages * self._envelope.value_bytes,
+            capacity_bytes=self._limits.capacity_bytes,
+            calls_in_flight=len(self._calls),
+        )
+
+    async def _in_chunks(self, call: Call, work: ChunkWork, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+        """Do a call chunk by chunk, as many at once as there are lanes; what is not started in time is late."""
+        causes = ["late"] * len(keys)
+        chunk_pages = max(1, self._limits.chunk_bytes // self._ready().page_bytes)
+        firsts = iter(range(0, len(keys), chunk_pages))
+        no_service = ""
+
+        async def lane() -> None:
+            nonlocal no_service
+            for first in firsts:
+                part = slice(first, first + chunk_pages)
+                if no_service:
+                    causes[part] = [no_service] * len(keys[part])
+                elif await call.start(self._lanes):
+                    try:
+                        causes[part] = await work(keys[part], pages[part])
+                    finally:
+                        self._lanes.release()
+                    no_service = no_service or next((cause for cause in causes[part] if cause in NO_SERVICE), "")
+
+        await all_settled(lane() for _ in range(max(1, min(-(-len(keys) // chunk_pages), self._limits.lanes))))
+        return causes
+
+    def _checked(self, causes: Sequence[str], good: list[bool]) -> list[bool]:
+        if causes and all(cause in NO_SERVICE for cause in causes):
+            raise StorageFailed(f"{self.uri}: {self._service.trouble}")
+        return good
+
+    def _answered(self, asked: asyncio.Task[None]) -> None:
+        self._asked.discard(asked)
+        if not asked.cancelled():
+            # Asked for, so that what nobody waits for any more is not reported as never retrieved.
+            asked.exception()
+
+    def _ready(self) -> Envelope:
+        if self._envelope is None:
+            if self._calls.closed:
+                raise EngineClosed(f"{self.uri} is closed")
+            raise InvalidRequest(f"{self.uri} has no pool yet; register one first")
+        return self._envelope
