@@ -78,7 +78,7 @@ class BrokenInvariant(TidekvError, AssertionError):
 
 
 class JournalRefused(InvalidRequest):
-    """This is no journal that this version can read: empty, of another kind, of another version, or without its start."""
+    """This is no journal that this version can read: empty, of another kind or version, or without its start."""
 
 
 class JournalDamaged(TidekvError):

@@ -45,7 +45,7 @@ class Journal:
         *,
         with_tokens: bool = False,
         config: Mapping[str, object] | None = None,
-        layout: Mapping[str, int | str] | None = None,
+        layout: Mapping[str, object] | None = None,
         instance: str = "",
         segment_bytes: int = 0,
         segments_max: int = 0,

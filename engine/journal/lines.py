@@ -44,7 +44,7 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     """The settings of the core; pool sizes are in here. `key_bytes` is that of the keys in this journal."""
     config: dict[str, object]
     """The configuration of the engine, as it was given."""
-    layout: dict[str, int | str]
+    layout: dict[str, object]
     """What makes bytes of pages: `page_bytes`, and what else the writer knew. Nothing here decides."""
     instance: str
     started_unix_s: float

@@ -177,5 +177,5 @@ class JournalReader:
 def _start_of(body: bytes) -> _Start:
     try:
         return msgspec.json.decode(body, type=_Start)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return _Start()

@@ -47,7 +47,7 @@ class Recorder:
         *,
         with_tokens: bool = False,
         config: Mapping[str, object] | None = None,
-        layout: Mapping[str, int | str] | None = None,
+        layout: Mapping[str, object] | None = None,
         instance: str = "",
         started_unix_s: float = 0.0,
     ) -> None:

@@ -99,7 +99,7 @@ class Replayer:
         for line in self._reader.lines():
             if isinstance(line, EndLine):
                 self._check_end(line)
-                return
+                continue
             for record in line.steps:
                 yield self._step(record)
                 if until is not None and record.seq >= until:

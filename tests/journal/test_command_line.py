@@ -1,0 +1,138 @@
+"""`tidekv replay`: what it prints and how it exits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tidekv.engine import cli
+from tidekv.engine.journal import lines as journal_lines
+from tidekv.engine.journal.lines import seal
+from tidekv.states.accounts import PageAccount
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command line."""
+    monkeypatch.setattr("sys.argv", ["tidekv", *map(str, arguments)])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    printed = capsys.readouterr()
+    return int(raised.value.code or 0), printed.out, printed.err
+
+
+def _empty(path: Path, content: bytes) -> None:
+    path.write_bytes(b"")
+
+
+def _cut(path: Path, content: bytes) -> None:
+    path.write_bytes(content[: len(content) * 2 // 3])
+
+
+def _cut_in_the_header(path: Path, content: bytes) -> None:
+    path.write_bytes(content[:200])
+
+
+def _of_version_1(path: Path, content: bytes) -> None:
+    path.write_bytes(b'{"version":1,"page_keys":"digests","event":"run"}\n')
+
+
+def _of_a_later_version(path: Path, content: bytes) -> None:
+    path.write_bytes(seal(b'{"event":"run","version":99,"new":true}', 0)[0])
+
+
+def _of_other_events(path: Path, content: bytes) -> None:
+    header = msgspec.json.decode(content[: content.index(b"\n")])
+    del header["crc"]
+    path.write_bytes(seal(msgspec.json.encode({**header, "schema": "0" * 16}), 0)[0])
+
+
+def _an_image(path: Path, content: bytes) -> None:
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 20)
+
+
+def _a_text(path: Path, content: bytes) -> None:
+    path.write_text("Dear diary,\n")
+
+
+def _missing(path: Path, content: bytes) -> None:
+    path.unlink()
+
+
+def _a_directory(path: Path, content: bytes) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _a_changed_digit(path: Path, content: bytes) -> None:
+    path.write_bytes(content.replace(b'"seq":3,', b'"seq":4,', 1))
+
+
+BAD = {
+    _empty: "empty",
+    _cut: "cut off",
+    _cut_in_the_header: "cut off",
+    _of_version_1: "version 1",
+    _of_a_later_version: "version 99",
+    _of_other_events: "event types",
+    _an_image: "no tidekv journal",
+    _a_text: "no tidekv journal",
+    _missing: "no journal",
+    _a_directory: "directory",
+    _a_changed_digit: ":2:",
+}
+
+
+@pytest.mark.parametrize("make", BAD, ids=lambda make: make.__name__.strip("_"))
+@pytest.mark.parametrize("command", ["replay"])
+def test_bad_input_is_one_clear_line_and_exit_code_2(simulate, monkeypatch, capsys, make, command) -> None:
+    path = simulate(1, 12).path
+    make(path, path.read_bytes())
+    code, _, err = run(monkeypatch, capsys, command, path)
+    assert code == 2
+    assert err.count("\n") == 1, err
+    assert err.startswith("tidekv: ")
+    assert BAD[make] in err
+
+
+def test_identical_journal_exits_0(simulate, monkeypatch, capsys) -> None:
+    tape = simulate(1, 12)
+    code, out, err = run(monkeypatch, capsys, "replay", tape.path)
+    assert (code, err) == (0, "")
+    assert out == f"identical: {len(tape.steps)} events, final index, pools and counters\n"
+
+
+def test_torn_journal_may_be_declared_good(simulate, monkeypatch, capsys) -> None:
+    path = simulate(1, 12).path
+    _cut(path, path.read_bytes())
+    code, out, err = run(monkeypatch, capsys, "replay", path, "--torn-ok")
+    assert code == 0
+    assert out.startswith("identical as far as the journal goes")
+    assert "cut off" in err
+
+
+def test_divergence_exits_1_and_shows_both_sides(simulate, monkeypatch, capsys) -> None:
+    path = simulate(1, 30).path
+    take = PageAccount.take
+    with monkeypatch.context() as patch:
+        patch.setattr(PageAccount, "take", lambda self, count: take(self, count)[::-1])
+        code, _, err = run(patch, capsys, "replay", path)
+    assert code == 1
+    assert "recorded: {" in err
+    assert "replayed: {" in err
+
+
+def test_until_shows_the_state(simulate, monkeypatch, capsys) -> None:
+    path = simulate(1, 12).path
+    code, out, _ = run(monkeypatch, capsys, "replay", path, "--until", 40)
+    assert code == 0
+    assert "identical: 41 events, stopped there" in out
+    assert "live requests" in out
+    assert "index" in out
+
+
+def test_versions_are_numbered_from_the_first_with_checksums() -> None:
+    assert journal_lines.JOURNAL_VERSION == 2

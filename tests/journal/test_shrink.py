@@ -1,0 +1,61 @@
+"""A failing journal becomes a short one that fails in the same way."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidekv import InvalidRequest, JournalDamaged, ReplayDiverged, Replayer
+from tidekv.engine.journal.shrink import shrink
+from tidekv.engine.simulation.simulate import SimulationFailed
+from tidekv.states.backups import Backups
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.rooms import Rooms
+
+
+def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(simulate, monkeypatch, tmp_path) -> None:
+    stored = Backups.stored
+
+    def broken(self: Backups, backup, count: int) -> None:  # type: ignore[no-untyped-def]
+        if backup.request_id.endswith("7"):
+            raise BrokenInvariant("planted")
+        stored(self, backup, count)
+
+    monkeypatch.setattr(Backups, "stored", broken)
+    path = None
+    for seed in range(1, 20):
+        try:
+            simulate(seed, 60)
+        except (BrokenInvariant, SimulationFailed):
+            path = tmp_path / f"{seed}.journal"
+            break
+    assert path is not None and path.exists()
+    out = tmp_path / "short.journal"
+    shrunk = shrink(path, out)
+    assert shrunk.events_after < shrunk.events_before
+    assert shrunk.events_after <= 12
+    steps = list(Replayer(out).steps())
+    assert steps[-1].error == "BrokenInvariant"
+    assert len(steps) == shrunk.events_after
+
+
+def test_divergence_is_cut_behind_its_first_event(simulate, monkeypatch, tmp_path) -> None:
+    path = simulate(3, 40).path
+    out = tmp_path / "short.journal"
+    with monkeypatch.context() as patch:
+        leave = Rooms.leave
+        patch.setattr(Rooms, "leave", lambda self, room, *, settled: leave(self, room, settled=True))
+        with pytest.raises(ReplayDiverged) as long:
+            Replayer(path).run()
+        shrink(path, out)
+        with pytest.raises(ReplayDiverged) as short:
+            Replayer(out).run()
+    assert str(short.value) == str(long.value)
+    replayed = Replayer(out).run()
+    assert replayed.events == long.value.seq + 1
+    assert isinstance(replayed.torn, JournalDamaged)
+
+
+def test_good_journal_is_not_shrunk(simulate, tmp_path) -> None:
+    path = simulate(1, 10).path
+    with pytest.raises(InvalidRequest, match="no error"):
+        shrink(path, tmp_path / "short.journal")
