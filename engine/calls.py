@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tidekv.engine.effects import TokenRecord
-from tidekv.engine.values import DecodeRequest, ReadyRequest
+from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
 from tidekv.states import commands
 from tidekv.states.commands import Command
 from tidekv.states.errors import BrokenInvariant, InvalidRequest, RequestFailed, TidekvError
@@ -34,7 +34,9 @@ class LiveCall:
 class Calls:
     """All calls in flight, and the tokens that operations still need."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, page_size: int, last_resort: Recompute | None) -> None:
+        self.last_resort = last_resort
+        self._page_size = page_size
         self._live: dict[str, LiveCall] = {}
         self._tokens_left: dict[int, TokenRecord] = {}
         self._ends: dict[str, asyncio.Future[int]] = {}
@@ -148,6 +150,26 @@ class Calls:
     def tell(self, command: Command) -> None:
         """See `Caller`."""
         self._tellers[type(command)](command)
+
+    async def recompute(
+        self, command: commands.Recompute, end: Callable[[commands.Recompute, Exception | None], None]
+    ) -> None:
+        """See `Caller`."""
+        live = self._live[command.request_id]
+        assert self.last_resort is not None, "the core was told that the caller can recompute"
+        job = RecomputeJob(
+            request=live.request,
+            pages=np.array(command.pages, dtype=np.int32),
+            start_token=command.first * self._page_size,
+            packed_tokens=live.record.packed,
+        )
+        try:
+            first_token, aux = await self.last_resort(job)
+        except Exception as error:
+            end(command, error)
+            return
+        live.first_tokens[command.generation] = (first_token, dict(aux))
+        end(command, None)
 
     # --- Answers ---
 

@@ -13,7 +13,7 @@ from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.effects import TokenRecord
 from tidekv.engine.parts import Parts
-from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
+from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, OutOfPages
 
@@ -53,11 +53,16 @@ class DecodeEngine:
         host: HostPool | None = None,
         storage: Storage | None = None,
         transport: Transport,
+        recompute: Recompute | None = None,
     ) -> None:
-        """Nothing is started. Raises InvalidConfig for parts that do not fit each other."""
+        """Nothing is started. Raises InvalidConfig for parts that do not fit each other.
+
+        `recompute` is the last resort: where no prefill of a request's list can send what is missing, it computes that
+        on this machine, and the request is READY all the same.
+        """
         self.config = config
         self.layout = device.layout
-        self._parts = Parts(config, device=device, host=host, storage=storage, transport=transport)
+        self._parts = Parts(config, device=device, host=host, storage=storage, transport=transport, recompute=recompute)
         self._core = self._parts.core
         self._calls = self._parts.calls
         self._serial = 0
@@ -123,6 +128,7 @@ class DecodeEngine:
                 priority=request.priority,
                 cache=request.cache,
                 generation=self._serial * GENERATIONS_MAX,
+                can_recompute=self._calls.last_resort is not None,
             )
         )
         try:

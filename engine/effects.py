@@ -77,6 +77,12 @@ class Caller(Protocol):
         """An answer to the caller."""
         ...
 
+    async def recompute(
+        self, command: commands.Recompute, end: Callable[[commands.Recompute, Exception | None], None]
+    ) -> None:
+        """Have the caller compute what no prefill can send; `end` hears how that went."""
+        ...
+
 
 class Effects:
     """Starts commands on one device, host, storage and transport."""
@@ -116,6 +122,7 @@ class Effects:
             commands.StorePages: self._store,
             commands.CopyToDevice: self._copy_to_device,
             commands.CopyToHost: self._copy_to_host,
+            commands.Recompute: self._recompute,
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
             commands.SendAbort: self._abort,
@@ -234,6 +241,15 @@ class Effects:
         raised = copied.exception()
         error = "" if raised is None else f"{type(raised).__name__}: {raised}"
         self._post(events.CopyEnded(at_s=self._clock(), op=command.op, error=error))
+
+    # --- The last resort ---
+
+    def _recompute(self, command: commands.Recompute) -> None:
+        self._spawn(self._caller.recompute(command, self._recomputed), f"recompute {command.op}")
+
+    def _recomputed(self, command: commands.Recompute, raised: Exception | None) -> None:
+        error = "" if raised is None else self._words(command, raised)
+        self._post(events.Recomputed(at_s=self._clock(), op=command.op, error=error))
 
     # --- The hand-over ---
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tidekv.backends.host import HostPool
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
+    from tidekv.engine.values import Recompute
     from tidekv.transports.base import Transport
 
 LOG = logging.getLogger("tidekv.engine")
@@ -50,6 +51,7 @@ class Parts:
         host: HostPool | None,
         storage: Storage | None,
         transport: Transport,
+        recompute: Recompute | None,
     ) -> None:
         """Nothing is started. Raises InvalidConfig for parts that do not fit each other."""
         if storage is not None and host is None:
@@ -64,7 +66,7 @@ class Parts:
                 host_pages=0 if host is None else host.num_pages,
             )
         )
-        self.calls = Calls()
+        self.calls = Calls(page_size=device.layout.page_size, last_resort=recompute)
         self.poller = PollerThread()
         self.watchdog = Watchdog(limit_s=config.hold_up_limit_s)
         self.transport = transport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -57,6 +57,23 @@ class DecodeRequest:
     def prefills(self) -> tuple[str, ...]:
         """The addresses to try, in order."""
         return (self.prefill,) if isinstance(self.prefill, str) else tuple(self.prefill)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecomputeJob:
+    """What the caller of the engine is asked to compute itself, because no prefill is left."""
+
+    request: DecodeRequest
+    pages: npt.NDArray[np.int32]
+    """The page table of the whole prompt. Pages before `start_token` hold their KV; the others are to be written."""
+    start_token: int
+    packed_tokens: bytes = field(repr=False)
+    """The prompt, as packed little-endian u32."""
+
+
+Recompute = Callable[[RecomputeJob], Awaitable["tuple[int, Mapping[str, object]]"]]
+"""Writes the KV of the rest of a prompt into its pages; returns the first token and aux. What it raises fails the
+request with its words. The pages are its to write until it returns, even where the request was aborted meanwhile."""
 
 
 @dataclass(slots=True, eq=False)

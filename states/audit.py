@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.backups import Backup
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.loads import LateFetch, Load, Stage
+from tidekv.states.loads import LateFetch, LateRecompute, Load, Stage
 from tidekv.states.request import Request, State
 from tidekv.states.shapes import PageIds, page_ids
 
@@ -59,6 +59,9 @@ def _check_device_pages(core: Core) -> None:
     owned, draining = page_ids(), page_ids()
     for request in core.books.requests.values():
         owned += request.own + request.reserve
+    for owner in core.books.operations.values():
+        if isinstance(owner, LateRecompute):
+            owned += owner.device_pages
     for left in core.rooms.quarantine:
         draining += left.pages
     for node in core.books.index.nodes():

@@ -14,11 +14,11 @@ from tidekv.states.index import PrefixIndex
 if TYPE_CHECKING:
     from tidekv.states.backups import Backup
     from tidekv.states.commands import Command
-    from tidekv.states.loads import LateFetch, Load
+    from tidekv.states.loads import LateFetch, LateRecompute, Load
     from tidekv.states.request import Request
     from tidekv.states.settings import CoreSettings
 
-    Owner: TypeAlias = Request | Load | LateFetch | Backup
+    Owner: TypeAlias = Request | Load | LateFetch | LateRecompute | Backup
 
 
 class Books:

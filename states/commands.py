@@ -58,6 +58,15 @@ class StorePages(Operation, frozen=True, kw_only=True):
     host_pages: PageIds
 
 
+class Recompute(Operation, frozen=True, kw_only=True):
+    """Have the caller compute the prompt's KV from page `first` on. `pages` is the whole page table → Recomputed."""
+
+    request_id: str
+    generation: int
+    first: int
+    pages: PageIds
+
+
 class SendPromise(Command, frozen=True, kw_only=True):
     """Tell prefill number `prefill` of the request's list what not to send, and where the rest goes → PromiseSent or
     RoomFailed.

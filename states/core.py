@@ -16,7 +16,7 @@ from tidekv.states.audit import audit_core
 from tidekv.states.backups import Backup, Backups
 from tidekv.states.books import Books
 from tidekv.states.errors import BrokenInvariant, IllegalEvent
-from tidekv.states.loads import LateFetch, Load, Loads, Stage
+from tidekv.states.loads import LateFetch, LateRecompute, Load, Loads, Stage
 from tidekv.states.queue import Queue
 from tidekv.states.request import Request, State
 from tidekv.states.restore import Restore
@@ -62,6 +62,7 @@ class Core:
             events.PagesFetched: self._ended,
             events.CopyEnded: self._ended,
             events.PagesStored: self._ended,
+            events.Recomputed: self._ended,
             events.CommandRaised: self._ended,
             events.PromiseSent: self._promise_sent,
             events.ChunkLanded: self._to_room,
@@ -204,6 +205,7 @@ class Core:
         | events.PagesFetched
         | events.CopyEnded
         | events.PagesStored
+        | events.Recomputed
         | events.CommandRaised,
     ) -> None:
         owner = self.books.operations.pop(event.op, None)
@@ -211,7 +213,9 @@ class Core:
             self.books.count("outcomes_late")
             return
         error = (event.detail or "raised") if isinstance(event, events.CommandRaised) else event.error
-        if isinstance(owner, Request):
+        if isinstance(owner, Request) and event.op == owner.recompute_op:
+            self._fire(owner, events.Recomputed(at_s=event.at_s, op=event.op, error=error))
+        elif isinstance(owner, Request):
             found = event.found if isinstance(event, events.StorageAnswered) else 0
             answer = events.StorageAnswered(at_s=event.at_s, op=event.op, found=found, error=error)
             self._fire(owner, answer)
@@ -223,6 +227,9 @@ class Core:
             self._touch_sharers(owner)
         elif isinstance(owner, LateFetch):
             self.loads.late_fetch_ended(owner)
+        elif isinstance(owner, LateRecompute):
+            self.books.device.give_back(owner.device_pages)
+            self.books.pages_freed = True
         elif owner.storing:
             self.backups.stored(owner, event.stored if isinstance(event, events.PagesStored) else 0)
         else:

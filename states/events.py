@@ -38,6 +38,7 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     priority: int = 0
     cache: bool = True
     generation: int = 0
+    can_recompute: bool = False
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
@@ -127,6 +128,13 @@ class PagesStored(Event, frozen=True, kw_only=True):
 
     op: int
     stored: int
+    error: str = ""
+
+
+class Recomputed(Event, frozen=True, kw_only=True):
+    """The caller has computed the rest of the prompt itself, first token included; with an error, it could not."""
+
+    op: int
     error: str = ""
 
 
@@ -224,6 +232,7 @@ AnyEvent = (
     | PagesFetched
     | CopyEnded
     | PagesStored
+    | Recomputed
     | CommandRaised
     | PromiseSent
     | ChunkLanded

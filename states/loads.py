@@ -91,6 +91,15 @@ class LateFetch:
         self.host_pages = host_pages
 
 
+class LateRecompute:
+    """A computation of a caller that nobody waits for: it keeps its device pages until it has ended."""
+
+    __slots__ = ("device_pages",)
+
+    def __init__(self, device_pages: PageIds) -> None:
+        self.device_pages = device_pages
+
+
 class Loads:
     """All loads of a core."""
 

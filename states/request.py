@@ -42,6 +42,7 @@ class Request:
         "arrived_at_s",
         "attempts",
         "cache",
+        "can_recompute",
         "deadline_at_s",
         "first_generation",
         "full_pages",
@@ -61,6 +62,9 @@ class Request:
         "prompt_tokens",
         "query_op",
         "raised",
+        "recompute_op",
+        "recomputed",
+        "recomputes",
         "request_id",
         "reserve",
         "room",
@@ -84,6 +88,9 @@ class Request:
         self.deadline_at_s = event.deadline_at_s
         self.priority = event.priority
         self.cache = event.cache
+        self.can_recompute = event.can_recompute
+        self.recomputes = False
+        """No prefill is left: the caller computes what the device does not have."""
         self.arrived_at_s = event.at_s
         self.arrival = arrival
         self.page_count = page_count
@@ -110,6 +117,8 @@ class Request:
         self.reserve: PageIds = page_ids()
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
+        self.recompute_op = 0
+        self.recomputed = False
         self.matched = 0
         self.promised = 0
         self.source_pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
@@ -117,7 +126,12 @@ class Request:
     @property
     def restore_limit(self) -> int:
         """What the fallback leaves of the plan: 0 all tiers, 1 no storage, 2 neither storage nor host."""
-        return min(self.raised, 2)
+        return 2 if self.recomputes else min(self.raised, 2)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether somebody was asked for what the local tiers do not have: prefill, or the caller itself."""
+        return self.room is not None or self.recompute_op > 0 or self.recomputed
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} generation {self.generation} {self.state.value}>"

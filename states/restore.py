@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import QueryStorage, TellReady
-from tidekv.states.loads import Load
-from tidekv.states.shapes import PageIds
+from tidekv.states.commands import QueryStorage, Recompute, TellReady
+from tidekv.states.loads import LateRecompute, Load
+from tidekv.states.node import Match
+from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
-    from tidekv.states.index import Match, Node
+    from tidekv.states.index import Node
     from tidekv.states.loads import Loads
     from tidekv.states.request import Request
     from tidekv.states.rooms import Rooms
@@ -62,7 +63,7 @@ class Restore:
         available = books.device.free + books.index.device_evictable
         if request.short_version == self._insertions and available < request.short_need:
             return False
-        match = books.index.match(request.namespace, request.keys)
+        match = self._match(request)
         lock = books.index.lock(match.device_node)
         needed = request.page_count - match.device_pages + books.settings.growth_reserve_pages
         if not books.make_device_room(needed):
@@ -86,7 +87,7 @@ class Restore:
     def fix_plan(self, request: Request) -> None:
         """Cut the prompt into runs by source, start the loads, and send the promise."""
         books = self._books
-        match = books.index.match(request.namespace, request.keys)
+        match = self._match(request)
         self._relock(request, match)
         node, end = match.device_node, match.device_pages
         if request.restore_limit < 2:
@@ -100,8 +101,39 @@ class Restore:
         request.promised = end
         waiting = sum(load.sharers[request] for load in request.loads)
         request.source_pages["l1"] = end - waiting - sum(request.source_pages.values())
+        if request.recomputes:
+            self._ask_caller(request)
+            return
         self._rooms.open(request)
         self._loads.find_fillers(request)
+
+    def _match(self, request: Request) -> Match:
+        """What the index has of the prompt. Who recomputes shares no loads: it could not extend into them."""
+        match = self._books.index.match(request.namespace, request.keys)
+        if not request.recomputes:
+            return match
+        path = self._books.index.path(match.device_node)
+        leaf = match.device_node if not path else path[0].parent
+        assert leaf is not None
+        for node in path:
+            if node.load is not None:
+                break
+            leaf = node
+        return Match(leaf.depth_pages, 0, leaf, leaf)
+
+    def _ask_caller(self, request: Request) -> None:
+        books = self._books
+        assert request.lock is not None
+        request.recompute_op = books.begin(request, deadline_s=float("inf"))
+        books.say(
+            Recompute(
+                op=request.recompute_op,
+                request_id=request.request_id,
+                generation=request.generation,
+                first=request.promised,
+                pages=books.index.device_path(request.lock.node) + request.own,
+            )
+        )
 
     def _relock(self, request: Request, match: Match) -> None:
         """Others may have extended the match since the grant; what we reserved for that part is given back."""
@@ -183,16 +215,17 @@ class Restore:
         books = self._books
         settings = books.settings
         assert request.lock is not None
-        assert request.room is not None
-        request.source_pages["transfer"] += len(request.own)
+        source = "recompute" if request.recomputed else "transfer"
+        request.source_pages[source] = request.source_pages.get(source, 0) + len(request.own)
         request.table = books.index.device_path(request.lock.node) + request.own
         assert len(request.table) == request.page_count
         if request.cache and request.full_pages > request.promised:
             self.keep(request, request.keys)
-        self._rooms.receive(request.room)
+        if request.room is not None:
+            self._rooms.receive(request.room)
         sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
-        # Only the last page can be filled in part, and prefill brings it whenever it is.
-        sources["transfer"] -= request.page_count * settings.page_size - request.prompt_tokens
+        # Only the last page can be filled in part, and it is never cached then.
+        sources[source] -= request.page_count * settings.page_size - request.prompt_tokens
         books.say(
             TellReady(
                 request_id=request.request_id,
@@ -229,6 +262,10 @@ class Restore:
         draining = None
         if request.room is not None:
             draining = self._rooms.leave(request.room, settled=settled)
+        elif request.recompute_op:
+            # The caller's own computation writes to these pages until it says that it has ended.
+            books.operations[request.recompute_op] = LateRecompute(request.own)
+            request.own = page_ids()
         else:
             books.device.give_back(request.own)
         for load in list(request.loads):

@@ -29,8 +29,8 @@ def waits_for_copies(core: Core, request: Request, event: Event) -> bool:
 
 
 def is_planned(core: Core, request: Request, event: Event) -> bool:
-    """The promise has been given."""
-    return request.room is not None
+    """The promise has been given, or the caller was asked to compute."""
+    return request.is_planned
 
 
 def needs_no_storage(core: Core, request: Request, event: Event) -> bool:
@@ -45,12 +45,24 @@ def needs_no_local_tier(core: Core, request: Request, event: Event) -> bool:
 
 def has_everything(core: Core, request: Request, event: Event) -> bool:
     """Every load has ended, every span is written, and the first token is here."""
-    return not request.loads and request.room is not None and request.room.is_complete
+    is_written = request.recomputed or (request.room is not None and request.room.is_complete)
+    return is_written and not request.loads
 
 
 def has_another_prefill(core: Core, request: Request, event: Event) -> bool:
     """Not every prefill was tried as often as the settings allow."""
     return request.attempts + 1 < request.prefill_count * core.settings.attempts_per_prefill
+
+
+def can_recompute(core: Core, request: Request, event: Event) -> bool:
+    """The caller can compute the rest itself, and was not asked yet."""
+    return request.can_recompute and not request.recomputes
+
+
+def has_failed(core: Core, request: Request, event: Event) -> bool:
+    """The caller could not compute the rest."""
+    assert isinstance(event, events.Recomputed)
+    return bool(event.error)
 
 
 def can_fall_back(core: Core, request: Request, event: Event) -> bool:
@@ -128,6 +140,21 @@ def try_next_prefill(core: Core, request: Request, event: Event) -> None:
     core.enqueue(request)
 
 
+def ask_caller(core: Core, request: Request, event: Event) -> None:
+    """Start over without prefill: the caller computes what the device does not have."""
+    core.books.count("recomputes")
+    core.restore.leave(request, settled=_is_settled(event))
+    request.recomputes = True
+    request.generation += 1
+    core.enqueue(request)
+
+
+def note_recomputed(core: Core, request: Request, event: Event) -> None:
+    """The rest of the prompt is in place."""
+    request.recompute_op = 0
+    request.recomputed = True
+
+
 def _is_settled(event: Event) -> bool:
     return isinstance(event, events.RoomFailed) and event.settled
 
@@ -146,6 +173,13 @@ def fail_by_prefill(core: Core, request: Request, event: Event) -> None:
     assert isinstance(event, events.RoomRefused | events.RoomFailed | events.WriterLost)
     words = {events.RoomRefused: "refused by prefill", events.RoomFailed: "prefill failed"}
     _fail(core, request, words.get(type(event), "prefill lost"), event.cause, settled=_is_settled(event))
+
+
+def fail_by_recompute(core: Core, request: Request, event: Event) -> None:
+    """The last resort did not help either."""
+    assert isinstance(event, events.Recomputed)
+    request.recompute_op = 0
+    _fail(core, request, "recompute failed", event.error)
 
 
 def fail_by_deadline(core: Core, request: Request, event: Event) -> None:

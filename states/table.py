@@ -35,8 +35,9 @@ on by `Progressed` alone, which asks what it still waits for:
 Fallbacks go along rows, too. A raise in MATCH, PREFETCH or LOCAL_RESTORE cuts the plan to L1 + L2 the first time, to
 L1 + transfer the second time, and fails the request the third time; in PREALLOC and TRANSFER there is nothing to cut.
 A room that is lost (refused, failed, writer out of reach) sends the request back to the queue, in a new generation,
-with the next prefill of its list, until every one was tried as often as the settings say. Pages that are lost to
-somebody else's writer send it back as well. Who goes back holds nothing.
+with the next prefill of its list, until every one was tried as often as the settings say. After the last of them, a
+caller that can compute the rest itself is asked to, on what the device has: that is waited for in TRANSFER, too. Pages
+that are lost to somebody else's writer send a request back as well. Who goes back holds nothing.
 
 READY ends the restore. Finishing, retracting or aborting a READY request leads to no other state: it gives everything
 back and is forgotten. Outcomes that come for a request that is gone never reach this table: the core settles their
@@ -101,6 +102,11 @@ TRANSITIONS = (
     Row(events.RoomRefused, WITH_ROOM, PREALLOC, before=do.try_next_prefill, only_if=do.has_another_prefill),
     Row(events.RoomFailed, WITH_ROOM, PREALLOC, before=do.try_next_prefill, only_if=do.has_another_prefill),
     Row(events.WriterLost, WITH_ROOM, PREALLOC, before=do.try_next_prefill, only_if=do.has_another_prefill),
+    Row(events.RoomRefused, WITH_ROOM, PREALLOC, before=do.ask_caller, only_if=do.can_recompute),
+    Row(events.RoomFailed, WITH_ROOM, PREALLOC, before=do.ask_caller, only_if=do.can_recompute),
+    Row(events.WriterLost, WITH_ROOM, PREALLOC, before=do.ask_caller, only_if=do.can_recompute),
+    Row(events.Recomputed, (TRANSFER,), FAILED, before=do.fail_by_recompute, only_if=do.has_failed),
+    Row(events.Recomputed, (TRANSFER,), None, before=do.note_recomputed),
     # The ends.
     Row(steps.TransitionRaised, LIVE, FAILED, before=do.fail_by_raise),
     Row(events.RoomRefused, WITH_ROOM, FAILED, before=do.fail_by_prefill),

@@ -1,0 +1,89 @@
+"""The last resort: where no prefill is left, the caller computes the rest itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
+from tidekv.backends.keys import pack_tokens
+from tidekv.engine.values import RecomputeJob
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.transports.loopback import LoopbackNetwork
+
+PAGE_SIZE = 4
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
+PROMPT = list(range(30))
+
+
+def digests_of(tokens: list[int]) -> list[bytes]:
+    return prompt_digests(pack_tokens(tokens), PAGE_SIZE)
+
+
+async def test_the_caller_computes_what_no_prefill_sends() -> None:
+    device = DevicePool.allocate(LAYOUT, 32)
+    kv = SyntheticKV(device)
+    starts: list[int] = []
+
+    async def recompute(job: RecomputeJob) -> tuple[int, dict[str, object]]:
+        starts.append(job.start_token)
+        first = job.start_token // PAGE_SIZE
+        digests = prompt_digests(job.packed_tokens, PAGE_SIZE)
+        kv.fill(job.pages[first:].tolist(), digests[first:])
+        return 77, {"computed": "here"}
+
+    transport = LoopbackTransport("decode", LoopbackNetwork())
+    async with DecodeEngine(EngineConfig(), device=device, transport=transport, recompute=recompute) as engine:
+        ready = await engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill=["nobody", "no one"]))
+        assert (ready.first_token, ready.aux) == (77, {"computed": "here"})
+        assert kv.verify(ready.pages.tolist(), digests_of(PROMPT)) == []
+        assert ready.sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 0, "recompute": 30}
+        await engine.finish(ready, [77])
+        # What was computed is cache like any other: the next one starts behind it.
+        again = await engine.restore(DecodeRequest(request_id="r2", tokens=[*PROMPT, 1], prefill="nobody"))
+        assert again.sources == {"l1": 28, "l2": 0, "l3": 0, "transfer": 0, "recompute": 3}
+        assert starts == [0, 28]
+        await engine.finish(again, [77])
+        await engine.wait_settled()
+        engine._core.check()
+        core = engine.statistics()["core"]
+        assert core["device_free"] + core["device_cached"] == core["device_total"]
+
+
+async def test_a_last_resort_that_fails_tells_why() -> None:
+    async def recompute(job: RecomputeJob) -> tuple[int, dict[str, object]]:
+        raise MemoryError("no room for activations")
+
+    device = DevicePool.allocate(LAYOUT, 32)
+    transport = LoopbackTransport("decode", LoopbackNetwork())
+    async with DecodeEngine(EngineConfig(), device=device, transport=transport, recompute=recompute) as engine:
+        with pytest.raises(RequestFailed, match="no room for activations") as failed:
+            await engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill="nobody"))
+        assert failed.value.cause == "recompute failed"
+        await engine.wait_settled()
+        assert engine.statistics()["core"]["device_free"] == 32
+
+
+async def test_pages_of_an_aborted_computation_are_kept_until_it_ends() -> None:
+    device = DevicePool.allocate(LAYOUT, 32)
+    started, may_end = asyncio.Event(), asyncio.Event()
+
+    async def recompute(job: RecomputeJob) -> tuple[int, dict[str, object]]:
+        started.set()
+        await may_end.wait()
+        return 1, {}
+
+    transport = LoopbackTransport("decode", LoopbackNetwork())
+    async with DecodeEngine(EngineConfig(), device=device, transport=transport, recompute=recompute) as engine:
+        restoring = asyncio.create_task(engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill="nobody")))
+        await started.wait()
+        await engine.abort("r1")
+        with pytest.raises(RequestFailed, match="aborted"):
+            await restoring
+        assert engine.statistics()["core"]["device_owned"] == 8
+        engine._core.check()
+        may_end.set()
+        await engine.wait_settled()
+        engine._core.check()
+        assert engine.statistics()["core"]["device_free"] == 32
