@@ -125,7 +125,7 @@ class Frames:
         if faults.hits("frame_is_of_old_generation"):
             old = random.choice(list(self._recent))
             if old.key[1]:
-                self._invented(old.key[0], old.key[1] - 1, 0, 0, 0)
+                self._invented(old.key[0], old.key[1] - 1, 0, 0, 0, may_drain=False)
         if faults.hits("frame_of_wrong_rank"):
             self._invented(request_id, generation, random.choice((-1, room.life.ranks, room.life.ranks + 5)), 0, 0)
         if faults.hits("frame_of_wrong_span"):
@@ -133,9 +133,12 @@ class Frames:
         if faults.hits("chunk_skips_pages") and len(room.tags) > 1:
             self._invented(request_id, generation, 0, 0, len(room.tags) + 1)
 
-    def _invented(self, request_id: str, generation: int, rank: int, span: int, first: int) -> None:
+    def _invented(
+        self, request_id: str, generation: int, rank: int, span: int, first: int, *, may_drain: bool = True
+    ) -> None:
         world, at_s = self._world, self._world.now_s
-        kind = self._random.randrange(3) if span == 0 and first == 0 else 0
+        # A false Drained of a room that does drain would be believed: the link is authenticated, and has to be.
+        kind = self._random.randrange(2 + may_drain) if span == 0 and first == 0 else 0
         if kind == 0:
             world.step(
                 events.ChunkLanded(
