@@ -1,0 +1,278 @@
+"""A core on a bench: tests step it by hand, one event at a time, and say exactly which commands must follow.
+
+After every step the whole core is recounted. Commands wait in `pending` until a test takes them: `nothing_else` fails
+while one is left, so a test cannot overlook a command.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from tidekv.states import commands, events
+from tidekv.states.core import Core
+from tidekv.states.request import Request, State
+from tidekv.states.settings import CoreSettings
+from tidekv.states.shapes import PageIds
+
+Wish = TypeVar("Wish", bound=commands.Command)
+
+DEFAULTS = {"page_size": 1, "key_bytes": 1, "device_pages": 32, "host_pages": 32, "prefetch_threshold_tokens": 1}
+
+
+class Rig:
+    """One core, its pending commands, and shortcuts for the events that answer them.
+
+    With pages of one token, every byte of a prompt is a page. Settings are those of `DEFAULTS` unless given.
+    """
+
+    def __init__(self, **settings: int | float | bool) -> None:
+        chosen: dict[str, int | float | bool] = {"growth_reserve_pages": 0, **DEFAULTS, **settings}
+        self.settings = CoreSettings(**chosen)  # type: ignore[arg-type]  # Numbers; the settings check their ranges.
+        self.core = Core(self.settings)
+        self.now_s = 0.0
+        self.pending: list[commands.Command] = []
+        self._serial = 0
+        self._generations: dict[str, int] = {}
+
+    # --- Stepping ---
+
+    def step(self, event_type: type[events.Event], **fields: object) -> list[commands.Command]:
+        """Let the core take an event now, recount everything, and keep what it wishes."""
+        wishes = self.core.step(event_type(at_s=self.now_s, **fields))
+        self.pending += wishes
+        self.core.check()
+        return wishes
+
+    def take_all(self, kind: type[Wish]) -> list[Wish]:
+        """Take the pending commands of this kind."""
+        found = [wish for wish in self.pending if isinstance(wish, kind)]
+        self.pending = [wish for wish in self.pending if not isinstance(wish, kind)]
+        return found
+
+    def take(self, kind: type[Wish]) -> Wish:
+        """Take the only pending command of this kind."""
+        found = self.take_all(kind)
+        if len(found) != 1:
+            raise AssertionError(f"one {kind.__name__} was to be pending, not {found} (others: {self.pending})")
+        return found[0]
+
+    def nothing_else(self) -> None:
+        """Fail where a command is pending that the test did not take."""
+        if self.pending:
+            raise AssertionError(f"commands that nobody expected: {self.pending}")
+
+    def wait_until(self, at_s: float) -> list[commands.Command]:
+        """Move the clock, telling the core where it asked for it."""
+        wishes: list[commands.Command] = []
+        while (due_s := self.core.next_deadline_s()) is not None and due_s <= at_s:
+            self.now_s = max(self.now_s, due_s)
+            wishes += self.step(events.ClockAdvanced)
+        self.now_s = at_s
+        return wishes
+
+    # --- Callers ---
+
+    def arrive(self, request_id: str, tokens: bytes, **fields: object) -> list[commands.Command]:
+        """A prompt arrives."""
+        self._serial += 1
+        full = len(tokens) // self.settings.page_size * self.settings.page_size
+        generation = self._generations.get(request_id, 0)
+        self._generations[request_id] = generation + 100
+        return self.step(
+            events.RequestArrived,
+            **{
+                "request_id": request_id,
+                "serial": self._serial,
+                "keys": tokens[:full],
+                "prompt_tokens": len(tokens),
+                "generation": generation,
+                **fields,
+            },
+        )
+
+    def finish(self, request_id: str, tokens: bytes) -> list[commands.Command]:
+        """Generation ended; the KV of these tokens is there."""
+        full = len(tokens) // self.settings.page_size * self.settings.page_size
+        return self.step(events.FinishRequested, request_id=request_id, keys=tokens[:full], tokens=len(tokens))
+
+    def abort(self, request_id: str) -> list[commands.Command]:
+        """The caller gives up."""
+        return self.step(events.AbortRequested, request_id=request_id)
+
+    def flush(self, *tiers: str) -> commands.TellFlushed:
+        """Forget what is unlocked."""
+        self.step(events.FlushRequested, call=1, tiers=tiers)
+        return self.take(commands.TellFlushed)
+
+    def attach_storage(self) -> None:
+        """A storage engine is there."""
+        self.step(events.StorageChanged, available=True)
+
+    # --- Outcomes ---
+
+    def answer(self, query: commands.QueryStorage, found: int, error: str = "") -> list[commands.Command]:
+        """Storage answers."""
+        return self.step(events.StorageAnswered, op=query.op, found=found, error=error)
+
+    def fetched(self, fetch: commands.FetchPages, good: int | None = None, error: str = "") -> list[commands.Command]:
+        """A read has ended, with all its pages or the first `good`."""
+        return self.step(
+            events.PagesFetched, op=fetch.op, good=len(fetch.host_pages) if good is None else good, error=error
+        )
+
+    def copied(self, copy: commands.CopyToDevice | commands.CopyToHost, error: str = "") -> list[commands.Command]:
+        """A copy has ended."""
+        return self.step(events.CopyEnded, op=copy.op, error=error)
+
+    def stored(self, put: commands.StorePages, stored: int | None = None) -> list[commands.Command]:
+        """A put has ended."""
+        return self.step(events.PagesStored, op=put.op, stored=len(put.host_pages) if stored is None else stored)
+
+    # --- Prefill ---
+
+    def promised(
+        self, promise: commands.SendPromise, writer: str = "prefill.1", ranks: int = 1
+    ) -> list[commands.Command]:
+        """A promise was sent."""
+        return self.step(
+            events.PromiseSent,
+            request_id=promise.request_id,
+            generation=promise.generation,
+            writer=writer,
+            ranks=ranks,
+        )
+
+    def chunk(
+        self,
+        asked: commands.SendPromise | commands.SendExtend,
+        *,
+        first: int | None = None,
+        count: int | None = None,
+        last: bool = True,
+        rank: int = 0,
+    ) -> list[commands.Command]:
+        """Pages have landed: by default all that the span asked for, as its last chunk."""
+        if isinstance(asked, commands.SendPromise):
+            span, begin = 0, self.pages_of(asked.prompt_tokens) - len(asked.pages)
+        else:
+            span, begin = asked.span, asked.first
+        return self.step(
+            events.ChunkLanded,
+            request_id=asked.request_id,
+            generation=asked.generation,
+            rank=rank,
+            span=span,
+            first=begin if first is None else first,
+            count=len(asked.pages) if count is None else count,
+            last=last,
+        )
+
+    def aux(self, promise: commands.SendPromise, rank: int = 0) -> list[commands.Command]:
+        """The first token has come."""
+        return self.step(events.AuxLanded, request_id=promise.request_id, generation=promise.generation, rank=rank)
+
+    def drained(self, abort: commands.SendAbort, rank: int = 0) -> list[commands.Command]:
+        """A writer has no write of the room in flight any more."""
+        return self.step(events.RoomDrained, request_id=abort.request_id, generation=abort.generation, rank=rank)
+
+    def serve(self, promise: commands.SendPromise, writer: str = "prefill.1") -> list[commands.Command]:
+        """Prefill does all that the promise asks for."""
+        self.promised(promise, writer)
+        self.aux(promise)
+        return self.chunk(promise)
+
+    # --- Whole stories ---
+
+    def make_ready(self, request_id: str, tokens: bytes, **fields: object) -> commands.TellReady:
+        """Restore a prompt that needs nothing but prefill; storage, if it is asked, has nothing."""
+        self.arrive(request_id, tokens, **fields)
+        for query in self.take_all(commands.QueryStorage):
+            self.answer(query, 0)
+        for copy in self.take_all(commands.CopyToDevice):
+            self.copied(copy)
+        self.serve(self.take(commands.SendPromise))
+        self.take(commands.SendReceived)
+        return self.take(commands.TellReady)
+
+    def make_cached(self, request_id: str, tokens: bytes) -> None:
+        """Bring tokens into every tier there is: a request is restored, finished and backed up."""
+        self.make_ready(request_id, tokens)
+        self.finish(request_id, tokens)
+        for copy in self.take_all(commands.CopyToHost):
+            self.copied(copy)
+        for put in self.take_all(commands.StorePages):
+            self.stored(put)
+        self.take(commands.TellFinished)
+        self.take(commands.ForgetTokens)
+        self.nothing_else()
+
+    def bring(self, state: State, request_id: str = "a", **fields: object) -> None:
+        """Bring a new request for b"abcdefgh" into a state where it waits, on a rig with storage and nothing live."""
+        tokens = b"abcdefgh"
+        self.attach_storage()
+        if state is State.PREALLOC:
+            self.make_ready("big", bytes(range(128, 128 + self.settings.device_pages - 4)))
+            self.arrive(request_id, tokens, **fields)
+            self.answer(self.take(commands.QueryStorage), 0)
+            return
+        if state in (State.PREFETCH, State.LOCAL_RESTORE):
+            self.make_cached("past", tokens[:6])
+            self.flush("l1")
+        if state is State.PREFETCH:
+            self.flush("l2")
+        self.arrive(request_id, tokens, **fields)
+        if state is State.MATCH:
+            return
+        self.answer(self.take(commands.QueryStorage), 6 if state is State.PREFETCH else 0)
+        if state is State.READY:
+            self.serve(self.take(commands.SendPromise))
+            self.take(commands.SendReceived)
+            self.take(commands.TellReady)
+        elif state is State.FAILED:
+            promise = self.take(commands.SendPromise)
+            self.step(
+                events.RoomFailed,
+                request_id=request_id,
+                generation=promise.generation,
+                cause="no",
+                settled=True,
+            )
+            self.take(commands.TellFailed)
+
+    # --- Questions ---
+
+    def request(self, request_id: str) -> Request:
+        """The live request of that name."""
+        found = self.core.request(request_id)
+        if found is None:
+            raise AssertionError(f"{request_id} is over")
+        return found
+
+    def state(self, request_id: str) -> str:
+        """Where a request waits."""
+        return self.request(request_id).state.value
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages of so many tokens."""
+        return self.settings.pages_of(tokens)
+
+    def expect_nothing_held(self) -> None:
+        """Everything is over: pages are free or cached, and no receipt is left."""
+        statistics = self.core.statistics()
+        held = {
+            name: count
+            for name, count in statistics.items()
+            if count
+            and (
+                name.startswith("requests_")
+                or name.endswith(("_owned", "_draining", "_protected"))
+                or name in ("queue", "loads", "backups", "operations", "rooms", "rooms_draining")
+            )
+        }
+        if held or not self.core.is_idle:
+            raise AssertionError(f"still held: {held}")
+
+
+def ids(pages: PageIds) -> list[int]:
+    """Page ids as a list, which a test can compare at sight."""
+    return list(pages)
