@@ -33,6 +33,7 @@ from tidekv.engine.workload.conversations import Lengths, Workload, WorkloadOpti
 from tidekv.engine.workload.model_prefill import ModelPrefill
 from tidekv.engine.workload.phase import SOURCES, Phase, held_by
 from tidekv.engine.workload.prefix_pages import PrefixPages
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.workload.trace_run import TraceRun
 from tidekv.engine.workload.traces import read_trace
@@ -241,6 +242,13 @@ async def test_a_replay_verifies_every_page(tmp_path: Path, compute: ComputeThre
             for row in device.rows:
                 row.bitwise_not_()
         await run.run(iter(requests[10:]))
+        await engine.wait_settled()
+        # What the last one said is cached as well, and has the bytes of its own prefix.
+        said = requests[-1].prompt.packed(1000) + requests[-1].output(1000)
+        ready = await engine.restore(DecodeRequest(request_id="r", tokens=said, prefill="prefill", prompt="send"))
+        assert ready.sources["transfer"] <= PAGE_SIZE
+        assert damage or SyntheticKV(device).verify(ready.pages.tolist(), prompt_digests(said, PAGE_SIZE)) == []
+        await engine.finish(ready)
         await engine.wait_settled()
         assert held_by(engine) == {}
     assert phase.requests == 30

@@ -139,6 +139,23 @@ def test_shared_beginnings_join_sessions_and_change_nothing_within_one(tmp_path:
     assert shared_length(apart["s1/0"], apart["s1/2"]) == 4 * 64
 
 
+def test_shared_beginnings_never_make_different_blocks_equal(tmp_path: Path) -> None:
+    """Two sub-agents of one kind whose prompts differ from the first block on, though their lengths are equal."""
+    kind = {"t": 1.0, "type": "subagent", "tool_tokens": 64, "system_tokens": 64}
+    whole = session(
+        "s1",
+        step(0.0, 64, (1,)),
+        {**kind, "requests": [step(0.0, 128, (10, 11))]},
+        {**kind, "requests": [step(0.0, 192, (10, 12, 13))]},
+        {**kind, "requests": [step(0.0, 128, (20, 21))]},
+    )
+    _, one, two, three = read_trace(write(tmp_path / "trace.json", whole))
+    assert shared_length(one, two) == 64
+    assert shared_length(one, three) == 0
+    blocks = {block for request in (one, two, three) for block in request.prompt.ids.tolist()}
+    assert len(blocks) == 6
+
+
 def test_sessions_at_once_and_sessions_max(tmp_path: Path) -> None:
     sessions = [session(f"s{n}", *(step(10.0 * k, 64, (k + 1,)) for k in range(2))) for n in range(5)]
     path = write(tmp_path / "trace", session("empty"), *sessions)
