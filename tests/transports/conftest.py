@@ -12,7 +12,7 @@ import pytest
 
 from tidekv.states import events
 from tidekv.states.shapes import Identity, PoolMemory, Segment, page_ids
-from tidekv.transports import wire
+from tidekv.transports import hello, wire
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.outgoing import Room, RoomSettings
 from tidekv.transports.receiver import Receiver
@@ -160,6 +160,50 @@ class Prefill:
         return room
 
 
+class Dialler:
+    """A decode worker that says what a test wants."""
+
+    def __init__(self, world, name: str = "decode-0") -> None:
+        self.pool = world.Pool(16)
+        self.transport = LoopbackTransport(name, world.network)
+        self.identity = world.identity()
+        self.world = world
+
+    async def start(self) -> None:
+        await self.transport.start(poller=None)
+        await self.transport.register(self.pool.memory)
+        self.world.closers.append(self.transport.close)
+
+    def hello(self) -> wire.Hello:
+        return hello.make_hello(self.transport, memory=self.pool.memory, identity=self.identity, lease_s=10.0)
+
+    async def dial(self, address: str, greeting: wire.Message | None = None):
+        link = await self.transport.dial(address)
+        link.send(greeting or self.hello())
+        assert isinstance(await self.hear(link), wire.Hello)
+        return link
+
+    async def hear(self, link) -> wire.AnyMessage:
+        async with asyncio.timeout(5):
+            return await link.receive()
+
+    def room(self, request_id: str = "r1", generation: int = 0) -> wire.Room:
+        name = self.transport.name
+        epoch = self.transport.instance.removeprefix(f"{name}-")
+        return wire.Room(instance=name, epoch=epoch, request_id=request_id, generation=generation)
+
+    def promise(self, room: wire.Room, *, tokens: int = 8, promised: int = 0, pages=(1, 2)) -> wire.Promise:
+        return wire.Promise(
+            room=room,
+            prompt_tokens=tokens,
+            decode_prefix_len=promised,
+            pages=wire.pack_pages(self.world.page_ids(pages)),
+        )
+
+    def extend(self, room: wire.Room, span: int, first: int, pages=(5,)) -> wire.Extend:
+        return wire.Extend(room=room, span=span, first=first, pages=wire.pack_pages(self.world.page_ids(pages)))
+
+
 class Gate:
     """Holds writes until they are let through."""
 
@@ -238,3 +282,10 @@ async def world(watchdog: None) -> AsyncIterator[World]:
     finally:
         for close in reversed(world.closers):
             await close()
+
+
+@pytest.fixture
+async def decode(world) -> Dialler:
+    dialler = Dialler(world)
+    await dialler.start()
+    return dialler
