@@ -62,6 +62,29 @@ async def test_a_restarted_engine_finds_its_pages(files: Rig) -> None:
     assert all(await files.get(again, range(20)))
 
 
+async def test_a_batch_that_jumps_between_segments_is_moved_whole(files: Rig) -> None:
+    engine = await files.open(capacity=64 * 4096)
+    assert all(await files.put(engine, range(40)))
+    assert len(segment_files(files.root)) > 3
+    jumping = [number for near in range(20) for number in (near, near + 20)]
+    assert all(await files.get(engine, jumping))
+    assert all(await files.put(engine, jumping[::-1]))
+    assert all(await files.get(engine, jumping))
+
+
+async def test_what_a_crash_left_beside_the_index_is_swept_up(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(4))
+    directory = only_segment(files.root).parent
+    await engine.close()
+    for name in ("0000000077.seg", "somebody.probe"):
+        (directory / name).write_bytes(b"x" * 9000)
+    (directory / "notes.txt").write_text("not ours")
+    engine = await files.open()
+    assert {path.name for path in directory.iterdir()} == {"0000000001.seg", "notes.txt"}
+    assert all(await files.get(engine, range(4)))
+
+
 async def test_a_flipped_bit_of_a_page_or_header_is_a_miss_and_can_be_put_again(files: Rig) -> None:
     engine = await files.open()
     await files.put(engine, range(6))
