@@ -234,7 +234,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="tidekv-bench-", dir=sys.argv[1] if len(sys.argv) > 1 else None))
     try:
         for page_bytes in PAGE_BYTES:
-            asyncio.run(bench(page_bytes, root, Console()))
+            asyncio.run(bench(page_bytes, root, Console(width=120)))
     finally:
         shutil.rmtree(root)
 
