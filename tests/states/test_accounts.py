@@ -142,6 +142,17 @@ def test_page_named_twice_is_refused_and_nothing_changes(count: int) -> None:
     account.check()
 
 
+@pytest.mark.parametrize("count", [3, 200])
+def test_negative_ids_do_not_count_from_the_end(count: int) -> None:
+    account = PageAccount("device", count)
+    pages = account.take(count)
+    pages[-1] = -1
+    with pytest.raises(BrokenInvariant, match="page -1 is out of range"):
+        account.give_back(pages)
+    account.check()
+    assert account.owned == count
+
+
 def test_nothing_is_a_legal_amount() -> None:
     account = PageAccount("none", 0)
     assert account.take(0) == page_ids()

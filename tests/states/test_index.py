@@ -109,8 +109,13 @@ def test_namespaces_never_meet_and_empty_ones_go(bench: Bench) -> None:
     index = bench.index
     match = index.match("adapter", keys(1, 2))
     assert match.device_pages == 0
-    receipt = index.lock(match.device_node)
-    index.unlock(receipt)
+    lock, pin = index.lock(match.device_node), index.pin(match.host_node)
+    index.unlock(lock)
+    assert list(index.tree.roots) == ["", "adapter"]
+    lock = index.lock(match.device_node)
+    index.unpin(pin)
+    assert list(index.tree.roots) == ["", "adapter"]
+    index.unlock(lock)
     assert list(index.tree.roots) == [""]
     # The end of a match may be locked after its namespace went: it comes back, unless another one took its place.
     index.unlock(index.lock(match.device_node))

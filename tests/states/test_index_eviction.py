@@ -138,9 +138,11 @@ def test_each_policy_has_its_order(policy: EvictionPolicy, order: list[list[int]
     assert cache.evicted(3) == order
 
 
-def test_higher_priority_of_a_longer_prompt_raises_its_prefix() -> None:
-    cache = Cache(PRIORITY)
+@pytest.mark.parametrize(("policy", "priority"), [(PRIORITY, 2), (LRU, 0)])
+def test_longer_prompt_keeps_its_prefix_longer(policy: EvictionPolicy, priority: int) -> None:
+    cache = Cache(policy)
     cache.put(1)
-    cache.put(2)
-    cache.put(1, 9, priority=2)
-    assert cache.evicted(3) == [[2], [9], [1]]
+    cache.put(2, priority=1)
+    longer = cache.put(1, 9, priority=priority)
+    cache.index.drop_device(longer)
+    assert cache.evicted(2) == [[2], [1]]

@@ -187,3 +187,6 @@ def test_queue_does_not_grow_with_nodes_that_come_and_go() -> None:
     assert len(index.device_tier.queue) < 200
     index.check()
     assert index.evict_device(1) == 1 and kept.parent is None
+    # Nothing is left to evict: those that went otherwise are passed over, and no longer counted.
+    assert index.evict_device(1) == 0 and not len(index.device_tier.queue)
+    index.check()
