@@ -1,7 +1,7 @@
 """Writes down in short what one step of a core did, so that two cores can be compared step by step.
 
 The short form holds everything that somebody may ask about a step: the moves of requests, the commands with their pages
-as a count and a checksum, what was evicted, and the books of both pools. A digest rolls over it and over what is not
+as a count and a checksum, what was evicted, and the books of both pools. A digest rolls over those books and over what is not
 worth a word (recency, the order of the free lists). Page keys never enter: a replay knows pages by other keys.
 """
 
@@ -17,7 +17,6 @@ import msgspec
 
 from tidekv.states import commands
 from tidekv.states.node import Node, TierName
-from tidekv.states.request import State
 
 if TYPE_CHECKING:
     from tidekv.states.commands import Command
@@ -48,13 +47,13 @@ OMITTED = ("detail",)
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one step did."""
 
-    moves: tuple[tuple[str, State], ...] | list[tuple[str, State]] = ()
+    moves: tuple[tuple[str, str], ...] | list[tuple[str, str]] = ()
     """Requests that changed state, in order, with the state that they came to."""
     commands: tuple[Short, ...] | list[Short] = ()
     """Name and fields of each command; pages as their count and checksum."""
     evicted: tuple[tuple[str, int, int], ...] | list[tuple[str, int, int]] = ()
     """Tier, pages and checksum of their ids, of every copy that left the index."""
-    pools: tuple[int, ...] = ()
+    pools: tuple[int, ...] | list[int] = ()
     """The numbers of POOL_NUMBERS; left out where they are those of the step before."""
     error: str = ""
     """The class of the error that the step raised."""
@@ -65,43 +64,45 @@ class Witness:
 
     def __init__(self, core: Core) -> None:
         self.digest = 0
-        """Over every answer so far."""
-        self._core = core
-        self._evicted: list[tuple[str, int, int]] = []
-        self._pools: tuple[int, ...] = ()
-        self._encode = msgspec.json.Encoder().encode
-        core.books.index.on_evict.append(self._note_eviction)
-
-    def answer(self, given: list[Command], error: str = "") -> bytes:
-        """Encode as JSON what the step that has just been made did, and take it into the digest."""
-        core = self._core
+        """Over the books, recency and free lists behind every step so far."""
         books = core.books
-        device, host, index = books.device, books.host, books.index
-        device_tier, host_tier = index.device_tier, index.host_tier
-        pools = (
-            *device.counts,
-            device_tier.protected,
-            device_tier.receipts,
-            *host.counts,
-            host_tier.protected,
-            host_tier.receipts,
+        self._core = core
+        self._tree = books.index.tree
+        self._device, self._host = books.device, books.host
+        self._device_tier, self._host_tier = books.index.device_tier, books.index.host_tier
+        self._evicted: list[tuple[str, int, int]] = []
+        self._pools: list[int] = []
+        books.index.on_evict.append(self._note_eviction)
+
+    def answer(self, given: list[Command], error: str = "") -> Answer:
+        """What the step that has just been made did. Nothing in it changes any more."""
+        device, host = self._device_tier, self._host_tier
+        pools = [
+            *self._device.counts,
+            device.protected,
+            device.receipts,
+            *self._host.counts,
+            host.protected,
+            host.receipts,
+        ]
+        moves = self._core.moves
+        evicted = self._evicted
+        if evicted:
+            self._evicted = []
+        changed: list[int] | tuple[()] = ()
+        if pools != self._pools:
+            changed = self._pools = pools
+        self.digest = zlib.crc32(
+            _BOOKS(self._tree.tick, self._device.next_free, self._host.next_free, *pools), self.digest
         )
-        changed = pools != self._pools
-        evicted, self._evicted = self._evicted, []
-        encoded = self._encode(
-            Answer(
-                core.moves or (),
-                [_SHORT[type(command)](command) for command in given] if given else (),
-                evicted or (),
-                pools if changed else (),
-                error,
-            )
+        return Answer(
+            # The value of an enum member is a slow property; its attribute is not.
+            [(request_id, state._value_) for request_id, state in moves] if moves else (),
+            [_SHORT[type(command)](command) for command in given] if given else (),
+            evicted or (),
+            changed,
+            error,
         )
-        if changed:
-            self._pools = pools
-            self.digest = zlib.crc32(_HIDDEN(index.tree.tick, device.next_free, host.next_free), self.digest)
-        self.digest = zlib.crc32(encoded, self.digest)
-        return encoded
 
     def _note_eviction(self, node: Node, tier: TierName) -> None:
         pages = node.device if tier == "device" else node.host
@@ -109,7 +110,7 @@ class Witness:
         self._evicted.append((tier, len(pages), zlib.crc32(pages)))
 
 
-_HIDDEN = struct.Struct("<qqq").pack
+_BOOKS = struct.Struct("<15q").pack
 
 
 def short_fields(kind: type[Command]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,5 +1,5 @@
 """The commands of the command line: each module has a `register(app)` that adds its command."""
 
-from tidekv.engine.commands import bench, run
+from tidekv.engine.commands import bench, replay, run
 
-COMMANDS = (run.register, bench.register)
+COMMANDS = (run.register, bench.register, replay.register)

@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from tidekv.states.events import AnyEvent
+from tidekv.states.events import AnyEvent, Event
 from tidekv.states.settings import CoreSettings
+from tidekv.states.witness import Answer
 
 JOURNAL_VERSION = 2
 """The version of this format. A journal of another one is refused."""
@@ -74,7 +75,18 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gave: msgspec.Raw
     """What followed: an `Answer` of tidekv.states.witness."""
     digest: int
-    """Rolls over every answer so far, and over recency and free lists."""
+    """Rolls over the books of every step so far, recency and free lists included."""
+
+
+class StepWritten(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A StepRecord on its way to the file: the same names, and what encodes to the same."""
+
+    seq: int
+    took: Event
+    gave: Answer
+    digest: int
+    state: str = ""
+    same_pages: int = 0
 
 
 class StepsLine(Line, frozen=True, kw_only=True, tag="steps"):

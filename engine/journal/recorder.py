@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from tidekv.engine.journal.final import final_state
-from tidekv.engine.journal.lines import JOURNAL_VERSION, StepRecord, seal
+from tidekv.engine.journal.lines import JOURNAL_VERSION, StepWritten, seal
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.schema import code_checksum, event_types, package_versions, schema_checksum
 from tidekv.states.events import (
@@ -26,7 +26,7 @@ from tidekv.states.events import (
     RetractRequested,
 )
 from tidekv.states.request import State
-from tidekv.states.witness import Witness
+from tidekv.states.witness import Answer, Witness
 
 if TYPE_CHECKING:
     from tidekv.states.commands import Command
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 STEPS_PER_LINE_MAX = 64
 
-Noted: TypeAlias = "tuple[int, Event, str, bytes, int, tuple[str, ...]]"
+Noted: TypeAlias = "tuple[int, Event, str, Answer, int, tuple[str, ...]]"
 """One step, of which nothing changes any more: seq, event, state, answer, digest, and the requests that are over."""
 
 
@@ -57,7 +57,7 @@ class Recorder:
         self._seq = 0
         self._crc = 0
         self._digests = None if with_tokens else PageDigests(core.settings.key_bytes)
-        self._arrived: dict[str, tuple[bytes, bytes]] = {}
+        self._arrived: dict[str, bytes] = {}
         self._encode = msgspec.json.Encoder().encode
         self._line = b""
         # structlog renders and chains each line; where lines go is the caller's business.
@@ -98,7 +98,7 @@ class Recorder:
             # Their common field; the union of their types would be as long as the list.
             request = self._core.books.requests.get(event.request_id)  # type: ignore[attr-defined]
             if request is not None:
-                state = request.state.value
+                state = request.state._value_
         over: tuple[str, ...] = ()
         for request_id, moved_to in self._core.moves:
             if moved_to is State.FAILED:
@@ -150,32 +150,24 @@ class Recorder:
         return line
 
     def _record(
-        self, seq: int, event: Event, state: str, answer: bytes, digest: int, over: tuple[str, ...]
-    ) -> StepRecord:
+        self, seq: int, event: Event, state: str, answer: Answer, digest: int, over: tuple[str, ...]
+    ) -> StepWritten:
         same_pages = 0
         if type(event) in _WITH_KEYS:
             event, same_pages = self._without_tokens(event)
         for request_id in over:
             self._arrived.pop(request_id, None)
-        # Only types of AnyEvent are ever given to a core.
-        return StepRecord(
-            seq=seq,
-            took=event,  # type: ignore[arg-type]
-            same_pages=same_pages,
-            state=state,
-            gave=msgspec.Raw(answer),
-            digest=digest,
-        )
+        return StepWritten(seq, event, answer, digest, state, same_pages)
 
     def _without_tokens(self, event: Event) -> tuple[Event, int]:
         assert isinstance(event, RequestArrived | FinishRequested | RetractRequested)
         if isinstance(event, RequestArrived):
             written = self._written(event.keys)
-            self._arrived[event.request_id] = (event.keys, written)
+            self._arrived[event.request_id] = event.keys
             deadline_at_s = NO_DEADLINE if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s
             return msgspec.structs.replace(event, keys=written, deadline_at_s=deadline_at_s), 0
         # What was finished begins with what has arrived, whose pages are known and not written again.
-        keys, written = self._arrived.pop(event.request_id, (b"", b""))
+        keys = self._arrived.pop(event.request_id, b"")
         if not event.keys.startswith(keys):
             keys = b""
         same_pages = len(keys) // self._core.settings.key_bytes

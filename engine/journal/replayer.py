@@ -63,6 +63,7 @@ class Replayer:
         self._compare = compare
         self.core = Core(self.header.core)
         self._witness = Witness(self.core)
+        self._encode = msgspec.json.Encoder().encode
         self._arrived: dict[str, bytes] = {}
         self._events = 0
         self._complete = False
@@ -118,7 +119,7 @@ class Replayer:
         except Exception as broken:
             # Whatever it is, it ended the run as well, or else the answers differ.
             error = type(broken).__name__
-        answer = self._witness.answer(commands, error)
+        answer = self._encode(self._witness.answer(commands, error))
         self._events += 1
         if self._compare and (answer != bytes(record.gave) or self._witness.digest != record.digest):
             raise self._diverged(record, event, answer)

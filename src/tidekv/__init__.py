@@ -6,6 +6,7 @@ from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config import EngineConfig
 from tidekv.engine.decode_engine import DecodeEngine
+from tidekv.engine.journal import Replayer
 from tidekv.engine.prefill_peer import PrefillPeer
 from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
 from tidekv.states.errors import (
@@ -13,7 +14,10 @@ from tidekv.states.errors import (
     EngineClosed,
     InvalidConfig,
     InvalidRequest,
+    JournalDamaged,
+    JournalRefused,
     OutOfPages,
+    ReplayDiverged,
     RequestFailed,
     TidekvError,
 )
@@ -30,12 +34,16 @@ __all__ = [
     "HostPool",
     "InvalidConfig",
     "InvalidRequest",
+    "JournalDamaged",
+    "JournalRefused",
     "KVLayout",
     "LoopbackTransport",
     "NixlTransport",
     "OutOfPages",
     "PrefillPeer",
     "ReadyRequest",
+    "ReplayDiverged",
+    "Replayer",
     "RequestFailed",
     "RetractedRequest",
     "TidekvError",

@@ -31,8 +31,8 @@ def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(sim
     assert path is not None and path.exists()
     out = tmp_path / "short.journal"
     shrunk = shrink(path, out)
-    assert shrunk.events_after < shrunk.events_before
-    assert shrunk.events_after <= 12
+    # Requests whose pages the broken one needs stay: what prefill sent it would not fit otherwise.
+    assert shrunk.events_after < shrunk.events_before / 2
     steps = list(Replayer(out).steps())
     assert steps[-1].error == "BrokenInvariant"
     assert len(steps) == shrunk.events_after
