@@ -86,6 +86,8 @@ def _open(authority: str, path: str, options: Mapping[str, object], *, tls: bool
         raise InvalidConfig("redis: storage needs valkey-glide-sync; install tidekv[redis]")
     where = read_authority("redis", authority, default_port=DEFAULT_PORT)
     settings = read_redis_options(where, path, {"tls": tls, **options} if tls else options)
+    if tls and not settings.tls:
+        raise InvalidConfig("redis: a rediss:// or valkeys:// URI speaks TLS; leave tls=false out, or write redis://")
     scheme = "rediss" if settings.tls else "redis"
     uri = f"{scheme}://{where.text}/{settings.database}?prefix={settings.prefix}"
     limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=settings.chunk, lanes=settings.connections)

@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 SCAN_KEYS: Final = 1000
 
+# What the server, or the client, says about one value, or about us; the rest is told by the type of the error.
+_CODES: Final = {
+    "WRONGTYPE": "foreign",
+    "exceeds buffer capacity": "foreign",
+    "OOM": "full",
+    "WRONGPASS": "refused",
+    "NOAUTH": "refused",
+    "NOPERM": "refused",
+}
+
 
 class RedisLink:
     """A connection that is made when it is needed first; after that the client reconnects by itself. Blocks."""
@@ -102,6 +112,8 @@ class RedisLink:
 
 
 def _connect(options: RedisOptions) -> GlideClient | GlideClusterClient:
+    # It would print warnings to standard output; what matters is in the errors. A log that is set up already stays.
+    glide_sync.Logger.init(glide_sync.LogLevel.OFF)
     addresses = [glide_sync.NodeAddress(host, port) for host, port in options.servers]
     credentials = None if options.password is None else glide_sync.ServerCredentials(options.password, options.username)
     tls = _tls(options) if options.tls else None
@@ -152,14 +164,11 @@ def _tls(options: RedisOptions) -> glide_sync.TlsAdvancedConfiguration:
 
 def _trouble(error: exceptions.GlideError) -> ServerTrouble:
     words = str(error)
+    for code, cause in _CODES.items():
+        if code in words:
+            return ServerTrouble(cause, words)
     if isinstance(error, exceptions.TimeoutError):
-        cause = "timeout"
-    elif isinstance(error, (exceptions.ConnectionError, exceptions.ClosingError)):
-        cause = "unreachable"
-    elif "WRONGTYPE" in words or "exceeds buffer capacity" in words:
-        cause = "foreign"
-    elif "OOM" in words:
-        cause = "full"
-    else:
-        cause = "refused"
-    return ServerTrouble(cause, words)
+        return ServerTrouble("timeout", words)
+    if isinstance(error, (exceptions.ConnectionError, exceptions.ClosingError)):
+        return ServerTrouble("unreachable", words)
+    return ServerTrouble("refused", words)

@@ -52,6 +52,7 @@ class RedisPages:
         self._options = options
         self._threads = ThreadPoolExecutor(options.connections, thread_name_prefix="tidekv-redis-storage")
         self._workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._probing = asyncio.Lock()
         self._names = b""
         self._pages_max = 0
         self._counts = Counts()
@@ -146,17 +147,29 @@ class RedisPages:
         return removed
 
     async def probe(self) -> None:
-        """Write a value and read it back."""
+        """Write a value and read it back, on every connection: each finds a server that is back by itself."""
 
-        def try_out(worker: Worker) -> int:
+        def try_out(link: RedisLink) -> int:
             key, value = self._names + b"t:probe:" + uuid.uuid4().hex.encode(), uuid.uuid4().bytes
-            worker.link.call(b"SET", key, value, b"PX", HALF_WRITTEN_MS)
-            if worker.link.call(b"GET", key) != value:
+            link.call(b"SET", key, value, b"PX", HALF_WRITTEN_MS)
+            if link.call(b"GET", key) != value:
                 raise StorageFailed("the server does not give back what was written just now")
-            worker.link.call(b"UNLINK", key)
-            return self._greet(worker.link)
+            link.call(b"UNLINK", key)
+            return self._greet(link)
 
-        self.pages = await self._on_worker(try_out)
+        def try_all() -> int:
+            workers: list[Worker] = []
+            try:
+                while len(workers) < self._options.connections:
+                    workers.append(self._workers.get())
+                return [try_out(worker.link) for worker in workers][-1]
+            finally:
+                for worker in workers:
+                    self._workers.put(worker)
+
+        # One at a time: two would wait for each other's connections.
+        async with self._probing:
+            self.pages = await asyncio.get_running_loop().run_in_executor(self._threads, try_all)
 
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
         """Return the keys of the namespace; those that come while it runs may be missed."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,11 +128,13 @@ class Rig:
         poller: ThreadPoller,
         *,
         server: str = "",
+        prefix: str = "",
         page_bytes: int = 4096,
         pages: int = 64,
     ) -> None:
         self.kind = kind
         self.server = server
+        self.fixed_prefix = prefix
         self.root = root
         self.poller = poller
         self.pool = Pool.make(pages, page_bytes)
@@ -143,10 +146,14 @@ class Rig:
 
     @property
     def base_uri(self) -> str:
-        if self.kind == "redis":
-            # A prefix of its own for each root: the server is one for all tests.
-            return f"redis://{self.server}?prefix={hashlib.sha256(bytes(self.root)).hexdigest()[:16]}"
+        if self.kind in ("redis", "rediss", "valkey"):
+            return f"{self.kind}://{self.server}?prefix={self.prefix}"
         return "memory:" if self.kind == "memory" else f"file:{self.root}"
+
+    @property
+    def prefix(self) -> str:
+        """What all keys on a server start with, one for each root: the server is one for all tests."""
+        return self.fixed_prefix or hashlib.sha256(bytes(self.root)).hexdigest()[:16]
 
     @property
     def page_a_chunk(self) -> dict[str, object]:
@@ -214,17 +221,39 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path, poller: ThreadPoll
     await made.close()
 
 
+@pytest.fixture
+async def rig_on(tmp_path: Path, poller: ThreadPoller) -> AsyncIterator[Callable[..., Rig]]:
+    """Engines on a server that the test names."""
+    rigs: list[Rig] = []
+
+    def make(kind: str, server: str, **options: Any) -> Rig:
+        rigs.append(Rig(kind, tmp_path / "store", poller, server=server, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        await rig.close()
+
+
+@pytest.fixture
+def rig_type() -> type[Rig]:
+    """The rig, for tests that run a loop themselves."""
+    return Rig
+
+
 class RedisServer:
     """A redis-server of our own on a free port, with nothing on disk but what `dir` needs."""
 
-    def __init__(self, directory: Path, *settings: str, port: int | None = None) -> None:
+    def __init__(self, directory: Path, *settings: str, port: int | None = None, tls: Path | None = None) -> None:
         if shutil.which("redis-server") is None:
             pytest.skip("there is no redis-server here; Debian has it: apt-get install redis-server")
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.port = free_port() if port is None else port
         self.address = f"127.0.0.1:{self.port}"
-        place = f"--port {self.port} --bind 127.0.0.1 --dir {directory}".split()
+        self._tls = f"--tls --insecure --cert {tls} --key {tls}".split() if tls else []
+        ports = f"--port 0 --tls-port {self.port}" if tls else f"--port {self.port}"
+        place = f"{ports} --bind 127.0.0.1 --dir {directory}".split()
         self._process = subprocess.Popen(
             ["redis-server", *place, "--save", "", "--appendonly", "no", *settings], stdout=subprocess.PIPE, text=True
         )
@@ -239,14 +268,16 @@ class RedisServer:
 
     def command(self, *words: str) -> str:
         """Give a command by redis-cli."""
-        done = subprocess.run(["redis-cli", "-p", str(self.port), *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        to = ["redis-cli", "-p", str(self.port), *self._tls]
+        answer = subprocess.run([*to, *words], capture_output=True, text=True, check=True).stdout.strip()
+        assert not answer.startswith(("ERR", "(error)", "NOAUTH")), answer
+        return answer
 
     def stop(self) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
-        self._process.communicate()
+            self._process.communicate()
 
 
 def free_port() -> int:
@@ -267,8 +298,8 @@ def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
     """Start servers for one test."""
     servers: list[RedisServer] = []
 
-    def start(*settings: str, port: int | None = None) -> RedisServer:
-        servers.append(RedisServer(tmp_path / f"redis{len(servers)}", *settings, port=port))
+    def start(*settings: str, **how: Any) -> RedisServer:
+        servers.append(RedisServer(tmp_path / f"redis{len(servers)}", *settings, **how))
         return servers[-1]
 
     yield start
