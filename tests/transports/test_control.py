@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -120,6 +122,20 @@ async def test_a_proof_played_back_is_refused(ends: Ends) -> None:
     writer.close()
     assert listener.refused == 1
     assert ends.links.empty()
+
+
+def test_a_proof_is_bound_to_secret_role_and_both_nonces() -> None:
+    ours, theirs = bytes(32), bytes(range(32))
+    proofs = {
+        control._proof(secret, role, first, second)
+        for secret in ("", "s")
+        for role in (b"dial", b"listen")
+        for first in (ours, theirs)
+        for second in (ours, theirs)
+    }
+    assert len(proofs) == 16
+    said = b"tidekv\r\n" + b"dial" + ours + theirs
+    assert control._proof("s", b"dial", ours, theirs) == hmac.new(b"s", said, hashlib.sha256).digest()
 
 
 async def test_another_version_is_named(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, LinkClosed
-from tidekv.transports import wire
+from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, LinkClosed, RemoteProtocolError
+from tidekv.transports import hello, wire
 
 
 async def test_chunks_and_aux_are_said_frame_by_frame(world, decode) -> None:
@@ -186,6 +186,14 @@ async def test_a_hello_that_lies_is_refused(world, decode, field: str, said: str
     link = await decode.dial(prefill.address, wire.Hello(**fields))
     with pytest.raises(LinkClosed, match=said):
         await decode.hear(link)
+
+
+async def test_memory_that_overflows_is_refused_whatever_the_transport_checks(decode) -> None:
+    good = decode.hello()
+    hello.judge_hello(good, good)
+    segments = tuple(replace(segment, address=2**64 - 8) for segment in good.memory.segments)
+    with pytest.raises(RemoteProtocolError, match="out of bounds"):
+        hello.judge_hello(good, replace(good, memory=replace(good.memory, segments=segments)))
 
 
 async def test_decode_may_give_a_room_up(world, decode) -> None:
