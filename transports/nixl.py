@@ -32,8 +32,8 @@ from tidekv.transports.nixl_write import PartedWrite
 
 UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
 NAME_CHARACTERS_MAX = 256
-# Posting copies on shared memory: this much keeps the poller's thread for about a millisecond.
-PART_BYTES = 4 * 1024 * 1024
+# Posting copies on shared memory: this much keeps the poller's thread for about two milliseconds.
+PART_BYTES = 8 * 1024 * 1024
 PART_DESCRIPTORS = 4096
 # What a dead writer had buffered lands within this time of our own progress, which sleeps between its rounds.
 LANDING_S = 0.1
