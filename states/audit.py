@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.backups import Backup
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.loads import LateFetch, LateRecompute, Load, Stage
+from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
 from tidekv.states.request import Request, State
 from tidekv.states.shapes import PageIds, page_ids
 
@@ -36,7 +36,10 @@ def audit_core(core: Core) -> None:
     _check_operations(core, loads)
     for request in core.books.requests.values():
         _check_request(core, request)
-    _require(not core.books.dirty and not core.books.homeless and not core.books.settled_loads, "a step left work")
+    books = core.books
+    _require(
+        not (books.dirty or books.homeless or books.unfilled or books.settled_loads or books.out), "a step left work"
+    )
     waiting = {request for request in core.books.requests.values() if request.state is State.PREALLOC}
     _require(set(core.queue) == waiting and len(core.queue) == len(waiting), "the queue is not who waits for admission")
 
@@ -59,6 +62,9 @@ def _check_device_pages(core: Core) -> None:
     owned, draining = page_ids(), page_ids()
     for request in core.books.requests.values():
         owned += request.own + request.reserve
+    for owner in core.books.operations.values():
+        if isinstance(owner, LateRecompute):
+            owned += owner.device_pages
     for owner in core.books.operations.values():
         if isinstance(owner, LateRecompute):
             owned += owner.device_pages
@@ -144,7 +150,7 @@ def _check_operations(core: Core, loads: dict[Load, None]) -> None:
     for op, owner in core.books.operations.items():
         if isinstance(owner, Request):
             _require(core.books.requests.get(owner.request_id) is owner, f"an operation is of {owner}, which is gone")
-            _require(owner.query_op == op, f"{owner} does not know of its question")
+            _require(op in (owner.query_op, owner.recompute_op), f"{owner} does not know of its question")
         elif isinstance(owner, Load):
             _require(owner in loads and owner.op == op, "an operation is of a load that does not know it")
         elif isinstance(owner, Backup):
@@ -158,7 +164,7 @@ def _check_request(core: Core, request: Request) -> None:
     holds = request.lock is not None
     _require(holds == (request.state is not State.PREALLOC), f"{request} has no lock, or one before its grant")
     _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")
-    _require((request.room is not None) == (request.state in PLANNED), f"{request} has no room, or one too early")
+    _require(request.is_planned == (request.state in PLANNED), f"{request} has no room, or one too early")
     if request.state is State.PREALLOC:
         _require(not request.own and not request.reserve and not request.loads, f"{request} waits and holds pages")
     if request.lock is None or request.state is State.READY:

@@ -10,9 +10,11 @@ Ranges are counted in pages from the root, never in nodes: nodes split while a c
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRetracted
+from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ STORE_DEADLINE_S = 60.0
 class Backup:
     """What is under way for the path of one finished or retracted request."""
 
-    __slots__ = ("first", "host_pages", "leaf", "lock", "pin", "request_id", "retracts", "serial", "storing")
+    __slots__ = ("first", "host_pages", "leaf", "lock", "op", "pin", "request_id", "retracts", "serial", "storing")
 
     def __init__(self, request: Request, leaf: Node, *, retracts: bool) -> None:
         self.request_id = request.request_id
@@ -38,6 +40,7 @@ class Backup:
         self.lock: Receipt | None = None
         self.pin: Receipt | None = None
         self.first = 0
+        self.op = 0
         self.host_pages: PageIds = page_ids()
         self.storing = False
 
@@ -70,6 +73,16 @@ class Backups:
         """Back up the path that ends at `leaf`. With `retracts`, hold it in host memory and tell the caller."""
         backup = Backup(request, leaf, retracts=retracts)
         self._live[backup] = None
+        try:
+            self._begin(backup, leaf)
+        except BrokenInvariant:
+            raise
+        except Exception:
+            # A cache tier never fails a request.
+            self._books.count("transitions_raised")
+            self.abandon(backup)
+
+    def _begin(self, backup: Backup, leaf: Node) -> None:
         backup.lock = self._books.index.lock(leaf)
         # What is on the host already must stay there: a copy can only join the tree below its parent's.
         self._pin(backup, self._host_leaf(leaf))
@@ -85,9 +98,9 @@ class Backups:
         if error:
             self._books.count("backups_failed")
             self._books.host.give_back(backup.host_pages)
+            backup.host_pages = page_ids()
         else:
             self._join_tree(backup)
-        backup.host_pages = page_ids()
         self._copied(backup)
 
     def stored(self, backup: Backup, stored: int) -> None:
@@ -99,11 +112,24 @@ class Backups:
                 self._books.index.mark_stored(node)
         self._end(backup)
 
+    def abandon(self, backup: Backup) -> None:
+        """A step of the backup raised, and nothing of it is in flight: it ends as it is. Can be called again."""
+        books = self._books
+        books.count("backups_failed")
+        books.operations.pop(backup.op, None)
+        books.host.give_back(backup.host_pages)
+        backup.host_pages = page_ids()
+        if backup.retracts:
+            self._tell_retracted(backup, None)
+        self._unlock(backup)
+        self._end(backup)
+
     def release_retracted(self, request_id: str) -> None:
         """Let go of what a retracted request holds in host memory, if it holds anything."""
-        receipt = self._retracted.pop(request_id, None)
-        if receipt is not None:
+        receipt = self._retracted.get(request_id)
+        if receipt is not None and not receipt.released:
             self._books.index.unpin(receipt)
+        self._retracted.pop(request_id, None)
 
     def is_late(self, backup: Backup) -> None:
         """A copy or put is late: it keeps its receipts until it ends, and is counted."""
@@ -118,38 +144,31 @@ class Backups:
             if first >= backup.first:
                 assert node.device is not None
                 device_pages += node.device
-        op = self._books.begin(backup, deadline_s=self._books.settings.copy_deadline_s)
-        self._books.say(CopyToHost(op=op, device_pages=device_pages[:count], host_pages=backup.host_pages))
+        backup.op = self._books.begin(backup, deadline_s=self._books.settings.copy_deadline_s)
+        self._books.say(CopyToHost(op=backup.op, device_pages=device_pages[:count], host_pages=backup.host_pages))
 
     def _join_tree(self, backup: Backup) -> None:
         index = self._books.index
-        rest = backup.host_pages
         for node, first in self._ranges(backup.leaf):
-            if first < backup.first or not rest:
+            if first < backup.first or not backup.host_pages:
                 continue
-            ours, rest = rest[: node.page_count], rest[node.page_count :]
+            ours = backup.host_pages[: node.page_count]
             if node.host is not None:
                 # Another request's backup of the same path was faster.
                 self._books.host.give_back(ours)
-                continue
-            if len(ours) < node.page_count:
-                # The host had room for a part of this node only.
-                node = index.split(node, len(ours))
-            index.give_host(node, ours)
-            self._books.count("pages_backed_up", len(ours))
+            else:
+                # The host may have had room for a part of this node only.
+                index.give_host(node if len(ours) == node.page_count else index.split(node, len(ours)), ours)
+                self._books.count("pages_backed_up", len(ours))
+            backup.host_pages = backup.host_pages[len(ours) :]
 
     def _copied(self, backup: Backup) -> None:
         books = self._books
         host_leaf = self._host_leaf(backup.leaf)
         if backup.retracts:
-            held = 0 if host_leaf is None else host_leaf.depth_pages
-            self._retracted[backup.request_id] = None if host_leaf is None else books.index.pin(host_leaf)
-            books.say(TellRetracted(request_id=backup.request_id, held_pages=held))
+            self._tell_retracted(backup, host_leaf)
         self._pin(backup, host_leaf if books.storage_available else None)
-        assert backup.lock is not None
-        books.index.unlock(backup.lock)
-        backup.lock = None
-        books.pages_freed = True
+        self._unlock(backup)
         if backup.pin is None:
             self._end(backup)
             return
@@ -159,21 +178,40 @@ class Backups:
         if not pages:
             self._end(backup)
             return
-        op = books.begin(backup, deadline_s=STORE_DEADLINE_S)
+        backup.op = books.begin(backup, deadline_s=STORE_DEADLINE_S)
         backup.storing = True
-        books.say(StorePages(op=op, serial=backup.serial, first=backup.first, host_pages=pages))
+        books.say(StorePages(op=backup.op, serial=backup.serial, first=backup.first, host_pages=pages))
 
     def _end(self, backup: Backup) -> None:
         self._pin(backup, None)
+        self._books.say(ForgetTokens(serial=backup.serial))
         del self._live[backup]
         self._books.pages_freed = True
-        self._books.say(ForgetTokens(serial=backup.serial))
+
+    def _tell_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
+        self.release_retracted(backup.request_id)
+        self._retracted[backup.request_id] = None if host_leaf is None else self._books.index.pin(host_leaf)
+        held = 0 if host_leaf is None else host_leaf.depth_pages
+        self._books.say(TellRetracted(request_id=backup.request_id, held_pages=held))
+        backup.retracts = False
+
+    def _unlock(self, backup: Backup) -> None:
+        if backup.lock is not None:
+            self._books.index.unlock(backup.lock)
+            backup.lock = None
+        self._books.pages_freed = True
 
     def _pin(self, backup: Backup, node: Node | None) -> None:
         """Hold the host pages down to `node` from now on, and no others."""
-        before, backup.pin = backup.pin, None if node is None else self._books.index.pin(node)
-        if before is not None:
-            self._books.index.unpin(before)
+        index = self._books.index
+        with ExitStack() as undo:
+            pin = None if node is None else index.pin(node)
+            if pin is not None:
+                undo.callback(index.unpin, pin)
+            if backup.pin is not None:
+                index.unpin(backup.pin)
+            undo.pop_all()
+        backup.pin = pin
 
     # --- Ranges of a path ---
 

@@ -14,7 +14,7 @@ from tidekv.states.index import PrefixIndex
 if TYPE_CHECKING:
     from tidekv.states.backups import Backup
     from tidekv.states.commands import Command
-    from tidekv.states.loads import LateFetch, LateRecompute, Load
+    from tidekv.states.load import LateFetch, LateRecompute, Load
     from tidekv.states.request import Request
     from tidekv.states.settings import CoreSettings
 
@@ -38,6 +38,8 @@ class Books:
         """Requests that may be able to move on, in the order in which they were touched."""
         self.homeless: dict[Request, str] = {}
         """Requests whose pages are lost to somebody else's writer, with the cause: they go back to the queue."""
+        self.unfilled: dict[Load, None] = {}
+        """Failed loads that somebody is to extend into, or that nobody needs any more."""
         self.settled_loads: list[Load] = []
         """Void loads that nobody writes to any more: their pages can be freed."""
         self.pages_freed = True

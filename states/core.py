@@ -7,7 +7,7 @@ replay, simulation, property tests and rank agreement hold on to.
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from transitions import MachineError
 
@@ -16,7 +16,9 @@ from tidekv.states.audit import audit_core
 from tidekv.states.backups import Backup, Backups
 from tidekv.states.books import Books
 from tidekv.states.errors import BrokenInvariant, IllegalEvent
-from tidekv.states.loads import LateFetch, LateRecompute, Load, Loads, Stage
+from tidekv.states.events import Event
+from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
+from tidekv.states.loads import Loads
 from tidekv.states.queue import Queue
 from tidekv.states.request import Request, State
 from tidekv.states.restore import Restore
@@ -28,8 +30,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.commands import Command
-    from tidekv.states.events import Event
     from tidekv.states.settings import CoreSettings
+
+
+Answer = TypeVar("Answer")
+
+RAISES_MAX = 8
+"""So many raises of one request, failing it included, are met; the next one is not ours to hide."""
+
+OWN_QUESTIONS = (steps.PlanDue, steps.Progressed, steps.TransitionRaised)
+"""What the core asks by itself, again and again: nothing is lost with one of these."""
 
 
 class Core:
@@ -139,7 +149,8 @@ class Core:
     def enqueue(self, request: Request) -> None:
         """The request waits for admission (again)."""
         self.queue.add(request)
-        self.restore.ask_storage(request)
+        request.has_asked = False
+        self.books.dirty[request] = None
         self.books.pages_freed = True
 
     def forget(self, request: Request) -> None:
@@ -174,7 +185,7 @@ class Core:
             self._fire(request, event)
 
     def _retracted_dropped(self, event: events.RetractedDropped) -> None:
-        self.backups.release_retracted(event.request_id)
+        self._insist(lambda: self.backups.release_retracted(event.request_id))
         self.books.pages_freed = True
 
     def _storage_changed(self, event: events.StorageChanged) -> None:
@@ -193,11 +204,14 @@ class Core:
             elif isinstance(owner, Backup):
                 self.backups.is_late(owner)
             elif isinstance(owner, Load):
-                if owner.stage is Stage.FETCHING:
-                    self.loads.fetch_is_late(owner)
-                elif owner.stage is Stage.COPYING:
-                    self.loads.copy_is_late(owner)
+                self._load_is_late(owner)
             self._settle()
+
+    def _load_is_late(self, load: Load) -> None:
+        if load.stage is Stage.FETCHING:
+            self.loads.fetch_is_late(load)
+        elif load.stage is Stage.COPYING:
+            self._insist(lambda: self.loads.copy_is_late(load))
 
     def _ended(
         self,
@@ -220,29 +234,29 @@ class Core:
             answer = events.StorageAnswered(at_s=event.at_s, op=event.op, found=found, error=error)
             self._fire(owner, answer)
         elif isinstance(owner, Load):
+            good = event.good if isinstance(event, events.PagesFetched) else 0
             if owner.stage is Stage.FETCHING:
-                self.loads.fetched(owner, event.good if isinstance(event, events.PagesFetched) else 0)
+                self._insist(lambda: self.loads.fetched(owner, good), lambda: self.loads.outcome_raised(owner))
             else:
-                self.loads.copied(owner, error)
-            self._touch_sharers(owner)
+                self._insist(lambda: self.loads.copied(owner, error), lambda: self.loads.outcome_raised(owner))
         elif isinstance(owner, LateFetch):
-            self.loads.late_fetch_ended(owner)
+            self._insist(lambda: self.books.host.give_back(owner.host_pages))
+            self.books.pages_freed = True
         elif isinstance(owner, LateRecompute):
-            self.books.device.give_back(owner.device_pages)
+            self._insist(lambda: self.books.device.give_back(owner.device_pages))
             self.books.pages_freed = True
         elif owner.storing:
-            self.backups.stored(owner, event.stored if isinstance(event, events.PagesStored) else 0)
+            stored = event.stored if isinstance(event, events.PagesStored) else 0
+            self._insist(lambda: self.backups.stored(owner, stored), lambda: self.backups.abandon(owner))
         else:
-            self.backups.copied(owner, error)
-
-    def _touch_sharers(self, load: Load) -> None:
-        for request in load.sharers:
-            self.books.dirty[request] = None
+            self._insist(lambda: self.backups.copied(owner, error), lambda: self.backups.abandon(owner))
 
     def _promise_sent(self, event: events.PromiseSent) -> None:
-        room = self.rooms.sent(event.request_id, event.generation, writer=event.writer, ranks=event.ranks)
+        room = self.rooms.live(event.request_id, event.generation)
         if room is not None:
-            self.books.dirty[room.request] = None
+            self._fire(room.request, event)
+        else:
+            self.rooms.sent(event.request_id, event.generation, writer=event.writer, ranks=event.ranks)
 
     def _to_room(self, event: events.ChunkLanded | events.AuxLanded | events.RoomRefused | events.RoomFailed) -> None:
         room = self.rooms.live(event.request_id, event.generation)
@@ -253,11 +267,11 @@ class Core:
 
     def _room_failed(self, event: events.RoomFailed) -> None:
         if event.settled:
-            self.rooms.settle_unsent(event.request_id, event.generation)
+            self._insist(lambda: self.rooms.settle_unsent(event.request_id, event.generation))
         self._to_room(event)
 
     def _room_drained(self, event: events.RoomDrained) -> None:
-        self.rooms.drained(event.request_id, event.generation, event.rank)
+        self._insist(lambda: self.rooms.drained(event.request_id, event.generation, event.rank))
 
     def _writer_lost(self, event: events.WriterLost) -> None:
         for room in self.rooms.of_writer(event.writer):
@@ -267,19 +281,15 @@ class Core:
     def _writer_dead(self, event: events.WriterDead) -> None:
         # Who is dead is out of reach: its live rooms end first, and what they leave in the quarantine is free at once.
         self._writer_lost(events.WriterLost(at_s=event.at_s, writer=event.writer, cause="its process is gone"))
-        self.rooms.writer_dead(event.writer)
+        self._insist(lambda: self.rooms.writer_dead(event.writer))
 
     # --- Consequences ---
 
     def _fire(self, request: Request, event: Event) -> bool:
         """Pull a trigger of the machine. A rule that raises pulls TransitionRaised; a missing row is our bug."""
-        self.books.dirty[request] = None
         before = request.state
         try:
             done = bool(self._triggers[type(event).__name__](request, core=self, event=event))
-            if request.state is not before:
-                self.moves.append((request.request_id, request.state))
-            return done
         except MachineError as error:
             raise IllegalEvent(
                 f"{type(event).__name__} in {request.state.value} of {request!r}: no such row"
@@ -287,44 +297,101 @@ class Core:
         except BrokenInvariant:
             raise
         except Exception:
-            if isinstance(event, steps.TransitionRaised):
-                raise
-            request.raised += 1
+            self._raised(request, event)
+            return True
+        self.books.dirty[request] = None
+        if request.state is not before:
+            self.moves.append((request.request_id, request.state))
+        return done
+
+    def _raised(self, request: Request, event: Event | None) -> None:
+        """A rule of this request raised just now, taking `event` (None: a question of the core's own)."""
+        request.raised += 1
+        self.books.count("transitions_raised")
+        if request.raised > RAISES_MAX:
+            raise  # Called while the exception is handled: even failing the request does not work.
+        before = request.state
+        self._fire(request, steps.TransitionRaised(at_s=self.books.now_s, detail=traceback.format_exc()))
+        if request.state is before and isinstance(event, Event) and not isinstance(event, OWN_QUESTIONS):
+            # The request goes on, with fewer tiers; what the event said must not be lost.
+            self._fire(request, event)
+
+    def _insist(self, rule: Callable[[], None], mend: Callable[[], None] | None = None) -> None:
+        """Follow a rule that is of no single request. If it raises, mend what it left, or have it go on once more."""
+        try:
+            rule()
+        except BrokenInvariant:
+            raise
+        except Exception:
             self.books.count("transitions_raised")
-            detail = traceback.format_exc()
-            return self._fire(request, steps.TransitionRaised(at_s=self.books.now_s, detail=detail))
+            (mend or rule)()
 
     def _settle(self) -> None:
         """Draw all consequences until there are none left."""
         books = self.books
-        while books.homeless or books.dirty or books.settled_loads or books.pages_freed:
+        while books.homeless or books.unfilled or books.dirty or books.settled_loads or books.pages_freed:
             if books.homeless:
                 request, cause = next(iter(books.homeless.items()))
                 del books.homeless[request]
                 self._fire(request, steps.PagesLost(at_s=books.now_s, cause=cause))
+            elif books.unfilled:
+                load = next(iter(books.unfilled))
+                del books.unfilled[load]
+                self._fill(load)
             elif books.dirty:
                 request = next(iter(books.dirty))
                 del books.dirty[request]
                 self._progress(request)
             else:
-                self.loads.free_settled_voids()
+                self._insist(self.loads.free_settled_voids)
                 books.pages_freed = False
                 self._admit()
+
+    def _fill(self, load: Load) -> None:
+        """Have a sharer of a failed load extend into it. A raise is the sharer's that was to."""
+        filler = self.loads.filler_of(load)
+        if filler is None:
+            self._insist(lambda: self.loads.fill(load))
+            return
+        try:
+            self.loads.fill(load)
+        except BrokenInvariant:
+            raise
+        except Exception:
+            self.books.unfilled[load] = None
+            self._raised(filler, None)
 
     def _progress(self, request: Request) -> None:
         if self.books.requests.get(request.request_id) is not request:
             return
-        if request.state is State.MATCH and request.room is None and not request.query_op:
+        if request.state is State.PREALLOC and not request.has_asked:
+            request.has_asked = True
+            self._ask(request, self.restore.ask_storage)
+            return
+        if request.state is State.MATCH and not request.is_planned and not request.query_op:
             self._fire(request, steps.PlanDue(at_s=self.books.now_s))
         event = steps.Progressed(at_s=self.books.now_s)
         while any(guard(self, request, event) for guard in PROGRESS_GUARDS[request.state]):
             if not self._fire(request, event):
                 break
 
+    def _ask(self, request: Request, question: Callable[[Request], Answer]) -> Answer | None:
+        """Ask `restore` about a request that waits for admission. A raise is that request's own."""
+        try:
+            return question(request)
+        except BrokenInvariant:
+            raise
+        except Exception:
+            self._raised(request, None)
+            return None
+
     def _admit(self) -> None:
         """Grant pages to those that wait, in order; who does not fit lets smaller ones pass, within bounds."""
         for request in self.queue.candidates(self.books.now_s):
-            if self._grant(request):
+            granted = self._ask(request, self.restore.grant)
+            if granted is None:
+                return
+            if granted:
                 self.queue.remove(request)
                 self._fire(request, steps.Granted(at_s=self.books.now_s))
                 for waiting in self.queue.candidates(self.books.now_s):
@@ -332,7 +399,3 @@ class Core:
                         waiting.passed += 1
                 self.books.pages_freed = True
                 return
-        return
-
-    def _grant(self, request: Request) -> bool:
-        return self.restore.grant(request)

@@ -43,6 +43,13 @@ class Dropping:
         tier.account.from_cache(tier.detach(node))
         self._remove_if_bare(node)
 
+    def withdraw(self, node: Node) -> PageIds:
+        """Take the device copy from an unguarded node that has none below it; the caller owns the pages."""
+        pages = self._device.detach(node)
+        self._device.account.own_cached(pages)
+        self._remove_if_bare(node)
+        return pages
+
     def drop_void(self, node: Node) -> PageIds:
         """Take a void node's device pages, which are draining, out of the tree, and free what is below them."""
         below = [other for other in node.subtree() if other.device is not None and other is not node]

@@ -337,6 +337,13 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} cannot lose its host pages: none, guarded, or needed by a child")
         self._dropping.drop(self.host_tier, node)
 
+    def withdraw_device(self, node: Node) -> PageIds:
+        """Take back device pages that were given and never written: they are the caller's again. Nobody is told."""
+        self._parent_of(node)
+        if node.device is None or node.guarded or node.device_children:
+            raise BrokenInvariant(f"{node} cannot lose its device pages: none, guarded, or needed by a child")
+        return self._dropping.withdraw(node)
+
     def evict_device(self, count: int) -> int:
         """Free at least `count` device pages, or all that are evictable; returns how many. What is in host memory too
         stays there; of the last victim no more is taken than is needed.

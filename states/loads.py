@@ -14,90 +14,28 @@ and nothing else connects them to it. Its life:
 A fetch that is too late goes on in the background: its host pages are given back when it has ended (`LateFetch`), and
 its device pages, which only the copy would have written, are free to be extended into at once. A copy that is too late
 still writes to the device pages: that load is void, and its sharers start over on other pages.
+
+Every step here may be cut short by a raise. What begins a load undoes itself; what ends one can be called again.
 """
 
 from __future__ import annotations
 
-import enum
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
+from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tidekv.states.books import Books
-    from tidekv.states.index import Node, Receipt
+    from tidekv.states.index import Node
     from tidekv.states.request import Request
-    from tidekv.states.rooms import Draining, Rooms
+    from tidekv.states.rooms import Rooms
 
-
-class Stage(enum.Enum):
-    """Where the bytes of a load are on their way."""
-
-    FETCHING = "FETCHING"
-    COPYING = "COPYING"
-    FAILED = "FAILED"
-    FILLING = "FILLING"
-    VOID = "VOID"
-
-
-class Load:
-    """A run of pages of the tree under load. Pages [first, first + page_count) of every prompt that shares it."""
-
-    __slots__ = ("filler", "first", "host_pages", "lock", "nodes", "op", "pin", "sharers", "stage", "tier")
-
-    def __init__(self, *, first: int, nodes: list[Node], lock: Receipt, tier: str, stage: Stage) -> None:
-        self.first = first
-        self.nodes = nodes
-        self.lock: Receipt | None = lock
-        self.tier = tier
-        self.stage = stage
-        self.op = 0
-        self.pin: Receipt | None = None
-        self.host_pages: PageIds = page_ids()
-        """Host pages that the tree does not own: where a fetch lands, until they can join the tree."""
-        self.sharers: dict[Request, int] = {}
-        """Who waits for it, and for how many of its pages, counted from the first."""
-        self.filler: Request | None = None
-
-    @property
-    def page_count(self) -> int:
-        """Pages under load."""
-        return sum(node.page_count for node in self.nodes)
-
-    @property
-    def device_pages(self) -> PageIds:
-        """The pages that are being filled."""
-        pages = page_ids()
-        for node in self.nodes:
-            assert node.device is not None
-            pages += node.device
-        return pages
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """The index split one of the nodes."""
-        at = self.nodes.index(lower)
-        self.nodes.insert(at, upper)
-
-
-class LateFetch:
-    """A fetch that nobody waits for: it keeps its host pages until it has ended."""
-
-    __slots__ = ("host_pages",)
-
-    def __init__(self, host_pages: PageIds) -> None:
-        self.host_pages = host_pages
-
-
-class LateRecompute:
-    """A computation of a caller that nobody waits for: it keeps its device pages until it has ended."""
-
-    __slots__ = ("device_pages",)
-
-    def __init__(self, device_pages: PageIds) -> None:
-        self.device_pages = device_pages
+__all__ = ["LateFetch", "LateRecompute", "Load", "Loads", "Stage"]
 
 
 class Loads:
@@ -108,6 +46,7 @@ class Loads:
         self._rooms = rooms
         self._live: dict[Load, None] = {}
         self._settled_voids: list[Load] = []
+        self._loose: PageIds = page_ids()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -122,44 +61,68 @@ class Loads:
 
     # --- Starting ---
 
-    def begin_copy(self, first: int, nodes: list[Node]) -> Load:
-        """Load nodes that have host pages, and have been given device pages, from the host."""
-        load = self._new(first, nodes, tier="l2", stage=Stage.COPYING)
-        self._start_copy(load)
+    def begin_copy(self, first: int, nodes: list[Node], pages: PageIds) -> Load:
+        """Load nodes that are in host memory alone into `pages`, the caller's until now."""
+        load = Load(first=first, tier="l2", stage=Stage.COPYING)
+        with ExitStack() as undo:
+            undo.callback(self.abandon, load)
+            for node in nodes:
+                at = node.depth_pages - node.page_count - first
+                self._books.index.give_device(node, pages[at : at + node.page_count], load)
+                load.nodes.append(node)
+            self._hold(load)
+            self._start_copy(load)
+            undo.pop_all()
         return load
 
-    def begin_fetch(self, request: Request, first: int, node: Node, host_pages: PageIds, *, deadline_s: float) -> Load:
-        """Load a new node from storage by way of `host_pages`, which the load takes over."""
-        load = self._new(first, [node], tier="l3", stage=Stage.FETCHING)
-        load.host_pages = host_pages
-        load.op = self._books.begin(load, deadline_s=deadline_s)
-        self._books.say(FetchPages(op=load.op, request_id=request.request_id, first=first, host_pages=host_pages))
+    def begin_fetch(
+        self, request: Request, parent: Node, first: int, keys: bytes, pages: PageIds, *, deadline_s: float
+    ) -> Load:
+        """Load a new child of `parent` from storage into `pages`, the caller's until now, by way of free host pages."""
+        books = self._books
+        load = Load(first=first, tier="l3", stage=Stage.FETCHING)
+        with ExitStack() as undo:
+            undo.callback(self.abandon, load)
+            load.nodes.append(books.index.insert_pending(parent, request.namespace, keys, pages, load))
+            load.host_pages = books.host.take(len(pages))
+            self._hold(load)
+            load.op = books.begin(load, deadline_s=deadline_s)
+            books.say(FetchPages(op=load.op, request_id=request.request_id, first=first, host_pages=load.host_pages))
+            undo.pop_all()
         return load
+
+    def abandon(self, load: Load) -> None:
+        """Undo the begin of a load in the step that it began in: its device pages are the caller's again."""
+        books = self._books
+        self._live.pop(load, None)
+        books.operations.pop(load.op, None)
+        self._let_go_of_source(load)
+        self._unlock(load)
+        for node in reversed(load.nodes):
+            books.index.set_load(node, None)
+            books.index.withdraw_device(node)
+        load.nodes = []
 
     def share(self, load: Load, request: Request, page_count: int) -> None:
         """`request` waits for the first `page_count` pages of the load."""
         load.sharers[request] = page_count
         request.loads[load] = None
 
-    def _new(self, first: int, nodes: list[Node], *, tier: str, stage: Stage) -> Load:
-        lock = self._books.index.lock(nodes[-1])
-        load = Load(first=first, nodes=nodes, lock=lock, tier=tier, stage=stage)
-        for node in nodes:
-            self._books.index.set_load(node, load)
+    def _hold(self, load: Load) -> None:
+        load.lock = self._books.index.lock(load.nodes[-1])
         self._live[load] = None
-        return load
 
     def _start_copy(self, load: Load) -> None:
         source = load.host_pages
         if not source:
+            load.pin = self._books.index.pin(load.nodes[-1])
             source = page_ids()
             for node in load.nodes:
                 assert node.host is not None
                 source += node.host
-            load.pin = self._books.index.pin(load.nodes[-1])
-        load.stage = Stage.COPYING
         load.op = self._books.begin(load, deadline_s=self._books.settings.copy_deadline_s)
         self._books.say(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
+        load.stage = Stage.COPYING
 
     # --- Outcomes ---
 
@@ -169,8 +132,6 @@ class Loads:
         if good < load.page_count:
             self._books.count("l3_pages_short", load.page_count - good)
             rest = load if good == 0 else self._split_load(load, good)
-            self._books.host.give_back(rest.host_pages)
-            rest.host_pages = page_ids()
             self._fail(rest)
             if rest is load:
                 return
@@ -178,7 +139,8 @@ class Loads:
         if load.sharers:
             self._start_copy(load)
         else:
-            self._drop_unneeded(load)
+            # The bytes are in host memory and nobody waits for them on the device.
+            self._give_up(load)
 
     def fetch_is_late(self, load: Load) -> None:
         """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
@@ -187,19 +149,15 @@ class Loads:
         load.host_pages = page_ids()
         self._fail(load)
 
-    def late_fetch_ended(self, late: LateFetch) -> None:
-        """A fetch that nobody waited for has ended."""
-        self._books.host.give_back(late.host_pages)
-
     def copied(self, load: Load, error: str) -> None:
         """The copy to the device is over: the pages are in place, or nobody writes to them any more."""
-        self._let_go_of_source(load)
         if load.stage is Stage.VOID:
             self._books.settled_loads.append(load)
         elif error:
             self._books.count("copies_failed")
             self._fail(load)
         else:
+            self._let_go_of_source(load)
             self._end(load, load.tier)
 
     def copy_is_late(self, load: Load) -> None:
@@ -211,35 +169,72 @@ class Loads:
         """A room has brought the pages."""
         self._end(load, "transfer")
 
+    def outcome_raised(self, load: Load) -> None:
+        """Taking an outcome raised. The operation is over, so nobody local writes to the pages: they have failed."""
+        self._books.operations.pop(load.op, None)
+        if load.stage is not Stage.VOID:
+            self._fail(load)
+        elif load not in self._books.settled_loads:
+            self._books.settled_loads.append(load)
+
     def cut(self, load: Load) -> None:
         """A sharer no longer trusts local tiers: what has not landed yet is asked of prefill instead."""
         if load.stage is Stage.FETCHING and len(load.sharers) == 1:
             self.fetch_is_late(load)
 
-    # --- Leaving ---
+    # --- Filling what failed ---
 
-    def leave(self, load: Load, request: Request, draining: Draining | None) -> None:
-        """`request` waits for the load no longer, and has left its room (into `draining`, where writes may go on)."""
+    def filler_of(self, load: Load) -> Request | None:
+        """Who is to extend into the pages of a failed load: the oldest sharer with an open room."""
+        fillers = [request for request in load.sharers if request.room is not None]
+        return min(fillers, key=lambda request: request.arrival, default=None)
+
+    def fill(self, load: Load) -> None:
+        """No local writer touches the pages of a failed load: a sharer extends into them, or nobody needs them.
+
+        Where no sharer has a room yet, the load waits for the first that opens one.
+        """
+        if load.stage is not Stage.FAILED:
+            return
+        self._let_go_of_source(load)
+        if not load.sharers:
+            self._give_up(load)
+            return
+        filler = self.filler_of(load)
+        if filler is None:
+            return
+        assert filler.room is not None
+        if load.sharers[filler] < load.page_count:
+            # The filler's prompt goes another way from there on: its prefill does not have these pages.
+            self._fail(self._split_load(load, load.sharers[filler]))
+        self._rooms.extend(filler.room, load)
+        load.filler = filler
+        load.stage = Stage.FILLING
+        for request in load.sharers:
+            self._books.dirty[request] = None
+
+    def leave(self, load: Load, request: Request) -> None:
+        """`request`, which is about to leave its room, waits for the load no longer."""
+        if load.filler is request:
+            assert request.room is not None
+            if load not in request.room.lost:
+                request.room.lost.append(load)
+            self._void(load, "the transfer that was to fill its pages was lost")
         del load.sharers[request]
         del request.loads[load]
-        if load.filler is request:
-            (self._books.settled_loads if draining is None else draining.loads).append(load)
-            self._void(load, "the transfer that was to fill its pages was lost")
-        elif not load.sharers and load.stage is Stage.FAILED:
-            self._books.settled_loads.append(load)
-            self._void(load, "nobody needs it")
-
-    def find_fillers(self, request: Request) -> None:
-        """The request has an open room now: failed loads that wait for one are extended into."""
-        for load in list(request.loads):
-            if load.stage is Stage.FAILED:
-                self._fail(load)
+        if not load.sharers and load.stage is Stage.FAILED:
+            self._books.unfilled[load] = None
 
     # --- Ends ---
 
     def _end(self, load: Load, source: str) -> None:
-        for node in load.nodes:
-            self._books.index.set_load(node, None)
+        self._unlock(load)
+        index = self._books.index
+        with ExitStack() as undo:
+            for node in load.nodes:
+                index.set_load(node, None)
+                undo.callback(index.set_load, node, load)
+            undo.pop_all()
         self._forget(load)
         for request, page_count in load.sharers.items():
             del request.loads[load]
@@ -248,49 +243,38 @@ class Loads:
         load.sharers = {}
 
     def _fail(self, load: Load) -> None:
-        """No local writer touches the pages now: the oldest sharer that has a room extends into them."""
         load.stage = Stage.FAILED
-        fillers = [request for request in load.sharers if request.room is not None]
-        if fillers:
-            filler = min(fillers, key=lambda request: request.arrival)
-            assert filler.room is not None
-            wanted = load.sharers[filler]
-            rest = self._split_load(load, wanted) if wanted < load.page_count else None
-            load.filler = filler
-            load.stage = Stage.FILLING
-            self._rooms.extend(filler.room, load)
-            for request in load.sharers:
-                self._books.dirty[request] = None
-            if rest is not None:
-                # The filler's prompt goes another way from there on: its prefill does not have these pages.
-                self._fail(rest)
-        elif not load.sharers:
-            self._books.settled_loads.append(load)
-            self._void(load, "nobody needs it")
+        self._books.unfilled[load] = None
+        for request in load.sharers:
+            self._books.dirty[request] = None
+
+    def _give_up(self, load: Load) -> None:
+        """Nobody needs the pages, and nobody writes to them."""
+        self._let_go_of_source(load)
+        self._void(load, "nobody needs it")
+        self._books.settled_loads.append(load)
 
     def _void(self, load: Load, cause: str) -> None:
-        load.stage = Stage.VOID
         for node in load.nodes:
-            assert node.device is not None
-            self._books.index.set_void(node)
+            if not node.void:
+                self._books.index.set_void(node)
+        self._unlock(load)
+        load.stage = Stage.VOID
         self._books.count("loads_void")
-        for request in list(load.sharers):
+        for request in load.sharers:
             self._books.homeless.setdefault(request, cause)
         self._forget(load)
 
     def _forget(self, load: Load) -> None:
+        load.filler = None
+        self._live.pop(load, None)
+        self._books.unfilled.pop(load, None)
+        self._books.pages_freed = True
+
+    def _unlock(self, load: Load) -> None:
         if load.lock is not None:
             self._books.index.unlock(load.lock)
             load.lock = None
-        load.filler = None
-        del self._live[load]
-        self._books.pages_freed = True
-
-    def _drop_unneeded(self, load: Load) -> None:
-        """The bytes are in host memory and nobody waits for them on the device: free the device pages unwritten."""
-        self._let_go_of_source(load)
-        self._books.settled_loads.append(load)
-        self._void(load, "nobody needs it")
 
     def _let_go_of_source(self, load: Load) -> None:
         if load.pin is not None:
@@ -302,41 +286,52 @@ class Loads:
 
     def free_settled_voids(self) -> None:
         """Free the pages of void loads that nobody writes to, deepest first, as far as nothing below them is in use."""
-        waiting = self._settled_voids
-        waiting += self._books.settled_loads
-        self._books.settled_loads = []
-        waiting.sort(key=lambda load: -load.first)
-        self._settled_voids = []
-        for load in waiting:
-            for node in reversed(load.nodes):
-                pages = self._books.index.drop_void(node)
+        books = self._books
+        self._settled_voids += books.settled_loads
+        books.settled_loads = []
+        self._settled_voids.sort(key=lambda load: -load.first)
+        for load in list(self._settled_voids):
+            self._let_go_of_source(load)
+            while load.nodes:
+                pages = books.index.drop_void(load.nodes[-1])
                 if pages is None:
-                    self._settled_voids.append(load)
                     break
-                self._books.device.settle(pages)
-                load.nodes.remove(node)
-                self._books.pages_freed = True
+                load.nodes.pop()
+                self._loose += pages
+            if not load.nodes:
+                self._settled_voids.remove(load)
+        if self._loose:
+            books.device.settle(self._loose)
+            self._loose = page_ids()
+            books.pages_freed = True
 
     # --- Parts ---
 
     def _split_load(self, load: Load, at: int) -> Load:
         """Cut the load in two at page `at`; `load` keeps the first part, the rest is returned, with its sharers."""
-        kept: list[Node] = []
-        pages = 0
-        while pages + load.nodes[0].page_count <= at:
-            node = load.nodes.pop(0)
-            kept.append(node)
-            pages += node.page_count
+        index = self._books.index
+        kept = pages = 0
+        while pages + load.nodes[kept].page_count <= at:
+            pages += load.nodes[kept].page_count
+            kept += 1
         if pages < at:
-            kept.append(self._books.index.split(load.nodes[0], at - pages))
-            load.nodes.remove(kept[-1])
-        rest = self._new(load.first + at, load.nodes, tier=load.tier, stage=Stage.FAILED)
-        assert load.lock is not None
-        shorter = self._books.index.lock(kept[-1])
-        self._books.index.unlock(load.lock)
-        load.lock, load.nodes = shorter, kept
+            # The upper half joins the nodes of the load in front of the lower one.
+            index.split(load.nodes[kept], at - pages)
+            kept += 1
+        rest = Load(first=load.first + at, tier=load.tier, stage=load.stage)
+        with ExitStack() as undo:
+            shorter = index.lock(load.nodes[kept - 1])
+            undo.callback(index.unlock, shorter)
+            for node in load.nodes[kept:]:
+                index.set_load(node, rest)
+                undo.callback(index.set_load, node, load)
+            undo.pop_all()
+        self._live[rest] = None
+        # The lock of the whole ends where the rest ends.
+        rest.lock, load.lock = load.lock, shorter
+        rest.nodes, load.nodes = load.nodes[kept:], load.nodes[:kept]
         rest.host_pages, load.host_pages = load.host_pages[at:], load.host_pages[:at]
-        for request, wanted in list(load.sharers.items()):
+        for request, wanted in load.sharers.items():
             if wanted > at:
                 load.sharers[request] = at
                 self.share(rest, request, wanted - at)
@@ -352,5 +347,5 @@ class Loads:
         if not index.has_host(parent):
             return
         for node in load.nodes:
-            pages, load.host_pages = load.host_pages[: node.page_count], load.host_pages[node.page_count :]
-            index.give_host(node, pages)
+            index.give_host(node, load.host_pages[: node.page_count])
+            load.host_pages = load.host_pages[node.page_count :]

@@ -10,7 +10,7 @@ from tidekv.states.shapes import PageIds, page_ids
 if TYPE_CHECKING:
     from tidekv.states.events import RequestArrived
     from tidekv.states.index import Receipt
-    from tidekv.states.loads import Load
+    from tidekv.states.load import Load
     from tidekv.states.rooms import Room
 
 
@@ -47,6 +47,7 @@ class Request:
         "first_generation",
         "full_pages",
         "generation",
+        "has_asked",
         "keys",
         "loads",
         "lock",
@@ -104,6 +105,8 @@ class Request:
         self.short_need = 0
         self.short_version = -1
         self.query_op = 0
+        self.has_asked = False
+        """Whether storage was asked since it waits for admission, or need not be."""
         self.stored_first = 0
         self.stored_found = 0
         self.forget_plan()

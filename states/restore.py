@@ -13,19 +13,40 @@ Deciding comes first and is free to raise; index and accounts change after that.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import QueryStorage, Recompute, TellReady
-from tidekv.states.loads import LateRecompute, Load
+from tidekv.states.load import LateRecompute, Load, Stage
 from tidekv.states.node import Match
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
-    from tidekv.states.index import Node
+    from tidekv.states.index import Node, Receipt
     from tidekv.states.loads import Loads
     from tidekv.states.request import Request
     from tidekv.states.rooms import Rooms
+
+
+class Plan:
+    """A plan while it is made: how far the loads reach, where that ends, and the pages that are left."""
+
+    __slots__ = ("end", "host_node", "loads", "node", "own")
+
+    def __init__(self, match: Match, own: PageIds) -> None:
+        self.node = match.device_node
+        self.host_node = match.host_node
+        self.end = match.device_pages
+        self.own = own
+        self.loads: list[Load] = []
+
+    def add(self, load: Load, node: Node, page_count: int) -> None:
+        """One more load, which took so many of the pages and ends at `node`."""
+        self.loads.append(load)
+        self.node = node
+        self.end += page_count
+        self.own = self.own[page_count:]
 
 
 class Restore:
@@ -58,54 +79,93 @@ class Restore:
         request.stored_found = max(0, min(found, request.full_pages - request.stored_first))
 
     def grant(self, request: Request) -> bool:
-        """Match, lock and reserve in one step: all of it, or nothing and False."""
+        """Match, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
+        was taken so far.
+        """
         books = self._books
         available = books.device.free + books.index.device_evictable
         if request.short_version == self._insertions and available < request.short_need:
             return False
         match = self._match(request)
-        lock = books.index.lock(match.device_node)
+        request.lock = books.index.lock(match.device_node)
         needed = request.page_count - match.device_pages + books.settings.growth_reserve_pages
         if not books.make_device_room(needed):
-            books.index.unlock(lock)
+            books.index.unlock(request.lock)
+            request.lock = None
             request.short_need, request.short_version = needed, self._insertions
             return False
         pages = books.device.take(needed)
         reserved = needed - books.settings.growth_reserve_pages
         request.own, request.reserve = pages[:reserved], pages[reserved:]
-        request.lock = lock
         request.pin = books.index.pin(match.host_node)
         request.matched = match.device_pages
-        self._share_loads(request, match.device_node)
-        known_to = match.device_pages + match.host_pages
-        if known_to < request.stored_first:
+        for load, page_count in self._loads_on(match.device_node).items():
+            self._loads.share(load, request, page_count)
+        if match.device_pages + match.host_pages < request.stored_first:
             self.ask_storage(request)
         return True
 
     # --- MATCH ---
 
     def fix_plan(self, request: Request) -> None:
-        """Cut the prompt into runs by source, start the loads, and send the promise."""
+        """Cut the prompt into runs by source, start the loads, and send the promise. A raise leaves all as it was."""
         books = self._books
         match = self._match(request)
-        self._relock(request, match)
-        node, end = match.device_node, match.device_pages
-        if request.restore_limit < 2:
-            node, end = self._load_from_host(request, match)
-        if request.restore_limit < 1:
-            node, end = self._load_from_storage(request, node, end)
-        self._lock_at(request, node)
-        assert request.pin is not None
-        books.index.unpin(request.pin)
-        request.pin = None
-        request.promised = end
+        # Others may have extended the match since the grant; what was reserved for that part is given back.
+        surplus = len(request.own) - (request.page_count - match.device_pages)
+        assert surplus >= 0, "what was locked is still there"
+        assert request.lock is not None and request.pin is not None
+        plan = Plan(match, request.own[surplus:])
+        shared = self._loads_on(plan.node)
+        said = len(books.out)
+        with ExitStack() as undo:
+            undo.callback(lambda: books.out.__delitem__(slice(said, None)))
+            if request.restore_limit < 2:
+                self._load_from_host(request, plan, undo)
+            if request.restore_limit < 1:
+                self._load_from_storage(request, plan, undo)
+            lock = books.index.lock(plan.node)
+            undo.callback(books.index.unlock, lock)
+            books.index.unlock(request.lock)
+            undo.callback(self._lock_again, request, request.lock.node)
+            books.index.unpin(request.pin)
+            undo.callback(self._pin_again, request, request.pin.node)
+            books.device.give_back(request.own[:surplus])
+            # The pages given back last are taken first: these very pages.
+            undo.callback(books.device.take, surplus)
+            op = self._ask_for_rest(request, plan, lock)
+            undo.pop_all()
+        request.lock, request.pin, request.own = lock, None, plan.own
+        request.matched, request.promised, request.recompute_op = match.device_pages, plan.end, op
+        for load, page_count in (*shared.items(), *((load, load.page_count) for load in plan.loads)):
+            self._loads.share(load, request, page_count)
+            if load.stage is Stage.FAILED:
+                books.unfilled[load] = None
         waiting = sum(load.sharers[request] for load in request.loads)
-        request.source_pages["l1"] = end - waiting - sum(request.source_pages.values())
-        if request.recomputes:
-            self._ask_caller(request)
-            return
-        self._rooms.open(request)
-        self._loads.find_fillers(request)
+        request.source_pages["l1"] = plan.end - waiting - sum(request.source_pages.values())
+        if plan.loads:
+            self._insertions += 1
+
+    def _ask_for_rest(self, request: Request, plan: Plan, lock: Receipt) -> int:
+        """Promise to prefill what the plan covers, or ask the caller for the rest; returns the operation of that."""
+        books = self._books
+        if not request.recomputes:
+            self._rooms.open(request, promised=plan.end, own=plan.own)
+            return 0
+        with ExitStack() as undo:
+            op = books.begin(request, deadline_s=float("inf"))
+            undo.callback(books.operations.pop, op)
+            books.say(
+                Recompute(
+                    op=op,
+                    request_id=request.request_id,
+                    generation=request.generation,
+                    first=plan.end,
+                    pages=books.index.device_path(lock.node) + plan.own,
+                )
+            )
+            undo.pop_all()
+        return op
 
     def _match(self, request: Request) -> Match:
         """What the index has of the prompt. Who recomputes shares no loads: it could not extend into them."""
@@ -121,111 +181,88 @@ class Restore:
             leaf = node
         return Match(leaf.depth_pages, 0, leaf, leaf)
 
-    def _ask_caller(self, request: Request) -> None:
-        books = self._books
-        assert request.lock is not None
-        request.recompute_op = books.begin(request, deadline_s=float("inf"))
-        books.say(
-            Recompute(
-                op=request.recompute_op,
-                request_id=request.request_id,
-                generation=request.generation,
-                first=request.promised,
-                pages=books.index.device_path(request.lock.node) + request.own,
-            )
-        )
-
-    def _relock(self, request: Request, match: Match) -> None:
-        """Others may have extended the match since the grant; what we reserved for that part is given back."""
-        surplus = len(request.own) - (request.page_count - match.device_pages)
-        assert surplus >= 0, "what was locked is still there"
-        self._books.device.give_back(request.own[:surplus])
-        request.own = request.own[surplus:]
-        request.matched = match.device_pages
-        self._lock_at(request, match.device_node)
-        self._share_loads(request, match.device_node)
-
     def _lock_at(self, request: Request, node: Node) -> None:
-        before, request.lock = request.lock, self._books.index.lock(node)
-        assert before is not None
-        self._books.index.unlock(before)
+        """Move the lock of a request."""
+        index = self._books.index
+        lock = index.lock(node)
+        with ExitStack() as undo:
+            undo.callback(index.unlock, lock)
+            if request.lock is not None:
+                index.unlock(request.lock)
+            undo.pop_all()
+        request.lock = lock
 
-    def _share_loads(self, request: Request, leaf: Node) -> None:
-        """Wait for every load that the path to `leaf` runs through."""
-        wanted: dict[Load, int] = {}
+    def _lock_again(self, request: Request, node: Node) -> None:
+        request.lock = self._books.index.lock(node)
+
+    def _pin_again(self, request: Request, node: Node) -> None:
+        request.pin = self._books.index.pin(node)
+
+    def _loads_on(self, leaf: Node) -> dict[Load, int]:
+        """The loads that the path to `leaf` runs through, with how many pages of each lie on it."""
+        loads: dict[Load, int] = {}
         for node in self._books.index.path(leaf):
             load = node.load
             if load is not None:
                 assert isinstance(load, Load)
-                wanted[load] = wanted.get(load, 0) + node.page_count
-        for load, page_count in wanted.items():
-            self._loads.share(load, request, page_count)
+                loads[load] = loads.get(load, 0) + node.page_count
+        return loads
 
-    def _take_own(self, request: Request, count: int) -> PageIds:
-        taken, request.own = request.own[:count], request.own[count:]
-        return taken
-
-    def _load_from_host(self, request: Request, match: Match) -> tuple[Node, int]:
-        """Start copies of the matched host pages, in runs of whole nodes. Returns where the plan ends now."""
-        index = self._books.index
-        leaf, end = match.device_node, match.device_pages
-        path = index.path(match.host_node)
+    def _load_from_host(self, request: Request, plan: Plan, undo: ExitStack) -> None:
+        """Start copies of the matched host pages, in runs of whole nodes."""
         run: list[Node] = []
-        first = end
+        path = [node for node in self._books.index.path(plan.host_node) if node.depth_pages > plan.end]
         for node in path:
-            if node.depth_pages <= match.device_pages:
-                continue
-            index.give_device(node, self._take_own(request, node.page_count))
             run.append(node)
-            leaf, end = node, node.depth_pages
-            if end - first >= self._books.settings.copy_run_pages or node is path[-1]:
-                load = self._loads.begin_copy(first, run)
-                self._loads.share(load, request, end - first)
-                run, first = [], end
-        return leaf, end
+            count = node.depth_pages - plan.end
+            if count >= self._books.settings.copy_run_pages or node is path[-1]:
+                load = self._loads.begin_copy(plan.end, run, plan.own[:count])
+                undo.callback(self._loads.abandon, load)
+                plan.add(load, node, count)
+                run = []
 
-    def _load_from_storage(self, request: Request, leaf: Node, end: int) -> tuple[Node, int]:
+    def _load_from_storage(self, request: Request, plan: Plan, undo: ExitStack) -> None:
         """Start fetches of what storage said it has, as far as host pages can be had."""
         books = self._books
         settings = books.settings
         found_to = request.stored_first + request.stored_found
-        count = found_to - end if request.stored_first <= end else 0
+        count = found_to - plan.end if request.stored_first <= plan.end else 0
         if not books.storage_available or count * settings.page_size < max(settings.prefetch_threshold_tokens, 1):
-            return leaf, end
+            return
         deadline_s = settings.prefetch_deadline_s(count)
         width = settings.key_bytes
-        while end < found_to:
-            first_key = request.keys[end * width : (end + 1) * width]
-            pages = books.make_host_room(min(settings.fetch_run_pages, found_to - end))
-            if not pages or first_key in leaf.children:
+        while plan.end < found_to:
+            first_key = request.keys[plan.end * width : (plan.end + 1) * width]
+            pages = books.make_host_room(min(settings.fetch_run_pages, found_to - plan.end))
+            if not pages or first_key in plan.node.children:
                 # No host memory, or a void run of the same prompt is still in the way: the transfer brings the rest.
-                books.count("l3_declined_pages", found_to - end)
-                break
-            keys = request.keys[end * width : (end + pages) * width]
-            leaf = books.index.insert_pending(leaf, request.namespace, keys, self._take_own(request, pages), None)
-            load = self._loads.begin_fetch(request, end, leaf, books.host.take(pages), deadline_s=deadline_s)
-            self._loads.share(load, request, pages)
-            end += pages
-        return leaf, end
+                books.count("l3_declined_pages", found_to - plan.end)
+                return
+            keys = request.keys[plan.end * width : (plan.end + pages) * width]
+            load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)
+            undo.callback(self._loads.abandon, load)
+            plan.add(load, load.nodes[-1], pages)
 
     # --- READY ---
 
     def commit(self, request: Request) -> None:
-        """All pages are here: the prompt joins the cache, and the caller gets the page table."""
+        """All pages are here: the prompt joins the cache, and the caller gets the page table. After a raise, `leave`
+        gives everything back.
+        """
         books = self._books
         settings = books.settings
         assert request.lock is not None
         source = "recompute" if request.recomputed else "transfer"
-        request.source_pages[source] = request.source_pages.get(source, 0) + len(request.own)
+        sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
+        # Only the last page can be filled in part, and it is never cached then.
+        rest = len(request.own) * settings.page_size - (request.page_count * settings.page_size - request.prompt_tokens)
+        sources[source] = sources.get(source, 0) + rest
         request.table = books.index.device_path(request.lock.node) + request.own
         assert len(request.table) == request.page_count
         if request.cache and request.full_pages > request.promised:
             self.keep(request, request.keys)
         if request.room is not None:
             self._rooms.receive(request.room)
-        sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
-        # Only the last page can be filled in part, and it is never cached then.
-        sources[source] -= request.page_count * settings.page_size - request.prompt_tokens
         books.say(
             TellReady(
                 request_id=request.request_id,
@@ -245,10 +282,12 @@ class Restore:
         books = self._books
         count = len(keys) // books.settings.key_bytes
         inserted = books.index.insert(request.namespace, keys, request.table[:count])
+        kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
         request.table = inserted.pages + request.table[count:]
+        # What is ours still: said before anything else, so that a raise from here on loses no page.
+        request.own = inserted.duplicates + kept
         books.device.give_back(inserted.duplicates)
-        beyond = len(request.table) - count
-        request.own = inserted.rejected + request.own[len(request.own) - beyond :]
+        request.own = kept
         self._lock_at(request, inserted.node)
         self._insertions += 1
         books.pages_freed = True
@@ -257,23 +296,28 @@ class Restore:
     # --- Leaving ---
 
     def leave(self, request: Request, *, settled: bool) -> None:
-        """Give everything back, or to the quarantine where prefill may still write; the request holds nothing now."""
+        """Give everything back, or to the quarantine where prefill may still write; the request holds nothing now.
+
+        Where this raised, it can be called again, and goes on from there.
+        """
         books = self._books
-        draining = None
+        for load in list(request.loads):
+            self._loads.leave(load, request)
         if request.room is not None:
-            draining = self._rooms.leave(request.room, settled=settled)
+            self._rooms.leave(request.room, settled=settled)
         elif request.recompute_op:
             # The caller's own computation writes to these pages until it says that it has ended.
             books.operations[request.recompute_op] = LateRecompute(request.own)
-            request.own = page_ids()
+            request.own, request.recompute_op = page_ids(), 0
         else:
             books.device.give_back(request.own)
-        for load in list(request.loads):
-            self._loads.leave(load, request, draining)
+            request.own = page_ids()
         if request.lock is not None:
             books.index.unlock(request.lock)
+            request.lock = None
         if request.pin is not None:
             books.index.unpin(request.pin)
+            request.pin = None
         books.device.give_back(request.reserve)
         books.operations.pop(request.query_op, None)
         books.homeless.pop(request, None)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tidekv.states.books import Books
     from tidekv.states.events import ChunkLanded
-    from tidekv.states.loads import Load
+    from tidekv.states.load import Load
     from tidekv.states.request import Request
 
     RoomKey = tuple[str, int]
@@ -35,11 +35,20 @@ class Span:
         self.cursors: dict[int, int] = {}
         self.ended: set[int] = set()
 
+    def continues(self, event: ChunkLanded) -> bool:
+        """Whether a chunk begins at its rank's cursor and ends within the span."""
+        cursor = self.cursors.get(event.rank, self.first)
+        return (
+            event.first == cursor
+            and 0 <= event.count <= self.first + self.count - cursor
+            and event.rank not in self.ended
+        )
+
 
 class Room:
     """One hand-over of one generation of a request."""
 
-    __slots__ = ("aux_from", "generation", "prefill", "ranks", "request", "spans", "writer")
+    __slots__ = ("aux_from", "generation", "is_aborted", "lost", "prefill", "ranks", "request", "spans", "writer")
 
     def __init__(self, request: Request, *, prefill: int) -> None:
         self.request = request
@@ -49,11 +58,19 @@ class Room:
         self.writer = ""
         self.spans: list[Span] = []
         self.aux_from: set[int] = set()
+        self.is_aborted = False
+        self.lost: list[Load] = []
+        """Loads that it was filling when its request left."""
 
     @property
     def key(self) -> RoomKey:
         """What frames of this room carry, beside this process's own instance and epoch."""
         return (self.request.request_id, self.generation)
+
+    def span_of(self, event: ChunkLanded) -> Span | None:
+        """The span that a chunk is for; None where this room asked for no such span, or not from that rank."""
+        known = 0 <= event.span < len(self.spans) and 0 <= event.rank < self.ranks
+        return self.spans[event.span] if known else None
 
     @property
     def is_written(self) -> bool:
@@ -77,7 +94,7 @@ class Draining:
         """0: the promise was not sent, as far as is known; whoever answers then answers for all."""
         self.drained: set[int] = set()
         self.pages = pages
-        self.loads: list[Load] = []
+        self.loads = room.lost
 
 
 class Rooms:
@@ -108,64 +125,63 @@ class Rooms:
         """The live room of that name, if there is one."""
         return self._live.get((request_id, generation))
 
-    def open(self, request: Request) -> Room:
-        """Open the room of a planned request: its own pages are span 0, and the promise goes out."""
+    def open(self, request: Request, *, promised: int, own: PageIds) -> None:
+        """Open the room of a planned request: what is promised is not sent, its own pages are span 0."""
         room = Room(request, prefill=request.attempts % request.prefill_count)
-        room.spans.append(Span(request.promised, len(request.own), None))
-        self._live[room.key] = room
-        request.room = room
-        page_size = self._books.settings.page_size
+        room.spans.append(Span(promised, len(own), None))
         self._books.say(
             SendPromise(
                 request_id=request.request_id,
                 generation=request.generation,
                 prefill=room.prefill,
                 prompt_tokens=request.prompt_tokens,
-                promised_tokens=min(request.promised * page_size, request.prompt_tokens),
-                pages=request.own,
+                promised_tokens=min(promised * self._books.settings.page_size, request.prompt_tokens),
+                pages=own,
                 renewed=request.generation != request.first_generation,
             )
         )
-        return room
+        self._live[room.key] = room
+        request.room = room
 
     def extend(self, room: Room, load: Load) -> None:
         """Take back a part of the promise: the pages of `load`, which no local writer touches any more."""
-        span = Span(load.first, load.page_count, load)
-        room.spans.append(span)
-        self._books.count("extends")
         self._books.say(
             SendExtend(
                 request_id=room.request.request_id,
                 generation=room.generation,
-                span=len(room.spans) - 1,
+                span=len(room.spans),
                 first=load.first,
                 pages=load.device_pages,
             )
         )
+        room.spans.append(Span(load.first, load.page_count, load))
+        self._books.count("extends")
 
-    def land(self, room: Room, event: ChunkLanded) -> Load | None:
-        """Note a chunk. Returns the load that it completes, if it does.
+    def load_filled_by(self, room: Room, event: ChunkLanded) -> Load | None:
+        """Tell the load that this chunk, once it is noted, completes."""
+        span = room.span_of(event)
+        if span is None or span.load is None or not event.last or not span.continues(event):
+            return None
+        is_end = event.first + event.count == span.first + span.count
+        return span.load if is_end and len(span.ended) + 1 == room.ranks else None
+
+    def land(self, room: Room, event: ChunkLanded) -> None:
+        """Note a chunk.
 
         A chunk that was noted before is counted and changes nothing; one from beyond the cursor, or of no span that
         was asked for, cannot come from a peer whose frames the receiver has checked, and is counted as well.
         """
-        if not (0 <= event.span < len(room.spans) and 0 <= event.rank < room.ranks):
+        span = room.span_of(event)
+        if span is None:
             self._books.count("chunks_foreign")
-            return None
-        span = room.spans[event.span]
-        cursor = span.cursors.get(event.rank, span.first)
-        end = event.first + event.count
-        if event.first != cursor or end > span.first + span.count or event.rank in span.ended:
+        elif not span.continues(event):
             self._books.count("chunks_repeated")
-            return None
-        span.cursors[event.rank] = end
-        if not event.last:
-            return None
-        if end != span.first + span.count:
-            self._books.count("chunks_foreign")
-            return None
-        span.ended.add(event.rank)
-        return span.load if len(span.ended) == room.ranks else None
+        else:
+            end = span.cursors[event.rank] = event.first + event.count
+            if event.last and end == span.first + span.count:
+                span.ended.add(event.rank)
+            elif event.last:
+                self._books.count("chunks_foreign")
 
     def land_aux(self, room: Room, rank: int) -> None:
         """Note the first token from one rank; a rank that the room does not have is counted and changes nothing."""
@@ -176,29 +192,28 @@ class Rooms:
 
     def receive(self, room: Room) -> None:
         """All of the room is here: prefill may free its pages."""
+        self._books.say(SendReceived(request_id=room.request.request_id, generation=room.generation))
         del self._live[room.key]
         room.request.room = None
-        self._books.say(SendReceived(request_id=room.request.request_id, generation=room.generation))
 
-    def leave(self, room: Room, *, settled: bool) -> Draining | None:
-        """Leave a room before its end. Its own pages go to the quarantine, or are free where nobody can write to them.
-
-        Returns the quarantine entry, for loads that this room was filling.
+    def leave(self, room: Room, *, settled: bool) -> None:
+        """Leave a room before its end. Its own pages go to the quarantine, with the loads that it was filling; or they
+        are free, where nobody can write to them. Where this raised, it can be called again.
         """
         request = room.request
-        del self._live[room.key]
-        request.room = None
-        pages, request.own = request.own, page_ids()
-        if not settled:
+        if not settled and not room.is_aborted:
             self._books.say(SendAbort(request_id=request.request_id, generation=room.generation))
+            room.is_aborted = True
         if settled or room.is_written:
-            self._books.device.give_back(pages)
+            self._books.device.give_back(request.own)
+            self._books.settled_loads.extend(room.lost)
             self._books.pages_freed = True
-            return None
-        self._books.device.drain(pages)
-        draining = Draining(room, pages)
-        self._draining[room.key] = draining
-        return draining
+        else:
+            self._books.device.drain(request.own)
+            self._draining[room.key] = Draining(room, request.own)
+        request.own = page_ids()
+        request.room = None
+        del self._live[room.key]
 
     def drained(self, request_id: str, generation: int, rank: int) -> None:
         """A writer has confirmed. With the last of them the pages are free."""
@@ -238,7 +253,8 @@ class Rooms:
             self._settle((request_id, generation))
 
     def _settle(self, key: RoomKey) -> None:
-        draining = self._draining.pop(key)
+        draining = self._draining[key]
         self._books.device.settle(draining.pages)
+        del self._draining[key]
         self._books.settled_loads.extend(draining.loads)
         self._books.pages_freed = True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states import events, steps
 from tidekv.states.commands import TellDropped, TellFailed
-from tidekv.states.loads import Stage
+from tidekv.states.load import Stage
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -102,9 +102,10 @@ def land_chunk(core: Core, request: Request, event: Event) -> None:
     """Pages have come; maybe they complete a load that others wait for as well."""
     assert isinstance(event, events.ChunkLanded)
     assert request.room is not None
-    load = core.rooms.land(request.room, event)
+    load = core.rooms.load_filled_by(request.room, event)
     if load is not None:
         core.loads.filled(load)
+    core.rooms.land(request.room, event)
 
 
 def land_aux(core: Core, request: Request, event: Event) -> None:
@@ -194,10 +195,10 @@ def fail_by_abort(core: Core, request: Request, event: Event) -> None:
 
 
 def _fail(core: Core, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
-    core.forget(request)
     core.restore.leave(request, settled=settled)
     core.backups.release_retracted(request.request_id)
     core.books.say(TellFailed(request_id=request.request_id, cause=cause, detail=detail))
+    core.forget(request)
 
 
 # --- After the restore ---
@@ -212,19 +213,19 @@ def grow(core: Core, request: Request, event: Event) -> None:
 def finish(core: Core, request: Request, event: Event) -> None:
     """Keep the KV, give everything back."""
     assert isinstance(event, events.FinishRequested)
-    core.forget(request)
     core.serving.finish(request, event)
+    core.forget(request)
 
 
 def retract(core: Core, request: Request, event: Event) -> None:
     """Move the KV to host memory, give everything back."""
     assert isinstance(event, events.RetractRequested)
-    core.forget(request)
     core.serving.retract(request, event)
+    core.forget(request)
 
 
 def drop(core: Core, request: Request, event: Event) -> None:
     """Give everything back; what the prompt brought to the cache stays there."""
-    core.forget(request)
     core.restore.leave(request, settled=True)
     core.books.say(TellDropped(request_id=request.request_id))
+    core.forget(request)

@@ -108,7 +108,7 @@ TRANSITIONS = (
     Row(events.Recomputed, (TRANSFER,), FAILED, before=do.fail_by_recompute, only_if=do.has_failed),
     Row(events.Recomputed, (TRANSFER,), None, before=do.note_recomputed),
     # The ends.
-    Row(steps.TransitionRaised, LIVE, FAILED, before=do.fail_by_raise),
+    Row(steps.TransitionRaised, (*LIVE, READY), FAILED, before=do.fail_by_raise),
     Row(events.RoomRefused, WITH_ROOM, FAILED, before=do.fail_by_prefill),
     Row(events.RoomFailed, WITH_ROOM, FAILED, before=do.fail_by_prefill),
     Row(events.WriterLost, WITH_ROOM, FAILED, before=do.fail_by_prefill),

@@ -1,0 +1,79 @@
+"""What a load is: a run of the tree's device pages that something fills. `tidekv.states.loads` tells its life."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.node import Node, Receipt
+    from tidekv.states.request import Request
+
+
+class Stage(enum.Enum):
+    """Where the bytes of a load are on their way."""
+
+    FETCHING = "FETCHING"
+    COPYING = "COPYING"
+    FAILED = "FAILED"
+    FILLING = "FILLING"
+    VOID = "VOID"
+
+
+class Load:
+    """A run of pages of the tree under load. Pages [first, first + page_count) of every prompt that shares it."""
+
+    __slots__ = ("filler", "first", "host_pages", "lock", "nodes", "op", "pin", "sharers", "stage", "tier")
+
+    def __init__(self, *, first: int, tier: str, stage: Stage) -> None:
+        self.first = first
+        self.nodes: list[Node] = []
+        self.lock: Receipt | None = None
+        self.tier = tier
+        self.stage = stage
+        self.op = 0
+        self.pin: Receipt | None = None
+        self.host_pages: PageIds = page_ids()
+        """Host pages that the tree does not own: where a fetch lands, until they can join the tree."""
+        self.sharers: dict[Request, int] = {}
+        """Who waits for it, and for how many of its pages, counted from the first."""
+        self.filler: Request | None = None
+
+    @property
+    def page_count(self) -> int:
+        """Pages under load."""
+        return sum(node.page_count for node in self.nodes)
+
+    @property
+    def device_pages(self) -> PageIds:
+        """The pages that are being filled."""
+        pages = page_ids()
+        for node in self.nodes:
+            assert node.device is not None
+            pages += node.device
+        return pages
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """The index split one of the nodes."""
+        at = self.nodes.index(lower)
+        self.nodes.insert(at, upper)
+
+
+class LateFetch:
+    """A fetch that nobody waits for: it keeps its host pages until it has ended."""
+
+    __slots__ = ("host_pages",)
+
+    def __init__(self, host_pages: PageIds) -> None:
+        self.host_pages = host_pages
+
+
+class LateRecompute:
+    """A computation of a caller that nobody waits for: it keeps its device pages until it has ended."""
+
+    __slots__ = ("device_pages",)
+
+    def __init__(self, device_pages: PageIds) -> None:
+        self.device_pages = device_pages

@@ -1,0 +1,146 @@
+"""The table against the machine: every state and every event, legal ones as the table says, others refused untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events, steps
+from tidekv.states.errors import IllegalEvent
+from tidekv.states.events import Event
+from tidekv.states.request import Request, State
+from tidekv.states.table import LIVE, TRANSITIONS, diagram
+
+STEPS = [
+    found
+    for found in vars(steps).values()
+    if isinstance(found, type) and issubclass(found, Event) and found is not Event
+]
+KINDS = [*events.AnyEvent.__args__, *STEPS]  # type: ignore[attr-defined]  # A union's members.
+OF_THE_TABLE = {row.event for row in TRANSITIONS}
+
+
+ARRIVAL = events.RequestArrived(at_s=0.0, request_id="someone else", serial=99, keys=b"x", prompt_tokens=1)
+
+
+def make_event(kind: type[Event], request: Request) -> Event:
+    """An event of this kind that is meant for this request, with plausible fields."""
+    values: dict[str, object] = {
+        "at_s": 0.0,
+        "request_id": request.request_id,
+        "generation": request.generation,
+        "op": request.query_op,
+        "writer": "prefill.1",
+        "ranks": 1,
+        "keys": request.keys,
+        "tokens": request.prompt_tokens,
+        "prompt_tokens": request.prompt_tokens,
+        "page_count": 0,
+        "tiers": ("l1",),
+        "settled": False,
+        "last": False,
+        "available": True,
+        "cause": "because",
+        "detail": "because",
+        "error": "",
+    }
+    fields = {field.name: values.get(field.name, 0) for field in msgspec.structs.fields(kind)}
+    return kind(**fields)
+
+
+def digest(rig: Rig) -> object:
+    """All that an illegal event must leave alone."""
+    core = rig.core
+    nodes = [(repr(node), node.anchored, node.host_anchored) for node in core.books.index.nodes()]
+    requests = [
+        (repr(request), list(request.own), list(request.reserve), request.promised, request.query_op)
+        for request in core.books.requests.values()
+    ]
+    return core.statistics(), nodes, requests, core.next_deadline_s()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in OF_THE_TABLE], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("state", State, ids=lambda state: state.value)
+def test_every_state_takes_every_event_as_the_table_says(state: State, kind: type[Event]) -> None:
+    rig = Rig()
+    rig.bring(State.TRANSFER)
+    request = rig.request("a")
+    rig.abort("a")
+    rig.drained(rig.take(commands.SendAbort))
+    rig = Rig()
+    rig.bring(state)
+    request = rig.core.request("a") or request
+    assert request.state is state
+    rows = [row for row in TRANSITIONS if row.event is kind and state in row.source]
+    before = digest(rig)
+    if not rows:
+        with pytest.raises(IllegalEvent, match=f"{kind.__name__} in {state.value}"):
+            rig.core._fire(request, make_event(kind, request))
+        assert request.state is state
+        assert digest(rig) == before
+        return
+    rig.core._fire(request, make_event(kind, request))
+    assert request.state in {row.dest or state for row in rows} | {state}
+    rig.core._settle()
+    rig.core.check()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OF_THE_TABLE], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("state", State, ids=lambda state: state.value)
+def test_events_that_are_not_of_the_table_leave_a_request_where_it_is(state: State, kind: type[Event]) -> None:
+    rig = Rig()
+    rig.bring(state)
+    event = msgspec.structs.replace(make_event(kind, Request(ARRIVAL, arrival=0, page_count=1, full_pages=1)))
+    rig.core.step(event)
+    rig.core.check()
+    found = rig.core.request("a")
+    assert (State.FAILED if found is None else found.state) is state
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.value)
+def test_calls_on_a_request_in_the_wrong_state_are_refused_and_change_nothing(state: State) -> None:
+    rig = Rig()
+    rig.bring(state)
+    if state in (State.READY, State.FAILED):
+        return
+    for kind in (events.GrowthTaken, events.FinishRequested, events.RetractRequested):
+        before = digest(rig)
+        with pytest.raises(IllegalEvent, match=f"{kind.__name__} in {state.value}"):
+            rig.core.step(make_event(kind, rig.request("a")))
+        assert digest(rig) == before
+        rig.core.check()
+
+
+def test_a_second_arrival_of_a_live_id_is_refused_and_changes_nothing() -> None:
+    rig = Rig()
+    rig.bring(State.TRANSFER)
+    before = digest(rig)
+    with pytest.raises(IllegalEvent, match="arrived twice"):
+        rig.arrive("a", b"xyz")
+    assert digest(rig) == before
+
+
+def test_every_live_state_can_fail_and_final_ones_have_no_way_out() -> None:
+    for state in LIVE:
+        assert any(row.dest is State.FAILED and state in row.source for row in TRANSITIONS)
+    for row in TRANSITIONS:
+        assert State.FAILED not in row.source
+        assert State.READY not in row.source or row.dest in (None, State.FAILED)
+
+
+def test_every_row_has_words() -> None:
+    for row in TRANSITIONS:
+        for function in (row.before, row.only_if):
+            assert function is None or isinstance(function, Callable) and function.__doc__  # type: ignore[arg-type]
+
+
+def test_the_diagram_names_every_state_and_every_event_that_moves() -> None:
+    drawn = diagram()
+    for state in State:
+        assert state.value in drawn
+    for row in TRANSITIONS:
+        if row.dest is not None:
+            assert row.event.__name__ in drawn
