@@ -42,7 +42,7 @@ class DecodeEngine:
 
     An async context manager: entering starts it, leaving closes it and aborts what is still live. All methods are
     called on the loop that entered it. It takes over transport and storage, and closes both; the pools stay the
-    caller's. Effects run in one TaskGroup: a broken invariant cancels the block that the engine is used in.
+    caller's. If an invariant breaks, all calls fail with EngineClosed and leaving the block raises what broke.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DecodeEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything."""
-        await self._parts.close(error)
+        await self._parts.close()
 
     # --- Restore ---
 

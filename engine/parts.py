@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +12,7 @@ from tidekv.backends.copies import PageCopier
 from tidekv.backends.keys import storage_namespace
 from tidekv.engine.calls import Calls
 from tidekv.engine.driver import Driver
+from tidekv.engine.effect_group import EffectGroup
 from tidekv.engine.effects import Effects
 from tidekv.engine.journal import Journal
 from tidekv.engine.poller import PollerThread
@@ -68,6 +68,8 @@ class Parts:
         )
         self.calls = Calls(page_size=device.layout.page_size, last_resort=recompute)
         self.poller = PollerThread()
+        # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
+        self.storage_poller = PollerThread(name="tidekv-storage-poller")
         self.watchdog = Watchdog(limit_s=config.hold_up_limit_s)
         self.transport = transport
         self.host = host
@@ -80,7 +82,7 @@ class Parts:
         self._device = device
         self._first_storage = storage
         self._identity = device.layout.identity(config.model)
-        self._group: asyncio.TaskGroup | None = None
+        self.group: EffectGroup | None = None
         self._storage_swap = asyncio.Lock()
 
     async def start(self) -> None:
@@ -89,7 +91,6 @@ class Parts:
             await self._start()
         except BaseException:
             await self._stop()
-            await self._end_group(None)
             raise
         self.is_open = True
 
@@ -98,6 +99,7 @@ class Parts:
         self.watchdog.start()
         self.storage = self._first_storage
         self.poller.start()
+        self.storage_poller.start()
         await self.transport.start(poller=self.poller)
         memory = self._device.memory
         await self.transport.register(memory)
@@ -134,14 +136,13 @@ class Parts:
         if self.host is not None:
             self.copier = PageCopier(self._device, self.host, self.poller)
             self.copier.start()
-        group = asyncio.TaskGroup()
-        await group.__aenter__()
-        self._group = group
+        self.group = EffectGroup(self._break)
+        await self.group.start()
         self.effects = Effects(
             caller=self.calls,
             post=self.driver.post,
             clock=self.driver.clock,
-            spawn=self._spawn,
+            spawn=self.group.spawn,
             copier=self.copier,
             receiver=self.receiver,
             page_size=self.core.settings.page_size,
@@ -156,29 +157,24 @@ class Parts:
         self.watchdog.set_busy(not self.core.is_idle)
         self.calls.after_drain()
 
-    def _spawn(self, call: Awaitable[None], name: str) -> None:
-        async def run() -> None:
-            await call
-
-        assert self._group is not None
-        self._group.create_task(run(), name=f"tidekv {name}")
-
     def _break(self, error: BaseException) -> None:
-        """The core is not to be trusted any more: everybody who waits hears of it, and the engine's block ends."""
-        LOG.critical("the engine stops: its core broke", exc_info=error)
+        """The core is not to be trusted any more: everybody who waits hears of it, and `close` raises it."""
+        if self.broken is not None:
+            return
+        LOG.critical("the engine stops: it broke", exc_info=error)
+        self.driver.stop()
         self.broken = error
         self.is_open = False
         self.calls.fail_all(EngineClosed(f"the engine broke: {type(error).__name__}: {error}"))
-        self._spawn(_raise(error), "broken core")
 
-    async def close(self, error: BaseException | None) -> None:
-        """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything."""
-        try:
-            await self._settle()
-            await self._stop()
-        finally:
-            await self._end_group(error)
-        if self.broken is not None and error is None:
+    async def close(self) -> None:
+        """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything.
+
+        Raises what broke the engine, if something did.
+        """
+        await self._settle()
+        await self._stop()
+        if self.broken is not None:
             raise self.broken
 
     async def _settle(self) -> None:
@@ -201,8 +197,17 @@ class Parts:
         self.calls.fail_all(EngineClosed("the engine was closed"))
 
     async def _stop(self) -> None:
-        started = [getattr(self, "receiver", None), self.copier, self.storage, self.transport, self.poller]
+        started = [
+            getattr(self, "receiver", None),
+            self.copier,
+            self.storage,
+            self.transport,
+            self.poller,
+            self.storage_poller,
+        ]
         failures: list[Exception] = []
+        if self.group is not None and not await self.group.close(timeout_s=self.config.close_deadline_s):
+            LOG.error("effects did not end within %s s of being cancelled", self.config.close_deadline_s)
         for part in started:
             if part is None:
                 continue
@@ -216,11 +221,6 @@ class Parts:
             await asyncio.to_thread(self.journal.close)
         if failures:
             raise ExceptionGroup("closing the engine", failures)
-
-    async def _end_group(self, error: BaseException | None) -> None:
-        if self._group is not None:
-            kind = None if error is None else type(error)
-            await self._group.__aexit__(kind, error, None if error is None else error.__traceback__)
 
     # --- Storage, while serving ---
 
@@ -236,7 +236,7 @@ class Parts:
     async def _attach(self, storage: Storage) -> None:
         assert self.host is not None
         await storage.register(
-            self.host.memory, self.host.page, namespace=storage_namespace(self._identity), poller=self.poller
+            self.host.memory, self.host.page, namespace=storage_namespace(self._identity), poller=self.storage_poller
         )
         self.storage = self.effects.storage = storage
         self.driver.post(events.StorageChanged(at_s=self.driver.clock(), available=True))
@@ -267,6 +267,7 @@ class Parts:
             "receiver": self.receiver.statistics(),
             "transport": self.transport.statistics(),
             "poller": msgspec.to_builtins(self.poller.statistics()),
+            "storage_poller": msgspec.to_builtins(self.storage_poller.statistics()),
             "copies": None if self.copier is None else msgspec.to_builtins(self.copier.statistics()),
             "storage": None if self.storage is None else msgspec.to_builtins(self.storage.statistics()),
             "events": self.driver.events_taken,
@@ -274,7 +275,3 @@ class Parts:
             "effects_raised": self.effects.raised,
             "loop_held_up": self.watchdog.hold_up_count,
         }
-
-
-async def _raise(error: BaseException) -> None:
-    raise error

@@ -75,7 +75,8 @@ class PollerThread:
 
     def __init__(self, *, name: str = "tidekv-poller") -> None:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._new: queue.SimpleQueue[_Flight | _Stop] = queue.SimpleQueue()
+        # Not SimpleQueue: its timed get may miss its deadline between two clock reads, and then waits for ever.
+        self._new: queue.Queue[_Flight | _Stop] = queue.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outcomes: Outcomes | None = None
         self._stopped: asyncio.Future[None] | None = None

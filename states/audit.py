@@ -65,9 +65,6 @@ def _check_device_pages(core: Core) -> None:
     for owner in core.books.operations.values():
         if isinstance(owner, LateRecompute):
             owned += owner.device_pages
-    for owner in core.books.operations.values():
-        if isinstance(owner, LateRecompute):
-            owned += owner.device_pages
     for left in core.rooms.quarantine:
         draining += left.pages
     for node in core.books.index.nodes():
