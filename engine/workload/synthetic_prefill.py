@@ -37,6 +37,11 @@ class SyntheticPrefill:
         self.rooms_served = 0
         self.outcomes: dict[str, int] = {}
 
+    @property
+    def pages_free(self) -> int:
+        """Pages of the pool that no room holds."""
+        return self._account.free
+
     async def serve(self, room: Room) -> None:
         """One room, from its promise to its end. Raises InvalidRequest if the promise brought no tokens."""
         if room.tokens is None:

@@ -1,0 +1,120 @@
+"""Hooks by which fault tests halt real operations half-way: a gate between whoever submits and the poller's thread.
+
+What is behind the gate is the real operation: parts of it are posted before it halts, and the rest after the gate has
+opened, which is how a stopped or slow process behaves. Nothing here changes what is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tidekv.backends.base import Pollable, Poller
+
+if TYPE_CHECKING:
+    from tidekv.backends.storage.base import BufferOf, Storage
+    from tidekv.states.shapes import PoolMemory
+
+
+class GatedPoller:
+    """A poller whose operations halt at a closed gate. `halted` is set when the first of them has."""
+
+    def __init__(self, inner: Poller) -> None:
+        """Made on the loop that `inner` serves."""
+        self.halted = asyncio.Event()
+        self._inner = inner
+        self._loop = asyncio.get_running_loop()
+        self._open = threading.Event()
+        self._open.set()
+        self._after_checks = 0
+        self._stops_process = False
+
+    def close_gate(self, *, after_checks: int = 0, stops_process: bool = False) -> None:
+        """What is submitted from now on halts after so many checks; 0: before it is posted.
+
+        With `stops_process` the whole process stops itself there, as by SIGSTOP from outside, and the gate is open when
+        it is continued.
+        """
+        self.halted.clear()
+        self._after_checks = after_checks
+        self._stops_process = stops_process
+        self._open.clear()
+
+    def open_gate(self) -> None:
+        """Let everything go on."""
+        self._open.set()
+
+    def submit(self, pollable: Pollable) -> asyncio.Future[None]:
+        """See `Poller.submit`."""
+        if self._open.is_set():
+            return self._inner.submit(pollable)
+        return self._inner.submit(_Gated(pollable, self._open, self._after_checks, self._halt))
+
+    def _halt(self) -> None:
+        """In the poller's thread: an operation has come to the gate."""
+        if self._stops_process:
+            self._stops_process = False
+            self._open.set()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self._loop.call_soon_threadsafe(self.halted.set)
+
+
+class _Gated:
+    """One operation that halts; the poller's thread calls all of it."""
+
+    def __init__(self, inner: Pollable, gate: threading.Event, after_checks: int, on_halt: Callable[[], None]) -> None:
+        self._inner = inner
+        self._gate = gate
+        self._checks_left = after_checks
+        self._on_halt = on_halt
+        self._is_posted = False
+        self._is_told = False
+
+    @property
+    def rounds(self) -> int:
+        return self._inner.rounds
+
+    def post(self) -> bool:
+        if self._checks_left and not self._is_posted:
+            self._is_posted = True
+            return self._inner.post()
+        return self.check()
+
+    def check(self) -> bool:
+        if self._checks_left:
+            self._checks_left -= 1
+            return self._inner.check()
+        if not self._gate.is_set():
+            if not self._is_told:
+                self._is_told = True
+                self._on_halt()
+            if not self._gate.is_set():
+                return False
+        if not self._is_posted:
+            self._is_posted = True
+            return self._inner.post()
+        return self._inner.check()
+
+    def release(self) -> None:
+        if self._is_posted:
+            self._inner.release()
+
+
+class GatedStorage:
+    """A storage engine whose reads and writes go through a gate; all else is the engine's."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self.gate: GatedPoller | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
+        """See `Storage.register`; the gate is there from now on."""
+        self.gate = GatedPoller(poller)
+        await self._inner.register(pool, buffer_of, namespace=namespace, poller=self.gate)

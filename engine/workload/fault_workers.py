@@ -1,0 +1,168 @@
+"""Test support: what the children of fault tests are: a prefill worker and a decode worker, over NIXL, with hooks.
+
+Each serves its line until the test closes it, and closes in good order then; see `fault_process` for what is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from tidekv.backends.device import DevicePool
+from tidekv.backends.host import HostPool
+from tidekv.backends.keys import pack_tokens
+from tidekv.backends.layout import KVLayout
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.config import EngineConfig
+from tidekv.engine.decode_engine import DecodeEngine
+from tidekv.engine.poller import PollerThread
+from tidekv.engine.prefill_peer import PrefillPeer
+from tidekv.engine.values import DecodeRequest, ReadyRequest
+from tidekv.engine.workload import fault_process as said
+from tidekv.engine.workload.fault_hooks import GatedPoller, GatedStorage
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.states.errors import RequestFailed
+from tidekv.transports import nixl
+
+
+class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill child is to be. `part_bytes`: writes are posted in parts of this size, so that one can halt
+    between two of them.
+    """
+
+    name: str
+    layout: KVLayout
+    num_pages: int
+    listen: str = "127.0.0.1:0"
+    chunk_pages: int = 64
+    part_bytes: int = 1
+    lease_s: float = 10.0
+
+
+class DecodeOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decode child is to be."""
+
+    name: str
+    layout: KVLayout
+    device_pages: int
+    host_pages: int
+    storage: str
+    config: EngineConfig
+
+
+async def serve_prefill(line: said.Line, order: PrefillOrder) -> None:
+    """Serve synthetic KV to whoever promises, tokens included; Halt stops writes half-way."""
+    # This process has one transport, and nobody but a test to surprise.
+    nixl.PART_BYTES = order.part_bytes
+    pool = DevicePool.allocate(order.layout, order.num_pages)
+    prefill = SyntheticPrefill(pool, chunk_pages=order.chunk_pages)
+    poller = PollerThread()
+    poller.start()
+    gate = GatedPoller(poller)
+    transport = nixl.NixlTransport(order.name)
+    peer = PrefillPeer(
+        device=pool,
+        transport=transport,
+        listen=order.listen,
+        on_room=prefill.serve,
+        lease_s=order.lease_s,
+        poller=gate,
+    )
+    async with peer, asyncio.TaskGroup() as group:
+        telling = group.create_task(_tell_halts(line, gate))
+        line.say(said.Ready(address=peer.address))
+        async for message in line:
+            if isinstance(message, said.AskCounts):
+                counts = {**peer.statistics(), **transport.statistics(), "pages_free": prefill.pages_free}
+                line.say(said.Counts(counts=counts))
+            else:
+                _move_gate(line, gate, message)
+        gate.open_gate()
+        telling.cancel()
+    await poller.close()
+
+
+async def serve_decode(line: said.Line, order: DecodeOrder) -> None:
+    """Take turns; Halt stops reads and writes of storage half-way. Ctrl-C ends it in good order."""
+    device = DevicePool.allocate(order.layout, order.device_pages)
+    storage = GatedStorage(open_storage(order.storage))
+    engine = DecodeEngine(
+        order.config,
+        device=device,
+        host=HostPool.allocate(order.layout, order.host_pages),
+        storage=storage,  # type: ignore[arg-type]  # It passes on what it does not gate.
+        transport=nixl.NixlTransport(order.name),
+    )
+    kv = SyntheticKV(device)
+    try:
+        async with engine, asyncio.TaskGroup() as group:
+            assert storage.gate is not None
+            telling = group.create_task(_tell_halts(line, storage.gate))
+            line.say(said.Ready())
+            async for message in line:
+                if isinstance(message, said.Turn):
+                    group.create_task(_take_turn(line, engine, kv, message))
+                elif isinstance(message, said.AskCounts):
+                    line.say(said.Counts(counts=_core_counts(engine)))
+                elif isinstance(message, said.Settle):
+                    await engine.wait_settled()
+                    line.say(said.Done())
+                else:
+                    _move_gate(line, storage.gate, message)
+            telling.cancel()
+    finally:
+        line.say(said.Closed(counts=_core_counts(engine)))
+
+
+async def _take_turn(line: said.Line, engine: DecodeEngine, kv: SyntheticKV, turn: said.Turn) -> None:
+    request = DecodeRequest(request_id=turn.request_id, tokens=turn.tokens, prefill=turn.prefill, prompt="send")
+    try:
+        ready = await engine.restore(request)
+    except RequestFailed as failed:
+        line.say(said.Failed(request_id=turn.request_id, cause=failed.cause))
+        return
+    size = engine.layout.page_size
+    digests = prompt_digests(pack_tokens(turn.tokens), size)
+    wrong = kv.verify(ready.pages[: len(digests)].tolist(), digests)
+    await finish_turn(engine, kv, ready, turn.tokens, turn.output)
+    line.say(said.Served(request_id=turn.request_id, sources=dict(ready.sources), wrong=wrong))
+
+
+async def finish_turn(
+    engine: DecodeEngine, kv: SyntheticKV, ready: ReadyRequest, tokens: list[int], output: list[int]
+) -> None:
+    """Generate `output`: grow, write its synthetic KV, and give everything back."""
+    size = engine.layout.page_size
+    written = [*tokens, *output[:-1]]
+    engine.grow(ready, len(written) - len(tokens))
+    if len(output) > 1:
+        digests = prompt_digests(pack_tokens(written), size)
+        first = len(tokens) // size
+        kv.fill(ready.pages[first : len(digests)].tolist(), digests[first:])
+    await engine.finish(ready, output)
+
+
+async def _tell_halts(line: said.Line, gate: GatedPoller) -> None:
+    while True:
+        await gate.halted.wait()
+        gate.halted.clear()
+        line.say(said.Halted())
+
+
+def _move_gate(line: said.Line, gate: GatedPoller, message: said.AnyMessage) -> None:
+    match message:
+        case said.Halt(after_checks=after_checks, stops=stops):
+            gate.close_gate(after_checks=after_checks, stops_process=stops)
+        case said.Open():
+            gate.open_gate()
+        case _:
+            raise AssertionError(f"nobody says {message} to this child")
+    line.say(said.Done())
+
+
+def _core_counts(engine: DecodeEngine) -> dict[str, float]:
+    core = engine.statistics()["core"]
+    assert isinstance(core, dict)
+    return core

@@ -1,0 +1,231 @@
+"""A decode engine in the test's process, prefill workers in it or in processes of their own, over NIXL or loopback.
+
+Every restore verifies every byte. Whoever leaves the block of a decode engine has checked that nothing is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    KVLayout,
+    LoopbackTransport,
+    NixlTransport,
+    PrefillPeer,
+)
+from tidekv.backends.keys import pack_tokens
+from tidekv.backends.storage.base import Storage
+from tidekv.engine.poller import PollerThread
+from tidekv.engine.values import ReadyRequest
+from tidekv.engine.workload.fault_hooks import GatedPoller
+from tidekv.engine.workload.fault_process import FaultProcess
+from tidekv.engine.workload.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.transports.base import Transport
+from tidekv.transports.loopback import LoopbackNetwork
+
+PAGE_SIZE = 16
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", page_size=PAGE_SIZE)
+
+
+@dataclass
+class Decode:
+    """A decode engine, and what tests ask of it. `prefills` are where its requests go unless they say otherwise."""
+
+    engine: DecodeEngine
+    device: DevicePool
+    prefills: Sequence[str]
+    kv: SyntheticKV = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv = SyntheticKV(self.device)
+
+    def request(self, request_id: str, tokens: Sequence[int], **options: Any) -> DecodeRequest:
+        options.setdefault("prefill", self.prefills)
+        return DecodeRequest(request_id=request_id, tokens=tokens, prompt="send", **options)
+
+    def start(self, request_id: str, tokens: Sequence[int], **options: Any) -> asyncio.Task[ReadyRequest]:
+        """Begin a restore that is verified when it is READY."""
+        return asyncio.create_task(self.restore(request_id, tokens, **options))
+
+    async def restore(self, request_id: str, tokens: Sequence[int], **options: Any) -> ReadyRequest:
+        ready = await self.engine.restore(self.request(request_id, tokens, **options))
+        assert self.wrong(ready, tokens) == []
+        assert sum(ready.sources.values()) == len(tokens)
+        return ready
+
+    def wrong(self, ready: ReadyRequest, tokens: Sequence[int]) -> list[int]:
+        """Pages of the prompt, by place, whose bytes are not what they must be."""
+        digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
+        return self.kv.verify(ready.pages[: len(digests)].tolist(), digests)
+
+    async def serve(self, request_id: str, tokens: list[int], output: Sequence[int] = (1,), **options: Any) -> dict:
+        """A whole turn; returns its tokens by source."""
+        ready = await self.restore(request_id, tokens, **options)
+        await finish_turn(self.engine, self.kv, ready, tokens, list(output))
+        return dict(ready.sources)
+
+    def core(self) -> dict[str, int]:
+        statistics = self.engine.statistics()["core"]
+        assert isinstance(statistics, dict)
+        return statistics
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds after a step of the core."""
+        await self.engine._calls.wait_until(holds)
+
+    async def assert_nothing_held(self) -> None:
+        await self.engine.wait_settled()
+        core = self.core()
+        for pool in ("device", "host"):
+            assert core[f"{pool}_free"] + core[f"{pool}_cached"] == core[f"{pool}_total"], core
+            assert core[f"{pool}_protected"] == 0, core
+        self.engine._core.check()
+
+
+@dataclass
+class Prefill:
+    """A prefill peer in this process; `gate` holds its writes over NIXL."""
+
+    peer: PrefillPeer
+    worker: SyntheticPrefill
+    gate: GatedPoller
+
+    @property
+    def address(self) -> str:
+        return self.peer.address
+
+
+def words(first: int, pages: int, tail: int = 0) -> list[int]:
+    """A prompt of that many pages, like no other prompt whose `first` is different."""
+    return [1_000_000 * first + number for number in range(pages * PAGE_SIZE + tail)]
+
+
+@pytest.fixture
+def prompt() -> Callable[..., list[int]]:
+    return words
+
+
+@pytest.fixture
+def layout() -> KVLayout:
+    return LAYOUT
+
+
+@asynccontextmanager
+async def open_decode(
+    prefills: Iterable[str],
+    *,
+    transport: Transport | None = None,
+    device_pages: int = 96,
+    host_pages: int = 96,
+    storage: Storage | None = None,
+    **config: Any,
+) -> AsyncIterator[Decode]:
+    device = DevicePool.allocate(LAYOUT, device_pages)
+    config = {"prefetch_threshold_tokens": 0, "fetch_run_pages": 8, "hold_up_limit_s": 60.0} | config
+    engine = DecodeEngine(
+        EngineConfig(**config),
+        device=device,
+        host=HostPool.allocate(LAYOUT, host_pages),
+        storage=storage,
+        transport=transport or NixlTransport("decode-0"),
+    )
+    async with engine:
+        yield Decode(engine, device, list(prefills))
+
+
+@asynccontextmanager
+async def open_prefill(
+    *, transport: Transport | None = None, name: str = "prefill-0", num_pages: int = 256, **options: Any
+) -> AsyncIterator[Prefill]:
+    pool = DevicePool.allocate(LAYOUT, num_pages)
+    worker = SyntheticPrefill(pool, chunk_pages=64)
+    poller = PollerThread()
+    poller.start()
+    gate = GatedPoller(poller)
+    transport = transport or NixlTransport(name)
+    async with PrefillPeer(device=pool, transport=transport, on_room=worker.serve, poller=gate, **options) as peer:
+        try:
+            yield Prefill(peer, worker, gate)
+        finally:
+            gate.open_gate()
+    assert await poller.close() == 0
+
+
+@asynccontextmanager
+async def open_loopback(
+    *, network: LoopbackNetwork | None = None, **options: Any
+) -> AsyncIterator[tuple[Decode, Prefill, LoopbackNetwork]]:
+    network = network or LoopbackNetwork()
+    async with (
+        open_prefill(transport=LoopbackTransport("prefill-0", network), listen="prefill") as prefill,
+        open_decode(["prefill"], transport=LoopbackTransport("decode-0", network), **options) as decode,
+    ):
+        yield decode, prefill, network
+
+
+Opens = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+@pytest.fixture
+def decode_over_nixl() -> Opens:
+    return open_decode
+
+
+@pytest.fixture
+def prefill_over_nixl() -> Opens:
+    return open_prefill
+
+
+@pytest.fixture
+def loopback() -> Opens:
+    return open_loopback
+
+
+@pytest.fixture
+async def spawn_prefill() -> AsyncIterator[Callable[..., Awaitable[FaultProcess]]]:
+    """Starts prefill children, which are gone at the end."""
+    children: list[FaultProcess] = []
+
+    async def spawn(environment: dict[str, str] | None = None, **options: Any) -> FaultProcess:
+        order = PrefillOrder(**({"name": "prefill", "layout": LAYOUT, "num_pages": 256} | options))
+        children.append(await FaultProcess.start(serve_prefill, order, environment=environment))
+        return children[-1]
+
+    yield spawn
+    for child in children:
+        child.end()
+
+
+@pytest.fixture
+async def spawn_decode() -> AsyncIterator[Callable[..., Awaitable[FaultProcess]]]:
+    """Starts decode children, which are gone at the end."""
+    children: list[FaultProcess] = []
+
+    async def spawn(storage: str, **config: Any) -> FaultProcess:
+        order = DecodeOrder(
+            name="decode",
+            layout=LAYOUT,
+            device_pages=96,
+            host_pages=96,
+            storage=storage,
+            config=EngineConfig(**({"prefetch_threshold_tokens": 0, "fetch_run_pages": 8} | config)),
+        )
+        children.append(await FaultProcess.start(serve_decode, order))
+        return children[-1]
+
+    yield spawn
+    for child in children:
+        child.end()
