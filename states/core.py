@@ -65,7 +65,7 @@ class Core:
             events.FinishRequested: self._to_request,
             events.RetractRequested: self._to_request,
             events.RetractedDropped: self._retracted_dropped,
-            events.FlushRequested: self.serving.flush,
+            events.FlushRequested: self._flush_requested,
             events.StorageChanged: self._storage_changed,
             events.ClockAdvanced: self._clock_advanced,
             events.StorageAnswered: self._ended,
@@ -187,6 +187,9 @@ class Core:
     def _retracted_dropped(self, event: events.RetractedDropped) -> None:
         self._insist(lambda: self.backups.release_retracted(event.request_id))
         self.books.pages_freed = True
+
+    def _flush_requested(self, event: events.FlushRequested) -> None:
+        self._insist(lambda: self.serving.flush(event))
 
     def _storage_changed(self, event: events.StorageChanged) -> None:
         self.books.storage_available = event.available

@@ -121,6 +121,8 @@ class Client:
             if not self._grow(caller):
                 written = len(caller.pages) * page_size
                 output = output[: written - len(caller.tokens) + 1]
+        if not world.is_live(caller):
+            return
         tokens = caller.tokens + output
         left = world.tags_of(caller.namespace, tokens[:written])
         for at in range(len(caller.tags), len(left)):
@@ -163,7 +165,8 @@ class Client:
         world.leave_tokens(caller, left)
         world.step(events.FinishRequested(at_s=world.now_s, request_id=caller.request_id, keys=keys, tokens=written))
         self._sessions[self._session] = (caller.namespace, tokens)
-        self._end(caller)
+        if world.is_live(caller):
+            self._end(caller)
 
     def _retract(self, caller: Caller, tokens: bytes, written: int, left: list[int]) -> None:
         world = self._world
@@ -172,7 +175,8 @@ class Client:
         world.retracting[caller.request_id] = (caller, tokens)
         world.retracted_ids.add(caller.request_id)
         world.step(events.RetractRequested(at_s=world.now_s, request_id=caller.request_id, keys=keys, tokens=written))
-        world.end(caller)
+        if world.is_live(caller):
+            world.end(caller)
 
     def retracted(self, caller: Caller, tokens: bytes, command: commands.TellRetracted) -> None:
         """The request's KV is in host memory; go on with it, or drop it."""

@@ -1,22 +1,101 @@
-"""Makes rules of the core raise in their middle, as a bug of ours would."""
+"""Makes rules of the core raise somewhere in their middle, as a bug of ours, an eviction policy or a hook would.
+
+Every call that a rule makes to the index or to the books is a place where it may raise: before the call has done
+anything. At most one call of a step does, so that whatever mends the damage works.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from tidekv.engine.simulation.world import World
+from tidekv.engine.simulation.faults import Faults
+from tidekv.states.core import Core
+
+INDEX_CALLS = (
+    "match",
+    "peek",
+    "path",
+    "device_path",
+    "has_host",
+    "lock",
+    "unlock",
+    "pin",
+    "unpin",
+    "insert",
+    "insert_pending",
+    "give_device",
+    "give_host",
+    "split",
+    "mark_stored",
+    "set_load",
+    "set_void",
+    "drop_void",
+    "withdraw_device",
+    "evict_device",
+    "evict_host",
+    "flush",
+)
+BOOKS_CALLS = ("say", "begin", "make_device_room", "make_host_room")
+PLACES_MAX = 24
+
+
+class Injected(Exception):
+    """A raise that the simulation put into a rule."""
+
+
+class Places:
+    """Counts down the calls that the rules of a core make, and raises at one of them."""
+
+    def __init__(self, core: Core) -> None:
+        self.left = 0
+        """How many calls from now the raise comes; 0 for never."""
+        self.count = 0
+        """Calls seen so far."""
+        self._depth = 0
+        for name in INDEX_CALLS:
+            self._watch(core.books.index, name)
+        for name in BOOKS_CALLS:
+            self._watch(core.books, name)
+
+    def _watch(self, owner: object, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)  # Any: whatever the call returns, it is handed on.
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            # A call within a call is not a place of a rule: books evict by the index.
+            if not self._depth:
+                self.count += 1
+                if self.left:
+                    self.left -= 1
+                    if not self.left:
+                        raise Injected(name)
+            self._depth += 1
+            try:
+                return original(*arguments, **named)
+            finally:
+                self._depth -= 1
+
+        setattr(owner, name, call)
 
 
 class Raising:
-    """Nothing raises yet."""
+    """Raises now and then, where the run has that fault on."""
 
-    def __init__(self, world: World, random: Random) -> None:
-        self._world = world
+    def __init__(self, core: Core, random: Random, faults: Faults) -> None:
         self._random = random
-        self._raised: set[str] = set()
+        self._faults = faults
+        self._places = Places(core) if faults.is_on("rule_raises") else None
+        self.has_raised = False
+        """Whether a rule was made to raise in this run."""
 
-    def has_raised(self, request_id: str) -> bool:
-        """Whether a rule of this request was made to raise."""
-        return request_id in self._raised
+    def begin_step(self) -> None:
+        """A step begins: maybe one of its calls is to raise."""
+        if self._places is not None and self._faults.hits("rule_raises"):
+            self._places.left = self._random.randint(1, PLACES_MAX)
+
+    def end_step(self) -> None:
+        """A step is over: whatever was to raise and was not reached does not raise in the next one."""
+        if self._places is not None:
+            self.has_raised |= not self._places.left
+            self._places.left = 0

@@ -48,7 +48,7 @@ class World:
         self.peers = [Peer(self, random, f"prefill-{number}") for number in range(3)]
         self.rooms_out = RoomsOut(self)
         self.frames = Frames(self, random)
-        self.raising = Raising(self, random)
+        self.raising = Raising(self.core, random, self.faults)
         self.dead_writers: set[str] = set()
         self.retracting: dict[str, tuple[Caller, bytes]] = {}
         self.retracted_ids: set[str] = set()
@@ -213,7 +213,9 @@ class World:
         self._is_stepping = True
         self.event_count += 1
         self.recent.append((event, []))
+        self.raising.begin_step()
         wishes = self.core.step(event)
+        self.raising.end_step()
         self.recent[-1] = (event, wishes)
         self.digest = zlib.crc32(ENCODER.encode(event), self.digest)
         for wish in wishes:
@@ -275,12 +277,19 @@ class World:
 
     def _failed(self, command: commands.TellFailed) -> None:
         caller = self._callers[command.request_id]
+        if caller.is_ready and command.cause == "internal error":
+            # A rule raised after the restore had ended well: the caller is told, and has nothing any more.
+            caller.ends = []
+            if all(backup.serial != caller.serial for backup in self.core.backups):
+                self._left.pop(caller.serial, None)
+            if self.retracting.pop(caller.request_id, None):
+                self.retracted_ids.remove(caller.request_id)
         caller.ends.append(command.cause)
         self._count_end(caller, command.cause)
         allowed = {
             "aborted": caller.has_aborted,
             "deadline": caller.deadline_at_s <= self.now_s,
-            "internal error": self.raising.has_raised(caller.request_id),
+            "internal error": self.raising.has_raised,
             **dict.fromkeys(PREFILL_CAUSES, caller.losses >= len(caller.prefills) * self.settings.attempts_per_prefill),
         }
         if not allowed.get(command.cause, False):
