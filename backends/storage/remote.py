@@ -24,7 +24,7 @@ from tidekv.backends.storage.calls import Call, Calls, all_settled
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
-from tidekv.states.shapes import PageIds, PoolMemory
+from tidekv.states.shapes import PageIds, PoolMemory, page_ids
 
 EXISTS_KEYS_MAX: Final = 512
 VERIFY_PAGES_MAX: Final = 64
@@ -182,8 +182,13 @@ class RemoteStorage:
         envelope = self._ready()
         check_pairs(keys, pages, page_count=self._page_count, distinct_pages=False)
 
+        # Of a key that is given twice the last page counts; chunks side by side would leave either.
+        last = dict(zip(keys, pages, strict=True))
+
         async def body(call: Call) -> list[bool]:
-            causes = await self._in_chunks(call, self._service.put, keys, pages)
+            stored = await self._in_chunks(call, self._service.put, list(last), page_ids(last.values()))
+            by_key = dict(zip(last, stored, strict=True))
+            causes = [by_key[key] for key in keys]
             return self._checked(causes, self._counts.put(causes, envelope.page_bytes))
 
         return await self._calls.run(body, timeout_s)

@@ -15,6 +15,7 @@ from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.file import open_file
 from tidekv.backends.storage.memory import open_memory
 from tidekv.backends.storage.redis import open_redis, open_redis_tls
+from tidekv.backends.storage.s3 import open_s3
 from tidekv.states.errors import InvalidConfig
 
 ENTRY_POINT_GROUP: Final = "tidekv.storage"
@@ -33,6 +34,7 @@ BUILT_IN: Final[Mapping[str, StorageFactory]] = {
     "rediss": open_redis_tls,
     "valkey": open_redis,
     "valkeys": open_redis_tls,
+    "s3": open_s3,
 }
 
 

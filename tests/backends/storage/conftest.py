@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import queue
-import shutil
-import signal
-import socket
-import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +144,8 @@ class Rig:
     def base_uri(self) -> str:
         if self.kind in ("redis", "rediss", "valkey"):
             return f"{self.kind}://{self.server}?prefix={self.prefix}"
+        if self.kind == "s3":
+            return f"s3://tidekv-test/{self.prefix}?endpoint={self.server}"
         return "memory:" if self.kind == "memory" else f"file:{self.root}"
 
     @property
@@ -156,8 +154,16 @@ class Rig:
         return self.fixed_prefix or hashlib.sha256(bytes(self.root)).hexdigest()[:16]
 
     @property
+    def credentials(self) -> dict[str, object]:
+        """Options without which the S3 engine would look for keys elsewhere."""
+        return {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+
+    @property
     def page_a_chunk(self) -> dict[str, object]:
         """Options that cut calls into chunks of one page."""
+        if self.kind == "s3":
+            # It always does so; here it works on four of them at a time.
+            return {"connections": 4}
         return {} if self.kind == "memory" else {"chunk": 4096}
 
     @property
@@ -169,6 +175,8 @@ class Rig:
         """Make an engine that has no pool yet."""
         if self.kind.startswith("file"):
             options = {"io": self.kind.removeprefix("file-"), "capacity": 8 << 20} | options
+        if self.kind == "s3":
+            options = self.credentials | options
         engine = open_storage(self.base_uri, options)
         self._engines.append(engine)
         return engine
@@ -210,12 +218,16 @@ class Rig:
             await engine.close()
 
 
+# Which fixture starts the server of an engine.
+SERVERS = {"redis": "redis_server", "s3": "s3_server"}
+
+
 @pytest.fixture(
-    params=["memory", pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads", "redis"],
+    params=["memory", pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads", *SERVERS],
 )
 async def rig(request: pytest.FixtureRequest, tmp_path: Path, poller: ThreadPoller) -> AsyncIterator[Rig]:
     """Every engine."""
-    server = request.getfixturevalue("redis_server").address if request.param == "redis" else ""
+    server = request.getfixturevalue(SERVERS[request.param]).address if request.param in SERVERS else ""
     made = Rig(request.param, tmp_path / "store", poller, server=server)
     yield made
     await made.close()
@@ -239,72 +251,6 @@ async def rig_on(tmp_path: Path, poller: ThreadPoller) -> AsyncIterator[Callable
 def rig_type() -> type[Rig]:
     """The rig, for tests that run a loop themselves."""
     return Rig
-
-
-class RedisServer:
-    """A redis-server of our own on a free port, with nothing on disk but what `dir` needs."""
-
-    def __init__(self, directory: Path, *settings: str, port: int | None = None, tls: Path | None = None) -> None:
-        if shutil.which("redis-server") is None:
-            pytest.skip("there is no redis-server here; Debian has it: apt-get install redis-server")
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
-        self.port = free_port() if port is None else port
-        self.address = f"127.0.0.1:{self.port}"
-        self._tls = f"--tls --insecure --cert {tls} --key {tls}".split() if tls else []
-        ports = f"--port 0 --tls-port {self.port}" if tls else f"--port {self.port}"
-        place = f"{ports} --bind 127.0.0.1 --dir {directory}".split()
-        self._process = subprocess.Popen(
-            ["redis-server", *place, "--save", "", "--appendonly", "no", *settings], stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        said = ""
-        while "Ready to accept connections" not in said:
-            said = self._process.stdout.readline()
-            assert said, "redis-server did not start"
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def command(self, *words: str) -> str:
-        """Give a command by redis-cli."""
-        to = ["redis-cli", "-p", str(self.port), *self._tls]
-        answer = subprocess.run([*to, *words], capture_output=True, text=True, check=True).stdout.strip()
-        assert not answer.startswith(("ERR", "(error)", "NOAUTH")), answer
-        return answer
-
-    def stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
-            self._process.communicate()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One server for all tests that do not hurt it."""
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
-    """Start servers for one test."""
-    servers: list[RedisServer] = []
-
-    def start(*settings: str, **how: Any) -> RedisServer:
-        servers.append(RedisServer(tmp_path / f"redis{len(servers)}", *settings, **how))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
 
 
 @pytest.fixture(params=[pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads"])
