@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Sequence
 
 from tidekv.backends.device import DevicePool
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.states.accounts import PageAccount
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.shapes import PageIds
 from tidekv.transports.outgoing import Room
 
 
@@ -47,21 +49,33 @@ class SyntheticPrefill:
         if room.tokens is None:
             raise InvalidRequest("this prefill has tokens from nobody else: send the request with prompt='send'")
         digests = prompt_digests(room.tokens, self._page_size, namespace=self._namespace)
+        if len(digests) > self._account.total:
+            raise InvalidRequest(
+                f"the prompt has {len(digests)} pages, and the pool of this prefill {self._account.total}"
+            )
         async with self._freed:
             await self._freed.wait_for(lambda: self._account.free >= len(digests))
             pages = self._account.take(len(digests))
         try:
-            for first in range(0, len(pages), self._chunk_pages):
-                chunk = slice(first, first + self._chunk_pages)
-                self._kv.fill(pages[chunk], digests[chunk])
-                await room.send(pages[chunk], start_token=first * self._page_size)
-                # Others have rooms too: a chunked prefill gives them their turn between chunks.
-                await asyncio.sleep(0)
-            await room.finish(first_token=synthetic_first_token(room.tokens, self._vocabulary), aux={})
-            outcome = await room.received()
-            self.rooms_served += 1
-            self.outcomes[str(outcome)] = self.outcomes.get(str(outcome), 0) + 1
+            await self._send_all(room, room.tokens, pages, digests)
+        except BaseException as error:
+            # A cancellation too: nobody else would end the room while this task waits for it.
+            room.fail(f"prefill gave up: {type(error).__name__}: {error}")
+            raise
         finally:
-            self._account.give_back(pages)
+            # Only now has the last write out of these pages ended.
+            outcome = str(await room.received())
             async with self._freed:
+                self._account.give_back(pages)
                 self._freed.notify_all()
+        self.rooms_served += 1
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    async def _send_all(self, room: Room, packed: bytes, pages: PageIds, digests: Sequence[bytes]) -> None:
+        for first in range(0, len(pages), self._chunk_pages):
+            chunk = slice(first, first + self._chunk_pages)
+            self._kv.fill(pages[chunk], digests[chunk])
+            await room.send(pages[chunk], start_token=first * self._page_size)
+            # Others have rooms too: a chunked prefill gives them their turn between chunks.
+            await asyncio.sleep(0)
+        await room.finish(first_token=synthetic_first_token(packed, self._vocabulary), aux={})
