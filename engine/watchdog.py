@@ -42,7 +42,7 @@ class Watchdog:
         self._report = report
         self._beat_at_s = 0.0
         self._busy = threading.Event()
-        self._closed = False
+        self._closed = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._thread: threading.Thread | None = None
 
@@ -55,7 +55,7 @@ class Watchdog:
 
     def set_busy(self, busy: bool) -> None:
         """Say whether there is work in flight. Call it on the loop; saying the same again costs nothing."""
-        if busy == self._busy.is_set() or self._closed:
+        if busy == self._busy.is_set() or self._closed.is_set():
             return
         if busy:
             self._beat()
@@ -69,7 +69,7 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching and join the thread."""
         self.set_busy(False)
-        self._closed = True
+        self._closed.set()
         self._busy.set()
         if self._thread is not None:
             self._thread.join()
@@ -80,8 +80,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         reported_beat_s = 0.0
-        while self._busy.wait() and not self._closed:
-            time.sleep(self._limit_s / BEATS_PER_LIMIT)
+        while self._busy.wait() and not self._closed.wait(self._limit_s / BEATS_PER_LIMIT):
             beat_at_s, now_s = self._beat_at_s, time.monotonic()
             if now_s - beat_at_s > self._limit_s and beat_at_s != reported_beat_s and self._busy.is_set():
                 # One report a hold-up, with the stack as it is at the first look: that is the callback to blame.

@@ -42,3 +42,14 @@ async def test_an_idle_engine_is_not_watched() -> None:
     assert watchdog.hold_up_count == 0
     assert watchdog._thread is not None
     assert not watchdog._thread.is_alive()
+
+
+async def test_closing_does_not_wait_for_the_next_beat() -> None:
+    watchdog = Watchdog(limit_s=36_000.0)
+    watchdog.start()
+    watchdog.set_busy(True)
+    closing = threading.Thread(target=watchdog.close, daemon=True)
+    watchdog.set_busy(False)
+    closing.start()
+    closing.join(10.0)
+    assert not closing.is_alive()
