@@ -28,7 +28,7 @@ from tidekv.engine.workload.conversation_run import Answer, ConversationRun
 from tidekv.engine.workload.conversations import Workload, WorkloadOptions, make_workload
 from tidekv.engine.workload.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process
 from tidekv.engine.workload.phase import SOURCES, Phase, Progress, held_by
-from tidekv.engine.workload.prefill_process import PrefillOrder, PrefillProcess
+from tidekv.engine.workload.prefill_process import Counts, DistantPrefill, PrefillOrder, PrefillProcess
 from tidekv.engine.workload.reuse import reusable_tokens
 from tidekv.engine.workload.trace_run import TraceRun
 from tidekv.engine.workload.traces import read_trace
@@ -85,11 +85,14 @@ async def run_conversations(
     *,
     shape: ModelShape | None = None,
     damage: str = "",
+    prefill_address: str = "",
+    secret: str = "",
     progress: Progress | None = None,
 ) -> JobResult:
     """Serve generated conversations with the small model, and compare every token with one process's generate().
 
-    `damage` names a source of which one restored page is overwritten: then tokens must differ.
+    `damage` names a source of which one restored page is overwritten: then tokens must differ. With an address, the
+    prefill worker is one that runs already (`tidekv prefill`), and what it sent is what decode has received.
     """
     if damage and damage not in SOURCES:
         raise InvalidConfig(f"damage must be one of {', '.join(SOURCES)}, not {damage!r}")
@@ -97,23 +100,15 @@ async def run_conversations(
     shape = shape or ModelShape(vocab_size=options.vocabulary)
     workload = make_workload(options)
     result = _sized_for(workload, shape, tiers)
-    order = PrefillOrder(
-        name="prefill-0",
-        fingerprint=shape.fingerprint,
-        layout=result.layout,
-        num_pages=4 * max(result.l1_pages, result.l2_pages),
-        chunk_tokens=4 * tiers.page_size,
-        vocabulary=shape.vocab_size,
-        model=shape,
-    )
+    order = model_order(shape, result.layout, num_pages=4 * max(result.l1_pages, result.l2_pages))
     with ComputeThread("decode") as compute:
-        async with PrefillProcess(order) as prefill:
+        async with DistantPrefill(prefill_address) if prefill_address else PrefillProcess(order) as prefill:
             llama = await compute.run(partial(build_llama, shape))
             passes = []
             for cache in (True, False) if tiers.compare else (True,):
                 phase = Phase(CACHED if cache else UNCACHED)
                 async with _decode_worker(
-                    phase, result, prefill, tiers, model=shape.fingerprint, cache=cache
+                    phase, result, prefill, tiers, model=shape.fingerprint, cache=cache, secret=secret
                 ) as worker:
                     run = ConversationRun(
                         worker.engine,
@@ -132,6 +127,30 @@ async def run_conversations(
         await _compare_tokens(passes, llama, compute, result, progress)
     result.wall_s = time.perf_counter() - started_s
     return result
+
+
+def model_order(shape: ModelShape, layout: KVLayout, *, num_pages: int) -> PrefillOrder:
+    """What a prefill worker must be, to serve conversations with this model."""
+    return PrefillOrder(
+        name="prefill-0",
+        fingerprint=shape.fingerprint,
+        layout=layout,
+        num_pages=num_pages,
+        chunk_tokens=4 * layout.page_size,
+        vocabulary=shape.vocab_size,
+        model=shape,
+    )
+
+
+def model_layout(shape: ModelShape, page_size: int) -> KVLayout:
+    """How the KV of this model lies in pages."""
+    return KVLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        page_size=page_size,
+    )
 
 
 async def run_trace(
@@ -191,7 +210,14 @@ class _Worker:
 
 @asynccontextmanager
 async def _decode_worker(
-    phase: Phase, result: JobResult, prefill: PrefillProcess, tiers: TierOptions, *, model: str, cache: bool
+    phase: Phase,
+    result: JobResult,
+    prefill: PrefillProcess | DistantPrefill,
+    tiers: TierOptions,
+    *,
+    model: str,
+    cache: bool,
+    secret: str = "",
 ) -> AsyncIterator[_Worker]:
     """Be a decode worker with fresh pools; at the end of the block the phase's figures are complete."""
     before = await prefill.counts(forget=True)
@@ -207,7 +233,7 @@ async def _decode_worker(
     # A directory in any case, so that the two ways do not differ in more than they must.
     with tempfile.TemporaryDirectory(prefix="tidekv-", ignore_cleanup_errors=True) as folder:
         storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB") if cache else None
-        transport = NixlTransport(name="decode-0")
+        transport = NixlTransport(name="decode-0", secret=secret)
         async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
             started_s = time.perf_counter()
             yield _Worker(engine, device)
@@ -215,17 +241,23 @@ async def _decode_worker(
             await engine.wait_settled()
             phase.held = held_by(engine)
     after = await _ended_rooms(prefill, phase)
-    phase.pages_sent = int(after["pages_sent"] - before["pages_sent"])
-    phase.bytes_sent = int(after["bytes_sent"] - before["bytes_sent"])
+    if before is None or after is None:
+        phase.pages_sent = phase.delta_pages
+        phase.bytes_sent = phase.delta_pages * result.layout.page_bytes
+    else:
+        phase.pages_sent = int(after["pages_sent"] - before["pages_sent"])
+        phase.bytes_sent = int(after["bytes_sent"] - before["bytes_sent"])
     result.phases.append(phase)
     result.failures += _contradictions(phase, result.layout)
 
 
-async def _ended_rooms(prefill: PrefillProcess, phase: Phase) -> dict[str, float]:
+async def _ended_rooms(prefill: PrefillProcess | DistantPrefill, phase: Phase) -> Counts | None:
     """Wait until prefill has taken note that its rooms are over; what is open after a while counts as held."""
     deadline_s = time.monotonic() + ROOMS_END_TIMEOUT_S
     while True:
         counts = await prefill.counts()
+        if counts is None:
+            return None
         names = ("rooms_sending", "rooms_finished", "rooms_draining", "writes_in_flight", "pages_in_use")
         held = {f"prefill_{name}": counts[name] for name in names if counts.get(name)}
         if not held or time.monotonic() > deadline_s:
@@ -257,13 +289,7 @@ def _sized_for(workload: Workload, shape: ModelShape, tiers: TierOptions) -> Job
     context_pages = -(-workload.context_tokens_max // tiers.page_size) + 1
     said_pages = -(-said // tiers.page_size)
     return JobResult(
-        layout=KVLayout(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-            page_size=tiers.page_size,
-        ),
+        layout=model_layout(shape, tiers.page_size),
         l1_pages=tiers.l1_pages or max(in_flight_max * context_pages, said_pages * 3 // 10),
         l2_pages=tiers.l2_pages or max(context_pages, said_pages * 5 // 10),
         in_flight_max=in_flight_max,

@@ -76,8 +76,8 @@ def run(
             sessions_max=sessions,
             prompt_tokens_max=prompt_tokens_max,
         )
-        with _progress(console, dict.fromkeys(passes, requests or None)) as progress:
-            result = _finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
+        with progress_bars(console, dict.fromkeys(passes, requests or None)) as progress:
+            result = finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
     else:
         if kind == "agents":
             options = agent_options(agents=conversations, rounds=rounds, seed=seed)
@@ -89,14 +89,14 @@ def run(
                 seed=seed,
             )
         turns = sum(len(conversation.turns) for conversation in make_workload(options).conversations)
-        with _progress(console, dict.fromkeys((*passes, main_job.COMPARED), turns)) as progress:
-            result = _finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
+        with progress_bars(console, dict.fromkeys((*passes, main_job.COMPARED), turns)) as progress:
+            result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
     console.print(report(result, is_model=trace is None))
     if result.failures:
         raise typer.Exit(1)
 
 
-def _finished(work: Coroutine[object, object, JobResult]) -> JobResult:
+def finished(work: Coroutine[object, object, JobResult]) -> JobResult:
     """Run the job on a loop of its own. Of errors that came as a group, the one that the user can mend is raised."""
     import torch
     import uvloop
@@ -116,7 +116,7 @@ def _finished(work: Coroutine[object, object, JobResult]) -> JobResult:
 
 
 @contextmanager
-def _progress(console: Console, totals: Mapping[str, int | None]) -> Iterator[Progress]:
+def progress_bars(console: Console, totals: Mapping[str, int | None]) -> Iterator[Progress]:
     """Show one bar a phase; a phase with an unknown total shows a count."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Literal, Self
 
@@ -121,9 +122,28 @@ class PrefillProcess:
                 raise
 
 
-async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Be a prefill worker until the line ends."""
-    order = msgspec.json.decode(await reader.readline(), type=PrefillOrder)
+class DistantPrefill:
+    """A prefill worker that somebody else runs: there is an address, and nobody to ask for counts."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def __aenter__(self) -> Self:
+        """Nothing to start."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to end."""
+
+    async def counts(self, *, forget: bool = False) -> None:
+        """Unknown."""
+
+
+@asynccontextmanager
+async def prefill_worker(
+    order: PrefillOrder, *, listen: str = "127.0.0.1:0", secret: str = ""
+) -> AsyncIterator[tuple[PrefillPeer, ModelPrefill | SyntheticPrefill, PrefixPages]]:
+    """Be the prefill worker of an order for as long as the block lasts."""
     pool = DevicePool.allocate(order.layout, order.num_pages)
     with ExitStack() as stack:
         pages = PrefixPages(order.num_pages, order.layout.page_size, keep=order.keep_prefixes)
@@ -135,17 +155,26 @@ async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         else:
             chunk_pages = max(1, order.chunk_tokens // order.layout.page_size)
             worker = SyntheticPrefill(pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary)
-        transport = NixlTransport(name=order.name)
-        async with PrefillPeer(device=pool, transport=transport, model=order.fingerprint, on_room=worker.serve) as peer:
-            writer.write(msgspec.json.encode(PrefillReady(peer.address)) + b"\n")
-            while line := await reader.readline():
-                if msgspec.json.decode(line, type=Ask).what == "forget":
-                    pages.forget()
-                counts: Counts = {**peer.statistics()}
-                if isinstance(worker, ModelPrefill):
-                    counts |= {f"pages_{name}": count for name, count in pages.counts().items()}
-                    counts["tokens_computed"] = worker.tokens_computed
-                writer.write(msgspec.json.encode(counts) + b"\n")
+        transport = NixlTransport(name=order.name, secret=secret)
+        async with PrefillPeer(
+            device=pool, transport=transport, listen=listen, model=order.fingerprint, on_room=worker.serve
+        ) as peer:
+            yield peer, worker, pages
+
+
+async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Be a prefill worker until the line ends."""
+    order = msgspec.json.decode(await reader.readline(), type=PrefillOrder)
+    async with prefill_worker(order) as (peer, worker, pages):
+        writer.write(msgspec.json.encode(PrefillReady(peer.address)) + b"\n")
+        while line := await reader.readline():
+            if msgspec.json.decode(line, type=Ask).what == "forget":
+                pages.forget()
+            counts: Counts = {**peer.statistics()}
+            if isinstance(worker, ModelPrefill):
+                counts |= {f"pages_{name}": count for name, count in pages.counts().items()}
+                counts["tokens_computed"] = worker.tokens_computed
+            writer.write(msgspec.json.encode(counts) + b"\n")
     writer.close()
 
 
