@@ -27,14 +27,15 @@ class Serving:
         """Pages of the reserve went into use; refill it, with what is wanted at once on top."""
         books = self._books
         taken, request.reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
-        request.own += taken
-        request.table += taken
+        # New arrays, not longer ones: commands that were given hold the old ones.
+        request.own = request.own + taken
+        request.table = request.table + taken
         short = books.settings.growth_reserve_pages + event.wanted - len(request.reserve)
         count = min(max(short, 0), books.device.free + books.index.device_evictable)
         if short > 0 and not (count and books.make_device_room(count)):
             count = 0
         pages = books.device.take(count) if count else page_ids()
-        request.reserve += pages
+        request.reserve = request.reserve + pages
         books.say(GiveReserve(request_id=request.request_id, pages=pages))
 
     def finish(self, request: Request, event: FinishRequested) -> None:

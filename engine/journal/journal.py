@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, Noted, Recorder
+from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, Recorder
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
 
 if TYPE_CHECKING:
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
+    from tidekv.states.witness import Noted
 
 STEPS_WAITING_MAX = 1 << 17
 """Steps that may wait for the writer; those that come then are dropped."""
-COALESCE_S = 0.005
+COALESCE_S = 0.01
 
 
 class Journal:
@@ -61,14 +62,16 @@ class Journal:
         )
         self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
         self.events_dropped = 0
-        self._next_seq = 0
-        self._waiting: deque[Noted] = deque()
+        self._note = self._recorder.note
+        self._seq = -1
+        self._waiting: deque[tuple[int, Noted]] = deque()
+        self._is_awake = False
         self._files = SegmentFiles(
             self.path,
             segment_bytes=segment_bytes,
             segments_max=segments_max,
             run_line=self._recorder.run_line(),
-            begin=lambda number: self._recorder.segment_line(number, first_seq=self._next_seq),
+            begin=lambda number: self._recorder.segment_line(number),
         )
         self._failure: OSError | None = None
         self._wake = threading.Event()
@@ -80,11 +83,12 @@ class Journal:
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """Take the step that the core has just made. Never blocks."""
-        noted = self._recorder.note(event, given, error)
         # What is dropped here leaves a hole in the numbers, which the writer finds.
+        self._seq = seq = self._seq + 1
         if len(self._waiting) < STEPS_WAITING_MAX:
-            self._waiting.append(noted)
-        if not self._wake.is_set():
+            self._waiting.append((seq, self._note(event, given, error)))
+        if not self._is_awake:
+            self._is_awake = True
             self._wake.set()
 
     def close(self) -> None:
@@ -105,6 +109,8 @@ class Journal:
             self._wake.wait()
             self._closing.wait(COALESCE_S)
             self._wake.clear()
+            # Before looking: what is noted from now on sets the event again.
+            self._is_awake = False
             self._guard(self._write_waiting)
         self._guard(self._write_waiting)
         self._guard(self._write_end)
@@ -123,27 +129,23 @@ class Journal:
     def _write_waiting(self) -> None:
         files, recorder, waiting = self._files, self._recorder, self._waiting
         while waiting:
-            steps: list[Noted] = []
-            while waiting and len(steps) < STEPS_PER_LINE_MAX:
-                if waiting[0][0] != self._next_seq + len(steps):
-                    break
-                steps.append(waiting.popleft())
             files.rotate_if_full()
+            next_seq = recorder.events
+            steps: list[Noted] = []
+            while waiting and len(steps) < STEPS_PER_LINE_MAX and waiting[0][0] == next_seq + len(steps):
+                steps.append(waiting.popleft()[1])
             if steps:
-                self._next_seq += len(steps)
                 files.write(recorder.steps_line(steps))
             else:
-                self._write_gap(waiting[0][0])
+                self._write_gap(waiting[0][0] - next_seq)
         files.flush()
 
-    def _write_gap(self, next_seq: int) -> None:
-        missing = next_seq - self._next_seq
-        self._next_seq = next_seq
+    def _write_gap(self, missing: int) -> None:
         self.events_dropped += missing
         self._files.write(self._recorder.gap_line(missing))
 
     def _write_end(self) -> None:
-        if self._recorder.events > self._next_seq:
-            self._write_gap(self._recorder.events)
+        if self._seq + 1 > self._recorder.events:
+            self._write_gap(self._seq + 1 - self._recorder.events)
         self._files.write(self._recorder.end_line())
         self._files.close()

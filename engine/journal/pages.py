@@ -10,9 +10,9 @@ import hashlib
 import secrets
 
 DIGEST_BYTES = 8
-CHUNK_PAGES = 16
-"""So many pages are looked up at once: conversations repeat their prompts turn by turn."""
-REMEMBERED_BYTES_MAX = 16 << 20
+CONVERSATIONS_MAX = 16
+"""So many prompts that begin with the same page are remembered: a conversation grows, and is hashed once."""
+REMEMBERED_BYTES_MAX = 32 << 20
 
 
 class PageDigests:
@@ -21,25 +21,39 @@ class PageDigests:
     def __init__(self, key_bytes: int) -> None:
         self._width = key_bytes
         self._key = secrets.token_bytes(32)
-        self._remembered: dict[bytes, bytes] = {}
-        self._remembered_max = max(1, REMEMBERED_BYTES_MAX // (CHUNK_PAGES * (key_bytes + DIGEST_BYTES) + 200))
+        self._remembered: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        """By first page: keys and digests of prompts, the last used one last."""
+        self._remembered_bytes = 0
 
-    def of(self, keys: bytes) -> bytes:
-        """One digest of DIGEST_BYTES for each page's key."""
-        remembered = self._remembered
-        chunk_bytes = CHUNK_PAGES * self._width
-        digests = []
-        for at in range(0, len(keys), chunk_bytes):
-            chunk = keys[at : at + chunk_bytes]
-            known = remembered.get(chunk)
-            if known is None:
-                known = self._hash(chunk)
-                if len(chunk) == chunk_bytes:
-                    if len(remembered) >= self._remembered_max:
-                        del remembered[next(iter(remembered))]
-                    remembered[chunk] = known
-            digests.append(known)
-        return b"".join(digests)
+    def of(self, keys: bytes, known: bytes = b"") -> bytes:
+        """One digest of DIGEST_BYTES for each page's key. `known` are those of the first pages."""
+        if not keys:
+            return b""
+        prompts = self._remembered.setdefault(keys[: self._width], [])
+        at = 0
+        if not known:
+            for at in range(len(prompts) - 1, -1, -1):
+                if keys.startswith(prompts[at][0]):
+                    known = prompts[at][1]
+                    self._forget(prompts, at)
+                    break
+        digests = known + self._hash(keys[len(known) // DIGEST_BYTES * self._width :])
+        if len(prompts) >= CONVERSATIONS_MAX:
+            self._forget(prompts, 0)
+        prompts.append((keys, digests))
+        self._remembered_bytes += len(keys) + len(digests)
+        while self._remembered_bytes > REMEMBERED_BYTES_MAX:
+            self._forget_first_page(next(iter(self._remembered)))
+        return digests
+
+    def _forget(self, prompts: list[tuple[bytes, bytes]], at: int) -> None:
+        keys, digests = prompts.pop(at)
+        self._remembered_bytes -= len(keys) + len(digests)
+
+    def _forget_first_page(self, first: bytes) -> None:
+        prompts = self._remembered.pop(first)
+        while prompts:
+            self._forget(prompts, -1)
 
     def _hash(self, keys: bytes) -> bytes:
         width, key, blake2b = self._width, self._key, hashlib.blake2b

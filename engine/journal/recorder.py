@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -26,16 +26,13 @@ from tidekv.states.events import (
     RetractRequested,
 )
 from tidekv.states.request import State
-from tidekv.states.witness import Answer, Witness
+from tidekv.states.witness import NOTHING, Noted, Witness
 
 if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
 
-STEPS_PER_LINE_MAX = 64
-
-Noted: TypeAlias = "tuple[int, Event, str, Answer, int, tuple[str, ...]]"
-"""One step, of which nothing changes any more: seq, event, state, answer, digest, and the requests that are over."""
+STEPS_PER_LINE_MAX = 128
 
 
 class Recorder:
@@ -54,16 +51,18 @@ class Recorder:
         self.run = secrets.token_hex(8)
         self._core = core
         self._witness = Witness(core)
-        self._seq = 0
+        self.events = 0
+        """Events that are in the lines so far."""
         self._crc = 0
         self._digests = None if with_tokens else PageDigests(core.settings.key_bytes)
-        self._arrived: dict[str, bytes] = {}
+        self._arrived: dict[str, tuple[bytes, bytes]] = {}
+        self._states: dict[str, str] = {}
         self._encode = msgspec.json.Encoder().encode
         self._line = b""
         # structlog renders and chains each line; where lines go is the caller's business.
         self._log = structlog.wrap_logger(
             self, processors=[self._render], wrapper_class=structlog.make_filtering_bound_logger(0)
-        )
+        ).bind()
         settings = core.settings
         if not with_tokens:
             settings = msgspec.structs.replace(settings, key_bytes=DIGEST_BYTES)
@@ -81,31 +80,11 @@ class Recorder:
             "started_unix_s": started_unix_s,
         }
 
-    @property
-    def events(self) -> int:
-        """Events noted so far."""
-        return self._seq
-
     # --- On the thread that steps the core ---
 
     def note(self, event: Event, given: list[Command], error: str = "") -> Noted:
         """Take the step that the core has just made."""
-        answer = self._witness.answer(given, error)
-        seq = self._seq
-        self._seq = seq + 1
-        state = ""
-        if type(event) in _OF_REQUESTS:
-            # Their common field; the union of their types would be as long as the list.
-            request = self._core.books.requests.get(event.request_id)  # type: ignore[attr-defined]
-            if request is not None:
-                state = request.state._value_
-        over: tuple[str, ...] = ()
-        for request_id, moved_to in self._core.moves:
-            if moved_to is State.FAILED:
-                over += (request_id,)
-        if not state and type(event) is AbortRequested:
-            over += (event.request_id,)
-        return seq, event, state, answer, self._witness.digest, over
+        return self._witness.note(event, given, error)
 
     # --- Anywhere, one thread at a time, in order ---
 
@@ -113,28 +92,31 @@ class Recorder:
         """The first line."""
         return self._say("run", **self._header)
 
-    def segment_line(self, number: int, *, first_seq: int) -> bytes:
+    def segment_line(self, number: int) -> bytes:
         """The first line of a further file."""
         return self._say(
             "segment",
             version=JOURNAL_VERSION,
             run=self.run,
             number=number,
-            first_seq=first_seq,
+            first_seq=self.events,
             previous_crc=f"{self._crc:08x}",
         )
 
     def steps_line(self, noted: Sequence[Noted]) -> bytes:
         """One line of steps: at most STEPS_PER_LINE_MAX."""
-        return self._say("steps", steps=[self._record(*step) for step in noted])
+        first_seq = self.events
+        self.events += len(noted)
+        return self._say("steps", steps=[self._record(first_seq + at, step) for at, step in enumerate(noted)])
 
     def gap_line(self, events: int) -> bytes:
         """Say that steps are missing here."""
+        self.events += events
         return self._say("gap", events=events)
 
     def end_line(self) -> bytes:
         """The last line. The core is not stepped any more."""
-        return self._say("end", events=self._seq, final=final_state(self._core))
+        return self._say("end", events=self.events, final=final_state(self._core))
 
     def info(self, line: bytes) -> None:
         """Structlog hands over a rendered line here."""
@@ -149,33 +131,50 @@ class Recorder:
         line, self._crc = seal(body, self._crc)
         return line
 
-    def _record(
-        self, seq: int, event: Event, state: str, answer: Answer, digest: int, over: tuple[str, ...]
-    ) -> StepWritten:
-        same_pages = 0
-        if type(event) in _WITH_KEYS:
+    def _record(self, seq: int, noted: Noted) -> StepWritten:
+        event, given, moves, _, books, error = noted
+        states = self._states
+        if not (given or moves or books or error):
+            # Most events are of this kind; all of them are of a request.
+            return StepWritten(seq, event, NOTHING, self._witness.digest, states.get(event.request_id, ""))  # type: ignore[attr-defined]
+        answer = self._witness.answer(noted)
+        kind = type(event)
+        same_pages, state = 0, ""
+        if kind in _WITH_KEYS:
             event, same_pages = self._without_tokens(event)
-        for request_id in over:
-            self._arrived.pop(request_id, None)
-        return StepWritten(seq, event, answer, digest, state, same_pages)
+        for request_id, moved_to in moves:
+            if moved_to is _FAILED:
+                del states[request_id]
+                self._arrived.pop(request_id, None)
+            else:
+                states[request_id] = moved_to._value_
+        if kind in _OF_REQUESTS:
+            request_id = event.request_id  # type: ignore[attr-defined]  # All kinds of that set have one.
+            if kind in _LAST and not moves and not error:
+                states.pop(request_id, None)
+            else:
+                state = states.get(request_id, "")
+        return StepWritten(seq, event, answer, self._witness.digest, state, same_pages)
 
     def _without_tokens(self, event: Event) -> tuple[Event, int]:
         assert isinstance(event, RequestArrived | FinishRequested | RetractRequested)
         if isinstance(event, RequestArrived):
-            written = self._written(event.keys)
-            self._arrived[event.request_id] = event.keys
+            written = event.keys if self._digests is None else self._digests.of(event.keys)
+            self._arrived[event.request_id] = (event.keys, written)
             deadline_at_s = NO_DEADLINE if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s
             return msgspec.structs.replace(event, keys=written, deadline_at_s=deadline_at_s), 0
         # What was finished begins with what has arrived, whose pages are known and not written again.
-        keys = self._arrived.pop(event.request_id, b"")
+        keys, known = self._arrived.pop(event.request_id, (b"", b""))
         if not event.keys.startswith(keys):
-            keys = b""
+            keys = known = b""
+        written = event.keys if self._digests is None else self._digests.of(event.keys, known)
         same_pages = len(keys) // self._core.settings.key_bytes
-        return msgspec.structs.replace(event, keys=self._written(event.keys[len(keys) :])), same_pages
-
-    def _written(self, keys: bytes) -> bytes:
-        return keys if self._digests is None else self._digests.of(keys)
+        return msgspec.structs.replace(event, keys=written[len(known) :]), same_pages
 
 
 _OF_REQUESTS = frozenset(kind for kind in event_types() if "request_id" in kind.__struct_fields__)
+# Reading a member off its class is a slow property in Python 3.11.
+_FAILED = State.FAILED
+# What ends a READY request; before that, an abort shows as a move.
+_LAST = frozenset((FinishRequested, RetractRequested, AbortRequested))
 _WITH_KEYS = frozenset((RequestArrived, FinishRequested, RetractRequested))

@@ -119,7 +119,7 @@ class Replayer:
         except Exception as broken:
             # Whatever it is, it ended the run as well, or else the answers differ.
             error = type(broken).__name__
-        answer = self._encode(self._witness.answer(commands, error))
+        answer = self._encode(self._witness.answer(self._witness.note(event, commands, error)))
         self._events += 1
         if self._compare and (answer != bytes(record.gave) or self._witness.digest != record.digest):
             raise self._diverged(record, event, answer)

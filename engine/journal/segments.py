@@ -15,6 +15,8 @@ from typing import BinaryIO
 from tidekv.states.errors import InvalidConfig
 
 PREVIOUS = ".previous"
+BUFFER_BYTES = 1 << 17
+"""What is written between two flushes goes out in one call."""
 
 
 def segment_path(first: Path, number: int) -> Path:
@@ -71,7 +73,7 @@ class SegmentFiles:
         self._segments_max = segments_max
         self._begin = begin
         try:
-            self._file: BinaryIO = first.open("wb")
+            self._file: BinaryIO = first.open("wb", buffering=BUFFER_BYTES)
             self._written = self._file.write(run_line)
             self._file.flush()
         except OSError as error:
@@ -82,7 +84,7 @@ class SegmentFiles:
         if not self._segment_bytes or self._written < self._segment_bytes:
             return
         # Opened first: where that fails, the old file goes on, and the chain is not broken by a line without a place.
-        fresh = segment_path(self._first, self.number + 1).open("wb")
+        fresh = segment_path(self._first, self.number + 1).open("wb", buffering=BUFFER_BYTES)
         self._file.close()
         self._file, self.number = fresh, self.number + 1
         self._written = self._file.write(self._begin(self.number))
