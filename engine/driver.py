@@ -21,8 +21,8 @@ from tidekv.states.events import ClockAdvanced, Event
 
 LOG = logging.getLogger("tidekv.engine")
 
-DRAIN_MAX = 256
-"""Events taken in one callback; then others get their turn."""
+TURN_S_MAX = 0.001
+"""Events are taken for so long in one callback; then others get their turn."""
 TIMER_MIN_S = 0.001
 """uvloop runs shorter timers at once, which would spin."""
 
@@ -110,15 +110,16 @@ class Driver:
         self._arm_timer()
 
     def _take_batch(self) -> None:
-        taken = 0
+        ends_at_s = self.clock() + TURN_S_MAX
         self._stepping = True
         try:
-            while self._inbox and taken < DRAIN_MAX and not self._broken:
+            while self._inbox and not self._broken:
                 event = self._inbox.popleft()
-                taken += 1
                 self._seq += 1
                 for command in self._step(event):
                     self._perform(command)
+                if self.clock() > ends_at_s:
+                    break
         except BaseException as error:
             # Whatever it is, the core can no longer be trusted: stop loudly, let nobody wait for ever.
             self.stop()
