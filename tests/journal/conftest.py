@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tidekv.engine.journal import Recorder
-from tidekv.engine.simulation.faults import Chosen
+from tidekv.engine.simulation.faults import FAULTS, Chosen
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
 from tidekv.states import events
@@ -18,6 +18,8 @@ from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
 
 LINE_STEPS = 5
+# A raise that is put into a rule from outside is no event: no journal can hold it.
+FAULTS_IN_EVENTS = tuple(name for name in FAULTS if name != "rule_raises")
 
 
 class Tape:
@@ -63,7 +65,7 @@ Simulate = Callable[..., Tape]
 def simulate(tmp_path: Path) -> Simulate:
     """Run one seed of the simulation, and tape it; the tape is ended."""
 
-    def run(seed: int = 1, requests: int = 40, faults: Chosen = "all", settings: CoreSettings | None = None) -> Tape:
+    def run(seed: int = 1, requests: int = 40, faults: Chosen = FAULTS_IN_EVENTS, settings: CoreSettings | None = None) -> Tape:
         drawn = settings or draw_settings(Random(f"settings {seed}"))
         world = World(seed=seed, requests=requests, faults=faults, settings=drawn)
         tape = Tape(world.core, tmp_path / f"{seed}.journal")
