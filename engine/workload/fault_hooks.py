@@ -34,7 +34,7 @@ class GatedPoller:
         self._stops_process = False
 
     def close_gate(self, *, after_checks: int = 0, stops_process: bool = False) -> None:
-        """What is submitted from now on halts after so many checks; 0: before it is posted.
+        """What is submitted from now on halts after so many checks, or when it is done; 0: before it is posted.
 
         With `stops_process` the whole process stops itself there, as by SIGSTOP from outside, and the gate is open when
         it is continued.
@@ -72,6 +72,7 @@ class _Gated:
         self._checks_left = after_checks
         self._on_halt = on_halt
         self._is_posted = False
+        self._is_done = False
         self._is_told = False
 
     @property
@@ -79,25 +80,34 @@ class _Gated:
         return self._inner.rounds
 
     def post(self) -> bool:
-        if self._checks_left and not self._is_posted:
-            self._is_posted = True
-            return self._inner.post()
-        return self.check()
+        if not self._checks_left:
+            return self._pass_gate()
+        self._begin()
+        return self._is_done and self._pass_gate()
 
     def check(self) -> bool:
-        if self._checks_left:
+        if self._checks_left and not self._is_done:
             self._checks_left -= 1
-            return self._inner.check()
+            self._is_done = self._inner.check()
+            return self._is_done and self._pass_gate()
+        return self._pass_gate()
+
+    def _pass_gate(self) -> bool:
+        """Go on where the gate is open; nothing has its end before that, whatever has happened to its bytes."""
+        if not self._gate.is_set() and not self._is_told:
+            self._is_told = True
+            self._on_halt()
         if not self._gate.is_set():
-            if not self._is_told:
-                self._is_told = True
-                self._on_halt()
-            if not self._gate.is_set():
-                return False
+            return False
         if not self._is_posted:
-            self._is_posted = True
-            return self._inner.post()
-        return self._inner.check()
+            self._begin()
+        elif not self._is_done:
+            self._is_done = self._inner.check()
+        return self._is_done
+
+    def _begin(self) -> None:
+        self._is_posted = True
+        self._is_done = self._inner.post()
 
     def release(self) -> None:
         if self._is_posted:

@@ -1,6 +1,6 @@
-"""A decode engine in the test's process, prefill workers in it or in processes of their own, over NIXL or loopback.
+"""A decode engine in the test's process, prefill workers in it or in processes of their own, joined by NIXL.
 
-Every restore verifies every byte. Whoever leaves the block of a decode engine has checked that nothing is held.
+Every restore verifies every byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tidekv import (
     EngineConfig,
     HostPool,
     KVLayout,
-    LoopbackTransport,
     NixlTransport,
     PrefillPeer,
 )
@@ -33,8 +32,8 @@ from tidekv.engine.workload.fault_process import FaultProcess
 from tidekv.engine.workload.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.transports import nixl
 from tidekv.transports.base import Transport
-from tidekv.transports.loopback import LoopbackNetwork
 
 PAGE_SIZE = 16
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", page_size=PAGE_SIZE)
@@ -113,6 +112,12 @@ def words(first: int, pages: int, tail: int = 0) -> list[int]:
     return [1_000_000 * first + number for number in range(pages * PAGE_SIZE + tail)]
 
 
+@pytest.fixture(autouse=True)
+def writes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write of this process is posted page by page, so that it can halt between two of them."""
+    monkeypatch.setattr(nixl, "PART_BYTES", 1)
+
+
 @pytest.fixture
 def prompt() -> Callable[..., list[int]]:
     return words
@@ -164,18 +169,6 @@ async def open_prefill(
     assert await poller.close() == 0
 
 
-@asynccontextmanager
-async def open_loopback(
-    *, network: LoopbackNetwork | None = None, **options: Any
-) -> AsyncIterator[tuple[Decode, Prefill, LoopbackNetwork]]:
-    network = network or LoopbackNetwork()
-    async with (
-        open_prefill(transport=LoopbackTransport("prefill-0", network), listen="prefill") as prefill,
-        open_decode(["prefill"], transport=LoopbackTransport("decode-0", network), **options) as decode,
-    ):
-        yield decode, prefill, network
-
-
 Opens = Callable[..., AbstractAsyncContextManager[Any]]
 
 
@@ -187,11 +180,6 @@ def decode_over_nixl() -> Opens:
 @pytest.fixture
 def prefill_over_nixl() -> Opens:
     return open_prefill
-
-
-@pytest.fixture
-def loopback() -> Opens:
-    return open_loopback
 
 
 @pytest.fixture
