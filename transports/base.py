@@ -66,6 +66,12 @@ class Link(Protocol):
         """
         ...
 
+    def blame(self) -> None:
+        """The peer broke the protocol on this link: a listener refuses its address for a growing while where that
+        happens again and again. Counts once a link; `receive` does it by itself for a malformed frame.
+        """
+        ...
+
     async def close(self, cause: str = "") -> None:
         """Tell the other end the cause as far as it still listens, and close. Harmless when closed."""
         ...
@@ -77,6 +83,12 @@ class Listener(Protocol):
     @property
     def address(self) -> str:
         """Where to dial, with the port that was really taken."""
+        ...
+
+    def statistics(self) -> dict[str, int | float]:
+        """links_refused (failed before their first message), links_over_limit, links_in_pause (their address had
+        offended too often), offences.
+        """
         ...
 
     async def close(self) -> None:

@@ -18,13 +18,17 @@ import hmac
 import secrets
 import socket
 import ssl
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, RemoteProtocolError, TransferFailed
 from tidekv.transports import wire
 from tidekv.transports.base import Link
+from tidekv.transports.offenders import OffenceLimits, Offenders, is_offence, whose
 from tidekv.transports.tasks import OwnedTasks
 
 MAGIC = b"tidekv\r\n"
@@ -32,17 +36,25 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
 CLOSE_S = 1.0
+BACKLOG = 128
+# Where the process has no descriptor left, those who wait to be accepted wait for so long.
+ACCEPT_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlOptions:
-    """The secret and the limits of control links. The contexts turn TLS on for dialling and for listening."""
+    """The secret and the limits of control links. The contexts turn TLS on for dialling and for listening.
+
+    `handshake_s` bounds all that comes before the first message: TLS and the challenge. `links_max` counts those who
+    are still in it, too.
+    """
 
     secret: str = ""
     frame_bytes_max: int = wire.FRAME_BYTES_MAX
     outgoing_bytes_max: int = 4 * wire.FRAME_BYTES_MAX
     handshake_s: float = 5.0
     links_max: int = 1024
+    offences: OffenceLimits = field(default_factory=OffenceLimits)
     dial_tls: ssl.SSLContext | None = None
     listen_tls: ssl.SSLContext | None = None
 
@@ -51,9 +63,16 @@ class ControlLink:
     """A link over a stream whose challenge has passed."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, peer_label: str, options: ControlOptions
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        peer_label: str,
+        options: ControlOptions,
+        on_offence: Callable[[], None] | None = None,
     ) -> None:
         self.peer_label = peer_label
+        self._on_offence = on_offence
         self._reader = reader
         self._writer = writer
         self._options = options
@@ -81,12 +100,19 @@ class ControlLink:
             self._end(f"{self.peer_label} closed the connection: {said}")
             raise LinkClosed(self._cause) from error
         except RemoteProtocolError as error:
+            self.blame()
             await self.close(str(error))
             raise
         if isinstance(message, wire.Bye):
             self._end(f"{self.peer_label} closed the link: {message.cause}")
             raise LinkClosed(self._cause)
         return message
+
+    def blame(self) -> None:
+        """See `Link.blame`."""
+        on_offence, self._on_offence = self._on_offence, None
+        if on_offence is not None:
+            on_offence()
 
     async def close(self, cause: str = "") -> None:
         """See `Link.close`."""
@@ -111,52 +137,112 @@ class ControlLink:
 
 
 class ControlListener:
-    """An endpoint on a TCP port; see `Listener`."""
+    """An endpoint on a TCP port; see `Listener`.
+
+    It accepts by itself, so that a stranger counts from its first packet on: a server that is given a TLS context tells
+    nobody of those who never finish its handshake.
+    """
 
     def __init__(self, on_link: Callable[[Link], Awaitable[None]], options: ControlOptions) -> None:
         self.address = ""
-        self.refused = 0
         self._on_link = on_link
         self._options = options
+        self._counts: Counter[str] = Counter(links_refused=0, links_over_limit=0, links_in_pause=0)
+        self._offenders = Offenders(clock=time.monotonic, limits=options.offences)
         self._tasks = OwnedTasks("control listener")
-        self._server: asyncio.Server | None = None
+        self._sockets: list[socket.socket] = []
+        self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
 
     async def open(self, address: str) -> None:
-        """Start to listen."""
+        """Start to listen on every address that the host has. Raises InvalidConfig."""
         host, port = parse_address(address)
+        loop = asyncio.get_running_loop()
         try:
-            self._server = await asyncio.start_server(self._accept, host, port, ssl=self._options.listen_tls)
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, where in dict.fromkeys((family, where) for family, _, _, _, where in found):
+                place = (where[0], port, *where[2:])
+                listening = socket.create_server(place, family=family, backlog=BACKLOG)
+                self._sockets.append(listening)
+                listening.setblocking(False)
+                port = listening.getsockname()[1]
         except OSError as error:
+            self._close_sockets()
             raise InvalidConfig(f"cannot listen on {address}: {error}") from error
-        self.address = format_address(host, self._server.sockets[0].getsockname()[1])
+        self.address = format_address(host, port)
+        for listening in self._sockets:
+            loop.add_reader(listening.fileno(), self._accept_waiting, listening)
 
     async def close(self) -> None:
         """See `Listener.close`."""
-        if self._server is not None:
-            self._server.close()
+        loop = asyncio.get_running_loop()
+        for listening in self._sockets:
+            loop.remove_reader(listening.fileno())
+        for pause in self._pauses.values():
+            pause.cancel()
+        self._close_sockets()
         await self._tasks.close()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= self._options.links_max:
-            self.refused += 1
-            writer.transport.abort()
-            return
-        self._tasks.spawn(self._serve(reader, writer), name="link")
+    def statistics(self) -> dict[str, int | float]:
+        """See `Listener.statistics`."""
+        return {**self._counts, "offences": self._offenders.offences}
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        label = _label_of(writer)
+    def _close_sockets(self) -> None:
+        for listening in self._sockets:
+            listening.close()
+        self._sockets.clear()
+
+    def _accept_waiting(self, listening: socket.socket) -> None:
+        """Take in all who wait, one backlog at once."""
+        for _ in range(BACKLOG):
+            try:
+                connection, where = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError:
+                # Out of descriptors or memory. The loop would call here again and again.
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listening.fileno())
+                resume = partial(loop.add_reader, listening.fileno(), self._accept_waiting, listening)
+                self._pauses[listening] = loop.call_later(ACCEPT_PAUSE_S, resume)
+                return
+            connection.setblocking(False)
+            self._accept(connection, str(where[0]), int(where[1]))
+
+    def _accept(self, connection: socket.socket, host: str, port: int) -> None:
+        if len(self._tasks) >= self._options.links_max:
+            self._counts["links_over_limit"] += 1
+        elif self._offenders.pause_left_s(whose(host)) > 0:
+            self._counts["links_in_pause"] += 1
+        else:
+            task = self._tasks.spawn(self._serve(connection, host, port), name="link")
+            # A task that is cancelled before its first step runs nothing, and somebody must close the socket.
+            task.add_done_callback(lambda _: connection.close())
+            return
+        connection.close()
+
+    async def _serve(self, connection: socket.socket, host: str, port: int) -> None:
+        writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(self._options.handshake_s):
+                reader, writer = await _streams(connection, self._options.listen_tls)
                 await _answer(reader, writer, self._options.secret)
-        except (TransferFailed, RemoteProtocolError, asyncio.IncompleteReadError, OSError, TimeoutError):
-            # A stranger: port scanners and wrong secrets are counted, and get no word beyond our greeting.
-            self.refused += 1
-            writer.transport.abort()
-            return
-        except asyncio.CancelledError:
-            writer.transport.abort()
+        except BaseException as error:
+            if writer is not None:
+                writer.transport.abort()
+            if isinstance(error, TransferFailed | RemoteProtocolError | asyncio.IncompleteReadError | OSError):
+                # A stranger: port scanners and wrong secrets are counted, and get no word beyond our greeting.
+                self._counts["links_refused"] += 1
+                if _is_failed_challenge(error):
+                    self._offenders.note(whose(host))
+                return
             raise
-        link = ControlLink(reader, writer, peer_label=label, options=self._options)
+        link = ControlLink(
+            reader,
+            writer,
+            peer_label=format_address(host, port),
+            options=self._options,
+            on_offence=partial(self._offenders.note, whose(host)),
+        )
         try:
             await self._on_link(link)
         finally:
@@ -180,7 +266,9 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
         if isinstance(error, TimeoutError):
             raise TransferFailed(f"{address} did not answer within {options.handshake_s} s") from error
         if isinstance(error, asyncio.IncompleteReadError):
-            raise TransferFailed(f"{address} closed during the challenge: the secrets may differ") from error
+            raise TransferFailed(
+                f"{address} closed during the challenge: the secrets may differ, or it refuses us for a while"
+            ) from error
         if isinstance(error, OSError):
             raise TransferFailed(f"cannot reach {address}: {error}") from error
         raise
@@ -252,9 +340,27 @@ def _send_at_once(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _label_of(writer: asyncio.StreamWriter) -> str:
-    peer = writer.get_extra_info("peername")
-    return format_address(str(peer[0]), int(peer[1])) if peer else "a peer that has gone"
+async def _streams(
+    connection: socket.socket, tls: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The accepting end of a connection, as `asyncio.open_connection` makes the dialling one."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=tls)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+def _is_failed_challenge(error: Exception) -> bool:
+    """Whether a stranger did wrong: who leaves without a word may only have looked whether the port is open."""
+    match error:
+        case asyncio.IncompleteReadError(partial=said):
+            return bool(said)
+        case OSError():
+            return isinstance(error, TimeoutError | ssl.SSLError)
+        case RemoteProtocolError():
+            return is_offence(error)
+    return True
 
 
 async def _wait_closed(writer: asyncio.StreamWriter) -> None:

@@ -104,6 +104,7 @@ class LoopbackLink:
 
     def __init__(self, owner: LoopbackTransport, peer_label: str) -> None:
         self.peer_label = peer_label
+        self.on_offence: Callable[[], None] | None = None
         self._owner = owner
         self._incoming: deque[bytes] = deque()
         self._incoming_bytes = 0
@@ -145,12 +146,19 @@ class LoopbackLink:
             wire.body_length(frame[: wire.LENGTH.size])
             message = wire.decode_body(frame[wire.LENGTH.size :])
         except RemoteProtocolError as error:
+            self.blame()
             await self.close(str(error))
             raise
         if isinstance(message, wire.Bye):
             self._close_with(f"{self.peer_label} closed the link: {message.cause}")
             raise LinkClosed(self._cause)
         return message
+
+    def blame(self) -> None:
+        """See `Link.blame`; whoever is in this process is refused by nobody, but counted."""
+        if self.on_offence is not None:
+            self.on_offence()
+            self.on_offence = None
 
     async def close(self, cause: str = "") -> None:
         """See `Link.close`."""
@@ -191,6 +199,7 @@ class LoopbackListener:
     def __init__(self, owner: LoopbackTransport, on_link: Callable[[Link], Awaitable[None]]) -> None:
         self.owner = owner
         self.address = ""
+        self.offences = 0
         self._on_link = on_link
         self._tasks = OwnedTasks(f"listener of {owner.instance}")
 
@@ -199,13 +208,21 @@ class LoopbackListener:
         theirs = LoopbackLink(dialler, self.address)
         ours = LoopbackLink(self.owner, dialler.instance)
         ours.pair_with(theirs)
+        ours.on_offence = self._note_offence
         self._tasks.spawn(self._serve(ours), name=f"link of {dialler.instance}")
         return theirs
+
+    def statistics(self) -> dict[str, int | float]:
+        """See `Listener.statistics`."""
+        return {"links_refused": 0, "links_over_limit": 0, "links_in_pause": 0, "offences": self.offences}
 
     async def close(self) -> None:
         """See `Listener.close`."""
         self.owner.network.shut(self.address)
         await self._tasks.close()
+
+    def _note_offence(self) -> None:
+        self.offences += 1
 
     async def _serve(self, link: LoopbackLink) -> None:
         try:

@@ -12,11 +12,16 @@ from typing import Protocol
 
 from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
 from tidekv.transports import base, hello, wire
+from tidekv.transports.offenders import is_offence
 from tidekv.transports.tasks import OwnedTasks
 
 
 class LinkOwner(Protocol):
     """Who hears of a link."""
+
+    def link_offended(self, link: PrefillLink) -> None:
+        """The peer broke the protocol on it; its end is told next."""
+        ...
 
     def link_opened(self, link: PrefillLink, theirs: wire.Hello) -> None:
         """The peer is who it should be: messages may be said."""
@@ -69,6 +74,7 @@ class PrefillLink:
         try:
             link, theirs = await self._greet(transport, ours)
         except TidekvError as error:
+            self._judge(error)
             self._owner.link_refused(self, str(error))
             return
         self._link, self.theirs = link, theirs
@@ -82,6 +88,7 @@ class PrefillLink:
                 self._owner.take(self, message)
         except (LinkClosed, RemoteProtocolError) as error:
             cause = str(error)
+            self._judge(error)
             self._lose(cause)
         finally:
             beat.cancel()
@@ -124,6 +131,10 @@ class PrefillLink:
             self._beats_missed += 1
             self.say(wire.Ping(sent_at=self._clock()))
             await asyncio.sleep(self._heartbeat_s)
+
+    def _judge(self, error: TidekvError) -> None:
+        if is_offence(error):
+            self._owner.link_offended(self)
 
     def _lose(self, cause: str) -> None:
         if not self._is_lost:

@@ -7,7 +7,7 @@ One link per prefill address, shared by all rooms there. What comes is judged an
     aborted         prefill is told; its Drained becomes RoomDrained, and the room is forgotten
     failed          by prefill (Failed) or for what prefill did wrong: RoomFailed, not settled, then RoomDrained;
                     prefill is told to stop without an abort of the core
-    never promised  the link could not be opened: RoomFailed, settled. Aborted while connecting: RoomDrained
+    never promised  no link was opened (nobody there, or kept away): RoomFailed, settled. Aborted meanwhile: RoomDrained
     link lost       WriterLost once for all rooms; RoomDrained for each when the same process is reached again, or
                     WriterDead when its death is proven
 
@@ -26,6 +26,7 @@ from tidekv.states.errors import InvalidConfig, LocalProtocolError, RemoteProtoc
 from tidekv.states.receiving import ReceiverRoom
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
 from tidekv.transports import base, hello, wire
+from tidekv.transports.offenders import Offenders
 from tidekv.transports.prefill_link import PrefillLink
 from tidekv.transports.tasks import OwnedTasks
 
@@ -92,6 +93,7 @@ class Receiver:
         self._lost: dict[str, dict[RoomKey, _Room]] = {}
         self._watched: set[str] = set()
         self._redialled: set[str] = set()
+        self._offenders = Offenders(clock=clock)
         self._tasks = OwnedTasks(f"receiver {transport.instance}")
         self._ours: wire.Hello | None = None
 
@@ -128,6 +130,11 @@ class Receiver:
         room_key = (request_id, generation)
         if room_key in self._rooms:
             raise LocalProtocolError(f"request {request_id!r} has promised generation {generation} already")
+        if address not in self._links and (pause_s := self._offenders.pause_left_s(address)) > 0:
+            self.counts["dials_in_pause"] += 1
+            cause = f"{address} broke the protocol too often, and is not dialled for another {pause_s:.1f} s"
+            self._tell_failed(room_key, cause, settled=True)
+            return
         name = self._transport.name
         key = wire.Room(
             instance=name,
@@ -193,6 +200,11 @@ class Receiver:
             "rooms_unsettled": ended + sum(len(rooms) for rooms in self._lost.values()),
             **self.counts,
         }
+
+    def link_offended(self, link: PrefillLink) -> None:
+        """See `LinkOwner`."""
+        self.counts["links_broken"] += 1
+        self._offenders.note(link.address)
 
     def link_opened(self, link: PrefillLink, theirs: wire.Hello) -> None:
         """See `LinkOwner`: settle what an earlier link to this process left, and say what waited."""
@@ -279,14 +291,9 @@ class Receiver:
             # A link that failed just now, or a promise that no frame can hold: it did not leave.
             self._fail(room, str(error), settled=True)
             return
+        at_s, (request_id, generation) = self._clock(), room.room_key
         self._deliver(
-            events.PromiseSent(
-                at_s=self._clock(),
-                request_id=room.key.request_id,
-                generation=room.key.generation,
-                writer=writer,
-                ranks=1,
-            )
+            events.PromiseSent(at_s=at_s, request_id=request_id, generation=generation, writer=writer, ranks=1)
         )
 
     async def _watch(self, writer: str, theirs: wire.Hello) -> None:

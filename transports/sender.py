@@ -24,6 +24,7 @@ from tidekv.states.errors import (
 )
 from tidekv.states.shapes import Identity, PoolMemory
 from tidekv.transports import base, hello, wire
+from tidekv.transports.offenders import is_offence
 from tidekv.transports.outgoing import Courier, DecodePeer, Room, RoomOutcome, RoomSettings
 from tidekv.transports.tasks import OwnedTasks
 
@@ -139,6 +140,7 @@ class Sender:
             "rooms_waited_for": self._waiting_count,
             "peers": len(self._peers),
             "messages_unsent": self._courier.messages_unsent,
+            **({} if self._listener is None else self._listener.statistics()),
             **self.counts,
         }
 
@@ -165,7 +167,9 @@ class Sender:
             hello.judge_hello(ours, theirs)
             memory = await self._transport.add_peer(theirs.instance, theirs.metadata, theirs.memory)
         except (TransferFailed, RemoteProtocolError) as error:
-            self.counts["links_refused"] += 1
+            self.counts["hellos_refused"] += 1
+            if is_offence(error):
+                link.blame()
             await link.close(str(error))
             return
         peer = DecodePeer(link, theirs, memory, lease_s=self._lease_s)
@@ -179,6 +183,8 @@ class Sender:
                 self._take(peer, message)
         except (LinkClosed, RemoteProtocolError) as error:
             cause = str(error)
+            if is_offence(error):
+                link.blame()
         finally:
             self.counts["links_lost"] += 1
             peer.is_lost = True

@@ -238,6 +238,9 @@ class World:
         self.closers.append(decode.close)
         return decode
 
+    def transport(self, name: str) -> LoopbackTransport:
+        return LoopbackTransport(name, self.network)
+
     async def prefill(self, address: str = "prefill:0", **settings: Any) -> Prefill:
         prefill = Prefill(self.network, **settings)
         await prefill.start(address)

@@ -90,7 +90,7 @@ async def test_a_wrong_secret_is_refused_before_anything_is_read(ends: Ends) -> 
     listener = await ends.listen(secret="right")
     with pytest.raises(TransferFailed, match="secrets may differ"):
         await ends.dial(listener.address, secret="wrong")
-    assert listener.refused == 1
+    assert listener.statistics()["links_refused"] == 1
     assert ends.links.empty()
     await ends.dial(listener.address, secret="right")
     await ends.links.get()
@@ -120,7 +120,7 @@ async def test_a_proof_played_back_is_refused(ends: Ends) -> None:
     writer.write(greeting + control._proof("", b"listen", greeting[-32:], greeting[-32:]))
     assert await reader.read() == b""
     writer.close()
-    assert listener.refused == 1
+    assert listener.statistics()["links_refused"] == 1
     assert ends.links.empty()
 
 
@@ -164,7 +164,7 @@ async def test_a_stranger_is_cut_off_and_others_are_served(ends: Ends, said: byt
     writer.close()
     await ends.dial(listener.address)
     await ends.links.get()
-    assert listener.refused == 1
+    assert listener.statistics()["links_refused"] == 1
 
 
 async def test_links_over_the_limit_are_refused(ends: Ends) -> None:
@@ -172,7 +172,7 @@ async def test_links_over_the_limit_are_refused(ends: Ends) -> None:
     await ends.dial(listener.address)
     with pytest.raises(TransferFailed):
         await ends.dial(listener.address)
-    assert listener.refused == 1
+    assert listener.statistics()["links_over_limit"] == 1
 
 
 async def test_nobody_there_is_a_failed_transfer(ends: Ends) -> None:

@@ -158,7 +158,7 @@ async def test_a_first_message_that_is_no_hello_is_refused(world, decode) -> Non
     link = await decode.dial(prefill.address, wire.Ping(sent_at=0.0))
     with pytest.raises(LinkClosed, match="instead of Hello"):
         await decode.hear(link)
-    assert prefill.sender.counts["links_refused"] == 1
+    assert prefill.sender.counts["hellos_refused"] == 1
 
 
 @pytest.mark.parametrize(
