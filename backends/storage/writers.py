@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import uuid
@@ -39,8 +40,9 @@ class WriterLock:
         )
 
     def close(self) -> None:
-        """Give the lock up."""
-        self.forget(self.name)
+        """Give the lock up. Where the disk is gone or read-only its file stays, and is a dead writer's to others."""
+        with contextlib.suppress(OSError):
+            self.forget(self.name)
         os.close(self._file)
 
     def _path(self, name: str) -> Path:
@@ -48,11 +50,14 @@ class WriterLock:
 
 
 def is_locked(path: Path) -> bool:
-    """True if somebody holds the lock of a file; a file that is not there is not locked."""
+    """True if somebody holds the lock of a file, or may hold it; a file that is not there is not locked."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        # Another user's, or on a disk that fails: who cannot be judged lives.
+        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

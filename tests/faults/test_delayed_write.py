@@ -1,0 +1,100 @@
+"""A remote write that is under way when its request ends, and lands later: the next owner's bytes stay intact.
+
+Deterministic, over loopback: a write is held before its bytes move and let go at the worst moment. The same without the
+quarantine shows that the check can fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tidekv import RequestFailed
+from tidekv.states.rooms import Room, Rooms
+
+LIMIT_S = 20.0
+FIRST = list(range(1000, 1040))  # Ten pages of four tokens.
+NEXT = list(range(2000, 2040))
+DEVICE_PAGES = 14  # Room for one of them, with the page that its growth reserves.
+
+
+class HeldWrites:
+    """Holds the writes that start while it is closed, until they are let go."""
+
+    def __init__(self, network: Any) -> None:
+        self.started = asyncio.Event()
+        self.let_go = asyncio.Event()
+        self.is_closed = True
+        network.before_write = self.before_write
+
+    async def before_write(self, writer: str, target: str, pages: int) -> None:
+        if self.is_closed:
+            self.started.set()
+            await self.let_go.wait()
+
+
+async def leave(pair: Any, waiting: asyncio.Task[Any], way: str) -> None:
+    """End the first request while its write is held."""
+    if way == "aborted":
+        await pair.engine.abort("first")
+    elif way == "cancelled":
+        waiting.cancel()
+    elif way == "link lost":
+        pair.network.cut(pair.engine._parts.transport.instance)
+    with pytest.raises((RequestFailed, asyncio.CancelledError)):
+        await waiting
+
+
+async def begin(pair: Any, **options: Any) -> tuple[HeldWrites, asyncio.Task[Any], set[int]]:
+    """The first request, with a write of it on its way; and the pages that it is about to hit."""
+    held = HeldWrites(pair.network)
+    waiting = asyncio.create_task(pair.engine.restore(pair.request("first", FIRST, **options)))
+    await held.started.wait()
+    held.is_closed = False
+    return held, waiting, set(pair.engine._core.request("first").own)
+
+
+@pytest.mark.parametrize("way", ["aborted", "cancelled", "deadline", "link lost"])
+async def test_a_late_write_hits_nobody_but_the_quarantine(make_pair: Any, way: str) -> None:
+    async with asyncio.timeout(LIMIT_S), make_pair(device_pages=DEVICE_PAGES, heartbeat_s=0.05) as pair:
+        held, waiting, targets = await begin(pair, deadline_s=0.05 if way == "deadline" else None)
+        await leave(pair, waiting, way)
+        waits_for_pages = asyncio.create_task(pair.restore("next", NEXT))
+        # Who fits beside the quarantine is served, from other pages.
+        small = await pair.restore("small", NEXT[:8])
+        assert not set(small.pages.tolist()) & targets
+        assert pair.core()["device_draining"] == 10
+        assert not waits_for_pages.done()
+        held.let_go.set()
+        await pair.engine.finish(small)
+        ready = await waits_for_pages
+        await pair.finish(ready, NEXT, [1])
+        await pair.assert_nothing_held()
+        again = await pair.restore("again", NEXT)
+        assert again.sources["l1"] == len(NEXT)
+        await pair.finish(again, NEXT, [1])
+
+
+async def test_without_the_quarantine_the_next_owner_is_overwritten(
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_room = Rooms.leave
+
+    def leave_and_free(self: Rooms, room: Room, **options: Any) -> None:
+        leave_room(self, room, **options)
+        if room.key in self._draining:
+            self._settle(room.key)
+
+    monkeypatch.setattr(Rooms, "leave", leave_and_free)
+    async with asyncio.timeout(LIMIT_S), make_pair(device_pages=DEVICE_PAGES) as pair:
+        held, waiting, targets = await begin(pair)
+        await leave(pair, waiting, "aborted")
+        ready = await pair.restore("next", NEXT)
+        assert set(ready.pages.tolist()) & targets
+        held.let_go.set()
+        # Drained comes after the last write; it is late by now, since nobody waits for it.
+        await pair.engine._calls.wait_until(lambda: pair.core().get("frames_late", 0) > 0)
+        assert pair.wrong_pages(ready, NEXT) != []
+        await pair.engine.finish(ready)
