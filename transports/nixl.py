@@ -44,7 +44,10 @@ class NixlTransport:
     """A `Transport` over one NIXL agent. Made at once; `start` makes the agent, in a thread.
 
     `backends` maps names of NIXL plugins to their options. `secret` and the TLS contexts are those of the control
-    links. After a restart the same `name` gives another `instance`, which NIXL needs: old names cannot be reused.
+    links: prefill listens under `listen_tls`, decode dials under `dial_tls`, and both must know `secret`. A listening
+    context that requires certificates takes no decode worker without one. The bulk data is not under TLS.
+
+    After a restart the same `name` gives another `instance`, which NIXL needs: old names cannot be reused.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ what was moved aside before. A name that is a directory gets a file of its own f
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from tidekv.states.errors import InvalidConfig
 PREVIOUS = ".previous"
 BUFFER_BYTES = 1 << 17
 """What is written between two flushes goes out in one call."""
+FILE_MODE = 0o600
+"""Nobody else reads a journal: it may hold prompts."""
 
 
 def segment_path(first: Path, number: int) -> Path:
@@ -58,6 +61,10 @@ def _move_aside(first: Path) -> None:
             segment_path(first, number).rename(segment_path(aside, number))
 
 
+def _open_own(path: Path) -> BinaryIO:
+    return open(path, "wb", buffering=BUFFER_BYTES, opener=lambda name, flags: os.open(name, flags, FILE_MODE))
+
+
 class SegmentFiles:
     """Appends lines to the newest segment, begins a new one in time, and forgets the oldest.
 
@@ -73,7 +80,7 @@ class SegmentFiles:
         self._segments_max = segments_max
         self._begin = begin
         try:
-            self._file: BinaryIO = first.open("wb", buffering=BUFFER_BYTES)
+            self._file: BinaryIO = _open_own(first)
             self._written = self._file.write(run_line)
             self._file.flush()
         except OSError as error:
@@ -84,7 +91,7 @@ class SegmentFiles:
         if not self._segment_bytes or self._written < self._segment_bytes:
             return
         # Opened first: where that fails, the old file goes on, and the chain is not broken by a line without a place.
-        fresh = segment_path(self._first, self.number + 1).open("wb", buffering=BUFFER_BYTES)
+        fresh = _open_own(segment_path(self._first, self.number + 1))
         self._file.close()
         self._file, self.number = fresh, self.number + 1
         self._written = self._file.write(self._begin(self.number))
