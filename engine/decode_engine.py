@@ -111,6 +111,7 @@ class DecodeEngine:
             namespace=join_namespaces(self.config.namespace, request.namespace),
             addresses=request.prefills,
             sends_prompt=request.prompt == "send",
+            cache=request.cache,
         )
         outcome = self._calls.begin(request, record, serial=self._serial)
         now_s = self._driver.clock()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.backends.keys import page_digests
+from tidekv.backends.keys import namespace_seed, page_digests
 from tidekv.states import commands, events
 from tidekv.states.errors import TidekvError
 
@@ -31,17 +31,32 @@ HASH_INLINE_BYTES = 64 * 1024
 class TokenRecord:
     """The tokens that a request's pages were computed from, and their storage keys as far as somebody asked."""
 
-    __slots__ = ("_digests", "_page_size", "address_list", "namespace", "packed", "sends_prompt")
+    __slots__ = ("_digests", "_page_size", "_seed", "address_list", "cache", "namespace", "packed", "sends_prompt")
 
     def __init__(
-        self, packed: bytes, *, page_size: int, namespace: str, addresses: tuple[str, ...], sends_prompt: bool
+        self,
+        packed: bytes,
+        *,
+        page_size: int,
+        namespace: str,
+        addresses: tuple[str, ...],
+        sends_prompt: bool,
+        cache: bool = True,
     ) -> None:
+        """Raises InvalidRequest for a namespace that is not valid text."""
         self.packed = packed
         self.namespace = namespace
+        self.cache = cache
+        self._seed = namespace_seed(namespace)
         self.address_list = addresses
         self.sends_prompt = sends_prompt
         self._page_size = page_size
         self._digests: list[bytes] = []
+
+    @property
+    def key_seed(self) -> bytes | None:
+        """What its storage keys begin with; None: nobody may keep these tokens."""
+        return self._seed if self.cache else None
 
     def grown(self, packed: bytes) -> None:
         """The request's tokens are these now; the first ones are what they were."""
@@ -53,8 +68,8 @@ class TokenRecord:
         width = 4 * self._page_size
         while (known := len(self._digests)) < end:
             fresh = self.packed[known * width : end * width]
-            prefix = self._digests[-1] if known else b""
-            hash_pages = partial(page_digests, fresh, self._page_size, namespace=self.namespace, prefix=prefix)
+            prefix = self._digests[-1] if known else self._seed
+            hash_pages = partial(page_digests, fresh, self._page_size, prefix=prefix)
             digests = hash_pages() if len(fresh) <= HASH_INLINE_BYTES else await asyncio.to_thread(hash_pages)
             # Another call may have hashed the same pages while this one was in its thread.
             if len(self._digests) == known:
@@ -265,6 +280,7 @@ class Effects:
             promised_tokens=command.promised_tokens,
             pages=command.pages,
             tokens=record.packed if sends_prompt else None,
+            key_seed=record.key_seed,
         )
 
     def _extend(self, command: commands.SendExtend) -> None:

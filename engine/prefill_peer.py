@@ -11,16 +11,21 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from tidekv.engine.poller import PollerThread
+from tidekv.engine.prompt_store import PromptStore, PromptStoreSettings
 from tidekv.states.shapes import Identity, PoolMemory
 from tidekv.transports.base import Poller, Transport
 from tidekv.transports.outgoing import Room, RoomOutcome, RoomSettings
 from tidekv.transports.sender import Sender
 from tidekv.transports.tasks import OwnedTasks
 
-__all__ = ["PrefillPeer", "Room", "RoomOutcome", "RoomSettings"]
+if TYPE_CHECKING:
+    from tidekv.backends.host import HostPool
+    from tidekv.backends.storage.base import Storage
+
+__all__ = ["PrefillPeer", "PromptStoreSettings", "Room", "RoomOutcome", "RoomSettings"]
 
 
 class Layout(Protocol):
@@ -57,6 +62,12 @@ class PrefillPeer:
     `on_room(room)` is run for each room as its promise comes, as a task of the peer; an exception of it fails that
     room, and decode is told. The pool stays the caller's. Leaving the block fails the rooms that are open, and waits
     for the writes in flight.
+
+    With `storage`, the full pages of each finished prompt are written through to it, under the keys that decode workers
+    of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come
+    with the promise (`DecodeRequest(prompt="send")`), or by `room.finish(tokens=…)`; a prompt without is not stored,
+    and counted. `room.received()` returns no sooner than the pages were copied to host memory: `host`, all of whose
+    pages are the peer's then, or a small pool of its own. The peer closes storage.
     """
 
     def __init__(
@@ -70,6 +81,9 @@ class PrefillPeer:
         lease_s: float = 10.0,
         poller: Poller | None = None,
         settings: RoomSettings | None = None,
+        storage: Storage | None = None,
+        host: HostPool | None = None,
+        store_settings: PromptStoreSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet. Raises InvalidConfig."""
@@ -81,18 +95,24 @@ class PrefillPeer:
         self._poller = poller
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}")
         self._stack = AsyncExitStack()
+        self._store: PromptStore | None = None
+        if storage is not None:
+            self._store = PromptStore(storage, device=device, host=host, model=model, settings=store_settings)
         self._sender = Sender(
             transport,
             memory=device.memory,
             identity=device.layout.identity(model),
             clock=clock,
             on_room=self._start_room,
+            on_finish=self._store_room,
             lease_s=lease_s,
             settings=settings,
         )
 
     async def __aenter__(self) -> Self:
-        """Start the transport and listen. Raises InvalidConfig; then nothing stays open."""
+        """Start the transport, open storage and listen. Raises InvalidConfig, StorageFailed; then nothing stays
+        open.
+        """
         async with AsyncExitStack() as stack:
             poller = self._poller
             if poller is None:
@@ -102,9 +122,18 @@ class PrefillPeer:
             # Closing a transport that failed to start is harmless, and gives back what it had opened by then.
             stack.push_async_callback(self._transport.close)
             await self._transport.start(poller=poller)
+            if self._store is not None:
+                # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
+                storage_poller = PollerThread(name="tidekv-storage-poller")
+                storage_poller.start()
+                stack.push_async_callback(storage_poller.close)
+                stack.push_async_callback(self._store.close)
+                await self._store.start(storage_poller)
             stack.push_async_callback(self._sender.close)
             await self._sender.start(self._listen)
             stack.push_async_callback(self._tasks.close)
+            if self._store is not None:
+                stack.push_async_callback(self._store.settle)
             self._stack = stack.pop_all()
         return self
 
@@ -128,8 +157,17 @@ class PrefillPeer:
         return await self._sender.room(request_id)
 
     def statistics(self) -> dict[str, int | float]:
-        """bytes_sent, pages_sent, rooms by state, and counts of what was odd."""
-        return self._sender.statistics()
+        """bytes_sent, pages_sent, rooms by state, store_… where there is storage, and counts of what was odd."""
+        return {**self._sender.statistics(), **({} if self._store is None else self._store.statistics())}
+
+    async def wait_stored(self) -> None:
+        """Wait until all prompts finished so far are in storage, or were given up. At once without storage."""
+        if self._store is not None:
+            await self._store.wait_stored()
+
+    def _store_room(self, room: Room) -> None:
+        if self._store is not None:
+            self._store.keep(room)
 
     def _start_room(self, room: Room) -> None:
         if self._on_room is not None:

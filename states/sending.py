@@ -117,6 +117,11 @@ class SenderRoom:
         """Pages of the prompt that are remembered, from the first on."""
         return len(self._ours)
 
+    @property
+    def computed(self) -> PageIds:
+        """The pages that are remembered, from the prompt's first on; the list is the caller's."""
+        return self._ours[:]
+
     def remember(self, pages: PageIds, *, start_token: int, end_token: int | None = None) -> None:
         """Prefill has computed the tokens from `start_token` to `end_token` (the end of `pages` by default).
 

@@ -68,6 +68,29 @@ class Pair:
             self.kv.fill(ready.pages[first : len(digests)].tolist(), digests[first:])
         await self.engine.finish(ready, output)
 
+    @asynccontextmanager
+    async def another_decode(
+        self,
+        name: str = "decode-1",
+        *,
+        storage: Storage | None = None,
+        device_pages: int = 64,
+        host_pages: int = 128,
+        **config: object,
+    ):  # type: ignore[no-untyped-def]  # As make_pair's.
+        """One more decode worker, with pools of its own, of the same prefill worker."""
+        device = DevicePool.allocate(LAYOUT, device_pages)
+        host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
+        config.setdefault("prefetch_threshold_tokens", 0)
+        async with DecodeEngine(
+            EngineConfig(**config),
+            device=device,
+            host=host,
+            storage=storage,
+            transport=LoopbackTransport(name, self.network),
+        ) as engine:
+            yield Pair(engine, self.peer, self.prefill, device, host, self.network)
+
     def core(self) -> dict[str, int]:
         statistics = self.engine.statistics()["core"]
         assert isinstance(statistics, dict)
@@ -94,13 +117,16 @@ def make_pair() -> Iterator[MakePair]:
         host_pages: int = 128,
         prefill_pages: int = 256,
         storage: Storage | None = None,
+        prefill_storage: Storage | None = None,
+        prefill_host: HostPool | None = None,
+        prefill_namespace: str = "",
         **config: object,
     ):  # type: ignore[no-untyped-def]  # The fixture's type says it.
         network = LoopbackNetwork()
         device = DevicePool.allocate(LAYOUT, device_pages)
         host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
         prefill_pool = DevicePool.allocate(LAYOUT, prefill_pages)
-        prefill = SyntheticPrefill(prefill_pool, chunk_pages=3)
+        prefill = SyntheticPrefill(prefill_pool, chunk_pages=3, namespace=prefill_namespace)
         config.setdefault("prefetch_threshold_tokens", 0)
         async with (
             PrefillPeer(
@@ -108,6 +134,8 @@ def make_pair() -> Iterator[MakePair]:
                 transport=LoopbackTransport("prefill-0", network),
                 listen="prefill",
                 on_room=prefill.serve,
+                storage=prefill_storage,
+                host=prefill_host,
             ) as peer,
             DecodeEngine(
                 EngineConfig(**config),

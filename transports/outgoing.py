@@ -53,6 +53,7 @@ class Courier:
         clock: Callable[[], float],
         settings: RoomSettings,
         tasks: OwnedTasks,
+        on_finish: Callable[[Room], None],
     ) -> None:
         self.transport = transport
         self.memory = memory
@@ -61,6 +62,7 @@ class Courier:
         self.clock = clock
         self.settings = settings
         self.tasks = tasks
+        self.on_finish = on_finish
         self.bytes_sent = 0
         self.pages_sent = 0
         self.messages_unsent = 0
@@ -100,6 +102,7 @@ class Room:
         self.prompt_tokens = promise.prompt_tokens
         self.decode_prefix_len = promise.decode_prefix_len
         self.tokens = promise.tokens
+        self.key_seed = promise.key_seed
         self.peer = peer
         self.outcome: RoomOutcome | None = None
         self.aborted = asyncio.Event()
@@ -108,6 +111,7 @@ class Room:
         self._handed_over = asyncio.Event()
         self._settled = asyncio.Event()
         self._drained_link: base.Link | None = None
+        self._readers = 0
         self._state = SenderRoom(
             prompt_tokens=promise.prompt_tokens,
             decode_prefix_len=promise.decode_prefix_len,
@@ -125,6 +129,11 @@ class Room:
     def is_finished(self) -> bool:
         """True after `finish`."""
         return self._state.finished
+
+    @property
+    def pages(self) -> PageIds:
+        """The pages that were sent so far, from the prompt's first on."""
+        return self._state.computed
 
     @property
     def writes_in_flight(self) -> int:
@@ -150,14 +159,23 @@ class Room:
         await self._hand_over()
 
     async def finish(
-        self, *, first_token: int, aux: Mapping[str, Any] | None = None, cached: Mapping[str, int] | None = None
+        self,
+        *,
+        first_token: int,
+        aux: Mapping[str, Any] | None = None,
+        cached: Mapping[str, int] | None = None,
+        tokens: bytes | None = None,
     ) -> None:
         """All was sent: tell decode the first token, and `aux`: values that msgpack knows. `cached` says how many
         tokens prefill itself had, by source. Call it always, even if nothing had to be sent.
 
+        `tokens` is the prompt as packed little-endian u32, for a peer with storage whose promises bring no tokens:
+        without them nobody can name the pages there.
+
         Raises InvalidRequest where pages are missing or a value cannot be sent, and then nothing is changed. Does
         nothing when the room has ended.
         """
+        self._check_tokens(tokens)
         told = wire.Aux(
             room=self.key,
             rank=self._courier.rank,
@@ -171,7 +189,9 @@ class Room:
             raise InvalidRequest(f"the first token or aux cannot be sent: {error}") from error
         if self._state.stopped is None:
             self._state.finish()
+            self.tokens = tokens or self.tokens
             self._say(told)
+            self._courier.on_finish(self)
             await self._hand_over()
 
     async def received(self) -> RoomOutcome:
@@ -181,6 +201,16 @@ class Room:
         await self._settled.wait()
         assert self.outcome is not None
         return self.outcome
+
+    def borrow(self) -> None:
+        """Somebody else reads the pages: `received` waits for them as well, until `give_back`."""
+        self._readers += 1
+
+    def give_back(self) -> None:
+        """Whoever borrowed the pages reads them no more."""
+        assert self._readers > 0, "pages are given back once"
+        self._readers -= 1
+        self._settle()
 
     def fail(self, cause: str) -> None:
         """Give the room up, and tell decode why. Harmless when it has ended."""
@@ -216,6 +246,16 @@ class Room:
         """The lease is over. Decode is told as well: it may live, and it is us who stood still."""
         cause = f"{self.peer.hello.instance} was not heard of for {self.peer.lease_s} s"
         self._give_up(RoomOutcome.LEASE_ENDED, cause)
+
+    def _check_tokens(self, tokens: bytes | None) -> None:
+        if tokens is None:
+            return
+        if len(tokens) != 4 * self.prompt_tokens:
+            raise InvalidRequest(
+                f"tokens are {len(tokens)} bytes; the prompt of {self.prompt_tokens} tokens has 4 each"
+            )
+        if self.tokens not in (None, tokens):
+            raise InvalidRequest(f"tokens of request {self.request_id!r} are not those that its promise brought")
 
     def _give_up(self, outcome: RoomOutcome, cause: str) -> None:
         if self.outcome is None:
@@ -296,7 +336,7 @@ class Room:
         link, self._drained_link = self._drained_link, None
         if link is not None:
             self._say(wire.Drained(room=self.key, rank=self._courier.rank), link)
-        if self.outcome is not None and not self._settled.is_set():
+        if self.outcome is not None and not self._readers and not self._settled.is_set():
             self.peer.rooms -= 1
             self._settled.set()
             self._on_end(self)

@@ -122,9 +122,11 @@ class Receiver:
         promised_tokens: int,
         pages: PageIds,
         tokens: bytes | None = None,
+        key_seed: bytes | None = None,
     ) -> None:
         """Tell the prefill at `address` what not to send and where the rest goes → PromiseSent or RoomFailed.
 
+        `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere.
         Raises LocalProtocolError for a room that is open already.
         """
         room_key = (request_id, generation)
@@ -151,6 +153,7 @@ class Receiver:
                 decode_prefix_len=promised_tokens,
                 pages=wire.pack_pages(pages),
                 tokens=tokens,
+                key_seed=key_seed,
             )
         )
         self._rooms[room_key] = room

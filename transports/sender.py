@@ -40,6 +40,7 @@ class Sender:
         identity: Identity,
         clock: Callable[[], float],
         on_room: Callable[[Room], None] = lambda room: None,
+        on_finish: Callable[[Room], None] = lambda room: None,
         lease_s: float = 10.0,
         rank: int = 0,
         ranks: int = 1,
@@ -67,6 +68,7 @@ class Sender:
             clock=clock,
             settings=settings or RoomSettings(),
             tasks=self._tasks,
+            on_finish=on_finish,
         )
         self._rooms: dict[wire.Room, Room] = {}
         self._newest: dict[str, Room] = {}

@@ -90,6 +90,8 @@ class Promise(Message, frozen=True, tag="promise"):
     """Decode has `decode_prefix_len` tokens; the rest of the prompt goes to `pages`: this is span 0.
 
     `tokens` is None where prefill has them from elsewhere; empty bytes are a different thing, and wrong here.
+    `key_seed` is what the storage keys of the prompt's pages begin with: empty, or 32 bytes of its namespace; None: the
+    prompt must be kept nowhere.
     """
 
     room: Room
@@ -98,11 +100,14 @@ class Promise(Message, frozen=True, tag="promise"):
     pages: PackedPages
     tokens: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)] | None = None
     sidecars: tuple[Sidecar, ...] | None = None
+    key_seed: Annotated[bytes, msgspec.Meta(max_length=32)] | None = None
 
     def __post_init__(self) -> None:
         _check_packed(self.pages)
         if self.tokens is not None and len(self.tokens) != 4 * self.prompt_tokens:
             raise ValueError(f"tokens are {len(self.tokens)} bytes, {self.prompt_tokens} tokens have 4 bytes each")
+        if self.key_seed is not None and len(self.key_seed) not in (0, 32):
+            raise ValueError(f"key_seed has {len(self.key_seed)} bytes, not 0 or 32")
 
 
 class Extend(Message, frozen=True, tag="extend"):

@@ -19,7 +19,7 @@ ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=3)
 GOLDEN = {
     "promise": (
         wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"\x07\0\0\0", tokens=None),
-        "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 c0",
+        "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 c0 c0",
     ),
     "extend": (
         wire.Extend(room=ROOM, span=1, first=2, pages=b""),

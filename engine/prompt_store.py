@@ -1,0 +1,239 @@
+"""What a prefill worker leaves in storage: the full pages of each prompt that it finished, under decode's own keys.
+
+A finished room lends its pages until they are copied to host memory, and no longer than `hold_s`: prefill gets them
+back soon however slow storage is. From there they are put, as far as storage does not have them yet. A cache tier never
+fails a request: what cannot be stored is dropped and counted. Room and put run beside each other:
+
+    room.finish ──▶ ask what is there ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
+                                                   └──▶ put the batch ──▶ host pages free again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidekv.backends.copies import PageCopier
+from tidekv.backends.device import DevicePool
+from tidekv.backends.host import HostPool
+from tidekv.backends.keys import page_digests, storage_namespace
+from tidekv.states.accounts import PageAccount
+from tidekv.states.errors import InvalidConfig, TidekvError
+from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from tidekv.backends.base import Poller
+    from tidekv.backends.storage.base import Storage
+    from tidekv.states.shapes import PageIds
+    from tidekv.transports.outgoing import Room
+
+LOG = logging.getLogger("tidekv.engine")
+BOUNCE_PAGES = 256
+"""Host pages of a peer that was given no host pool, at most."""
+
+
+class PromptStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of what a prefill worker writes to storage. Durations are seconds."""
+
+    batch_pages: int = 32
+    """Pages of one put."""
+    rooms_max: int = 64
+    """Prompts on their way at once; one more is not stored."""
+    hold_s: float = 1.0
+    """A room's pages are lent for so long at most; what is not in host memory by then is not stored."""
+    put_timeout_s: float = 30.0
+    close_wait_s: float = 2.0
+    """Closing waits for what is on its way for so long, and then for what cannot be stopped."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_pages", "rooms_max", "hold_s", "put_timeout_s", "close_wait_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name} must be more than 0, not {getattr(self, name)!r}")
+
+
+class PromptStore:
+    """Writes finished prompts through to one storage engine, by way of host pages of its own."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        device: object,
+        host: HostPool | None,
+        model: str,
+        settings: PromptStoreSettings | None = None,
+    ) -> None:
+        """Nothing is opened yet. Every page of `host` is the store's. Raises InvalidConfig."""
+        if not isinstance(device, DevicePool):
+            raise InvalidConfig(f"storage needs a DevicePool, whose pages it can copy, not {type(device).__name__}")
+        if host is not None and host.layout != device.layout:
+            raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
+        self.settings = settings or PromptStoreSettings()
+        self.counts: Counter[str] = Counter()
+        self._storage = storage
+        self._device = device
+        self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
+        self._identity = device.layout.identity(model)
+        self._bounce = PageAccount("bounce", self._host.num_pages)
+        self._changed = asyncio.Event()
+        self._tasks = OwnedTasks("prompt store")
+        self._copier: PageCopier | None = None
+        self._rooms = 0
+        self._closing = False
+
+    async def start(self, poller: Poller) -> None:
+        """Make storage ready. Raises InvalidConfig, StorageFailed; `close` then gives back what was opened by then."""
+        self._copier = PageCopier(self._device, self._host, poller)
+        self._copier.start()
+        await self._storage.register(
+            self._host.memory, self._host.page, namespace=storage_namespace(self._identity), poller=poller
+        )
+
+    async def wait_stored(self) -> None:
+        """Wait until every prompt finished so far is in storage, or was given up."""
+        while self._rooms or self._bounce.free < self._bounce.total:
+            await self._next_change()
+
+    async def settle(self) -> None:
+        """Take no more prompts, wait a while for those on their way, and give every page back."""
+        self._closing = True
+        try:
+            async with asyncio.timeout(self.settings.close_wait_s):
+                await self.wait_stored()
+        except TimeoutError:
+            self.counts["store_closed_early"] += 1
+        await self._tasks.close()
+
+    async def close(self) -> None:
+        """Close storage, which is the store's, and the copies to its host pages."""
+        try:
+            await self._storage.close()
+        finally:
+            if self._copier is not None:
+                await self._copier.close()
+
+    def statistics(self) -> dict[str, int]:
+        """Counts of pages and prompts, all named store_…."""
+        return {"store_rooms": self._rooms, "store_bounce_free": self._bounce.free, **self.counts}
+
+    def keep(self, room: Room) -> None:
+        """Store a finished prompt, beside everything else; raises nothing."""
+        count = min(len(room.pages), room.prompt_tokens // self._identity.page_size)
+        if self._closing or not count or room.key_seed is None:
+            return
+        if room.tokens is None:
+            self.counts["store_rooms_without_tokens"] += 1
+        elif self._rooms >= self.settings.rooms_max:
+            self.counts["store_rooms_declined"] += 1
+        else:
+            self._rooms += 1
+            room.borrow()
+            task = self._tasks.spawn(self._keep(room, room.pages[:count]), name=f"store {room.request_id}")
+            # In a callback: a task that is cancelled before its first step runs nothing.
+            task.add_done_callback(partial(self._give_room_back, room))
+
+    async def _keep(self, room: Room, pages: PageIds) -> None:
+        assert room.tokens is not None
+        assert room.key_seed is not None
+        until_s = asyncio.get_running_loop().time() + self.settings.hold_s
+        keys = await asyncio.to_thread(page_digests, room.tokens, self._identity.page_size, prefix=room.key_seed)
+        asking = self._tasks.spawn(self._count_present(keys), name=f"ask for {room.request_id}")
+        await asyncio.wait([asking], timeout=self.settings.hold_s)
+        if not asking.done():
+            self.counts["store_pages_late"] += len(pages)
+            return
+        first = asking.result()
+        while first < len(pages):
+            batch = pages[first : first + min(self.settings.batch_pages, self._bounce.total)]
+            host_pages = await self._take(len(batch), until_s)
+            if host_pages is None:
+                self.counts["store_pages_late"] += len(pages) - first
+                return
+            put = await self._copy_and_put(keys[first : first + len(batch)], batch, host_pages)
+            if put is None:
+                return
+            first += len(batch)
+
+    async def _count_present(self, keys: list[bytes]) -> int:
+        """Ask how many of the pages, from the first on, are there. With no answer nothing is worth a try: all."""
+        try:
+            flags = await self._storage.exists(keys, timeout_s=self.settings.hold_s)
+        except Exception as error:
+            self._note_failure(len(keys), error)
+            return len(keys)
+        present = next((at for at, flag in enumerate(flags) if not flag), len(flags))
+        self.counts["store_pages_present"] += present
+        return present
+
+    async def _take(self, count: int, until_s: float) -> PageIds | None:
+        """Host pages for one batch; None where there are not enough in time."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                while self._bounce.free < count:
+                    await self._next_change()
+        except TimeoutError:
+            return None
+        return self._bounce.take(count)
+
+    async def _copy_and_put(self, keys: list[bytes], pages: PageIds, host_pages: PageIds) -> asyncio.Task[None] | None:
+        """Copy a batch to host pages, whose put then goes on by itself. They are free again whatever happens."""
+        assert self._copier is not None
+        try:
+            await _settled(self._copier.to_host(pages, host_pages))
+        except Exception as error:
+            self._note_failure(len(pages), error)
+            self._free(host_pages)
+            return None
+        except BaseException:
+            self._free(host_pages)
+            raise
+        put = self._tasks.spawn(self._put(keys, host_pages), name="put")
+        put.add_done_callback(partial(self._free, host_pages))
+        return put
+
+    async def _put(self, keys: list[bytes], host_pages: PageIds) -> None:
+        try:
+            stored = sum(await self._storage.put_from(keys, host_pages, timeout_s=self.settings.put_timeout_s))
+        except Exception as error:
+            self._note_failure(len(keys), error)
+            return
+        self.counts["store_pages_put"] += stored
+        self.counts["store_pages_failed"] += len(keys) - stored
+
+    def _note_failure(self, count: int, error: Exception) -> None:
+        self.counts["store_pages_failed"] += count
+        if not isinstance(error, TidekvError):
+            # An engine's own failures are counted; anything else is a bug, whose traceback must not be lost.
+            LOG.error("writing a prompt through to storage raised", exc_info=error)
+
+    def _give_room_back(self, room: Room, _: asyncio.Task[None]) -> None:
+        self._rooms -= 1
+        room.give_back()
+        self._changed.set()
+
+    def _free(self, host_pages: PageIds, _: asyncio.Task[None] | None = None) -> None:
+        self._bounce.give_back(host_pages)
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+async def _settled(copy: asyncio.Future[None]) -> None:
+    """Wait for a copy to its end, which nothing can stop; a cancellation is raised only then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not copy.done():
+        try:
+            await asyncio.wait([copy])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        copy.exception()
+        raise cancelled
+    copy.result()
