@@ -161,7 +161,10 @@ def _check_request(core: Core, request: Request) -> None:
     holds = request.lock is not None
     _require(holds == (request.state is not State.PREALLOC), f"{request} has no lock, or one before its grant")
     _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")
-    _require(request.is_planned == (request.state in PLANNED), f"{request} has no room, or one too early")
+    if request.state is State.READY:
+        _require(request.room is None and not request.loads, f"{request} still waits for something")
+    else:
+        _require(request.is_planned == (request.state in PLANNED), f"{request} has no room, or one too early")
     if request.state is State.PREALLOC:
         _require(not request.own and not request.reserve and not request.loads, f"{request} waits and holds pages")
     if request.lock is None or request.state is State.READY:

@@ -52,6 +52,7 @@ class Backups:
         self._books = books
         self._live: dict[Backup, None] = {}
         self._retracted: dict[str, Receipt | None] = {}
+        self._retracting: dict[str, Backup] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -73,6 +74,8 @@ class Backups:
         """Back up the path that ends at `leaf`. With `retracts`, hold it in host memory and tell the caller."""
         backup = Backup(request, leaf, retracts=retracts)
         self._live[backup] = None
+        if retracts:
+            self._retracting[request.request_id] = backup
         try:
             self._begin(backup, leaf)
         except BrokenInvariant:
@@ -125,7 +128,10 @@ class Backups:
         self._end(backup)
 
     def release_retracted(self, request_id: str) -> None:
-        """Let go of what a retracted request holds in host memory, if it holds anything."""
+        """Let go of what a retracted request holds in host memory, or is about to hold."""
+        backup = self._retracting.pop(request_id, None)
+        if backup is not None:
+            backup.retracts = False
         receipt = self._retracted.get(request_id)
         if receipt is not None and not receipt.released:
             self._books.index.unpin(receipt)
@@ -189,10 +195,15 @@ class Backups:
         self._books.pages_freed = True
 
     def _tell_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
-        self.release_retracted(backup.request_id)
-        self._retracted[backup.request_id] = None if host_leaf is None else self._books.index.pin(host_leaf)
         held = 0 if host_leaf is None else host_leaf.depth_pages
-        self._books.say(TellRetracted(request_id=backup.request_id, held_pages=held))
+        with ExitStack() as undo:
+            pin = None if host_leaf is None else self._books.index.pin(host_leaf)
+            if pin is not None:
+                undo.callback(self._books.index.unpin, pin)
+            self._books.say(TellRetracted(request_id=backup.request_id, held_pages=held))
+            undo.pop_all()
+        self._retracted[backup.request_id] = pin
+        del self._retracting[backup.request_id]
         backup.retracts = False
 
     def _unlock(self, backup: Backup) -> None:

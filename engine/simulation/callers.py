@@ -32,8 +32,9 @@ class Caller:
         self.prefills: list[int] = []
         self.deadline_at_s = float("inf")
         self.has_aborted = False
+        self.can_recompute = False
+        self.recompute_failed = False
         self.losses = 0
-        self.raises = 0
         self.ends: list[str] = []
         self.is_ready = False
         self.pages: PageIds = page_ids()
@@ -72,6 +73,7 @@ class Client:
         caller = Caller(world, self, request_id, tokens, namespace)
         if world.faults.hits("deadline"):
             caller.deadline_at_s = world.now_s + random.choice((0.0, 0.01, 0.05, 0.2))
+        caller.can_recompute = random.random() < 0.3
         caller.prefills = random.sample(range(len(world.peers)), k=random.randint(1, len(world.peers)))
         world.arrive(caller, cache=not world.faults.hits("no_cache"), priority=random.choice((0, 0, 0, 1, 5)))
         if world.faults.hits("abort_at_once"):
@@ -87,10 +89,32 @@ class Client:
             return
         was_ready, caller.has_aborted = caller.is_ready, True
         world.step(events.AbortRequested(at_s=world.now_s, request_id=caller.request_id))
-        if was_ready:
+        if was_ready and world.is_live(caller):
             self._end(caller)
 
     # --- What the core tells ---
+
+    def recompute(self, caller: Caller, command: commands.Recompute) -> None:
+        """No prefill is left: compute what the device does not have, from what it has."""
+        world = self._world
+        world.outcomes.begin(command.op)
+        if world.faults.hits("recompute_raises"):
+            caller.recompute_failed = True
+            world.outcomes.raised(command.op)
+            return
+        who, tags = f"recompute {command.op}", caller.tags + caller.tail
+        world.device.expect(command.pages[: command.first], tags[: command.first], who)
+        rest = command.pages[command.first :]
+        world.device.begin_write(rest, who)
+        slow = 0.5 if world.faults.hits("recompute_is_slow") else 0.0
+
+        def end() -> None:
+            error = "injected" if world.faults.hits("recompute_fails") else ""
+            caller.recompute_failed |= bool(error)
+            world.device.end_write(rest, who, None if error else tags[command.first :])
+            world.outcomes.tell(lambda at_s: events.Recomputed(at_s=at_s, op=command.op, error=error), command.op)
+
+        world.schedule.after(world.delay() + slow, end)
 
     def ready(self, caller: Caller) -> None:
         """The request is ready."""

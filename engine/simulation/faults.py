@@ -74,6 +74,9 @@ FAULTS: dict[str, str] = {
     "retracted_is_dropped": "a retracted request is not resumed",
     "output_is_dropped": "a caller keeps nothing of what was generated",
     "no_cache": "a request must leave nothing in the cache",
+    "recompute_fails": "a caller that was asked to compute what no prefill can send cannot do it either",
+    "recompute_raises": "asking a caller to compute raises",
+    "recompute_is_slow": "a caller takes long to compute, and goes on when nobody waits any more",
     "id_returns": "an id is used again while the room of its former request is draining",
     "clock_is_late": "the core is told the time later than it asked for",
     # Ourselves.

@@ -79,6 +79,7 @@ class World:
             commands.SendExtend: self.rooms_out.extend,
             commands.SendAbort: self.rooms_out.abort,
             commands.SendReceived: self.rooms_out.received,
+            commands.Recompute: self._recompute,
             commands.TellReady: self._ready,
             commands.TellFailed: self._failed,
             commands.GiveReserve: self._give_reserve,
@@ -169,6 +170,7 @@ class World:
                 deadline_at_s=caller.deadline_at_s,
                 priority=priority,
                 cache=cache,
+                can_recompute=caller.can_recompute,
                 generation=self._generations.get(caller.request_id, -1) + 1,
             )
         )
@@ -229,6 +231,10 @@ class World:
             audit(self)
         self._arm_clock()
 
+    def tell_now(self, event: events.Event) -> None:
+        """Step an event that was made before its time."""
+        self.step(msgspec.structs.replace(event, at_s=self.now_s))
+
     def _arm_clock(self) -> None:
         due_s = self.core.next_deadline_s()
         if due_s is not None and due_s < self._clock_at_s:
@@ -265,6 +271,10 @@ class World:
             raise Violation(f"{command} does not cover the prompt once")
         self.rooms_out.promise(command, self.peers[caller.prefills[command.prefill]], tags)
 
+    def _recompute(self, command: commands.Recompute) -> None:
+        caller = self._callers[command.request_id]
+        caller.client.recompute(caller, command)
+
     def _ready(self, command: commands.TellReady) -> None:
         caller = self._callers[command.request_id]
         caller.ends.append("READY")
@@ -290,6 +300,7 @@ class World:
             "aborted": caller.has_aborted,
             "deadline": caller.deadline_at_s <= self.now_s,
             "internal error": self.raising.has_raised,
+            "recompute failed": caller.recompute_failed,
             **dict.fromkeys(PREFILL_CAUSES, caller.losses >= len(caller.prefills) * self.settings.attempts_per_prefill),
         }
         if not allowed.get(command.cause, False):

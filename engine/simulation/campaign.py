@@ -1,0 +1,78 @@
+"""Many seeds at once, over several processes: the campaign that `tidekv simulate` runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from tidekv.engine.simulation.faults import FAULTS, Chosen
+from tidekv.engine.simulation.simulate import Report, SimulationFailed, simulate
+
+
+@dataclass(slots=True)
+class Campaign:
+    """What all seeds together found."""
+
+    seeds: int = 0
+    requests: int = 0
+    events: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAULTS, 0)))
+    counters: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    """One text for each seed that saw what must never happen."""
+
+
+def run_campaign(
+    *,
+    first_seed: int,
+    seeds: int,
+    requests: int,
+    faults: Chosen = "all",
+    jobs: int = 1,
+    progress: Callable[[], None] | None = None,
+) -> Campaign:
+    """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A seed that fails stops no other."""
+    campaign = Campaign()
+    began_s = time.perf_counter()
+    for outcome, cpu_s in _outcomes(range(first_seed, first_seed + seeds), requests, faults, jobs):
+        campaign.seeds += 1
+        campaign.cpu_s += cpu_s
+        if isinstance(outcome, str):
+            campaign.failures.append(outcome)
+        else:
+            campaign.requests += outcome.requests
+            campaign.events += outcome.events
+            campaign.ends.update(outcome.ends)
+            campaign.faults.update(outcome.faults)
+            campaign.counters.update(outcome.counters)
+        if progress is not None:
+            progress()
+    campaign.wall_s = time.perf_counter() - began_s
+    return campaign
+
+
+def _outcomes(seeds: range, requests: int, faults: Chosen, jobs: int) -> Iterator[tuple[Report | str, float]]:
+    one = partial(_run_seed, requests=requests, faults=faults)
+    if jobs == 1:
+        yield from map(one, seeds)
+        return
+    # Spawned, not forked: a forked child would share what the parent's threads hold.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(one, seeds, chunksize=4)
+
+
+def _run_seed(seed: int, *, requests: int, faults: Chosen) -> tuple[Report | str, float]:
+    began_s = time.process_time()
+    try:
+        outcome: Report | str = simulate(seed, requests, faults)
+    except SimulationFailed as failure:
+        outcome = str(failure)
+    return outcome, time.process_time() - began_s
