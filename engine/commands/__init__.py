@@ -1,5 +1,5 @@
 """The commands of the command line: each module has a `register(app)` that adds its command."""
 
-from tidekv.engine.commands import bench, replay, run, sides
+from tidekv.engine.commands import bench, explain, replay, run, sides
 
-COMMANDS = (run.register, sides.register, bench.register, replay.register)
+COMMANDS = (run.register, sides.register, bench.register, replay.register, explain.register)

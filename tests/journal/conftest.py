@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any, TypeVar
 
 import pytest
 
@@ -12,7 +13,7 @@ from tidekv.engine.journal import Recorder
 from tidekv.engine.simulation.faults import FAULTS, Chosen
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
-from tidekv.states import events
+from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
@@ -65,7 +66,9 @@ Simulate = Callable[..., Tape]
 def simulate(tmp_path: Path) -> Simulate:
     """Run one seed of the simulation, and tape it; the tape is ended."""
 
-    def run(seed: int = 1, requests: int = 40, faults: Chosen = FAULTS_IN_EVENTS, settings: CoreSettings | None = None) -> Tape:
+    def run(
+        seed: int = 1, requests: int = 40, faults: Chosen = FAULTS_IN_EVENTS, settings: CoreSettings | None = None
+    ) -> Tape:
         drawn = settings or draw_settings(Random(f"settings {seed}"))
         world = World(seed=seed, requests=requests, faults=faults, settings=drawn)
         tape = Tape(world.core, tmp_path / f"{seed}.journal")
@@ -76,3 +79,121 @@ def simulate(tmp_path: Path) -> Simulate:
         return tape
 
     return run
+
+
+Given = TypeVar("Given", bound=Command)
+PLAY_SETTINGS = CoreSettings(
+    page_size=2,
+    key_bytes=2,
+    device_pages=18,
+    host_pages=6,
+    prefetch_threshold_tokens=0,
+    fetch_run_pages=32,
+    query_deadline_s=0.05,
+    prefetch_base_s=0.1,
+    copy_deadline_s=0.2,
+)
+
+
+class Play:
+    """Plays a core by hand, event by event, a millisecond apart, onto a tape. Tokens are bytes, two a page."""
+
+    def __init__(self, path: Path) -> None:
+        self.core = Core(PLAY_SETTINGS)
+        self.tape = Tape(self.core, path)
+        self.at_s = 1.0
+        self.given: list[Command] = []
+        self.open_ops: dict[int, Command] = {}
+        self._serial = 0
+
+    def take(self, kind: type[events.Event], **fields: Any) -> list[Command]:
+        self.at_s += 0.001
+        given = self.core.step(kind(at_s=self.at_s, **fields))
+        self.given += given
+        self.open_ops.pop(fields.get("op", 0), None)
+        self.open_ops.update({command.op: command for command in given if isinstance(command, commands.Operation)})
+        return given
+
+    def last(self, kind: type[Given]) -> Given:
+        found = [command for command in self.given if isinstance(command, kind)]
+        return found[-1]
+
+    def arrive(self, request_id: str, tokens: bytes = b"aabbccdd", **fields: Any) -> list[Command]:
+        self._serial += 1
+        keys = tokens[: len(tokens) // 2 * 2]
+        return self.take(
+            events.RequestArrived,
+            request_id=request_id,
+            serial=self._serial,
+            keys=keys,
+            prompt_tokens=len(tokens),
+            **fields,
+        )
+
+    def plan_with_storage(
+        self, request_id: str, tokens: bytes = b"aabbccdd", found: int = 4, **fields: Any
+    ) -> commands.FetchPages:
+        """The request is planned, and storage is asked for its pages."""
+        self.take(events.StorageChanged, available=True)
+        self.arrive(request_id, tokens, **fields)
+        self.answer_queries(found)
+        return self.last(commands.FetchPages)
+
+    def answer_queries(self, found: int) -> None:
+        for op, command in list(self.open_ops.items()):
+            if isinstance(command, commands.QueryStorage):
+                self.take(events.StorageAnswered, op=op, found=found)
+
+    def plan_with_host(self, request_id: str, tokens: bytes = b"aabbccdd") -> commands.CopyToDevice:
+        """Four pages of the request are in host memory, and their copy to the device has begun."""
+        self.arrive("before", b"aabbccdd")
+        self.bring_everything("before")
+        self.take(events.FinishRequested, request_id="before", keys=b"aabbccdd", tokens=8)
+        self.take(events.CopyEnded, op=self.last(commands.CopyToHost).op)
+        self.take(events.FlushRequested, call=1, tiers=("l1",))
+        self.arrive(request_id, tokens)
+        return self.last(commands.CopyToDevice)
+
+    def wait_for_clock(self) -> None:
+        due_s = self.core.next_deadline_s()
+        assert due_s is not None
+        self.at_s = due_s - 0.001
+        self.take(events.ClockAdvanced)
+
+    def bring_everything(self, request_id: str) -> None:
+        """Storage has nothing, copies succeed, and prefill sends all that is asked, until the request is READY."""
+        sent: set[tuple[int, int]] = set()
+        for _ in range(50):
+            request = self.core.request(request_id)
+            if request is None or request.state.value == "READY":
+                return
+            self.answer_queries(found=0)
+            for op, command in list(self.open_ops.items()):
+                if isinstance(command, commands.CopyToDevice) and op > 0:
+                    self.take(events.CopyEnded, op=op)
+            room = request.room
+            if room is None:
+                continue
+            if not room.ranks:
+                name = {"request_id": request_id, "generation": room.generation}
+                self.take(events.PromiseSent, **name, writer=f"p{room.prefill}", ranks=1)
+                self.take(events.AuxLanded, **name, rank=0)
+            for number, span in enumerate(list(room.spans)):
+                if (room.generation, number) not in sent:
+                    sent.add((room.generation, number))
+                    self.take(
+                        events.ChunkLanded,
+                        request_id=request_id,
+                        generation=room.generation,
+                        rank=0,
+                        span=number,
+                        first=span.cursors.get(0, span.first),
+                        count=span.first + span.count - span.cursors.get(0, span.first),
+                        last=True,
+                    )
+        raise AssertionError(f"{request} is not READY: {self.core.statistics()}")
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    return Play(tmp_path / "play.journal")

@@ -44,11 +44,9 @@ def test_until_stops_with_the_state_behind_that_event(simulate, seq: int) -> Non
     assert final_state(replayer.core) == final_state(fresh)
 
 
-def _change_threshold(patch: pytest.MonkeyPatch) -> None:
-    def deadline(self: CoreSettings, pages: int) -> float:
-        return 0.001
-
-    patch.setattr(CoreSettings, "prefetch_deadline_s", deadline)
+def _distrust_storage(patch: pytest.MonkeyPatch) -> None:
+    note_answer = Restore.note_answer
+    patch.setattr(Restore, "note_answer", lambda self, request, found: note_answer(self, request, found - 1))
 
 
 def _change_allocator(patch: pytest.MonkeyPatch) -> None:
@@ -96,7 +94,7 @@ def _promise_less(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = [
-    _change_threshold,
+    _distrust_storage,
     _change_allocator,
     _leak_a_lock,
     _evict_more,
