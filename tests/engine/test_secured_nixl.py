@@ -92,5 +92,5 @@ async def test_whoever_is_configured_in_another_way_fails_its_requests_in_words(
 async def test_prefill_takes_no_decode_worker_without_a_certificate_where_it_asks_for_one() -> None:
     prefill = NixlTransport("prefill-0", secret="s3cret", listen_tls=only_with_certificate(listening()))
     async with workers(prefill, NixlTransport("decode-0", secret="s3cret", dial_tls=trusting())) as restore:
-        with pytest.raises(RequestFailed, match="127[.]0[.]0[.]1"):
+        with pytest.raises(RequestFailed, match=r"127\.0\.0\.1"):
             await restore("r1")
