@@ -26,6 +26,7 @@ NAME_CHARACTERS_MAX = 512
 LENGTH = struct.Struct("<I")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Generation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # It grows with every request that decode takes.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
 Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -47,7 +48,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_un
     instance: Name
     epoch: Name
     request_id: Name
-    generation: Count
+    generation: Generation
 
 
 class ProcessMark(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
