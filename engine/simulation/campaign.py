@@ -37,7 +37,7 @@ def run_campaign(
     requests: int,
     faults: Chosen = "all",
     jobs: int = 1,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], object] | None = None,
 ) -> Campaign:
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A seed that fails stops no other."""
     campaign = Campaign()
