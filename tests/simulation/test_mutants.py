@@ -1,0 +1,219 @@
+"""The simulation finds bugs: each of these was put into the core on purpose, and must be found within some seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tidekv.engine.simulation import SimulationFailed, simulate
+from tidekv.states.backups import Backups
+from tidekv.states.books import Books
+from tidekv.states.index import Node
+from tidekv.states.load import Load, Stage
+from tidekv.states.loads import Loads
+from tidekv.states.request import Request
+from tidekv.states.restore import Restore
+from tidekv.states.rooms import Room, Rooms
+from tidekv.states.shapes import PageIds, page_ids
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+REQUESTS = 120
+SEEDS_MAX = 60
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(plant: Mutant) -> Mutant:
+    MUTANTS[plant.__name__] = plant
+    return plant
+
+
+@mutant
+def pages_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+        if not settled:
+            original(self, room, settled=False)
+            key = next(reversed(self._draining))
+            self._settle(key)
+        else:
+            original(self, room, settled=True)
+
+    original = Rooms.leave
+    patch.setattr(Rooms, "leave", leave)
+
+
+@mutant
+def a_room_is_known_by_its_request_alone(patch: pytest.MonkeyPatch) -> None:
+    def live(self: Rooms, request_id: str, generation: int) -> Room | None:
+        return next((room for room in self if room.request.request_id == request_id), None)
+
+    patch.setattr(Rooms, "live", live)
+
+
+@mutant
+def a_load_forgets_to_unlock(patch: pytest.MonkeyPatch) -> None:
+    def unlock(self: Loads, load: Load) -> None:
+        load.lock = None
+
+    patch.setattr(Loads, "_unlock", unlock)
+
+
+@mutant
+def pages_are_published_before_their_copy(patch: pytest.MonkeyPatch) -> None:
+    def begin_copy(self: Loads, first: int, nodes: list[Node], pages: PageIds) -> Load:
+        load = original(self, first, nodes, pages)
+        for node in load.nodes:
+            self._books.index.set_load(node, None)
+        return load
+
+    original = Loads.begin_copy
+    patch.setattr(Loads, "begin_copy", begin_copy)
+
+
+@mutant
+def an_extend_goes_to_pages_under_a_late_copy(patch: pytest.MonkeyPatch) -> None:
+    def copy_is_late(self: Loads, load: Load) -> None:
+        self._books.operations.pop(load.op)
+        self._fail(load)
+
+    patch.setattr(Loads, "copy_is_late", copy_is_late)
+
+
+@mutant
+def pages_that_failed_their_checksum_are_used(patch: pytest.MonkeyPatch) -> None:
+    original = Loads.fetched
+    patch.setattr(Loads, "fetched", lambda self, load, good: original(self, load, load.page_count))
+
+
+@mutant
+def host_pages_are_not_held_while_storage_reads_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Backups, "_pin", lambda self, backup, node: None)
+
+
+@mutant
+def an_outcome_counts_each_time_it_is_told(patch: pytest.MonkeyPatch) -> None:
+    class Forever(dict[int, Any]):
+        def pop(self, op: int, default: object = None) -> Any:  # Any: the owner of an operation.
+            return self.get(op, default)
+
+    original = Books.__init__
+
+    def init(self: Books, settings: Any) -> None:  # Any: handed on.
+        original(self, settings)
+        self.operations = Forever()
+
+    patch.setattr(Books, "__init__", init)
+
+
+@mutant
+def a_request_is_ready_without_the_first_token(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Room, "is_complete", property(lambda self: bool(self.aux_from)))
+
+
+@mutant
+def a_sharer_extends_beyond_its_own_prompt(patch: pytest.MonkeyPatch) -> None:
+    def fill(self: Loads, load: Load) -> None:
+        filler = self.filler_of(load)
+        if filler is not None:
+            load.sharers[filler] = load.page_count
+        original(self, load)
+
+    original = Loads.fill
+    patch.setattr(Loads, "fill", fill)
+
+
+@mutant
+def a_late_fetch_gives_its_host_pages_back_at_once(patch: pytest.MonkeyPatch) -> None:
+    def fetch_is_late(self: Loads, load: Load) -> None:
+        self._books.operations.pop(load.op)
+        self._fail(load)
+
+    patch.setattr(Loads, "fetch_is_late", fetch_is_late)
+
+
+@mutant
+def the_first_rank_that_drained_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
+    def drained(self: Rooms, request_id: str, generation: int, rank: int) -> None:
+        if (request_id, generation) in self._draining and rank >= 0:
+            self._settle((request_id, generation))
+
+    patch.setattr(Rooms, "drained", drained)
+
+
+@mutant
+def a_request_keeps_its_own_page_where_the_cache_has_another(patch: pytest.MonkeyPatch) -> None:
+    def keep(self: Restore, request: Request, keys: bytes) -> int:
+        before = request.table
+        count = original(self, request, keys)
+        request.table = before
+        return count
+
+    original = Restore.keep
+    patch.setattr(Restore, "keep", keep)
+
+
+@mutant
+def a_writer_out_of_reach_is_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+        original(self, room, settled=settled)
+        self.writer_dead(room.writer)
+
+    original = Rooms.leave
+    patch.setattr(Rooms, "leave", leave)
+
+
+@mutant
+def a_chunk_of_a_foreign_rank_counts(patch: pytest.MonkeyPatch) -> None:
+    def span_of(self: Room, event: Any) -> Any:  # Any: a chunk, and the span that it is for.
+        return self.spans[event.span] if -len(self.spans) <= event.span < len(self.spans) else None
+
+    patch.setattr(Room, "span_of", span_of)
+
+
+@mutant
+def a_failed_load_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
+    original = Loads.copied
+    patch.setattr(
+        Loads, "copied", lambda self, load, error: original(self, load, error if load.stage is Stage.VOID else "")
+    )
+
+
+@mutant
+def who_waits_is_not_woken_by_freed_pages(patch: pytest.MonkeyPatch) -> None:
+    class Deaf(Books):
+        @property
+        def pages_freed(self) -> bool:
+            return False
+
+        @pages_freed.setter
+        def pages_freed(self, freed: bool) -> None:
+            pass
+
+    patch.setattr("tidekv.states.core.Books", Deaf)
+
+
+@mutant
+def an_aborted_request_keeps_its_reserve(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: Restore, request: Request, *, settled: bool) -> None:
+        request.reserve = page_ids()
+        original(self, request, settled=settled)
+
+    original = Restore.leave
+    patch.setattr(Restore, "leave", leave)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+    for seed in range(1, SEEDS_MAX + 1):
+        try:
+            simulate(seed, REQUESTS)
+        except SimulationFailed:
+            return
+    pytest.fail(f"{SEEDS_MAX} seeds of {REQUESTS} requests did not notice that {name.replace('_', ' ')}")
+
+
+def test_the_core_as_it_is_passes_the_same_seeds() -> None:
+    for seed in range(1, 6):
+        simulate(seed, REQUESTS)

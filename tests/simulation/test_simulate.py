@@ -1,0 +1,81 @@
+"""The simulation itself: it repeats itself, says what failed, and passes on the core as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidekv.engine.simulation import FAULTS, SimulationFailed, simulate
+from tidekv.engine.simulation.schedule import Link, Schedule
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.loads import Loads
+from tidekv.states.settings import CoreSettings
+
+
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_a_run_with_all_faults_breaks_nothing(seed: int) -> None:
+    report = simulate(seed, 200)
+    assert sum(report.ends.values()) >= 200
+
+
+@pytest.mark.parametrize("seed", range(101, 111))
+def test_a_run_whose_rules_raise_breaks_nothing(seed: int) -> None:
+    simulate(seed, 150, ["rule_raises", "abort", "retract", "copy_in_fails", "fetch_is_short"])
+
+
+@pytest.mark.parametrize("seed", range(201, 206))
+def test_without_faults_every_request_is_ready(seed: int) -> None:
+    report = simulate(seed, 200, "none")
+    assert report.ends == {"READY": 200}
+    assert report.faults == {}
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name.startswith(("query", "fetch", "store", "copy"))])
+def test_no_fault_of_a_tier_fails_a_request(fault: str) -> None:
+    report = simulate(7, 150, [fault])
+    assert report.ends == {"READY": 150}
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    first, second = simulate(5, 150), simulate(5, 150)
+    assert first == second
+    assert first.digest != simulate(6, 150).digest
+
+
+def test_settings_can_be_given() -> None:
+    settings = CoreSettings(page_size=2, key_bytes=2, device_pages=30, copy_deadline_s=0.2)
+    assert simulate(3, 50, settings=settings).counters.get("pages_backed_up", 0) == 0
+
+
+def test_an_unknown_fault_is_refused_by_name() -> None:
+    with pytest.raises(InvalidConfig, match="there is no fault 'gremlin'"):
+        simulate(1, 1, ["gremlin"])
+
+
+def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loads, "_unlock", lambda self, load: setattr(load, "lock", None))
+    with pytest.raises(SimulationFailed, match=r"seed 1, 120 requests, faults 'all': BrokenInvariant") as caught:
+        simulate(1, 120)
+    assert caught.value.seed == 1
+    assert any("RequestArrived" in line for line in caught.value.recent)
+
+
+def test_a_schedule_runs_in_the_order_of_time_and_of_asking() -> None:
+    schedule, seen = Schedule(), list[str]()
+    schedule.after(2.0, seen.append, "late")
+    schedule.after(1.0, seen.append, "first")
+    schedule.after(1.0, seen.append, "second")
+    schedule.at(-5.0, seen.append, "past")
+    while schedule.run_next():
+        pass
+    assert seen == ["past", "first", "second", "late"]
+    assert schedule.now_s == 2.0
+
+
+def test_a_link_keeps_the_order_of_what_is_sent() -> None:
+    schedule, seen = Schedule(), list[str]()
+    link = Link(schedule)
+    link.send(5.0, seen.append, "slow")
+    link.send(0.1, seen.append, "fast")
+    while schedule.run_next():
+        pass
+    assert seen == ["slow", "fast"]
