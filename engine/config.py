@@ -49,6 +49,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The journal goes on in a new file whenever one has this size; 0: one file."""
     journal_segments_max: int = 0
     """So many of the newest files are kept; 0: all. A journal whose first file was deleted cannot be replayed."""
+    metrics_listen: str | None = None
+    """host:port at which Prometheus may scrape (port 0: any, told by `DecodeEngine.metrics_address`); None: nothing is
+    counted.
+    """
     close_deadline_s: float = 10.0
     hold_up_limit_s: float = 0.05
     """A callback that holds the event loop up for longer than this, while there is work, is reported with its stack."""

@@ -303,6 +303,11 @@ class DecodeEngine:
         """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""
         await self._parts.wait_settled()
 
+    @property
+    def metrics_address(self) -> str | None:
+        """host:port where Prometheus may scrape; None where `metrics_listen` was not set."""
+        return None if self._parts.metrics is None else self._parts.metrics.address
+
     def statistics(self) -> dict[str, object]:
         """Counts of now and since the start, by part."""
         return self._parts.statistics()

@@ -11,10 +11,11 @@ import msgspec
 from tidekv.backends.copies import PageCopier
 from tidekv.backends.keys import storage_namespace
 from tidekv.engine.calls import Calls
-from tidekv.engine.driver import Driver
+from tidekv.engine.driver import Driver, Watcher
 from tidekv.engine.effect_group import EffectGroup
 from tidekv.engine.effects import Effects
 from tidekv.engine.journal import Journal
+from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
@@ -76,6 +77,7 @@ class Parts:
         self.copier: PageCopier | None = None
         self.storage: Storage | None = None
         self.journal: Journal | None = None
+        self.metrics: MetricsServer | None = None
         self.is_open = False
         self.is_draining = False
         self.broken: BaseException | None = None
@@ -103,6 +105,7 @@ class Parts:
         await self.transport.start(poller=self.poller)
         memory = self._device.memory
         await self.transport.register(memory)
+        watchers: list[Watcher] = []
         if config.journal is not None:
             self.journal = Journal(
                 config.journal,
@@ -114,10 +117,16 @@ class Parts:
                 segment_bytes=config.journal_segment_bytes,
                 segments_max=config.journal_segments_max,
             )
+            watchers.append(self.journal)
+        if config.metrics_listen is not None:
+            fold = MetricsFold(self.core)
+            collector = MetricsCollector(fold, page_bytes=memory.page_bytes, statistics=self.statistics)
+            self.metrics = MetricsServer(config.metrics_listen, collector)
+            watchers.append(fold)
         self.driver = Driver(
             self.core,
             lambda command: self.effects.perform(command),
-            watchers=() if self.journal is None else (self.journal,),
+            watchers=watchers,
             on_broken=self._break,
             after_drain=self._after_drain,
         )
@@ -217,6 +226,8 @@ class Parts:
                 failures.append(error)
         self.watchdog.set_busy(False)
         await asyncio.to_thread(self.watchdog.close)
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.close)
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
         if failures:

@@ -1,0 +1,114 @@
+"""Metrics in the Prometheus data model, made when somebody scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tidekv.engine.metrics.fold import BOUNDS_S, Histogram, MetricsFold
+from tidekv.states.request import State
+
+
+class MetricsCollector(Collector):
+    """Register it with a `prometheus_client.CollectorRegistry`.
+
+    `page_bytes` turns pages into bytes. `statistics` are those of a running engine, for what no event tells: poller,
+    copies, storage, loop. A scrape may come from any thread: it copies what it reads, and a number may be one step
+    newer than its neighbor.
+    """
+
+    def __init__(
+        self, fold: MetricsFold, *, page_bytes: int = 0, statistics: Callable[[], Mapping[str, object]] | None = None
+    ) -> None:
+        self._fold = fold
+        self._page_bytes = page_bytes
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in the same order every time."""
+        fold = self._fold
+        yield CounterMetricFamily("tidekv_requests_arrived", "Requests that asked for a restore.", value=fold.arrived)
+        yield _counter("tidekv_requests_ended", "Restores by outcome: ready, or the cause.", "outcome", fold.ended)
+        yield _counter("tidekv_tokens", "Prompt tokens of READY requests by source.", "source", fold.tokens)
+        if self._page_bytes:
+            token_bytes = self._page_bytes / fold.core.settings.page_size
+            sized = {source: tokens * token_bytes for source, tokens in fold.tokens.items()}
+            yield _counter("tidekv_bytes", "KV bytes of READY requests by source.", "source", sized)
+        yield _counter(
+            "tidekv_pages",
+            "Pages promised (prefill need not send them), asked of prefill, asked by extend, delivered, and of them"
+            " wasted in rooms that were left.",
+            "what",
+            fold.pages,
+        )
+        yield _counter("tidekv_cuts", "Extends by what had failed.", "cause", fold.cuts)
+        yield _counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)
+        yield _counter("tidekv_events", "Events that the core took.", "type", fold.events)
+        yield _counter("tidekv_core", "What the core counts of its own.", "what", fold.core.books.counters)
+        yield _counter("tidekv_calls_failed", "Copies and calls to storage that failed.", "call", fold.calls_failed)
+        yield _histograms("tidekv_state_seconds", "Time in each state.", "state", fold.state_s)
+        yield _histograms("tidekv_call_seconds", "Copies and calls to storage, by kind.", "call", fold.calls_s)
+        yield _histograms("tidekv_ready_seconds", "From arrival to READY.", "outcome", {"ready": fold.ready_s})
+        yield from self._gauges()
+
+    def _gauges(self) -> Iterator[Metric]:
+        counts = self._fold.core.statistics()
+        pools = GaugeMetricFamily("tidekv_pool_pages", "Pages by pool and condition.", labels=("pool", "condition"))
+        for pool in ("device", "host"):
+            for condition in ("free", "owned", "cached", "draining", "evictable", "protected"):
+                pools.add_metric((pool, condition), counts[f"{pool}_{condition}"])
+        yield pools
+        requests = GaugeMetricFamily("tidekv_requests", "Live requests by state.", labels=("state",))
+        for state in State:
+            if state is not State.FAILED:
+                requests.add_metric((state.value,), counts[f"requests_{state.value.lower()}"])
+        yield requests
+        live = GaugeMetricFamily("tidekv_live", "What else is live in the core.", labels=("what",))
+        for name in ("queue", "loads", "backups", "operations", "rooms", "rooms_draining", "requests_retracted"):
+            live.add_metric((name,), counts[name])
+        yield live
+        if self._statistics is not None:
+            engine = GaugeMetricFamily(
+                "tidekv_engine", "Statistics of the engine's parts, as they are.", labels=("part", "name")
+            )
+            for part, name, value in _numbers(self._statistics()):
+                engine.add_metric((part, name), value)
+            yield engine
+
+
+def _counter(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=(label,))
+    for key, value in sorted(dict(values).items()):
+        family.add_metric((key,), value)
+    return family
+
+
+def _histograms(name: str, help_text: str, label: str, values: Mapping[str, Histogram]) -> Metric:
+    family = HistogramMetricFamily(name, help_text, labels=(label,))
+    for key, histogram in sorted(dict(values).items()):
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), histogram.buckets, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric((key,), buckets, histogram.sum_s)
+    return family
+
+
+def _numbers(statistics: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
+    """Every number in the statistics, by part and name; those of the core have metrics of their own."""
+    for part, values in statistics.items():
+        if part == "core":
+            continue
+        if isinstance(values, bool | int | float):
+            yield "engine", part, values
+        elif isinstance(values, Mapping):
+            for name, value in values.items():
+                if isinstance(value, bool | int | float):
+                    yield part, str(name), value
+                elif isinstance(value, Mapping):
+                    for cause, count in value.items():
+                        if isinstance(count, bool | int | float):
+                            yield part, f"{name}_{cause}", count

@@ -1,0 +1,166 @@
+"""Counts what a core did, step by step: in a running engine and over a journal alike, so that they cannot disagree.
+
+Told of every step behind it. Nothing here reads a clock: times are those of the events. Nothing here may raise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tidekv.states import commands, events
+from tidekv.states.request import State
+
+if TYPE_CHECKING:
+    from tidekv.states.core import Core
+    from tidekv.states.node import Node, TierName
+
+BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds of the buckets of every histogram; one more, without a bound, is behind them."""
+
+_CALLS: dict[type[commands.Command], str] = {
+    commands.QueryStorage: "query",
+    commands.FetchPages: "fetch",
+    commands.StorePages: "store",
+    commands.CopyToDevice: "copy_to_device",
+    commands.CopyToHost: "copy_to_host",
+    commands.Recompute: "recompute",
+}
+"""What is timed from its command to its outcome."""
+# Reading a member off its class is a slow property in Python 3.11.
+_READY, _FAILED, _PREALLOC = State.READY, State.FAILED, State.PREALLOC
+
+
+class Histogram:
+    """Counts by bucket, not summed up, and the sum of what was observed."""
+
+    __slots__ = ("buckets", "sum_s")
+
+    def __init__(self) -> None:
+        self.buckets = [0] * (len(BOUNDS_S) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self.buckets[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+class MetricsFold:
+    """All counters of one core. Give it the core before its first step, and `stepped` every step."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.arrived = 0
+        self.ended: Counter[str] = Counter()
+        """Restores by how they ended: "ready", or the cause of the failure."""
+        self.tokens: Counter[str] = Counter()
+        """Prompt tokens of READY requests by source."""
+        self.pages: Counter[str] = Counter()
+        """promised, asked, extended, delivered, wasted."""
+        self.cuts: Counter[str] = Counter()
+        """Spans that were asked of prefill by extend, by what had failed."""
+        self.evicted: Counter[str] = Counter()
+        """Pages by tier."""
+        self.events: Counter[str] = Counter()
+        self.state_s: dict[str, Histogram] = {}
+        self.ready_s = Histogram()
+        self.calls_s: dict[str, Histogram] = {}
+        """From command to outcome, by kind."""
+        self.calls_failed: Counter[str] = Counter()
+        self._since: dict[str, tuple[State, float, float]] = {}
+        """By request: its state, since when, and when it arrived."""
+        self._calls: dict[int, tuple[str, float]] = {}
+        self._landed: Counter[str] = Counter()
+        self._event: events.Event | None = None
+        self._tellers: dict[type[commands.Command], Callable[[Any], None]] = {
+            commands.SendPromise: self._promise,
+            commands.SendExtend: self._extend,
+            commands.SendAbort: self._abort,
+            commands.TellReady: self._ready,
+            commands.TellFailed: self._failed,
+        }
+        core.books.index.on_evict.append(self._evict)
+
+    def stepped(self, event: events.Event, given: list[commands.Command], error: str = "") -> None:
+        """Count the step that the core has just made."""
+        kind = type(event)
+        self.events[kind.__name__] += 1
+        self._event = event
+        if kind is events.ChunkLanded:
+            self._chunk(event)  # type: ignore[arg-type]  # Just that.
+        elif kind is events.RequestArrived:
+            self.arrived += not error
+        elif (op := getattr(event, "op", None)) is not None and (call := self._calls.pop(op, None)) is not None:
+            name, begun_at_s = call
+            self._histogram(self.calls_s, name).observe(event.at_s - begun_at_s)
+            if getattr(event, "error", "") or kind is events.CommandRaised:
+                self.calls_failed[name] += 1
+        for request_id, state in self.core.moves:
+            self._move(request_id, state, event.at_s)
+        for command in given:
+            name_of = _CALLS.get(type(command))
+            if name_of is not None:
+                self._calls[command.op] = (name_of, event.at_s)  # type: ignore[attr-defined]  # An Operation.
+            elif (teller := self._tellers.get(type(command))) is not None:
+                teller(command)
+
+    def _histogram(self, family: dict[str, Histogram], name: str) -> Histogram:
+        found = family.get(name)
+        if found is None:
+            found = family[name] = Histogram()
+        return found
+
+    def _move(self, request_id: str, state: State, at_s: float) -> None:
+        before = self._since.pop(request_id, None)
+        arrived_at_s = at_s
+        if before is not None:
+            was, since_s, arrived_at_s = before
+            self._histogram(self.state_s, was._value_).observe(at_s - since_s)
+        if state is _READY:
+            self.ready_s.observe(at_s - arrived_at_s)
+        elif state is not _FAILED:
+            self._since[request_id] = (state, at_s, arrived_at_s)
+
+    def _chunk(self, event: events.ChunkLanded) -> None:
+        self.pages["delivered"] += event.count
+        self._landed[event.request_id] += event.count
+
+    def _promise(self, command: commands.SendPromise) -> None:
+        self._landed.pop(command.request_id, None)
+        self.pages["promised"] += -(-command.promised_tokens // self.core.settings.page_size)
+        self.pages["asked"] += len(command.pages)
+
+    def _extend(self, command: commands.SendExtend) -> None:
+        self.pages["extended"] += len(command.pages)
+        self.cuts[_cause_of(self._event)] += 1
+
+    def _abort(self, command: commands.SendAbort) -> None:
+        self.pages["wasted"] += self._landed.pop(command.request_id, 0)
+
+    def _ready(self, command: commands.TellReady) -> None:
+        self._landed.pop(command.request_id, None)
+        self.ended["ready"] += 1
+        self.tokens.update(command.sources)
+
+    def _failed(self, command: commands.TellFailed) -> None:
+        self._landed.pop(command.request_id, None)
+        self.ended[command.cause] += 1
+
+    def _evict(self, node: Node, tier: TierName) -> None:
+        self.evicted[tier] += node.page_count
+
+
+def _cause_of(event: events.Event | None) -> str:
+    """What made the core extend, by the event that it followed from."""
+    if isinstance(event, events.PagesFetched):
+        return "fetch_failed" if event.error else "fetch_short"
+    if isinstance(event, events.CopyEnded):
+        return "copy_failed"
+    if isinstance(event, events.CommandRaised):
+        return "start_raised"
+    if isinstance(event, events.ClockAdvanced):
+        return "late"
+    return "other"
