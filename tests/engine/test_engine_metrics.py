@@ -1,0 +1,107 @@
+"""Metrics and journal never disagree: what is scraped is what a replay of the journal counts."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tidekv import InvalidConfig, Replayer, RequestFailed, open_storage
+from tidekv.engine.metrics import MetricsCollector, MetricsFold
+
+PROMPT = list(range(100, 122))
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples_of(text: str) -> Samples:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if family.name != "tidekv_engine" and not sample.name.endswith("_created")
+    }
+
+
+async def scrape(address: str) -> str:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    return await asyncio.to_thread(get)
+
+
+async def test_scrape_is_what_the_journal_counts(make_pair, tmp_path: Path) -> None:
+    path = tmp_path / "run.journal"
+    storage = open_storage("memory:?capacity=64MiB")
+    async with make_pair(
+        storage=storage, fetch_run_pages=2, device_pages=16, journal=str(path), metrics_listen="127.0.0.1:0"
+    ) as pair:
+        for turn in range(8):
+            prompt = [*PROMPT[: 8 + turn], turn, *range(300 + turn % 3, 310 + turn % 3)]
+            ready = await pair.restore(f"r{turn}", prompt)
+            await pair.finish(ready, prompt, [1, 2, 3, 4, 5, turn])
+            await pair.engine.wait_settled()
+            if turn % 3 == 2:
+                await pair.engine.flush(("l1", "l2") if turn == 5 else ("l1",))
+        aborted = asyncio.ensure_future(pair.restore("aborted", PROMPT))
+        await asyncio.sleep(0)
+        await pair.engine.abort("aborted")
+        with pytest.raises(RequestFailed):
+            await aborted
+        await pair.engine.wait_settled()
+        assert pair.engine.metrics_address is not None
+        text = await scrape(pair.engine.metrics_address)
+    scraped = samples_of(text)
+    assert 'tidekv_engine{name="' in text
+
+    replayer = Replayer(path)
+    fold = MetricsFold(replayer.core)
+    for step in replayer.steps():
+        fold.stepped(step.event, step.commands, step.error)
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(fold, page_bytes=int(str(replayer.header.layout["page_bytes"]))))
+    assert samples_of(generate_latest(registry).decode()) == scraped
+
+    # And once more without the fold, from the words of the journal alone.
+    steps = [step for line in path.read_bytes().splitlines() for step in msgspec.json.decode(line).get("steps", ())]
+    commands = [command for step in steps for command in step["gave"].get("commands", ())]
+    tokens: Counter[str] = Counter()
+    for command in commands:
+        if command[0] == "TellReady":
+            tokens.update(command[3])
+    for source, count in tokens.items():
+        assert scraped["tidekv_tokens_total", (("source", source),)] == count
+    assert tokens["l1"] and tokens["l2"] and tokens["l3"] and tokens["transfer"]
+    kinds = Counter(step["took"]["type"] for step in steps)
+    for kind, count in kinds.items():
+        assert scraped["tidekv_events_total", (("type", kind),)] == count
+    assert scraped["tidekv_requests_ended_total", (("outcome", "ready"),)] == 8
+    assert scraped["tidekv_requests_ended_total", (("outcome", "aborted"),)] == 1
+    assert scraped["tidekv_requests_arrived_total", ()] == 9
+    landed = sum(step["took"]["count"] for step in steps if step["took"]["type"] == "ChunkLanded")
+    assert scraped["tidekv_pages_total", (("what", "delivered"),)] == landed
+    assert scraped["tidekv_ready_seconds_count", (("outcome", "ready"),)] == 8
+    evicted: Counter[str] = Counter()
+    for step in steps:
+        for tier, pages, _ in step["gave"].get("evicted", ()):
+            evicted[tier] += pages
+    assert {tier: scraped["tidekv_evicted_pages_total", (("tier", tier),)] for tier in evicted} == evicted
+
+
+async def test_without_metrics_nothing_listens(make_pair) -> None:
+    async with make_pair() as pair:
+        assert pair.engine.metrics_address is None
+
+
+@pytest.mark.parametrize("listen", ["nowhere", ":9000", "127.0.0.1:x", "256.0.0.1:80"])
+async def test_wrong_address_is_named(make_pair, listen: str) -> None:
+    with pytest.raises(InvalidConfig, match="metrics"):
+        async with make_pair(metrics_listen=listen):
+            pass
