@@ -250,7 +250,7 @@ class Backups:
         first_missing = -1
         pages = page_ids()
         for node, first in self._ranges(leaf):
-            if first_missing < 0 and node.stored:
+            if first_missing < 0 and self._books.index.tree.is_stored(node):
                 continue
             if first_missing < 0:
                 first_missing = first

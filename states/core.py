@@ -193,6 +193,8 @@ class Core:
 
     def _storage_changed(self, event: events.StorageChanged) -> None:
         self.books.storage_available = event.available
+        if event.available:
+            self.books.index.forget_stored()
 
     def _clock_advanced(self, event: events.ClockAdvanced) -> None:
         while (due := self.books.pop_due()) is not None:

@@ -270,7 +270,11 @@ class PrefixIndex:
     def mark_stored(self, node: Node) -> None:
         """Note that the node's pages are in storage."""
         self._parent_of(node)
-        node.stored = True
+        node.stored = self.tree.attachment
+
+    def forget_stored(self) -> None:
+        """Another storage is attached: of no node it is known that its pages are there."""
+        self.tree.attachment += 1
 
     def set_load(self, node: Node, load: Load | None) -> None:
         """Note that `load` fills the node's device pages, or with None that it is over.

@@ -73,8 +73,8 @@ class Node:
         """What fills the device pages, until they are there."""
         self.void = False
         """The device pages are draining in place: matches end before this node."""
-        self.stored = False
-        """Its pages are in storage."""
+        self.stored = 0
+        """The attachment of storage (`PageTree.attachment`) in which its pages were seen there; 0: none."""
         self.tick = tick
         self.born = tick
         self.hits = 0

@@ -11,7 +11,7 @@ from tidekv.states.node import Node, make_root
 class PageTree:
     """Nodes by namespace; `key_bytes` is the width of one page's key."""
 
-    __slots__ = ("_next_id", "key_bytes", "roots", "tick")
+    __slots__ = ("_next_id", "attachment", "key_bytes", "roots", "tick")
 
     def __init__(self, key_bytes: int) -> None:
         if key_bytes <= 0:
@@ -21,6 +21,8 @@ class PageTree:
         """The namespaces in use; an empty one goes with its last node or receipt."""
         self.tick = 0
         """The logical clock of recency: one a call that uses nodes."""
+        self.attachment = 1
+        """Counts what was attached as storage: what is known of an earlier one is not known of this one."""
         self._next_id = 0
 
     def root(self, namespace: str) -> Node:
@@ -115,6 +117,10 @@ class PageTree:
             else:
                 different = middle
         return same
+
+    def is_stored(self, node: Node) -> bool:
+        """Tell whether the node's pages were in the storage that is attached now, when last seen."""
+        return node.stored == self.attachment
 
     def nodes(self) -> Iterator[Node]:
         """Walk all nodes but the roots, parents first, in an order that depends on the calls made so far alone."""

@@ -83,7 +83,7 @@ def _show(replayer: Replayer) -> None:
             f"[{node.depth_pages - node.page_count}, {node.depth_pages})",
             _ids(node.device),
             _ids(node.host),
-            "yes" if node.stored else "",
+            "yes" if core.books.index.tree.is_stored(node) else "",
             str(node.anchored),
             str(node.host_anchored),
         )

@@ -42,7 +42,7 @@ def _index(core: Core) -> int:
             node.host_anchored,
             node.host_guarded,
             node.priority,
-            node.stored + 2 * node.void + 4 * (node.load is not None),
+            (node.load is not None) + 2 * node.void + 4 * node.stored,
         )
         crc = zlib.crc32(numbers, crc)
         crc = zlib.crc32(b"" if node.device is None else node.device, crc)
