@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tidekv.states import steps
 from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.backups import Backup
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
 from tidekv.states.request import Request, State
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.table import PROGRESS_GUARDS
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -34,8 +36,11 @@ def audit_core(core: Core) -> None:
     _check_receipts(core, loads)
     _check_loads(core, loads)
     _check_operations(core, loads)
+    progressed = steps.Progressed(at_s=core.books.now_s)
     for request in core.books.requests.values():
         _check_request(core, request)
+        can_move = any(guard(core, request, progressed) for guard in PROGRESS_GUARDS[request.state])
+        _require(not can_move, f"{request} could move on, and was not looked at")
     books = core.books
     _require(
         not (books.dirty or books.homeless or books.unfilled or books.settled_loads or books.out), "a step left work"

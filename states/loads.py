@@ -123,6 +123,8 @@ class Loads:
         load.op = self._books.begin(load, deadline_s=self._books.settings.copy_deadline_s)
         self._books.say(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
         load.stage = Stage.COPYING
+        for request in load.sharers:
+            self._books.dirty[request] = None
 
     # --- Outcomes ---
 
