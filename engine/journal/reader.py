@@ -31,6 +31,7 @@ NOT_AS_WRITTEN = (
     "this is not the line that was written here: it was changed, one before it is missing, or two changed places"
 )
 RUN_BEGINS = b'{"event":"run"'
+SEGMENT_BEGINS = b'{"event":"segment"'
 
 
 class _Start(msgspec.Struct):
@@ -83,15 +84,15 @@ class JournalReader:
                 f"journal {str(self.path)!r} has version {start.version}, this tidekv reads version "
                 f"{JOURNAL_VERSION}: use the tidekv that wrote it"
             )
+        if line.startswith(SEGMENT_BEGINS):
+            raise JournalRefused(
+                f"{str(self.path)!r} is a later segment of a journal: name its first file, without the number"
+            )
         if unsealed is None:
             if line.startswith(RUN_BEGINS) or b'"crc":"' in line:
                 cause = "the header was changed" if line.endswith(b"\n") else "the header is cut off"
                 raise self._damaged(1, cause)
             raise JournalRefused(f"{str(self.path)!r} is no tidekv journal: its first line is not a run record")
-        if start.event == "segment":
-            raise JournalRefused(
-                f"{str(self.path)!r} is a later segment of a journal: name its first file, without the number"
-            )
         if start.event != "run":
             raise self._damaged(1, "the header is missing")
         if start.schema != schema_checksum() and not self._force:

@@ -1,0 +1,103 @@
+"""Describes the journal's format: `python -m tidekv.engine.journal.document > docs/journal.md`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from types import ModuleType
+
+from tidekv.engine.journal import lines
+from tidekv.engine.journal.schema import event_types, field_types
+from tidekv.states import events, witness
+from tidekv.states.witness import COMMANDS, POOL_NUMBERS, short_fields
+
+INTRODUCTION = """# The journal
+
+<!-- Generated: python -m tidekv.engine.journal.document > docs/journal.md -->
+
+A journal holds one run of one engine: every event that its core took, and in short what followed from each. It is text,
+one JSON object a line. This is version {version} of the format; `tidekv replay` refuses another one, and
+a journal of other event types, by name.
+
+**Checksums.** Every line ends in `"crc"`: eight hexadecimal digits, the CRC-32 of the line without `,"crc":"…"`, begun
+with the CRC of the line before (0 for the first). A changed bit, a line that is missing, or two that changed places are
+found at that line.
+
+**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64, made with a key that is drawn for the run and
+thrown away with it (BLAKE2b). They tell which pages are equal, and nothing else. With `journal_tokens` they are the
+tokens themselves, packed as little-endian u32. Texts of errors are written as they are.
+
+**Files.** With `journal_segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal_segments_max` the
+oldest are deleted, and what is left cannot be replayed, since a replay needs the run from its start. What an earlier
+run left under the same name is moved aside, to `NAME.previous`.
+
+**The end.** A run that was closed has an `end` line. After kill -9 there is none, and maybe half a line: all before it
+is good, and at most the last hundredth of a second is missing.
+
+**Replay.** The same events give the same answers, to the last page. So only events are inputs; `gave`, `state` and
+`digest` are there to compare with, and to read.
+"""
+
+
+def journal_document() -> str:
+    """The whole page, as Markdown."""
+    from tidekv.engine.journal.pages import DIGEST_BYTES
+
+    parts = [INTRODUCTION.format(version=lines.JOURNAL_VERSION, digest_bytes=DIGEST_BYTES), "## Lines\n"]
+    parts += [
+        _section(line, f'`"event": "{line.__struct_config__.tag}"`', lines, skip=())
+        for line in (lines.RunLine, lines.SegmentLine, lines.StepsLine, lines.GapLine, lines.EndLine)
+    ]
+    parts.append(_section(lines.StepRecord, "One of `steps`", lines, skip=()))
+    parts.append(_section(witness.Answer, "`gave`", witness, skip=()))
+    parts.append(f"The numbers of `pools` are: {', '.join(f'`{name}`' for name in POOL_NUMBERS)}.\n")
+    parts.append(
+        "## Events\n\nFields that have their default are left out. All have `type`, the heading, and `at_s`.\n"
+    )
+    parts += [_section(kind, f"`{kind.__name__}`", events, skip=("at_s",)) for kind in event_types()]
+    parts.append(
+        "## Commands in short\n\nName first, then these fields; of pages their count and the CRC-32 of their ids "
+        "(little-endian i32).\n"
+    )
+    for kind in COMMANDS:
+        plain, pages = short_fields(kind)
+        words = [f"`{name}`" for name in plain]
+        words += [f"`{name}`: count, checksum" for name in pages]
+        parts.append(f"- `{kind.__name__}`: {', '.join(words)}")
+    return "\n".join(parts) + "\n"
+
+
+def _section(kind: type, title: str, module: ModuleType, *, skip: tuple[str, ...]) -> str:
+    words = " ".join((inspect.getdoc(kind) or "").split())
+    notes = _attribute_notes(module, kind.__name__)
+    rows = [f"### {title}\n", f"{words}\n"]
+    fields = {name: type_words for name, type_words in field_types(kind).items() if name not in skip}
+    if fields:
+        rows += ["| field | type | |", "|---|---|---|"]
+        for name, type_words in fields.items():
+            escaped = type_words.replace("|", "\\|")
+            rows.append(f"| `{name}` | `{escaped}` | {notes.get(name, '')} |")
+        rows.append("")
+    return "\n".join(rows)
+
+
+def _attribute_notes(module: ModuleType, name: str) -> dict[str, str]:
+    """The strings that stand below the fields of a class."""
+    tree = ast.parse(inspect.getsource(module))
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for field, note in zip(node.body, node.body[1:], strict=False):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(note, ast.Expr)
+                    and isinstance(note.value, ast.Constant)
+                ):
+                    found[field.target.id] = " ".join(str(note.value.value).split())
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(journal_document())

@@ -1,0 +1,150 @@
+"""The files of a journal: rotation, what was there before, a process that is killed, a disk that refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tidekv import InvalidConfig, JournalDamaged, JournalRefused, Replayer
+from tidekv.engine.journal import Journal
+from tidekv.engine.journal import journal as journal_module
+from tidekv.states import events
+from tidekv.states.core import Core
+from tidekv.states.settings import CoreSettings
+
+SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16)
+
+
+def write(path: Path, requests: int, **options: int) -> tuple[Core, Journal]:
+    """A journal of requests that arrive and are aborted."""
+    core = Core(SETTINGS)
+    journal = Journal(str(path), core, **options)
+    for number in range(requests):
+        for event in (
+            events.RequestArrived(at_s=number, request_id=f"r{number}", serial=number, keys=b"aabbcc", prompt_tokens=7),
+            events.AbortRequested(at_s=number, request_id=f"r{number}"),
+        ):
+            journal.stepped(event, core.step(event))
+    journal.close()
+    return core, journal
+
+
+def test_journal_is_written_and_replays(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    write(path, 200)
+    assert Replayer(path).run().complete
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["j"]
+
+
+def test_full_segments_go_on_in_further_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "STEPS_PER_LINE_MAX", 10)
+    path = tmp_path / "j"
+    write(path, 200, segment_bytes=10_000)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert {"j", "j.1", "j.2"} <= names
+    replayed = Replayer(path).run()
+    assert (replayed.complete, replayed.events) == (True, 400)
+    # Each further file belongs to the one before.
+    (tmp_path / "j.1").rename(tmp_path / "aside")
+    with pytest.raises(JournalDamaged, match="segment 1 is missing"):
+        Replayer(path).run()
+    (tmp_path / "j.2").rename(tmp_path / "j.1")
+    with pytest.raises(JournalDamaged, match=r"j\.1:1:"):
+        Replayer(path).run()
+    with pytest.raises(JournalRefused, match="later segment"):
+        Replayer(tmp_path / "aside")
+
+
+def test_oldest_segments_are_deleted_and_the_rest_is_refused_clearly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "STEPS_PER_LINE_MAX", 10)
+    path = tmp_path / "j"
+    write(path, 200, segment_bytes=10_000, segments_max=2)
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(JournalRefused, match="earlier ones were deleted"):
+        Replayer(path)
+
+
+def test_earlier_run_is_moved_aside(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    first, second = write(path, 3)[0], write(path, 4)[0]
+    assert Replayer(path).run().events == 8
+    assert Replayer(tmp_path / "j.previous").run().events == 6
+    write(path, 5)
+    assert Replayer(tmp_path / "j.previous").run().events == 8
+    assert first is not second
+
+
+def test_directory_gets_a_file_for_each_run(tmp_path: Path) -> None:
+    journals = [write(tmp_path, 2)[1] for _ in range(3)]
+    assert len({journal.path for journal in journals}) == 3
+    assert all(Replayer(journal.path).run().complete for journal in journals)
+
+
+def test_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="nowhere"):
+        Journal(str(tmp_path / "nowhere" / "j"), Core(SETTINGS))
+
+
+def test_events_that_the_writer_could_not_take_are_a_gap_and_no_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "STEPS_WAITING_MAX", 3)
+    path = tmp_path / "j"
+    _, journal = write(path, 50)
+    assert journal.events_dropped > 0
+    with pytest.raises(JournalDamaged, match="were never written"):
+        Replayer(path).run()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
+    core = Core(SETTINGS)
+    path = tmp_path / "j"
+    journal = Journal(str(path), core)
+    with open("/dev/full", "wb", buffering=0) as full:
+        os.dup2(full.fileno(), journal._files._file.fileno())
+    with capture_logs() as logs:
+        for number in range(20):
+            event = events.AbortRequested(at_s=number, request_id="nobody")
+            journal.stepped(event, core.step(event))
+        journal.close()
+    assert [entry["event"] for entry in logs] == ["the journal is incomplete"]
+
+
+def test_killed_process_leaves_a_journal_that_replays_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    script = f"""
+from tidekv.engine.journal import Journal
+from tidekv.states import events
+from tidekv.states.core import Core
+from tidekv.states.settings import CoreSettings
+core = Core(CoreSettings(page_size=2, key_bytes=2, device_pages=16))
+journal = Journal({str(path)!r}, core)
+number = 0
+while True:
+    number += 1
+    event = events.RequestArrived(
+        at_s=number, request_id=f"r{{number}}", serial=number, keys=b"aabbcc", prompt_tokens=7
+    )
+    journal.stepped(event, core.step(event))
+    event = events.AbortRequested(at_s=number, request_id=f"r{{number}}")
+    journal.stepped(event, core.step(event))
+    if number == 2000:
+        print("going", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"going\n"
+        os.kill(child.pid, signal.SIGKILL)
+    replayed = Replayer(path).run()
+    assert replayed.torn is not None
+    assert replayed.events > 100
+    assert not replayed.complete
