@@ -24,6 +24,7 @@ from tidekv.states.request import Request, State
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
+from tidekv.states.statistics import count_core
 from tidekv.states.table import PROGRESS_GUARDS, build_machine
 
 if TYPE_CHECKING:
@@ -114,31 +115,7 @@ class Core:
 
     def statistics(self) -> dict[str, int]:
         """Counts of now, and counters since the start."""
-        books = self.books
-        states = dict.fromkeys((f"requests_{state.value.lower()}" for state in State if state is not State.FAILED), 0)
-        for request in books.requests.values():
-            states[f"requests_{request.state.value.lower()}"] += 1
-        pools = {
-            f"{account.name}_{condition}": getattr(account, condition)
-            for account in (books.device, books.host)
-            for condition in ("free", "owned", "cached", "draining", "total")
-        }
-        return {
-            **states,
-            **pools,
-            "device_evictable": books.index.device_evictable,
-            "device_protected": books.index.device_protected,
-            "host_evictable": books.index.host_evictable,
-            "host_protected": books.index.host_protected,
-            "queue": len(self.queue),
-            "loads": len(self.loads),
-            "backups": len(self.backups),
-            "operations": len(books.operations),
-            "rooms": len(self.rooms),
-            "rooms_draining": self.rooms.draining_rooms,
-            "requests_retracted": self.backups.retracted_requests,
-            **books.counters,
-        }
+        return count_core(self)
 
     def check(self) -> None:
         """Recount everything from scratch; BrokenInvariant says what does not add up."""

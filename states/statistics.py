@@ -1,0 +1,39 @@
+"""The core in numbers: what there is now, and what has happened since the start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.request import State
+
+if TYPE_CHECKING:
+    from tidekv.states.core import Core
+
+
+def count_core(core: Core) -> dict[str, int]:
+    """Requests by state, pages by pool and condition, what is in flight, and every counter of the books."""
+    books = core.books
+    states = dict.fromkeys((f"requests_{state.value.lower()}" for state in State if state is not State.FAILED), 0)
+    for request in books.requests.values():
+        states[f"requests_{request.state.value.lower()}"] += 1
+    pools = {
+        f"{account.name}_{condition}": getattr(account, condition)
+        for account in (books.device, books.host)
+        for condition in ("free", "owned", "cached", "draining", "total")
+    }
+    return {
+        **states,
+        **pools,
+        "device_evictable": books.index.device_evictable,
+        "device_protected": books.index.device_protected,
+        "host_evictable": books.index.host_evictable,
+        "host_protected": books.index.host_protected,
+        "queue": len(core.queue),
+        "loads": len(core.loads),
+        "backups": len(core.backups),
+        "operations": len(books.operations),
+        "rooms": len(core.rooms),
+        "rooms_draining": core.rooms.draining_rooms,
+        "requests_retracted": core.backups.retracted_requests,
+        **books.counters,
+    }
