@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class Ledger:
@@ -21,6 +21,9 @@ class Ledger:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._keys)
 
     def found_old(self, keys: Iterable[bytes]) -> None:
         """Enter what was there before, newest first; each goes before all that is known already."""

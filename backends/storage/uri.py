@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.file import open_file
 from tidekv.backends.storage.memory import open_memory
+from tidekv.backends.storage.mooncake import open_mooncake
 from tidekv.backends.storage.redis import open_redis, open_redis_tls
 from tidekv.backends.storage.s3 import open_s3
 from tidekv.states.errors import InvalidConfig
@@ -35,6 +36,7 @@ BUILT_IN: Final[Mapping[str, StorageFactory]] = {
     "valkey": open_redis,
     "valkeys": open_redis_tls,
     "s3": open_s3,
+    "mooncake": open_mooncake,
 }
 
 

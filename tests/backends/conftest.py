@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,6 +141,92 @@ def start_s3() -> Iterator[Callable[..., S3Server]]:
     yield start
     for server in servers:
         server.stop()
+
+
+MOONCAKE_NODE = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1])
+print("ready" if code == 0 else f"failed: {code}", flush=True)
+sys.stdin.read()
+store.close()
+"""
+
+
+class MooncakeServers:
+    """A Mooncake master and one store node with 64 MiB, each a process."""
+
+    def __init__(self, directory: Path, *, port: int | None = None) -> None:
+        try:
+            importlib.import_module("mooncake.store")
+        except ImportError as error:
+            pytest.skip(
+                f"Mooncake's library does not load here ({error}); apt-get install libibverbs1 libnuma1 libcurl4"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        self.port = free_port() if port is None else port
+        self.address = f"127.0.0.1:{self.port}"
+        admin_port = free_port()
+        self.admin = f"http://127.0.0.1:{admin_port}"
+        program = Path(importlib.import_module("mooncake").__path__[0]) / "mooncake_master"
+        places = f"-rpc_address=127.0.0.1 -rpc_port={self.port} -metrics_host=127.0.0.1 -metrics_port={admin_port}"
+        self._log = (directory / "mooncake.log").open("ab")
+        # The lease must outlast the reading of a batch.
+        command = [program, *places.split(), "-default_kv_lease_ttl=2000"]
+        self.master = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        give_up_s = time.monotonic() + 30
+        while not _listens(self.port):
+            assert self.master.poll() is None and time.monotonic() < give_up_s, "mooncake_master did not start"
+        self.node = subprocess.Popen(
+            [sys.executable, "-c", MOONCAKE_NODE, self.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        assert self.node.stdout is not None
+        while "ready" not in (line := self.node.stdout.readline()):
+            assert line and "failed" not in line, f"the store node did not start: {line}"
+
+    def stop(self) -> None:
+        for process in (self.node, self.master):
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.communicate()
+        self._log.close()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def mooncake_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServers]:
+    """One store for all tests that do not hurt it."""
+    servers = MooncakeServers(tmp_path_factory.mktemp("mooncake"))
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def start_mooncake(tmp_path: Path) -> Iterator[Callable[..., MooncakeServers]]:
+    """Start stores for one test."""
+    stores: list[MooncakeServers] = []
+
+    def start(port: int | None = None) -> MooncakeServers:
+        stores.append(MooncakeServers(tmp_path / "mooncake", port=port))
+        return stores[-1]
+
+    yield start
+    for servers in stores:
+        servers.stop()
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ class Rig:
 
     @property
     def base_uri(self) -> str:
-        if self.kind in ("redis", "rediss", "valkey"):
+        if self.kind in ("redis", "rediss", "valkey", "mooncake"):
             return f"{self.kind}://{self.server}?prefix={self.prefix}"
         if self.kind == "s3":
             return f"s3://tidekv-test/{self.prefix}?endpoint={self.server}"
@@ -219,7 +219,7 @@ class Rig:
 
 
 # Which fixture starts the server of an engine.
-SERVERS = {"redis": "redis_server", "s3": "s3_server"}
+SERVERS = {"redis": "redis_server", "s3": "s3_server", "mooncake": "mooncake_servers"}
 
 
 @pytest.fixture(
