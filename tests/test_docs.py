@@ -13,18 +13,19 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
 
-def tests_of(file: Path) -> set[str]:
-    """The names of a test file that pytest collects, methods of state machines' test cases left out."""
-    return {
-        node.name
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
-    } | {
+def collected_of(file: Path) -> set[str]:
+    """The names of a test file that pytest collects: functions, and state machines' test cases."""
+    body = ast.parse(file.read_text()).body
+    functions = (node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    assigned = (
         target.id
-        for node in ast.parse(file.read_text()).body
+        for node in body
         if isinstance(node, ast.Assign)
         for target in node.targets
-        if isinstance(target, ast.Name) and target.id.startswith("Test")
+        if isinstance(target, ast.Name)
+    )
+    return {name for name in functions if name.startswith("test_")} | {
+        name for name in assigned if name.startswith("Test")
     }
 
 
@@ -42,3 +43,22 @@ def test_every_fault_has_one_required_behavior_and_no_other_has() -> None:
         for name, words in required.items():
             assert words.endswith("."), name
             assert "|" not in words, name
+
+
+def test_every_incident_is_listed_once_and_every_test_that_proves_it_exists() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in (DOCS / "peer-lessons.md").read_text().splitlines()
+        if re.match(r"\| S\d", line)
+    ]
+    listed = [row[0].strip("| ") for row in rows]
+    assert sorted(listed) == sorted([*(f"S{number:02}" for number in range(1, 80)), "S73a", "S73b", "S73c"])
+    collected: dict[str, set[str]] = {}
+    for incident, there, here, proof in rows:
+        assert there.endswith(".") and here.endswith("."), incident
+        references = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", proof)
+        assert len(references) == proof.count("`") // 2, incident
+        assert references or "Not built yet" in here, incident
+        for file, name in references:
+            assert (ROOT / file).is_file(), f"{incident}: {file}"
+            assert name in collected.setdefault(file, collected_of(ROOT / file)), f"{incident}: {file}::{name}"
