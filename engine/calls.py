@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tidekv.engine.effects import TokenRecord
+from tidekv.engine.effects import TokenRecord, own_cancels_only
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
 from tidekv.states import commands
 from tidekv.states.commands import Command
-from tidekv.states.errors import BrokenInvariant, InvalidRequest, RequestFailed, TidekvError
+from tidekv.states.errors import BrokenInvariant, EngineClosed, InvalidRequest, RequestFailed
 from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.core import Core
 
 FlushAnswer = dict[str, dict[str, int]]
 
@@ -42,6 +46,7 @@ class Calls:
         self._ends: dict[str, asyncio.Future[int]] = {}
         self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._ended = ""
         self._tellers: dict[type[Command], Callable[..., None]] = {
             commands.TellReady: self._tell_ready,
             commands.TellFailed: self._tell_failed,
@@ -61,15 +66,31 @@ class Calls:
         return live.outcome
 
     def is_live(self, request_id: str) -> bool:
-        """Whether the request waits or is READY."""
+        """Whether the request waits, or is READY and not given back."""
         return request_id in self._live
+
+    def serial_of(self, request_id: str) -> int | None:
+        """The number of the live request of that name. Names come again, these numbers do not."""
+        live = self._live.get(request_id)
+        return None if live is None else live.serial
+
+    def is_given_back(self, request_id: str) -> bool:
+        """Whether finish or retract was called for it, and has no answer yet."""
+        return request_id in self._ends
+
+    def arriving(self, core: Core) -> int:
+        """Requests that the core has not taken yet; those that are being retracted count as well."""
+        return len(self._live) - len(core.books.requests)
 
     def live_ids(self) -> list[str]:
         """Every live request."""
         return list(self._live)
 
     def ready(self, ready: ReadyRequest) -> LiveCall:
-        """The call behind a READY request. Raises InvalidRequest where it has been given back, or is another's."""
+        """The call behind a READY request. Raises InvalidRequest where it has been given back, or is another's, and
+        EngineClosed.
+        """
+        self._check_not_ended()
         live = self._live.get(ready.request_id)
         if live is None or live.ready is not ready:
             raise InvalidRequest(f"request {ready.request_id!r} was given back already: it has no pages any more")
@@ -92,7 +113,8 @@ class Calls:
         return done
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition holds after a drain."""
+        """Wait until a condition holds after a drain. Raises EngineClosed where the engine ends first."""
+        self._check_not_ended()
         if not holds():
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append((holds, waiter))
@@ -118,24 +140,28 @@ class Calls:
         if live is not None:
             live.first_tokens[generation] = (first_token, aux if isinstance(aux, dict) else {})
 
-    def fail_all(self, error: TidekvError) -> None:
-        """The engine ends: nobody waits for an answer that cannot come."""
-        futures: list[asyncio.Future[ReadyRequest] | asyncio.Future[int] | asyncio.Future[FlushAnswer]]
+    def end_all(self, words: str) -> None:
+        """The engine ends: nobody waits for an answer that cannot come, now or later."""
+        self._ended = words
+        futures: list[
+            asyncio.Future[ReadyRequest] | asyncio.Future[int] | asyncio.Future[FlushAnswer] | asyncio.Future[None]
+        ]
         futures = [live.outcome for live in self._live.values()]
-        futures += [*self._ends.values(), *self._flushes.values()]
+        futures += [*self._ends.values(), *self._flushes.values(), *(waiter for _, waiter in self._waiters)]
         for future in futures:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(EngineClosed(words))
                 # A caller that has gone away must not be told by the loop's exception hook as well.
                 future.exception()
-        for _, waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
         self._live.clear()
         self._ends.clear()
         self._flushes.clear()
         self._waiters.clear()
         self._tokens_left.clear()
+
+    def _check_not_ended(self) -> None:
+        if self._ended:
+            raise EngineClosed(self._ended)
 
     # --- What effects ask ---
 
@@ -151,12 +177,23 @@ class Calls:
         """See `Caller`."""
         self._tellers[type(command)](command)
 
-    async def recompute(
+    def recompute(
         self, command: commands.Recompute, end: Callable[[commands.Recompute, Exception | None], None]
-    ) -> None:
+    ) -> Coroutine[object, object, None]:
         """See `Caller`."""
-        live = self._live[command.request_id]
+        # Looked up now: when the work begins, the request may be gone, and its name another's.
+        return self._recompute(self._live[command.request_id], command, end)
+
+    async def _recompute(
+        self,
+        live: LiveCall,
+        command: commands.Recompute,
+        end: Callable[[commands.Recompute, Exception | None], None],
+    ) -> None:
         assert self.last_resort is not None, "the core was told that the caller can recompute"
+        if self._live.get(command.request_id) is not live:
+            end(command, RequestFailed(command.request_id, "ended before its recompute began"))
+            return
         job = RecomputeJob(
             request=live.request,
             pages=np.array(command.pages, dtype=np.int32),
@@ -164,11 +201,11 @@ class Calls:
             packed_tokens=live.record.packed,
         )
         try:
-            first_token, aux = await self.last_resort(job)
+            first_token, aux = await own_cancels_only(self.last_resort(job), "recompute")
+            live.first_tokens[command.generation] = (int(first_token), dict(aux))
         except Exception as error:
             end(command, error)
             return
-        live.first_tokens[command.generation] = (first_token, dict(aux))
         end(command, None)
 
     # --- Answers ---
@@ -193,13 +230,18 @@ class Calls:
             live.outcome.set_result(live.ready)
 
     def _tell_failed(self, command: commands.TellFailed) -> None:
-        live = self._live.pop(command.request_id)
-        if not live.outcome.done():
-            live.outcome.set_exception(RequestFailed(command.request_id, command.cause, command.detail))
+        self._fail(RequestFailed(command.request_id, command.cause, command.detail))
 
     def _tell_dropped(self, command: commands.TellDropped) -> None:
-        live = self._live.pop(command.request_id)
+        self._fail(RequestFailed(command.request_id, "aborted"))
+
+    def _fail(self, error: RequestFailed) -> None:
+        """The request is over; whoever waits for it, or has just given it back, hears why."""
+        live = self._live.pop(error.request_id)
         self._tokens_left.pop(live.serial, None)
+        for future in (live.outcome, self._ends.pop(error.request_id, None)):
+            if future is not None and not future.done():
+                future.set_exception(error)
 
     def _give_reserve(self, command: commands.GiveReserve) -> None:
         self._live[command.request_id].reserve += command.pages

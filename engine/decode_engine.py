@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -41,8 +42,9 @@ class DecodeEngine:
     """Restores prompts onto a device from its own cache, host memory, storage, and prefill.
 
     An async context manager: entering starts it, leaving closes it and aborts what is still live. All methods are
-    called on the loop that entered it. It takes over transport and storage, and closes both; the pools stay the
-    caller's. If an invariant breaks, all calls fail with EngineClosed and leaving the block raises what broke.
+    called on the loop that entered it (InvalidRequest elsewhere), within the block (EngineClosed outside). It takes
+    over transport and storage, and closes both; the pools stay the caller's. If an invariant breaks, all calls fail
+    with EngineClosed and leaving the block raises what broke. An engine is entered once.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class DecodeEngine:
         self._serial = 0
 
     async def __aenter__(self) -> Self:
-        """Start: poller, transport, pools, storage. Raises what they raise, with everything stopped again."""
+        """Start: poller, transport, pools, storage. Raises what they raise, with everything stopped again; EngineClosed
+        for an engine that was entered before.
+        """
         await self._parts.start()
         self._driver = self._parts.driver
         return self
@@ -102,9 +106,10 @@ class DecodeEngine:
                 f"request {request.request_id!r}: its prompt of {tokens} tokens needs {needed} device pages with its "
                 f"reserve; the pool has {settings.device_pages}"
             )
-        if len(self._core.queue) >= settings.queue_max:
+        # Those who arrived in this turn of the loop are in no queue yet.
+        if len(self._core.queue) + self._calls.arriving(self._core) >= settings.queue_max:
             raise CapacityError(f"{settings.queue_max} requests wait for admission already; try again later")
-        self._serial += 1
+        serial = self._serial = self._serial + 1
         record = TokenRecord(
             packed,
             page_size=settings.page_size,
@@ -113,14 +118,14 @@ class DecodeEngine:
             sends_prompt=request.prompt == "send",
             cache=request.cache,
         )
-        outcome = self._calls.begin(request, record, serial=self._serial)
+        outcome = self._calls.begin(request, record, serial=serial)
         now_s = self._driver.clock()
         within_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
         self._driver.post(
             events.RequestArrived(
                 at_s=now_s,
                 request_id=request.request_id,
-                serial=self._serial,
+                serial=serial,
                 keys=packed[: tokens // settings.page_size * settings.key_bytes],
                 prompt_tokens=tokens,
                 namespace=record.namespace,
@@ -128,14 +133,17 @@ class DecodeEngine:
                 deadline_at_s=now_s + within_s,
                 priority=request.priority,
                 cache=request.cache,
-                generation=self._serial * GENERATIONS_MAX,
+                generation=serial * GENERATIONS_MAX,
                 can_recompute=self._calls.last_resort is not None,
             )
         )
         try:
             return await outcome
         except asyncio.CancelledError:
-            if self._parts.is_open:
+            # It may have failed just now, unseen, and its name may be another request's already.
+            if outcome.done() and not outcome.cancelled():
+                outcome.exception()
+            if self._calls.serial_of(request.request_id) == serial:
                 self._driver.post(
                     events.AbortRequested(
                         at_s=self._driver.clock(), request_id=request.request_id, cause="cancelled by the caller"
@@ -144,12 +152,15 @@ class DecodeEngine:
             raise
 
     async def abort(self, request_id: str) -> bool:
-        """End a request, waiting or READY: its `restore` raises RequestFailed("aborted"). False: it is not live."""
+        """End a request, waiting or READY: its `restore` raises RequestFailed("aborted"). True: it is over now, and its
+        id is free. False: it is not live, or was given to finish or retract before.
+        """
         self._check_open()
-        if not self._calls.is_live(request_id):
+        serial = self._calls.serial_of(request_id)
+        if serial is None or self._calls.is_given_back(request_id):
             return False
         self._driver.post(events.AbortRequested(at_s=self._driver.clock(), request_id=request_id))
-        await self._calls.wait_until(lambda: self._core.request(request_id) is None)
+        await self._calls.wait_until(lambda: self._calls.serial_of(request_id) != serial)
         return True
 
     # --- After READY ---
@@ -157,8 +168,10 @@ class DecodeEngine:
     def grow(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
         """Make room for `tokens` more tokens; returns the pages that this adds to `ready.pages`, mostly none.
 
-        Raises OutOfPages, having changed nothing: retract or finish a request, and call again.
+        Raises OutOfPages, having changed nothing: retract or finish a request, and call again. InvalidRequest where it
+        was given back, or was lost to an error of ours: then its pages are no longer yours.
         """
+        self._check_open()
         live = self._calls.ready(ready)
         if tokens < 0:
             raise InvalidRequest(f"request {ready.request_id!r} cannot grow by {tokens} tokens")
@@ -168,27 +181,32 @@ class DecodeEngine:
             ready.length += tokens
             return []
         if needed > len(live.reserve):
-            self._grow_now(ready.request_id, 0, wanted=needed - len(live.reserve))
+            self._tell_growth(ready, 0, wanted=needed - len(live.reserve))
         if needed > len(live.reserve):
             raise OutOfPages(
                 f"request {ready.request_id!r} needs {needed} more device pages; {len(live.reserve)} can be had"
             )
         taken, live.reserve = live.reserve[:needed], live.reserve[needed:]
-        self._driver.post(events.GrowthTaken(at_s=self._driver.clock(), request_id=ready.request_id, page_count=needed))
+        self._tell_growth(ready, needed)
         ready.pages = np.concatenate((ready.pages, np.array(taken, dtype=np.int32)))
         ready.length += tokens
         return taken.tolist()
 
-    def _grow_now(self, request_id: str, page_count: int, *, wanted: int) -> None:
+    def _tell_growth(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> None:
         self._driver.take_now(
-            events.GrowthTaken(at_s=self._driver.clock(), request_id=request_id, page_count=page_count, wanted=wanted)
+            events.GrowthTaken(
+                at_s=self._driver.clock(), request_id=ready.request_id, page_count=page_count, wanted=wanted
+            )
         )
+        # Whatever became of it became of it now: nobody writes to pages that are no longer the request's.
+        self._calls.ready(ready)
 
     async def finish(self, ready: ReadyRequest, output_tokens: Tokens = ()) -> int:
         """Keep prompt and output in the cache, back them up, give everything back.
 
         The last output token has no KV yet and is left out. Returns how many pages were new to the cache. Raises
-        InvalidRequest for output that the request has no room for.
+        InvalidRequest for output that the request has no room for, RequestFailed where it was aborted just before.
+        Cancelling the awaiting task changes nothing: it is given back.
         """
         keys, tokens = self._kept(ready, output_tokens)
         done: asyncio.Future[int] = self._calls.expect(ready, "finish")
@@ -198,14 +216,21 @@ class DecodeEngine:
         return await done
 
     async def retract(self, ready: ReadyRequest, output_tokens: Tokens = ()) -> RetractedRequest:
-        """Give the device pages back; what of the KV reaches host memory is held there until `resume` or `drop`."""
+        """Give the device pages back; what of the KV reaches host memory is held there until `resume` or `drop`.
+
+        Raises as `finish`. Where the awaiting task is cancelled, nothing stays held.
+        """
         keys, tokens = self._kept(ready, output_tokens)
         live = self._calls.ready(ready)
         done: asyncio.Future[int] = self._calls.expect(ready, "retract")
         self._driver.post(
             events.RetractRequested(at_s=self._driver.clock(), request_id=ready.request_id, keys=keys, tokens=tokens)
         )
-        held_pages = await done
+        try:
+            held_pages = await asyncio.shield(done)
+        except asyncio.CancelledError:
+            done.add_done_callback(partial(self._drop_unclaimed, ready.request_id))
+            raise
         return RetractedRequest(
             request=live.request,
             packed_tokens=live.record.packed,
@@ -215,17 +240,25 @@ class DecodeEngine:
     async def resume(self, retracted: RetractedRequest) -> ReadyRequest:
         """Restore prompt and output so far in a new room; the first token it brings is the next one of the output.
 
-        Raises as `restore`; what was held in host memory is let go of either way.
+        Raises as `restore`. What was held in host memory is let go of when the request is READY or has failed; it stays
+        held where the call was refused (InvalidRequest, CapacityError).
         """
         self._check_open()
         return await self._submit(retracted.request, retracted.packed_tokens)
 
     def drop(self, retracted: RetractedRequest) -> None:
         """Let go of what a retracted request that will not be resumed holds in host memory."""
+        self._check_open()
         self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=retracted.request.request_id))
+
+    def _drop_unclaimed(self, request_id: str, done: asyncio.Future[int]) -> None:
+        """The caller of retract went away: nobody can resume the request."""
+        if done.exception() is None:
+            self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=request_id))
 
     def _kept(self, ready: ReadyRequest, output_tokens: Tokens) -> tuple[bytes, int]:
         """Keys and count of the tokens that have KV; the record learns the tokens."""
+        self._check_open()
         live = self._calls.ready(ready)
         output = pack_tokens(output_tokens, vocabulary=self.config.vocabulary or None) if len(output_tokens) else b""
         settings = self._core.settings
@@ -261,9 +294,11 @@ class DecodeEngine:
         return answer
 
     async def attach_storage(self, storage: str | Storage, options: Mapping[str, object] | None = None) -> None:
-        """Use this storage from now on; the one there was is drained and closed first.
+        """Use this storage from now on, in place of the one there was; requests go on meanwhile.
 
-        Raises InvalidConfig or StorageFailed, with no storage attached where there was none.
+        The new one is opened first, then the calls of the old one are waited for, and the old one is closed. Where this
+        raises (InvalidConfig, StorageFailed) or is cancelled, the old one is in use as before, and the new one closed.
+        What closing the old one raises is raised, with the new one in use. The engine closes storage at its end.
         """
         self._check_open()
         await self._parts.swap_storage(open_storage(storage, options) if isinstance(storage, str) else storage)
@@ -301,6 +336,7 @@ class DecodeEngine:
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""
+        self._check_open()
         await self._parts.wait_settled()
 
     @property
@@ -309,9 +345,20 @@ class DecodeEngine:
         return None if self._parts.metrics is None else self._parts.metrics.address
 
     def statistics(self) -> dict[str, object]:
-        """Counts of now and since the start, by part."""
+        """Counts of now and since the start, by part; also after the end."""
+        if self._parts.loop is None:
+            raise EngineClosed("the engine was not started: enter it with `async with`")
         return self._parts.statistics()
 
     def _check_open(self) -> None:
         if not self._parts.is_open:
             raise EngineClosed("the engine is not running: enter it with `async with`, and call nothing after its end")
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self._parts.loop:
+            raise InvalidRequest(
+                "the engine is called on the loop that entered it only; from another thread use "
+                "asyncio.run_coroutine_threadsafe"
+            )

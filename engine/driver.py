@@ -75,9 +75,16 @@ class Driver:
         """Events that the core has taken so far."""
         return self._seq
 
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the core has taken every event that was posted."""
+        return not self._inbox
+
     def post(self, event: Event) -> None:
-        """Queue an event. Call it on the loop's thread."""
+        """Queue an event; after `stop` it is dropped. Call it on the loop's thread."""
         assert threading.get_ident() == self._thread, "events are posted on the loop's thread"
+        if self._broken:
+            return
         self._inbox.append(event)
         if not self._armed:
             self._armed = True
@@ -87,7 +94,7 @@ class Driver:
         """Take everything that is queued, and then this event, before returning."""
         assert not self._stepping, "the core is not stepped from within a step"
         self._inbox.append(event)
-        while self._inbox:
+        while self._inbox and not self._broken:
             self._take_batch()
         self._arm_timer()
 

@@ -29,7 +29,12 @@ class EffectGroup:
         """Run an effect."""
 
         async def run() -> None:
-            await effect
+            try:
+                await effect
+            except Exception as error:
+                # The group tells of it only when all others have ended, which may be never.
+                self._on_failure(error)
+                raise
 
         assert self._group is not None, "effects are spawned after start and before close"
         self._group.create_task(run(), name=f"tidekv {name}")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tidekv.backends.keys import namespace_seed, page_digests
 from tidekv.states import commands, events
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import Event
     from tidekv.transports.receiver import Receiver
 
+T = TypeVar("T")
 LOG = logging.getLogger("tidekv.engine")
 HASH_INLINE_BYTES = 64 * 1024
 """Token bytes that are hashed on the loop; more would hold it up for longer than a thread hop costs."""
@@ -92,9 +93,9 @@ class Caller(Protocol):
         """An answer to the caller."""
         ...
 
-    async def recompute(
+    def recompute(
         self, command: commands.Recompute, end: Callable[[commands.Recompute, Exception | None], None]
-    ) -> None:
+    ) -> Coroutine[object, object, None]:
         """Have the caller compute what no prefill can send; `end` hears how that went."""
         ...
 
@@ -183,7 +184,7 @@ class Effects:
         found, error = 0, ""
         try:
             keys = await record.digests(command.first, command.count)
-            found = _leading(await storage.exists(keys, timeout_s=self._query_timeout_s))
+            found = _leading(await own_cancels_only(storage.exists(keys, timeout_s=self._query_timeout_s), "storage"))
         except Exception as raised:
             error = self._words(command, raised)
         self._post(events.StorageAnswered(at_s=self._clock(), op=command.op, found=found, error=error))
@@ -196,7 +197,8 @@ class Effects:
         good, error = 0, ""
         try:
             keys = await record.digests(command.first, len(command.host_pages))
-            good = _leading(await storage.get_into(keys, command.host_pages, timeout_s=self._fetch_timeout_s))
+            got = storage.get_into(keys, command.host_pages, timeout_s=self._fetch_timeout_s)
+            good = _leading(await own_cancels_only(got, "storage"))
         except Exception as raised:
             error = self._words(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
@@ -209,7 +211,8 @@ class Effects:
         stored, error = 0, ""
         try:
             keys = await record.digests(command.first, len(command.host_pages))
-            stored = _leading(await storage.put_from(keys, command.host_pages, timeout_s=self._store_timeout_s))
+            put = storage.put_from(keys, command.host_pages, timeout_s=self._store_timeout_s)
+            stored = _leading(await own_cancels_only(put, "storage"))
         except Exception as raised:
             error = self._words(command, raised)
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
@@ -220,9 +223,9 @@ class Effects:
         return self.storage
 
     def _use_storage(self, call: Awaitable[None], name: str) -> None:
+        self._spawn(self._count_storage(call), name)
         self.storage_calls += 1
         self._storage_quiet.clear()
-        self._spawn(self._count_storage(call), name)
 
     async def _count_storage(self, call: Awaitable[None]) -> None:
         try:
@@ -291,6 +294,19 @@ class Effects:
 
     def _received(self, command: commands.SendReceived) -> None:
         self._receiver.received(command.request_id, command.generation)
+
+
+async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
+    """Await a call into code that is not ours. A cancellation that comes from within it, and was not meant for us, is
+    its failure: it must not end the effect without an outcome.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise TidekvError(f"{whose} cancelled itself") from error
 
 
 def _leading(flags: list[bool]) -> int:

@@ -20,8 +20,9 @@ from tidekv.engine.poller import PollerThread
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
-from tidekv.states.errors import EngineClosed, InvalidConfig
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
 from tidekv.states.request import State
+from tidekv.transports.blocking import settled
 from tidekv.transports.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("tidekv.engine")
 # transitions logs every trigger at DEBUG, which costs ten times the trigger when somebody turns DEBUG on for all.
 logging.getLogger("transitions").setLevel(logging.WARNING)
+
+CLOSE_PART_S = 60.0
+"""A part that takes longer to close hangs: the others are closed without it."""
 
 
 class Parts:
@@ -81,18 +85,29 @@ class Parts:
         self.is_open = False
         self.is_draining = False
         self.broken: BaseException | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._device = device
         self._first_storage = storage
         self._identity = device.layout.identity(config.model)
         self.group: EffectGroup | None = None
         self._storage_swap = asyncio.Lock()
+        self._retired: list[Storage] = []
 
     async def start(self) -> None:
-        """Start poller, transport, pools, storage. Raises what they raise, with everything stopped again."""
+        """Start poller, transport, pools, storage. Raises what they raise, with everything stopped again.
+
+        Once only: what was started and stopped does not start again. Raises EngineClosed.
+        """
+        if self.loop is not None:
+            raise EngineClosed("this engine was entered before: an engine lives once, make another one")
+        self.loop = asyncio.get_running_loop()
         try:
             await self._start()
-        except BaseException:
-            await self._stop()
+        except BaseException as error:
+            try:
+                await settled(self.loop.create_task(self._stop(), name="tidekv stop"))
+            except Exception as failure:
+                error.add_note(f"and stopping what had been started raised {failure!r}")
             raise
         self.is_open = True
 
@@ -107,16 +122,9 @@ class Parts:
         await self.transport.register(memory)
         watchers: list[Watcher] = []
         if config.journal is not None:
-            self.journal = Journal(
-                config.journal,
-                self.core,
-                with_tokens=config.journal_tokens,
-                config=msgspec.to_builtins(config),
-                layout={**msgspec.to_builtins(self._identity), "page_bytes": memory.page_bytes},
-                instance=self.transport.instance,
-                segment_bytes=config.journal_segment_bytes,
-                segments_max=config.journal_segments_max,
-            )
+            # In a thread, to its end: it opens files, and must not be lost to a cancellation once it runs.
+            await settled(asyncio.ensure_future(asyncio.to_thread(self._open_journal, config.journal)))
+            assert self.journal is not None, "it was opened just now"
             watchers.append(self.journal)
         if config.metrics_listen is not None:
             fold = MetricsFold(self.core)
@@ -160,7 +168,22 @@ class Parts:
             query_timeout_s=config.query_deadline_s,
         )
         if self._first_storage is not None:
-            await self._attach(self._first_storage)
+            await self._register(self._first_storage)
+            self.effects.storage = self._first_storage
+            self.driver.post(events.StorageChanged(at_s=self.driver.clock(), available=True))
+
+    def _open_journal(self, path: str) -> None:
+        config = self.config
+        self.journal = Journal(
+            path,
+            self.core,
+            with_tokens=config.journal_tokens,
+            config=msgspec.to_builtins(config),
+            layout={**msgspec.to_builtins(self._identity), "page_bytes": self._device.memory.page_bytes},
+            instance=self.transport.instance,
+            segment_bytes=config.journal_segment_bytes,
+            segments_max=config.journal_segments_max,
+        )
 
     def _after_drain(self) -> None:
         self.watchdog.set_busy(not self.core.is_idle)
@@ -174,15 +197,23 @@ class Parts:
         self.driver.stop()
         self.broken = error
         self.is_open = False
-        self.calls.fail_all(EngineClosed(f"the engine broke: {type(error).__name__}: {error}"))
+        self.calls.end_all(f"the engine broke: {type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything.
 
-        Raises what broke the engine, if something did.
+        Raises what broke the engine, if something did. A cancelled caller waits for the end all the same.
         """
+        await settled(asyncio.get_running_loop().create_task(self._close(), name="tidekv close"))
+
+    async def _close(self) -> None:
         await self._settle()
-        await self._stop()
+        try:
+            await self._stop()
+        except Exception as failure:
+            if self.broken is None:
+                raise
+            self.broken.add_note(f"and stopping the engine raised {failure!r}")
         if self.broken is not None:
             raise self.broken
 
@@ -198,32 +229,41 @@ class Parts:
             async with asyncio.timeout(self.config.close_deadline_s):
                 await self.calls.wait_until(lambda: self.core.is_idle)
                 await self.effects.storage_is_quiet()
+        except EngineClosed:
+            return  # It broke meanwhile.
         except TimeoutError:
             LOG.warning(
                 "closed after %s s with work in flight: %s", self.config.close_deadline_s, self.core.statistics()
             )
         self.driver.stop()
-        self.calls.fail_all(EngineClosed("the engine was closed"))
+        self.calls.end_all("the engine was closed")
 
     async def _stop(self) -> None:
         started = [
             getattr(self, "receiver", None),
             self.copier,
+            *self._retired,
             self.storage,
             self.transport,
             self.poller,
             self.storage_poller,
         ]
         failures: list[Exception] = []
+        late: list[asyncio.Task[object]] = []
         if self.group is not None and not await self.group.close(timeout_s=self.config.close_deadline_s):
             LOG.error("effects did not end within %s s of being cancelled", self.config.close_deadline_s)
         for part in started:
             if part is None:
                 continue
-            try:
-                await part.close()
-            except Exception as error:
-                failures.append(error)
+            closing: asyncio.Task[object] = asyncio.ensure_future(part.close())
+            closing.set_name(f"closing {type(part).__name__}")
+            if not await self._has_ended(closing, CLOSE_PART_S, failures):
+                late.append(closing)
+        for closing in late:
+            # The pollers are closed by now, which ends what hung in them.
+            if not await self._has_ended(closing, self.config.close_deadline_s, failures):
+                closing.cancel()
+                failures.append(TidekvError(f"{closing.get_name()} did not end within {CLOSE_PART_S:g} s"))
         self.watchdog.set_busy(False)
         await asyncio.to_thread(self.watchdog.close)
         if self.metrics is not None:
@@ -233,33 +273,70 @@ class Parts:
         if failures:
             raise ExceptionGroup("closing the engine", failures)
 
+    @staticmethod
+    async def _has_ended(closing: asyncio.Task[object], timeout_s: float, failures: list[Exception]) -> bool:
+        await asyncio.wait([closing], timeout=timeout_s)
+        if not closing.done():
+            return False
+        error = TidekvError(f"{closing.get_name()} cancelled itself") if closing.cancelled() else closing.exception()
+        if isinstance(error, Exception):
+            failures.append(error)
+        elif error is not None:
+            raise error
+        return True
+
     # --- Storage, while serving ---
 
     async def swap_storage(self, storage: Storage | None) -> None:
-        """Use this storage, or none, from now on. The one there was is drained and closed first."""
+        """Use this storage, or none, from now on: open the new one, drain the old one, swap, close the old one.
+
+        Whatever raises before the swap, a cancellation too, leaves the old one in use and closes the new one.
+        Raises InvalidRequest for the one that is in use already.
+        """
         if storage is not None and self.host is None:
             raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
         async with self._storage_swap:
-            await self._detach()
+            old = self.storage
+            if storage is not None and storage is old:
+                raise InvalidRequest(f"{storage.uri} is attached already")
+            await self._prepare_swap(old, storage)
+            self.storage = self.effects.storage = storage
             if storage is not None:
-                await self._attach(storage)
+                self._tell_storage(available=True)
+            if old is not None:
+                # Should closing be cut off, the engine's own end closes it once more.
+                self._retired.append(old)
+                await old.close()
+                self._retired.remove(old)
 
-    async def _attach(self, storage: Storage) -> None:
+    async def _prepare_swap(self, old: Storage | None, new: Storage | None) -> None:
+        """Open the new one and drain the old one; all of it, or nothing and the new one closed."""
+        is_told = False
+        try:
+            if new is not None:
+                await self._register(new)
+            if old is not None:
+                is_told = True
+                self._tell_storage(available=False)
+                await self.effects.storage_is_quiet()
+            if not self.is_open:
+                raise EngineClosed("the engine was closed while storage was attached")
+        except BaseException:
+            if is_told:
+                self._tell_storage(available=True)
+            if new is not None:
+                await new.close()
+            raise
+
+    async def _register(self, storage: Storage) -> None:
         assert self.host is not None
         await storage.register(
             self.host.memory, self.host.page, namespace=storage_namespace(self._identity), poller=self.storage_poller
         )
-        self.storage = self.effects.storage = storage
-        self.driver.post(events.StorageChanged(at_s=self.driver.clock(), available=True))
 
-    async def _detach(self) -> None:
-        storage = self.effects.storage
-        if storage is None:
-            return
-        self.driver.take_now(events.StorageChanged(at_s=self.driver.clock(), available=False))
-        await self.effects.storage_is_quiet()
-        self.storage = self.effects.storage = None
-        await storage.close()
+    def _tell_storage(self, *, available: bool) -> None:
+        if self.is_open:
+            self.driver.take_now(events.StorageChanged(at_s=self.driver.clock(), available=available))
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests."""
@@ -267,7 +344,8 @@ class Parts:
 
         def is_settled() -> bool:
             restoring = any(request.state is not State.READY for request in core.books.requests.values())
-            return not (restoring or core.books.operations or core.backups or core.loads or core.rooms.draining_rooms)
+            in_flight = restoring or not self.driver.is_caught_up
+            return not (in_flight or core.books.operations or core.backups or core.loads or core.rooms.draining_rooms)
 
         await self.calls.wait_until(is_settled)
 

@@ -1,0 +1,160 @@
+"""Calls that end in another way than by their answer: cancelled, overtaken by an abort, cut off by a bug of ours."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidekv import EngineClosed, InvalidRequest, RequestFailed
+from tidekv.states import events
+
+PROMPT = list(range(100, 122))
+
+
+async def test_a_finish_behind_an_abort_ends_and_its_id_can_be_used_again(make_pair) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+        aborting = asyncio.create_task(pair.engine.abort("r1"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestFailed, match="aborted"):
+            async with asyncio.timeout(5):
+                await pair.engine.finish(ready, [1])
+        assert await aborting
+        await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("how", ["finish", "retract"])
+async def test_a_rule_that_raises_while_a_request_is_given_back_fails_that_call(
+    make_pair, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+
+        def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("no luck")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.engine._core.serving, how, broken)
+            with pytest.raises(RequestFailed, match="internal error"):
+                async with asyncio.timeout(5):
+                    await getattr(pair.engine, how)(ready, [1])
+        await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
+        await pair.assert_nothing_held()
+        assert not pair.engine._calls._tokens_left
+
+
+async def test_a_cancelled_finish_is_done_all_the_same(make_pair) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+        finishing = asyncio.create_task(pair.engine.finish(ready, [1]))
+        await asyncio.sleep(0)
+        finishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finishing
+        await pair.assert_nothing_held()
+        assert pair.engine.peek(PROMPT)["l1"] == 20
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancelled_retract_holds_nothing_in_host_memory(make_pair, turns: int) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+        retracting = asyncio.create_task(pair.engine.retract(ready))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        retracting.cancel()
+        try:
+            pair.engine.drop(await retracting)
+        except asyncio.CancelledError:
+            if turns == 0:
+                # It was cancelled before its first step: nothing has happened.
+                await pair.engine.abort("r1")
+        await pair.engine.wait_settled()
+        await pair.engine._calls.wait_until(lambda: not pair.core()["requests_retracted"])
+        await pair.assert_nothing_held()
+        assert pair.core()["requests_retracted"] == 0
+
+
+async def test_an_abort_while_a_request_is_retracted_says_that_it_came_too_late(make_pair) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+        retracting = asyncio.create_task(pair.engine.retract(ready))
+        await asyncio.sleep(0)
+        assert not await pair.engine.abort("r1")
+        retracted = await retracting
+        assert retracted.held_tokens == 20
+        await pair.engine.finish(await pair.engine.resume(retracted))
+        await pair.assert_nothing_held()
+
+
+async def test_a_late_cancel_does_not_abort_the_next_request_of_that_id(make_pair) -> None:
+    async with make_pair() as pair:
+        held = asyncio.Event()
+
+        async def hold(*_: object) -> None:
+            await held.wait()
+
+        pair.network.before_write = hold
+        first = asyncio.create_task(pair.engine.restore(pair.request("r1", PROMPT)))
+        await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
+        # The request fails, and in the same turn of the loop somebody starts the next one and cancels the first.
+        driver = pair.engine._driver
+        driver.take_now(events.AbortRequested(at_s=driver.clock(), request_id="r1", cause="first"))
+        second = pair.engine.restore(pair.request("r1", PROMPT))
+        started = asyncio.ensure_future(second)
+        asyncio.get_running_loop().call_soon(first.cancel)
+        first.cancel()
+        # The first one wakes up behind the start of the second.
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        held.set()
+        async with asyncio.timeout(5):
+            ready = await started
+        await pair.engine.finish(ready)
+        await pair.assert_nothing_held()
+
+
+async def test_two_finishes_at_once_are_one_and_a_refusal(make_pair) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+        outcomes = await asyncio.gather(
+            *(pair.engine.finish(ready, [1]) for _ in range(2)), pair.engine.retract(ready), return_exceptions=True
+        )
+        assert outcomes[0] == 0
+        assert all(isinstance(outcome, InvalidRequest) for outcome in outcomes[1:])
+        await pair.assert_nothing_held()
+
+
+async def test_whoever_waits_when_the_engine_breaks_hears_of_it(make_pair) -> None:
+    held = asyncio.Event()
+
+    async def hold(*_: object) -> None:
+        await held.wait()
+
+    with pytest.raises(ZeroDivisionError):
+        async with make_pair(close_deadline_s=0.2) as pair:
+            ready = await pair.restore("r1", PROMPT)
+            pair.network.before_write = hold
+            calls = [
+                pair.engine.restore(pair.request("r2", [9] * 9)),
+                pair.engine.drain(),
+                pair.engine.wait_settled(),
+                pair.engine.finish(ready),
+                pair.engine.flush(),
+            ]
+            waiting = [asyncio.create_task(call) for call in calls[:3]]
+            await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
+            pair.engine._core.step = lambda event: 1 // 0
+            waiting += [asyncio.create_task(call) for call in calls[3:]]
+            async with asyncio.timeout(5):
+                for call in waiting:
+                    with pytest.raises(EngineClosed, match="broke"):
+                        await call
+            held.set()
+            for use in (pair.engine.grow, pair.engine.drop):
+                with pytest.raises(EngineClosed):
+                    use(ready)
+            with pytest.raises(EngineClosed):
+                await pair.engine.finish(ready)
