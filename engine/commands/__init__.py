@@ -1,5 +1,5 @@
 """The commands of the command line: each module has a `register(app)` that adds its command."""
 
-from tidekv.engine.commands import bench, explain, replay, run, sides
+from tidekv.engine.commands import bench, explain, replay, run, sides, simulate, timeline
 
-COMMANDS = (run.register, sides.register, bench.register, replay.register, explain.register)
+COMMANDS = (run.register, sides.register, bench.register, replay.register, explain.register, simulate.register, timeline.register)

@@ -37,7 +37,9 @@ def prefill(
 
     async def serve() -> None:
         async with prefill_worker(order, listen=listen, secret=secret) as (peer, _, _):
-            console.print(f"prefill worker at {peer.address}, model {order.fingerprint}; Ctrl-C ends it", soft_wrap=True)
+            console.print(
+                f"prefill worker at {peer.address}, model {order.fingerprint}; Ctrl-C ends it", soft_wrap=True
+            )
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
