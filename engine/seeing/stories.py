@@ -289,6 +289,7 @@ class Stories:
         for work in story.works:
             if work.kind == "span":
                 work.wasted = work.good
+                work.ended_at_s = at_s if work.ended_at_s is None else work.ended_at_s
         self._forget_spans(story)
 
     def _forget_spans(self, story: Story) -> None:

@@ -12,7 +12,7 @@ from tidekv import JournalDamaged, JournalRefused, ReplayDiverged, Replayer
 from tidekv.engine.journal.lines import seal
 from tidekv.engine.journal.reader import JournalReader
 
-HERE = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HERE = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def test_flipped_bit_is_named_at_its_line(journal: Path, data: st.DataObject) ->
     assert damage.line == content[:at].count(b"\n") + 1
 
 
-def test_every_byte_of_the_header_and_of_the_last_line_counts(journal: Path) -> None:
+def test_bytes_of_the_header_and_of_the_last_line_count(journal: Path) -> None:
     content = journal.read_bytes()
     lines = content.count(b"\n")
     header = content.index(b"\n") + 1
     end = content[:-1].rindex(b"\n") + 1
     broken = journal.with_name("broken")
-    for at in [*range(header), *range(end, len(content))]:
+    for at in [*range(header), *range(end, len(content), 3), len(content) - 1]:
         bit = at % 8
         broken.write_bytes(content[:at] + bytes((content[at] ^ (1 << bit),)) + content[at + 1 :])
         damage = damage_of_lines(broken)
@@ -103,7 +103,7 @@ def test_torn_tail_is_tolerated_and_told_at_every_length(journal: Path) -> None:
     header = content.index(b"\n") + 1
     broken = journal.with_name("broken")
     taken = -1
-    for length in range(header, len(content), 1009):
+    for length in range(header, len(content), 2003):
         broken.write_bytes(content[:length])
         replayed = Replayer(broken).run()
         assert replayed.torn is not None

@@ -1,0 +1,67 @@
+"""`tidekv timeline JOURNAL`: requests as bars in the terminal, as a page for a browser, or for Perfetto."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tidekv.states.errors import InvalidRequest
+
+NAME_COLUMNS = 60
+
+
+def register(app: typer.Typer) -> None:
+    """Add `timeline` to the command line."""
+    app.command()(timeline)
+
+
+def timeline(
+    journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
+    request: Annotated[str | None, typer.Option(help="Only the requests of this id.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write trace-event JSON for ui.perfetto.dev.")] = None,
+    limit: Annotated[int, typer.Option(help="In the terminal, the last so many requests; 0: all.")] = 40,
+) -> None:
+    """Show what requests waited for, and what ran for them meanwhile."""
+    from rich.console import Console
+
+    from tidekv.engine.journal import Replayer
+    from tidekv.engine.seeing.bars import all_bars, one_request
+    from tidekv.engine.seeing.page import html_page
+    from tidekv.engine.seeing.stories import read_stories
+    from tidekv.engine.seeing.trace_events import trace_events
+
+    replayer = Replayer(journal)
+    told = read_stories(replayer)
+    stories = told.all if request is None else told.named(request)
+    if request is not None and not stories:
+        raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(told.all)} requests")
+    if html is not None:
+        page = html_page(stories, now_s=told.last_at_s, title=f"tidekv: {Path(journal).name}")
+        _write(html, page.encode())
+    if perfetto is not None:
+        _write(perfetto, trace_events(stories, now_s=told.last_at_s))
+    if html is None and perfetto is None:
+        console = Console()
+        width = max(20, console.width - NAME_COLUMNS)
+        if request is None:
+            shown = stories[-limit:] if limit else stories
+            console.print(all_bars(shown, now_s=told.last_at_s, width=width))
+            if len(shown) < len(stories):
+                console.print(f"the last {len(shown)} of {len(stories)} requests; --limit 0 shows all")
+        else:
+            for story in stories:
+                console.print(one_request(story, now_s=told.last_at_s, width=width))
+    if replayer.torn is not None:
+        print(f"tidekv: {replayer.torn}", file=sys.stderr)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise InvalidRequest(f"{str(path)!r} cannot be written: {error}") from error
+    print(f"{path}: {len(content)} bytes")
