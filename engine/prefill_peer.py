@@ -84,15 +84,19 @@ class PrefillPeer:
         storage: Storage | None = None,
         host: HostPool | None = None,
         store_settings: PromptStoreSettings | None = None,
+        close_deadline_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is opened yet. Raises InvalidConfig."""
+        """Nothing is opened yet. Raises InvalidConfig. Leaving the block waits `close_deadline_s` for writes, before it
+        closes the transport under them.
+        """
         # Peers and NIXL know its addresses only: this reference is what keeps the memory there.
         self._device = device
         self._transport = transport
         self._listen = listen
         self._on_room = on_room
         self._poller = poller
+        self._close_deadline_s = close_deadline_s
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}")
         self._stack = AsyncExitStack()
         self._store: PromptStore | None = None
@@ -129,9 +133,8 @@ class PrefillPeer:
                 stack.push_async_callback(storage_poller.close)
                 stack.push_async_callback(self._store.close)
                 await self._store.start(storage_poller)
-            stack.push_async_callback(self._sender.close)
+            stack.push_async_callback(self._end_rooms)
             await self._sender.start(self._listen)
-            stack.push_async_callback(self._tasks.close)
             if self._store is not None:
                 stack.push_async_callback(self._store.settle)
             self._stack = stack.pop_all()
@@ -164,6 +167,24 @@ class PrefillPeer:
         """Wait until all prompts finished so far are in storage, or were given up. At once without storage."""
         if self._store is not None:
             await self._store.wait_stored()
+
+    async def _end_rooms(self) -> None:
+        """End the tasks of `on_room`, the rooms and their writes. A write to a decode worker that hangs ends only with
+        the transport: after the deadline that is closed first.
+        """
+        ending = asyncio.get_running_loop().create_task(self._close_rooms(), name="end of a prefill peer's rooms")
+        try:
+            await asyncio.wait([ending], timeout=self._close_deadline_s)
+        finally:
+            if not ending.done():
+                await self._transport.close()
+            await ending
+
+    async def _close_rooms(self) -> None:
+        try:
+            await self._tasks.close()
+        finally:
+            await self._sender.close()
 
     def _store_room(self, room: Room) -> None:
         if self._store is not None:

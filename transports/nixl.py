@@ -129,8 +129,9 @@ class NixlTransport:
         return await self._registered()[1].add(instance, metadata, memory)
 
     async def remove_peer(self, peer: PeerMemory) -> None:
-        """Forget a handle of `add_peer`, after the last write to it has ended."""
-        await self._registered()[1].remove(_ours(peer))
+        """Forget a handle of `add_peer`, after the last write to it has ended. Closing has forgotten all of them."""
+        if not self._is_closed:
+            await self._registered()[1].remove(_ours(peer))
 
     async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
         """Write our pages over the peer's, pairwise; returns the bytes once they are in place at the peer.

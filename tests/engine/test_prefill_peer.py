@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill_peer import PrefillPeer, Room
 from tidekv.states import events
-from tidekv.states.errors import EngineClosed, InvalidConfig
+from tidekv.states.errors import EngineClosed, InvalidConfig, TransferFailed
 from tidekv.states.shapes import Identity, PoolMemory, Segment, page_ids
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.receiver import Receiver
@@ -191,3 +192,45 @@ async def test_a_poller_of_the_embedder_is_used_and_left_running(network: Loopba
 
     await poller.submit(Done())
     await poller.close()
+
+
+async def test_leaving_the_block_ends_though_a_decode_worker_hangs(network: LoopbackNetwork) -> None:
+    """A write to a process that is stopped ends with the transport and not before, as NIXL has it."""
+
+    class Hanging(LoopbackTransport):
+        def __init__(self) -> None:
+            super().__init__("prefill-0", network)
+            self.began = asyncio.Event()
+            self.closed = asyncio.Event()
+
+        async def write(self, peer: object, our_pages: object, their_pages: object) -> int:
+            self.began.set()
+            work = asyncio.ensure_future(self.closed.wait())
+            while not work.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
+            raise TransferFailed("the transport is closed")
+
+        async def close(self) -> None:
+            self.closed.set()
+            await super().close()
+
+    served: list[str] = []
+
+    async def serve(room: Room) -> None:
+        try:
+            await room.send([7, 8], start_token=0)
+            await asyncio.Event().wait()
+        finally:
+            room.fail("cancelled")
+            served.append(await room.received())
+
+    async with Decode(network) as decode:
+        transport = Hanging()
+        async with asyncio.timeout(10):
+            async with peer(network, transport=transport, on_room=serve, close_deadline_s=0.05) as prefill:
+                decode.promise(prefill.address)
+                await transport.began.wait()
+                assert not transport.closed.is_set()
+        assert served == ["failed"]
+        await decode.wait(events.RoomFailed)
