@@ -1,0 +1,180 @@
+"""Attaching and detaching storage while requests run: nobody fails, nothing leaks, and a failed attach is undone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tidekv import InvalidConfig, InvalidRequest, Replayer, open_storage
+from tidekv.states.errors import StorageFailed
+
+PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
+
+
+async def test_a_hundred_swaps_under_traffic_fail_nobody_and_leak_nothing(make_pair, tmp_path: Path) -> None:
+    """Detached, another kind, the same directory again: all while conversations run through a small device."""
+    journal = tmp_path / "journal"
+    done, turned = asyncio.Event(), asyncio.Event()
+    turns = from_storage = 0
+    async with make_pair(device_pages=32, host_pages=48, journal=str(journal)) as pair:
+
+        async def converse(number: int) -> None:
+            nonlocal turns, from_storage
+            turn = 0
+            while not done.is_set():
+                tokens = [number] * 7 + [turn % 20] * 5
+                for _ in range(4):
+                    ready = await pair.restore(f"c{number}t{turn}", tokens)
+                    from_storage += ready.sources["l3"]
+                    output = [number, turn % 50, ready.first_token % 97]
+                    await pair.finish(ready, tokens, output)
+                    tokens = [*tokens, *output, turn % 50]
+                    turn += 1
+                    turns += 1
+                    turned.set()
+
+        async def swap() -> None:
+            for number in range(100):
+                before = turns
+                match number % 4:
+                    case 0 | 2:
+                        await pair.engine.attach_storage(f"file:{tmp_path}/pages?io=threads&capacity=4MiB")
+                    case 1:
+                        await pair.engine.attach_storage("memory:?capacity=64KiB")
+                    case 3:
+                        await pair.engine.detach_storage()
+                # Traffic between any two swaps, by the storage that there is: device and host forget what they have.
+                await pair.engine.flush()
+                while turns < before + 10:
+                    turned.clear()
+                    await turned.wait()
+            done.set()
+
+        async with asyncio.TaskGroup() as group:
+            threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+            group.create_task(swap())
+            for number in range(4):
+                group.create_task(converse(number))
+        assert turns >= 1000
+        assert from_storage > 0
+        assert pair.engine.statistics()["storage"] is None
+        assert threading.active_count() <= threads
+        assert len(os.listdir("/proc/self/fd")) <= files
+        assert "transitions_raised" not in pair.core()
+        assert pair.engine.statistics()["effects_raised"] == 0
+        await pair.assert_nothing_held()
+    assert Replayer(next(journal.iterdir()) if journal.is_dir() else journal).run().events > 1000
+
+
+class Broken:
+    """Storage that cannot be opened, or not yet."""
+
+    uri = "broken:"
+
+    def __init__(self, opening: asyncio.Future[None]) -> None:
+        self.opening = opening
+        self.closed = 0
+
+    async def register(self, *_: object, **__: object) -> None:
+        await self.opening
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+async def test_an_attach_that_fails_leaves_the_old_storage_in_use(make_pair) -> None:
+    async with make_pair(storage=open_storage("memory:?capacity=1MiB")) as pair:
+        ready = await pair.restore("r1", PROMPT)
+        await pair.finish(ready, PROMPT, [1])
+        await pair.engine.wait_settled()
+        await pair.engine.flush()
+        opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        opening.set_exception(StorageFailed("no such place"))
+        broken = Broken(opening)
+        with pytest.raises(StorageFailed, match="no such place"):
+            await pair.engine.attach_storage(broken)
+        assert broken.closed == 1
+        with pytest.raises(StorageFailed, match="/dev/null/x"):
+            await pair.engine.attach_storage("file:/dev/null/x?io=threads")
+        with pytest.raises(InvalidRequest, match="attached already"):
+            await pair.engine.attach_storage(pair.engine._parts.storage)
+        again = await pair.restore("r2", PROMPT)
+        assert again.sources["l3"] == 20
+        await pair.finish(again, PROMPT, [1])
+        await pair.assert_nothing_held()
+
+
+async def test_a_cancelled_attach_leaves_the_old_storage_in_use(make_pair) -> None:
+    async with make_pair(storage=open_storage("memory:?capacity=1MiB")) as pair:
+        broken = Broken(asyncio.get_running_loop().create_future())
+        attaching = asyncio.create_task(pair.engine.attach_storage(broken))
+        await asyncio.sleep(0)
+        attaching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attaching
+        assert broken.closed == 1
+        # And while the calls of the old one are waited for.
+        storage = pair.engine._parts.storage
+        release = asyncio.Event()
+        put = storage.put_from
+
+        async def slow_put(*arguments: object, **named: object) -> list[bool]:
+            await release.wait()
+            return await put(*arguments, **named)
+
+        storage.put_from = slow_put
+        ready = await pair.restore("r1", PROMPT)
+        await pair.finish(ready, PROMPT, [1])
+        await pair.engine._calls.wait_until(lambda: pair.engine._parts.effects.storage_calls == 1)
+        new = open_storage("memory:?capacity=1MiB")
+        attaching = asyncio.create_task(pair.engine.attach_storage(new))
+        await pair.engine._calls.wait_until(lambda: not pair.engine._core.books.storage_available)
+        attaching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attaching
+        assert pair.engine._core.books.storage_available
+        release.set()
+        await pair.engine.wait_settled()
+        await pair.engine.flush()
+        again = await pair.restore("r2", PROMPT)
+        assert again.sources["l3"] == 20
+        await pair.finish(again, PROMPT, [1])
+        await pair.assert_nothing_held()
+
+
+async def test_attaching_to_an_engine_without_storage_that_fails_leaves_none(make_pair) -> None:
+    async with make_pair() as pair:
+        opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        opening.set_exception(StorageFailed("no such place"))
+        with pytest.raises(StorageFailed):
+            await pair.engine.attach_storage(Broken(opening))
+        assert pair.engine.statistics()["storage"] is None
+        ready = await pair.restore("r1", PROMPT)
+        await pair.finish(ready, PROMPT, [1])
+        await pair.assert_nothing_held()
+    async with make_pair(host_pages=0) as pair:
+        with pytest.raises(InvalidConfig, match="host pool"):
+            await pair.engine.attach_storage("memory:")
+
+
+async def test_another_store_gets_what_the_first_one_has_already(make_pair, tmp_path: Path) -> None:
+    first, second = (f"file:{tmp_path}/{name}?io=threads&capacity=4MiB" for name in ("first", "second"))
+    async with make_pair(storage=open_storage(first)) as pair:
+        ready = await pair.restore("r1", PROMPT)
+        await pair.finish(ready, PROMPT, [1])
+        await pair.engine.wait_settled()
+        await pair.engine.attach_storage(second)
+        dialog = [*PROMPT, 1, 2, 3, 4]
+        ready = await pair.restore("r2", dialog)
+        await pair.finish(ready, dialog, [5])
+        await pair.engine.wait_settled()
+        await pair.engine.flush()
+        again = await pair.restore("r3", dialog)
+        # Were the first five pages taken for stored, the sixth alone would be there, which no prefix reaches.
+        assert again.sources["l3"] == 24
+        await pair.finish(again, dialog, [5])
+        await pair.assert_nothing_held()
