@@ -1,0 +1,44 @@
+"""Journals of running engines: they replay to the state that the engine ended in, and hold no more than they may."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from tidekv import Replayer, open_storage
+from tidekv.engine.journal.final import final_state
+
+PROMPT = list(range(100, 122))
+
+
+async def test_journal_of_an_engine_replays_to_the_state_that_it_ended_in(make_pair, tmp_path: Path) -> None:
+    path = tmp_path / "run.journal"
+    storage = open_storage("memory:?capacity=64MiB")
+    async with make_pair(storage=storage, fetch_run_pages=2, journal=str(path), device_pages=16) as pair:
+        for turn in range(12):
+            prompt = [*PROMPT[: 8 + turn], turn, *range(300 + turn % 3, 310 + turn % 3)]
+            ready = await pair.restore(f"r{turn}", prompt)
+            await pair.finish(ready, prompt, [1, 2, 3, 4, 5, turn])
+        ready = await pair.restore("again", PROMPT)
+        retracted = await pair.engine.retract(ready, [7])
+        resumed = await pair.engine.resume(retracted)
+        await pair.finish(resumed, [*PROMPT, 7], [8])
+        await pair.engine.flush(("l1", "l2"))
+    replayer = Replayer(path)
+    assert replayer.run().complete
+    assert final_state(replayer.core) == final_state(pair.engine._core)
+    assert replayer.header.page_keys == "digests"
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+async def test_tokens_are_in_a_journal_only_where_they_were_asked_for(make_pair, tmp_path: Path, with_tokens) -> None:
+    path = tmp_path / "run.journal"
+    prompt = [7_000_001, 7_000_002, 7_000_003, 7_000_004, 5]
+    async with make_pair(journal=str(path), journal_tokens=with_tokens) as pair:
+        ready = await pair.restore("r", prompt)
+        await pair.finish(ready, prompt, [1])
+    packed = b"".join(token.to_bytes(4, "little") for token in prompt[:3])
+    assert (base64.b64encode(packed)[:15] in path.read_bytes()) is with_tokens
+    assert Replayer(path).run().complete
