@@ -8,6 +8,7 @@ puts then return False, and gets miss.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from tidekv.backends.storage.base import (
     check_pool,
 )
 from tidekv.backends.storage.calls import Call, Calls
+from tidekv.backends.storage.census import Holding, file_holdings
 from tidekv.backends.storage.chunks import Threads
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.file_options import FileOptions, read_file_options
@@ -167,6 +169,17 @@ class FileStorage:
 
             for verdict in await self._calls.run(body):
                 yield verdict
+
+    async def listed(self) -> AsyncIterator[Sequence[bytes]]:
+        """Return the keys of this namespace; see Census."""
+        shelf = self._ready()
+        await shelf.catch_up(None)
+        for part in shelf.stored():
+            yield [key for key, _ in part]
+
+    async def holdings(self) -> list[Holding]:
+        """Return the namespaces of the directory; see Census."""
+        return await asyncio.get_running_loop().run_in_executor(None, file_holdings, self._options.root)
 
     async def close(self) -> None:
         """Wait for the calls that run, and close the files; see Storage."""

@@ -76,7 +76,7 @@ def read_mooncake_options(authority: str, path: str, given: Mapping[str, object]
     where = read_authority("mooncake", authority, default_port=DEFAULT_PORT)
     if where.username or where.password or len(where.servers) != 1 or path.strip("/"):
         raise InvalidConfig("mooncake: storage is at one master, without password or path; write mooncake://host:50051")
-    values = read_options("mooncake:", given, OPTIONS)
+    values = read_options("the mooncake: engine", given, OPTIONS)
     settings = MooncakeOptions(
         master=where.servers[0],
         **values,  # type: ignore[arg-type]  # Each option has checked the type of its value.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import queue
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -17,12 +19,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 
 from tidekv.backends.storage.base import KEY_BYTES, BufferOf
+from tidekv.backends.storage.census import Holding, as_namespace
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
 from tidekv.backends.storage.ledger import Ledger
 from tidekv.backends.storage.mooncake_link import MooncakeLink
 from tidekv.backends.storage.remote import NO_SERVICE, ServerTrouble
-from tidekv.states.errors import StorageFailed
+from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
 if TYPE_CHECKING:
@@ -153,6 +156,25 @@ class MooncakePages:
         if NO_SERVICE.intersection(causes):
             raise StorageFailed(self.trouble)
         return causes
+
+    async def holdings(self) -> list[Holding]:
+        """Count the master's keys by namespace; it does not tell how long they are."""
+
+        def look() -> list[Holding]:
+            prefix = self._options.prefix + "/"
+            names = MooncakeLink(self._options, slots=1, slot_bytes=mmap.PAGESIZE).names_below(prefix)
+            if names is None:
+                raise InvalidConfig(
+                    "mooncake: give the option admin, such as http://master:9003, to list what is there"
+                )
+            counted = Counter(name.removeprefix(prefix).partition("/p/")[0] for name in names)
+            return [
+                Holding(namespace=namespace, page_bytes=None, pages=count)
+                for digest, count in sorted(counted.items())
+                if (namespace := as_namespace(digest)) is not None
+            ]
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, look)
 
     async def close(self) -> None:
         """End the clients."""

@@ -96,7 +96,7 @@ def _open(authority: str, path: str, options: Mapping[str, object], *, tls: bool
 
 def read_redis_options(where: Authority, path: str, given: Mapping[str, object]) -> RedisOptions:
     """Check options; InvalidConfig names the one that is wrong, and what is allowed."""
-    values = read_options("redis:", given, OPTIONS)
+    values = read_options("the redis: engine", given, OPTIONS)
     database = path.strip("/") or "0"
     if not database.isdecimal():
         raise InvalidConfig(f"redis: storage names its database by a number, redis://host/0, not {path!r}")

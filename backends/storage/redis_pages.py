@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from tidekv.backends.storage.base import BufferOf
+from tidekv.backends.storage.census import Holding, as_namespace
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
 from tidekv.backends.storage.remote import NO_SERVICE, ServerTrouble
@@ -138,7 +139,7 @@ class RedisPages:
             removed = 0
             for pattern in (b"t:*", b"p:*"):
                 removed = 0
-                for keys in self._scan(worker.link, pattern):
+                for keys in _scan(worker.link, self._names + pattern):
                     removed += sum(answer == 1 for answer in worker.link.batch([(b"UNLINK", key) for key in keys]))
             return removed
 
@@ -202,6 +203,29 @@ class RedisPages:
 
         causes, self.pages = await self._on_worker(read)
         return causes
+
+    async def holdings(self) -> list[Holding]:
+        """Look for the page sizes of all namespaces, by a connection of its own."""
+
+        def look() -> list[Holding]:
+            from tidekv.backends.storage.redis_link import RedisLink
+
+            link = RedisLink(self._options)
+            try:
+                found, prefix = [], f"{self._options.prefix}:"
+                for names in _scan(link, f"{prefix}*:meta".encode()):
+                    for name in names:
+                        digest = name.decode(errors="replace").removeprefix(prefix).removesuffix(":meta")
+                        if (namespace := as_namespace(digest)) is not None:
+                            size = link.call(b"GET", name)
+                            pages = cast(int, link.call(b"ZCARD", name.removesuffix(b"meta") + b"index"))
+                            page_bytes = int(size) if isinstance(size, bytes) and size.isdigit() else None
+                            found.append(Holding(namespace=namespace, page_bytes=page_bytes, pages=pages))
+                return sorted(found, key=lambda one: one.namespace)
+            finally:
+                link.close()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, look)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -338,13 +362,6 @@ class RedisPages:
     def _count(self, link: RedisLink) -> int:
         return cast(int, link.call(b"ZCARD", self._names + b"index"))
 
-    def _scan(self, link: RedisLink, pattern: bytes) -> Iterator[list[bytes]]:
-        cursor, keys = link.scan(self._names + pattern, None)
-        yield keys
-        while cursor is not None:
-            cursor, keys = link.scan(self._names + pattern, cursor)
-            yield keys
-
     def _parts(self, count: int) -> Iterator[slice]:
         """Cut pages into groups that the client may copy in one go."""
         group = max(1, self._options.part // self._envelope.value_bytes)
@@ -375,6 +392,14 @@ class RedisPages:
                 self._workers.put(worker)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+
+def _scan(link: RedisLink, pattern: bytes) -> Iterator[list[bytes]]:
+    cursor, keys = link.scan(pattern, None)
+    yield keys
+    while cursor is not None:
+        cursor, keys = link.scan(pattern, cursor)
+        yield keys
 
 
 def _scored(score: bytes, keys: Sequence[bytes]) -> list[bytes]:

@@ -21,6 +21,7 @@ from tidekv.backends.storage.base import (
     check_pool,
 )
 from tidekv.backends.storage.calls import Call, Calls, all_settled
+from tidekv.backends.storage.census import Holding
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
@@ -87,6 +88,9 @@ class PageService(Protocol):
 
     async def verify(self, keys: Sequence[bytes]) -> list[str]:
         """Read pages into memory of its own; a cause for each that is not whole."""
+
+    async def holdings(self) -> list[Holding]:
+        """Return the namespaces on the server; needs no `open`."""
 
     async def close(self) -> None:
         """Disconnect; nothing is under way."""
@@ -223,13 +227,7 @@ class RemoteStorage:
 
     async def verify(self) -> AsyncIterator[Verdict]:
         """Read every page and tell which are whole; see Storage."""
-        self._ready()
-        stored = self._service.stored()
-
-        async def following(_: Call) -> Sequence[bytes] | None:
-            return await anext(stored, None)
-
-        while (keys := await self._calls.run(following)) is not None:
+        async for keys in self.listed():
             for first in range(0, len(keys), VERIFY_PAGES_MAX):
                 part = keys[first : first + VERIFY_PAGES_MAX]
 
@@ -240,6 +238,25 @@ class RemoteStorage:
                     # Gone since it was listed: no damage.
                     if cause != "missing":
                         yield Verdict(key=key, ok=not cause, cause=cause)
+
+    async def listed(self) -> AsyncIterator[Sequence[bytes]]:
+        """Return the keys of this namespace as the server lists them; see Census."""
+        self._ready()
+        stored = self._service.stored()
+
+        async def following(_: Call) -> Sequence[bytes] | None:
+            return await anext(stored, None)
+
+        while (keys := await self._calls.run(following)) is not None:
+            yield keys
+
+    async def holdings(self) -> list[Holding]:
+        """Return the namespaces on the server; see Census."""
+
+        async def body(_: Call) -> list[Holding]:
+            return await self._service.holdings()
+
+        return await self._calls.run(body)
 
     async def close(self) -> None:
         """Wait for the calls that run, and disconnect; see Storage."""

@@ -84,7 +84,7 @@ def read_s3_options(bucket: str, path: str, given: Mapping[str, object]) -> S3Op
     prefix = path.strip("/") or "tidekv"
     if any(part in ("", ".", "..") for part in prefix.split("/")) or not prefix.isprintable():
         raise InvalidConfig(f"s3: the prefix {path!r} has an empty part, or one that is . or ..")
-    values = read_options("s3:", given, OPTIONS)
+    values = read_options("the s3: engine", given, OPTIONS)
     settings = S3Options(
         bucket=bucket,
         prefix=prefix,

@@ -104,6 +104,13 @@ class S3Link:
         except (BaseError, FileNotFoundError) as error:
             raise _trouble(error) from error
 
+    def below(self, prefix: str) -> Sequence[str]:
+        """Return the prefixes one level below a prefix. Blocks."""
+        try:
+            return obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
+        except (BaseError, FileNotFoundError) as error:
+            raise _trouble(error) from error
+
 
 def _trouble(error: Exception) -> ServerTrouble:
     text = str(error)

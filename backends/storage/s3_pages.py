@@ -18,6 +18,7 @@ import numpy as np
 
 from tidekv.backends.storage.base import KEY_BYTES, BufferOf
 from tidekv.backends.storage.calls import all_settled
+from tidekv.backends.storage.census import Holding, as_namespace
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
 from tidekv.backends.storage.ledger import Ledger
@@ -71,13 +72,7 @@ class S3Pages:
         self._envelope, self._buffer_of, self._pages_max, self._counts = envelope, buffer_of, pages_max, counts
         self._prefix = f"{self._options.prefix}/{envelope.namespace.hex()}"
 
-        def connect() -> S3Link:
-            # Loaded here, on a thread: it takes a while, and those who use another engine need not have it.
-            from tidekv.backends.storage.s3_link import S3Link
-
-            return S3Link(self._options)
-
-        self._link = await self._on_thread(connect)
+        await self._connect()
         await self._greet()
         self._listing = asyncio.get_running_loop().create_task(self._list_old())
         await asyncio.wait({self._listing}, timeout=LISTING_WAIT_S)
@@ -185,12 +180,38 @@ class S3Pages:
             raise StorageFailed(self.trouble)
         return causes
 
+    async def holdings(self) -> list[Holding]:
+        """Look for the page sizes of all namespaces, and count their pages."""
+        await self._connect()
+        found = []
+
+        def count(prefix: str) -> int:
+            return sum(len(part) for part in self._link.list(f"{prefix}/p/"))
+
+        for below in await self._on_thread(lambda: self._link.below(self._options.prefix)):
+            prefix = below.rstrip("/")
+            if (namespace := as_namespace(prefix.rpartition("/")[2])) is not None:
+                size = await self._link.get(f"{prefix}/meta")
+                page_bytes = int(bytes(size)) if size is not None and bytes(size).isdigit() else None
+                pages = await asyncio.get_running_loop().run_in_executor(self._threads, count, prefix)
+                found.append(Holding(namespace=namespace, page_bytes=page_bytes, pages=pages))
+        return found
+
     async def close(self) -> None:
         """End the list of what was there, and the threads."""
         self._closed = True
         if self._listing is not None:
             await asyncio.wait({self._listing})
         self._threads.shutdown(wait=False)
+
+    async def _connect(self) -> None:
+        def connect() -> S3Link:
+            # Loaded here, on a thread: it takes a while, and those who use another engine need not have it.
+            from tidekv.backends.storage.s3_link import S3Link
+
+            return S3Link(self._options)
+
+        self._link = await self._on_thread(connect)
 
     async def _greet(self) -> None:
         """Make sure that the namespace has pages of our size."""

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tidekv.backends.storage.base import Storage
+from tidekv.backends.storage.extra_options import read_extra_options
 from tidekv.backends.storage.file import open_file
 from tidekv.backends.storage.memory import open_memory
 from tidekv.backends.storage.mooncake import open_mooncake
@@ -40,12 +41,15 @@ BUILT_IN: Final[Mapping[str, StorageFactory]] = {
 }
 
 
-def open_storage(uri: str, options: Mapping[str, object] | None = None) -> Storage:
+def open_storage(uri: str, options: Mapping[str, object] | str | None = None) -> Storage:
     """Make the engine that a URI names; its owner registers a pool with it, and closes it.
 
-    Options come from the URI's query and from `options`; one name in both, an unknown name or a wrong value is refused
-    with InvalidConfig, which says what is allowed. Nothing is opened before `register`.
+    Options come from the URI's query and from `options`, a mapping, a JSON object as text, or @file in JSON, TOML or
+    YAML; one name in both, an unknown name or a wrong value is refused with InvalidConfig, which says what is allowed.
+    Nothing is opened before `register`.
     """
+    if isinstance(options, str):
+        options = read_extra_options(options)
     scheme, colon, _ = uri.partition(":")
     if not colon or not scheme:
         raise InvalidConfig("a storage URI starts with a scheme, such as memory: or file:/var/lib/tidekv")
