@@ -65,6 +65,11 @@ class Calls:
         live = self._live[request.request_id] = LiveCall(request, record, serial=serial)
         return live.outcome
 
+    def holds(self, ready: ReadyRequest) -> bool:
+        """Whether this READY request has not been given back."""
+        live = self._live.get(ready.request_id)
+        return live is not None and live.ready is ready
+
     def is_live(self, request_id: str) -> bool:
         """Whether the request waits, or is READY and not given back."""
         return request_id in self._live

@@ -16,7 +16,7 @@ from tidekv.engine.effects import TokenRecord
 from tidekv.engine.parts import Parts
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest
 from tidekv.states import events
-from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, OutOfPages
+from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, OutOfPages, RequestFailed
 
 if TYPE_CHECKING:
     from tidekv.backends.device import DevicePool
@@ -138,7 +138,7 @@ class DecodeEngine:
             )
         )
         try:
-            return await outcome
+            ready = await outcome
         except asyncio.CancelledError:
             # It may have failed just now, unseen, and its name may be another request's already.
             if outcome.done() and not outcome.cancelled():
@@ -150,6 +150,11 @@ class DecodeEngine:
                     )
                 )
             raise
+        if not self._calls.holds(ready):
+            # Given back between its end and this line: its pages may be another request's already.
+            cause = "aborted" if self._parts.is_open else "engine closed"
+            raise RequestFailed(request.request_id, cause, "just when it had become READY")
+        return ready
 
     async def abort(self, request_id: str) -> bool:
         """End a request, waiting or READY: its `restore` raises RequestFailed("aborted"). True: it is over now, and its
