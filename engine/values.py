@@ -10,9 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tidekv.states.errors import InvalidRequest
+from tidekv.transports.wire import check_name
 
 if TYPE_CHECKING:
     from tidekv.backends.keys import Tokens
+
+PRIORITY_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,9 @@ class DecodeRequest:
     `prefill`: the address of the prefill worker, or several, tried in order when one is lost.
     `prompt`: "send" puts the tokens into the promise, where no router brings them to prefill.
     `cache`: False inserts nothing in the cache (warm-up, hidden tokens).
+    `max_new_tokens`: how many tokens are to be generated at most, as far as it is known; a hint.
+    `deadline_s`: how long the restore may take, from the call on; None: as the engine's configuration says.
+    `priority`: the higher is admitted first; within `ageing_s` seconds a lower one gains a step.
     """
 
     request_id: str
@@ -36,22 +42,36 @@ class DecodeRequest:
     prompt: Literal["routed", "send"] = "routed"
 
     def __post_init__(self) -> None:
-        if not self.request_id or not isinstance(self.request_id, str):
-            raise InvalidRequest(f"request_id must be a string that is not empty, not {self.request_id!r}")
+        """Raises InvalidRequest, which names the field."""
+        if not isinstance(self.request_id, str):
+            raise InvalidRequest(f"request_id must be a string, not {self.request_id!r}")
+        try:
+            check_name(self.request_id)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"request_id: {error}") from None
         if self.prompt not in ("routed", "send"):
-            raise InvalidRequest(f"request {self.request_id!r}: prompt must be 'routed' or 'send', not {self.prompt!r}")
-        if not self.prefills or not all(isinstance(address, str) and address for address in self.prefills):
-            raise InvalidRequest(
-                f"request {self.request_id!r}: prefill must be one address or more, not {self.prefill!r}"
-            )
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise InvalidRequest(
-                f"request {self.request_id!r}: deadline_s must be more than 0, not {self.deadline_s!r}"
-            )
-        if self.max_new_tokens < 0:
-            raise InvalidRequest(
-                f"request {self.request_id!r}: max_new_tokens must not be negative: {self.max_new_tokens!r}"
-            )
+            raise self._wrong("prompt", "'routed' or 'send'")
+        if not isinstance(self.prefill, str | Sequence) or not self.prefill:
+            raise self._wrong("prefill", "one address or more")
+        if not all(isinstance(address, str) and address for address in self.prefills):
+            raise self._wrong("prefill", "one address or more")
+        if self.deadline_s is not None and not (isinstance(self.deadline_s, int | float) and self.deadline_s > 0):
+            raise self._wrong("deadline_s", "more than 0 seconds")
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 0:
+            raise self._wrong("max_new_tokens", "a count of tokens")
+        if type(self.priority) is not int or abs(self.priority) > PRIORITY_MAX:
+            raise self._wrong("priority", f"an int from -{PRIORITY_MAX} to {PRIORITY_MAX}")
+        if not isinstance(self.cache, bool):
+            raise self._wrong("cache", "True or False")
+        if not isinstance(self.namespace, str):
+            raise self._wrong("namespace", "a string")
+        try:
+            self.namespace.encode()
+        except UnicodeEncodeError:
+            raise self._wrong("namespace", "text that can be encoded") from None
+
+    def _wrong(self, field: str, wanted: str) -> InvalidRequest:
+        return InvalidRequest(f"request {self.request_id!r}: {field} must be {wanted}, not {getattr(self, field)!r}")
 
     @property
     def prefills(self) -> tuple[str, ...]:

@@ -25,7 +25,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, RemoteProtocolError, TransferFailed
+from tidekv.states.errors import (
+    InvalidConfig,
+    LinkClosed,
+    PeerMismatch,
+    RemoteProtocolError,
+    TidekvError,
+    TransferFailed,
+)
 from tidekv.transports import wire
 from tidekv.transports.base import Link
 from tidekv.transports.offenders import OffenceLimits, Offenders, is_offence, whose
@@ -271,6 +278,8 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
             ) from error
         if isinstance(error, OSError):
             raise TransferFailed(f"cannot reach {address}: {error}") from error
+        if isinstance(error, ValueError) and not isinstance(error, TidekvError):
+            raise InvalidConfig(f"address {address!r} names no host: {error}") from error
         raise
     return ControlLink(reader, writer, peer_label=address, options=options)
 

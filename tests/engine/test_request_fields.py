@@ -1,0 +1,97 @@
+"""One bad request is refused, or fails alone, whatever is in its fields."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    InvalidRequest,
+    KVLayout,
+    LoopbackTransport,
+    NixlTransport,
+    RequestFailed,
+)
+from tidekv.transports.loopback import LoopbackNetwork
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", "x" * 513),
+        ("request_id", "two\nlines"),
+        ("request_id", "\ud800"),
+        ("request_id", 5),
+        ("priority", "high"),
+        ("priority", 1.5),
+        ("priority", float("nan")),
+        ("priority", 10**100),
+        ("priority", True),
+        ("namespace", None),
+        ("namespace", 7),
+        ("namespace", "\ud800"),
+        ("max_new_tokens", 1.5),
+        ("max_new_tokens", "many"),
+        ("deadline_s", "soon"),
+        ("deadline_s", float("nan")),
+        ("deadline_s", 0),
+        ("cache", "no"),
+        ("prefill", None),
+        ("prefill", 5),
+        ("prefill", []),
+        ("prefill", [""]),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_refused_by_its_name(field: str, value: object) -> None:
+    fields: dict[str, object] = {"request_id": "r", "tokens": [1], "prefill": "p"}
+    with pytest.raises(InvalidRequest, match=field):
+        DecodeRequest(**{**fields, field: value})
+
+
+@pytest.mark.parametrize(
+    "address", ["a" * 64 + ".example:1", "a..b:1", "x\0y:1", "\ud800:1", "nowhere", "localhost:port", "[::1:7", ":7"]
+)
+@pytest.mark.nixl
+async def test_an_address_that_is_none_fails_its_request_at_once(address: str) -> None:
+    transport = NixlTransport("decode-0")
+    async with DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport) as engine:
+        for _ in range(2):
+            async with asyncio.timeout(10):
+                with pytest.raises(RequestFailed, match="prefill failed"):
+                    await engine.restore(DecodeRequest(request_id="r", tokens=[1], prefill=address))
+        await engine.wait_settled()
+
+
+async def test_a_deadline_may_be_endless() -> None:
+    transport = LoopbackTransport("decode", LoopbackNetwork())
+    async with DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport) as engine:
+        request = DecodeRequest(request_id="r", tokens=[1], prefill="nobody", deadline_s=float("inf"))
+        with pytest.raises(RequestFailed, match="nobody"):
+            await engine.restore(request)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("cache", [True, False])
+async def test_prompts_at_the_border_of_a_page(make_pair, count: int, cache: bool) -> None:
+    async with make_pair() as pair:
+        for turn in range(3):
+            ready = await pair.restore(f"r{turn}", range(50, 50 + count), cache=cache)
+            hit = count // 4 * 4 if cache and turn else 0
+            assert ready.sources == {"l1": hit, "l2": 0, "l3": 0, "transfer": count - hit}
+            assert len(ready.pages) == -(-count // 4)
+            new = pair.engine.grow(ready, 1)
+            assert len(new) == (count % 4 == 0)
+            if turn == 1:
+                retracted = await pair.engine.retract(ready, [1, 2])
+                assert retracted.held_tokens == ((count + 1) // 4 * 4 if cache else 0)
+                pair.engine.drop(retracted)
+            else:
+                await pair.engine.finish(ready, [1, 2] if turn else ())
+        await pair.assert_nothing_held()
