@@ -1,0 +1,67 @@
+"""Journals of runs over NIXL, a killed prefill worker and the main job among them, replay to where the run ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidekv import Replayer
+from tidekv.engine import main_job
+from tidekv.engine.journal.final import final_state
+from tidekv.engine.seeing.explain import explain
+from tidekv.engine.seeing.stories import Stories
+from tidekv.engine.workload.blocks import TraceOptions
+from tidekv.engine.workload.fault_process import Done, Halt, Halted
+
+pytestmark = pytest.mark.nixl
+
+LIMIT_S = 30.0
+PAGES = 24
+
+
+async def test_run_with_a_killed_prefill_worker_replays_and_is_explained(
+    spawn_prefill: Any, decode_over_nixl: Any, prompt: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.journal"
+    first, second = await asyncio.gather(spawn_prefill(name="first"), spawn_prefill(name="second"))
+    addresses = [first.ready.address, second.ready.address]
+    async with asyncio.timeout(LIMIT_S), decode_over_nixl(addresses, journal=str(path)) as decode:
+        await first.ask(Halt(after_checks=PAGES // 2), Done)
+        waiting = {n: decode.start(f"r{n}", prompt(n, PAGES, tail=n)) for n in range(3)}
+        await first.line.hear(Halted)
+        first.signal(signal.SIGKILL)
+        assert await first.wait_ended() == -signal.SIGKILL
+        for number, restore in waiting.items():
+            await decode.engine.finish(await restore, [number])
+        await decode.assert_nothing_held()
+    replayer = Replayer(path)
+    stories = Stories(replayer.header.core.page_size)
+    for step in replayer.steps():
+        stories.take(step, replayer.core)
+    assert replayer.torn is None
+    assert final_state(replayer.core) == final_state(decode.engine._core)
+    for number in range(3):
+        words = explain(stories.named(f"r{number}")[0], now_s=stories.last_at_s)
+        assert "the prefill worker was lost" in words or "prefill failed" in words, words
+        assert "READY" in words
+
+
+async def test_recording_replayed_by_the_main_job_replays_from_its_journal(tmp_path: Path) -> None:
+    recording, path = tmp_path / "recording.jsonl", tmp_path / "run.journal"
+    # The format of Mooncake: each id is a block of 512 tokens; requests share their first blocks.
+    requests = [
+        {"timestamp": 0, "input_length": 1030 + 40 * n, "output_length": 20, "hash_ids": [n % 3, 10 + n % 2, 100 + n]}
+        for n in range(12)
+    ]
+    recording.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    tiers = main_job.TierOptions(compare=False, journal=str(path), l1_pages=200, l2_pages=400)
+    result = await main_job.run_trace(recording, TraceOptions(length_scale=0.25), tiers)
+    assert result.failures == []
+    replayed = Replayer(path).run()
+    assert replayed.complete
+    assert replayed.events > 8 * len(requests)
