@@ -1,0 +1,165 @@
+"""`tidekv store` on directories and servers: what it lists, finds damaged, removes and copies."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from tidekv.backends.storage import open_storage
+from tidekv.backends.storage.records import Geometry
+from tidekv.engine.cli import app
+from tidekv.engine.store_tools import Place, opened
+from tidekv.states.errors import InvalidConfig, StorageFailed
+from tidekv.states.shapes import page_ids
+
+PAGE_BYTES = 8192
+NAMESPACE, OTHER = b"n" * 32, b"o" * 32
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+def fill(uri: str, numbers: range, *, namespace: bytes = NAMESPACE) -> None:
+    """Store the pages of some numbers."""
+
+    async def put() -> None:
+        async with opened(open_storage(uri), namespace=namespace, page_bytes=PAGE_BYTES) as (store,):
+            buffer_of = store.buffer_of
+            for page, number in enumerate(numbers):
+                np.copyto(np.frombuffer(buffer_of(page), np.uint8), number % 251)
+            keys = [key_of(number) for number in numbers]
+            assert all(await store.storage.put_from(keys, page_ids(range(len(keys))), timeout_s=30))
+
+    asyncio.run(put())
+
+
+def read(uri: str, numbers: range, *, namespace: bytes = NAMESPACE) -> list[bool]:
+    """Tell which pages of some numbers are there, whole and right."""
+
+    async def get() -> list[bool]:
+        async with opened(open_storage(uri), namespace=namespace, page_bytes=PAGE_BYTES) as (store,):
+            keys = [key_of(number) for number in numbers]
+            good = await store.storage.get_into(keys, page_ids(range(len(keys))), timeout_s=30)
+            for page, number in enumerate(numbers):
+                assert not good[page] or set(store.buffer_of(page)) == {number % 251}
+            return good
+
+    return asyncio.run(get())
+
+
+def tidekv(*words: str) -> Result:
+    result = CliRunner().invoke(app, ["store", *words], catch_exceptions=False)
+    assert result.exit_code in (0, 1), result.output
+    return result
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A directory with twenty pages in one namespace, three of them damaged, and two in another."""
+    root = tmp_path / "store"
+    fill(f"file:{root}?capacity=1MB&io=threads", range(20))
+    fill(f"file:{root}?capacity=1MB&io=threads", range(2), namespace=OTHER)
+    (segment, *_) = sorted((root / NAMESPACE.hex()[:32]).glob("*.seg"))
+    slots = int.from_bytes(segment.read_bytes()[12:16], "little")
+    geometry = Geometry(namespace=NAMESPACE, page_bytes=PAGE_BYTES, slots=slots)
+    with segment.open("r+b") as file:
+        for slot in range(3):
+            file.seek(geometry.page_offset(slot) + 100)
+            file.write(b"damage")
+    return root
+
+
+def test_ls_tells_namespaces_and_pages(root: Path) -> None:
+    said = tidekv("ls", f"file:{root}").stdout
+    assert NAMESPACE.hex() in said and OTHER.hex() in said
+    (row,) = [line for line in said.splitlines() if NAMESPACE.hex() in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [NAMESPACE.hex(), "8 KiB", "20", "160 KiB"]
+
+
+def test_verify_finds_every_damaged_page_and_gc_removes_it(root: Path) -> None:
+    uri = f"file:{root}?io=threads"
+    found = tidekv("verify", uri, "--namespace", NAMESPACE.hex()[:6])
+    assert found.exit_code == 1
+    damaged = [line.split() for line in found.stdout.splitlines() if line.endswith("corrupt")]
+    assert len(damaged) == 3
+    assert {bytes.fromhex(key) for key, _ in damaged} < {key_of(number) for number in range(20)}
+    assert "17 pages whole, 3 damaged" in found.stdout
+    assert "3 removed" in tidekv("gc", uri, "--namespace", "6e").stdout
+    clean = tidekv("verify", uri, "--namespace", "6e")
+    assert clean.exit_code == 0 and "17 pages whole, 0 damaged" in clean.stdout
+
+
+def test_cp_copies_what_is_whole_and_not_there_yet(root: Path, tmp_path: Path) -> None:
+    target = f"file:{tmp_path / 'copy'}?capacity=2MB&io=threads"
+    fill(target, range(15, 20))
+    first = tidekv("cp", f"file:{root}?io=threads", target, "--namespace", "6e")
+    assert first.exit_code == 1
+    assert "12 pages copied, 5 were there, 3 could not be" in first.stdout
+    assert sum(read(target, range(20))) == 17
+    assert "0 pages copied, 17 were there" in tidekv("cp", target, target).stdout
+
+
+@pytest.mark.nixl
+def test_cp_brings_pages_to_a_server_and_back(root: Path, tmp_path: Path, redis_server: Any) -> None:
+    redis_uri = f"redis://{redis_server.address}?prefix=store-command"
+    tidekv("gc", f"file:{root}", "--namespace", "6e")
+    assert tidekv("cp", f"file:{root}", redis_uri, "--namespace", "6e").exit_code == 0
+    assert "17" in tidekv("ls", redis_uri).stdout
+    assert "17 pages whole, 0 damaged" in tidekv("verify", redis_uri).stdout
+    said = tidekv("stat", redis_uri).stdout
+    assert "17" in said and "good" in said
+    back = f"file:{tmp_path / 'back'}?capacity=2MB"
+    assert tidekv("cp", redis_uri, back).exit_code == 0
+    assert sum(read(back, range(20))) == 17
+
+
+def test_looking_at_a_store_never_makes_it_smaller(root: Path) -> None:
+    before = sorted(path.stat().st_size for path in root.glob("*/*.seg"))
+    tidekv("stat", f"file:{root}?io=threads", "--namespace", "6e")
+    tidekv("verify", f"file:{root}", "--options", json.dumps({"io": "threads"}), "--namespace", "6f")
+    assert sorted(path.stat().st_size for path in root.glob("*/*.seg")) == before
+    capacity_bytes = Place(f"file:{root}").open().statistics().capacity_bytes
+    assert capacity_bytes == 1 << 62
+    assert Place(f"file:{root}?capacity=5MB").open().statistics().capacity_bytes == 5_000_000
+    assert Place(f"file:{root}", '{"capacity": "5MB"}').open().statistics().capacity_bytes == 5_000_000
+
+
+def test_what_is_not_clear_is_refused_and_says_what_there_is(root: Path, tmp_path: Path) -> None:
+    for words, said in (
+        (["verify", f"file:{root}"], "2 namespaces of .* no --namespace; there are: 6e6e6e6e6e6e6e6e…, 6f6f"),
+        (["verify", f"file:{root}", "--namespace", "abc"], "0 namespaces"),
+        (["verify", "memory:"], "cannot tell what it holds; give --namespace and --page-bytes"),
+        (["cp", f"file:{root}", f"file:{tmp_path / 'copy'}", "--namespace", "6e"], "how much it may hold"),
+        (["ls", "file:/dev/null", "--options", "{"], "must be a JSON object"),
+        (["ls", "nowhere:"], "no storage engine 'nowhere'"),
+    ):
+        with pytest.raises(InvalidConfig, match=said):
+            tidekv(*words)
+    with pytest.raises(StorageFailed, match="is no storage directory"):
+        tidekv("ls", f"file:{tmp_path / 'empty'}")
+    assert not (tmp_path / "empty").exists()
+
+
+def test_an_engine_that_cannot_list_is_opened_by_what_is_said() -> None:
+    said = tidekv("verify", "memory:", "--namespace", NAMESPACE.hex(), "--page-bytes", "4096").stdout
+    assert "0 pages whole, 0 damaged" in said
+
+
+def test_a_store_that_cannot_be_used_is_said(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tidekv.backends.storage.file import FileStorage
+
+    async def fail(_: FileStorage) -> None:
+        raise StorageFailed("the disk is gone")
+
+    monkeypatch.setattr(FileStorage, "probe", fail)
+    said = tidekv("stat", f"file:{root}?io=threads", "--namespace", "6e")
+    assert said.exit_code == 1 and "failed: the disk is gone" in said.stdout
