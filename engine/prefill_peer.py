@@ -154,7 +154,8 @@ class PrefillPeer:
     async def room(self, request_id: str) -> Room:
         """The room of a request; waits until decode's promise has come, and may be asked for before or after it.
 
-        Of several generations the newest is given; one that has ended is no longer given, and the next is waited for.
+        Of several generations the newest is given; one that was finished or has ended is no longer given, and the next
+        is waited for: whoever is sent the same request again may be faster than decode's word that it has the first.
         Raises EngineClosed when the peer closes, CapacityError when too many are waited for.
         """
         return await self._sender.room(request_id)

@@ -110,10 +110,13 @@ class Sender:
                 await self._forget(peer)
 
     async def room(self, request_id: str) -> Room:
-        """The newest live room of a request; waits for the promise. Raises CapacityError, EngineClosed."""
+        """The newest room of a request that is still to be filled; waits for the promise. Raises CapacityError,
+        EngineClosed.
+        """
         if self._is_closing:
             raise EngineClosed("the prefill side is closed")
-        if (found := self._newest.get(request_id)) is not None:
+        found = self._newest.get(request_id)
+        if found is not None and not found.is_finished and found.cause is None:
             return found
         if self._waiting_count >= self._rooms_max:
             raise CapacityError(f"{self._waiting_count} rooms are waited for already")
