@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from typing import Annotated
 
 import typer
 
@@ -11,11 +13,23 @@ from tidekv.states.errors import TidekvError
 
 app = typer.Typer(
     name="tidekv",
-    help="Tiered decode-side KV cache for prefill/decode disaggregated LLM serving.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show on stderr what the library warns of.")] = False,
+) -> None:
+    """Tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""
+    if verbose:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("tidekv").addHandler(handler)
+
+
 for register in COMMANDS:
     register(app)
 

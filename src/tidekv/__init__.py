@@ -1,14 +1,9 @@
 """tidekv: a tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""
 
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
-from tidekv.backends.layout import KVLayout
-from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.config import EngineConfig
-from tidekv.engine.decode_engine import DecodeEngine
-from tidekv.engine.journal import Replayer
-from tidekv.engine.prefill_peer import PrefillPeer
-from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
+import importlib
+import logging
+from typing import TYPE_CHECKING
+
 from tidekv.states.errors import (
     CapacityError,
     EngineClosed,
@@ -21,8 +16,19 @@ from tidekv.states.errors import (
     RequestFailed,
     TidekvError,
 )
-from tidekv.transports.loopback import LoopbackTransport
-from tidekv.transports.nixl import NixlTransport
+
+if TYPE_CHECKING:
+    from tidekv.backends.device import DevicePool
+    from tidekv.backends.host import HostPool
+    from tidekv.backends.layout import KVLayout
+    from tidekv.backends.storage.uri import open_storage
+    from tidekv.engine.config import EngineConfig
+    from tidekv.engine.decode_engine import DecodeEngine
+    from tidekv.engine.journal import Replayer
+    from tidekv.engine.prefill_peer import PrefillPeer
+    from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
+    from tidekv.transports.loopback import LoopbackTransport
+    from tidekv.transports.nixl import NixlTransport
 
 __all__ = [
     "CapacityError",
@@ -49,3 +55,35 @@ __all__ = [
     "TidekvError",
     "open_storage",
 ]
+
+# Imported when they are first asked for: torch takes seconds, which whoever only reads a help text need not wait for.
+_LATER = {
+    "DecodeEngine": "tidekv.engine.decode_engine",
+    "DecodeRequest": "tidekv.engine.values",
+    "DevicePool": "tidekv.backends.device",
+    "EngineConfig": "tidekv.engine.config",
+    "HostPool": "tidekv.backends.host",
+    "KVLayout": "tidekv.backends.layout",
+    "LoopbackTransport": "tidekv.transports.loopback",
+    "NixlTransport": "tidekv.transports.nixl",
+    "PrefillPeer": "tidekv.engine.prefill_peer",
+    "ReadyRequest": "tidekv.engine.values",
+    "Replayer": "tidekv.engine.journal",
+    "RetractedRequest": "tidekv.engine.values",
+    "open_storage": "tidekv.backends.storage.uri",
+}
+
+# Where logs go is the application's business; without this Python would print warnings by itself.
+logging.getLogger("tidekv").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,64 @@
+"""What importing the package costs, and what it says on its own: nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tidekv
+
+HEAVY = ("torch", "transformers", "nixl", "numpy")
+
+
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["store", "--help"], ["bench", "--help"]])
+def test_no_help_text_waits_for_heavy_libraries(arguments: list[str]) -> None:
+    found = run_python(f"""
+import sys
+from tidekv.engine.cli import app
+try:
+    app({arguments})
+except SystemExit as end:
+    assert not end.code, end.code
+print(sorted(set({HEAVY}) & set(sys.modules)))
+""")
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+def test_importing_the_package_imports_nothing_heavy_and_every_name_comes_when_asked_for() -> None:
+    found = run_python(f"""
+import sys, tidekv
+print(sorted(set({HEAVY}) & set(sys.modules)))
+from tidekv import *
+print(all(name in globals() for name in tidekv.__all__))
+""")
+    assert found.stdout.splitlines() == ["[]", "True"]
+
+
+def test_names_asked_for_later_are_the_public_ones() -> None:
+    errors = {
+        name
+        for name in tidekv.__all__
+        if isinstance(value := getattr(tidekv, name), type) and issubclass(value, Exception)
+    }
+    assert set(tidekv._LATER) | errors == set(tidekv.__all__)
+
+
+@pytest.mark.parametrize(("verbose", "said"), [([], ""), (["-v"], "WARNING tidekv.engine: careful")])
+def test_the_command_line_shows_warnings_only_where_asked(verbose: list[str], said: str) -> None:
+    found = run_python(f"""
+import logging
+from tidekv.engine.cli import app
+@app.command()
+def warn() -> None:
+    logging.getLogger("tidekv.engine").warning("careful")
+app({[*verbose, "warn"]}, standalone_mode=False)
+""")
+    assert found.stderr.strip().endswith(said)
+    assert bool(found.stderr) == bool(said)
+    assert found.stdout == ""
