@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from tidekv.backends.storage.base import BufferOf
 from tidekv.backends.storage.census import Holding, as_namespace
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
+from tidekv.backends.storage.redis_index import RedisIndex, scan
 from tidekv.backends.storage.remote import NO_SERVICE, ServerTrouble
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
@@ -66,6 +66,7 @@ class RedisPages:
         """Connect once; the other connections are made when they are needed."""
         self._envelope, self._buffer_of, self._pages_max, self._counts = envelope, buffer_of, pages_max, counts
         self._names = f"{self._options.prefix}:{envelope.namespace.hex()}:".encode()
+        self._index = RedisIndex(self._names + b"index")
 
         def start() -> int:
             # Loaded here, on a thread: it takes a while, and those who use another engine need not have it.
@@ -110,7 +111,7 @@ class RedisPages:
         def write(worker: Worker) -> tuple[list[str], int | None, int]:
             causes = self._write(worker, keys, [self._buffer_of(page) for page in pages])
             try:
-                self._enter(worker.link, [key for key, cause in zip(keys, causes, strict=True) if not cause])
+                self._index.enter(worker.link, [key for key, cause in zip(keys, causes, strict=True) if not cause])
                 return causes, *self._make_room(worker.link)
             except ServerTrouble as trouble:
                 self.trouble = str(trouble)
@@ -126,7 +127,7 @@ class RedisPages:
 
         def remove(worker: Worker) -> tuple[list[bool], int]:
             gone = self._remove(worker.link, keys)
-            return gone, self._count(worker.link)
+            return gone, self._index.count(worker.link)
 
         gone, self.pages = await self._on_worker(remove)
         return gone
@@ -135,11 +136,11 @@ class RedisPages:
         """Remove all keys of the namespace, those too that the index does not know."""
 
         def remove_all(worker: Worker) -> int:
-            worker.link.call(b"UNLINK", self._names + b"index")
+            self._index.clear(worker.link)
             removed = 0
             for pattern in (b"t:*", b"p:*"):
                 removed = 0
-                for keys in _scan(worker.link, self._names + pattern):
+                for keys in scan(worker.link, self._names + pattern):
                     removed += sum(answer == 1 for answer in worker.link.batch([(b"UNLINK", key) for key in keys]))
             return removed
 
@@ -197,9 +198,8 @@ class RedisPages:
             if NO_SERVICE.intersection(causes):
                 raise StorageFailed(self.trouble)
             good = [key for key, cause in zip(keys, causes, strict=True) if not cause]
-            if good:
-                worker.link.call(b"ZADD", self._names + b"index", b"NX", *_scored(b"0", good))
-            return causes, self._count(worker.link)
+            self._index.enter_strays(worker.link, good)
+            return causes, self._index.count(worker.link)
 
         causes, self.pages = await self._on_worker(read)
         return causes
@@ -213,12 +213,12 @@ class RedisPages:
             link = RedisLink(self._options)
             try:
                 found, prefix = [], f"{self._options.prefix}:"
-                for names in _scan(link, f"{prefix}*:meta".encode()):
+                for names in scan(link, f"{prefix}*:meta".encode()):
                     for name in names:
                         digest = name.decode(errors="replace").removeprefix(prefix).removesuffix(":meta")
                         if (namespace := as_namespace(digest)) is not None:
                             size = link.call(b"GET", name)
-                            pages = cast(int, link.call(b"ZCARD", name.removesuffix(b"meta") + b"index"))
+                            pages = RedisIndex(name.removesuffix(b"meta") + b"index").count(link)
                             page_bytes = int(size) if isinstance(size, bytes) and size.isdigit() else None
                             found.append(Holding(namespace=namespace, page_bytes=page_bytes, pages=pages))
                 return sorted(found, key=lambda one: one.namespace)
@@ -246,7 +246,7 @@ class RedisPages:
             raise InvalidConfig(
                 f"this namespace has pages of {_shown(found)} bytes there; the pool has {page_bytes.decode()}"
             )
-        return self._count(link)
+        return self._index.count(link)
 
     def _read(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
         causes: list[str] = []
@@ -286,12 +286,10 @@ class RedisPages:
         gone = [key for key, cause in zip(keys, causes, strict=True) if cause == "missing"]
         bad = [key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE]
         try:
-            self._enter(link, used)
-            if gone:
-                link.call(b"ZREM", self._names + b"index", *gone)
-            if bad:
-                self._remove(link, bad)
-            return self._count(link)
+            self._index.enter(link, used)
+            self._index.leave(link, gone)
+            self._remove(link, bad)
+            return self._index.count(link)
         except ServerTrouble as trouble:
             # The pages are read and good; the next call will find out what has happened to the server.
             self.trouble = str(trouble)
@@ -300,7 +298,7 @@ class RedisPages:
     def _write(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
         causes: list[str] = []
         try:
-            self._enter(worker.link, keys)
+            self._index.enter(worker.link, keys)
             for part in self._parts(len(keys)):
                 causes += self._write_part(worker, keys[part], buffers[part])
         except ServerTrouble as trouble:
@@ -337,30 +335,19 @@ class RedisPages:
         worker.link.call(b"RENAME", half, page)
         return (b"PERSIST", page)
 
-    def _enter(self, link: RedisLink, keys: Sequence[bytes]) -> None:
-        """Put keys at the end of the queue of those that go."""
-        if keys:
-            # A clock that is wrong makes pages go sooner or later than they should, and nothing else.
-            link.call(b"ZADD", self._names + b"index", *_scored(repr(time.time()).encode(), keys))
-
     def _make_room(self, link: RedisLink) -> tuple[int, int]:
         """Remove the pages that are too many; how many there are, and how many went."""
-        count, evicted = self._count(link), 0
+        count, evicted = self._index.count(link), 0
         while count > self._pages_max:
-            keys = link.pop_least(self._names + b"index", min(count - self._pages_max, 1000))
+            keys = self._index.take_oldest(link, min(count - self._pages_max, 1000))
             link.batch([(b"UNLINK", self._page(key)) for key in keys])
             evicted += len(keys)
-            count = self._count(link)
+            count = self._index.count(link)
         return count, evicted
 
     def _remove(self, link: RedisLink, keys: Sequence[bytes]) -> list[bool]:
-        if not keys:
-            return []
-        link.call(b"ZREM", self._names + b"index", *keys)
+        self._index.leave(link, keys)
         return [answer == 1 for answer in link.batch([(b"UNLINK", self._page(key)) for key in keys])]
-
-    def _count(self, link: RedisLink) -> int:
-        return cast(int, link.call(b"ZCARD", self._names + b"index"))
 
     def _parts(self, count: int) -> Iterator[slice]:
         """Cut pages into groups that the client may copy in one go."""
@@ -392,18 +379,6 @@ class RedisPages:
                 self._workers.put(worker)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
-
-
-def _scan(link: RedisLink, pattern: bytes) -> Iterator[list[bytes]]:
-    cursor, keys = link.scan(pattern, None)
-    yield keys
-    while cursor is not None:
-        cursor, keys = link.scan(pattern, cursor)
-        yield keys
-
-
-def _scored(score: bytes, keys: Sequence[bytes]) -> list[bytes]:
-    return [word for key in keys for word in (score, key)]
 
 
 def _shown(value: object) -> str:
