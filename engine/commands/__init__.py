@@ -1,6 +1,6 @@
 """The commands of the command line: each module has a `register(app)` that adds its command."""
 
-from tidekv.engine.commands import bench, explain, replay, run, sides, simulate, store, timeline
+from tidekv.engine.commands import bench, explain, replay, run, sides, simulate, store, timeline, top
 
 COMMANDS = (
     run.register,
@@ -11,4 +11,5 @@ COMMANDS = (
     simulate.register,
     timeline.register,
     store.register,
+    top.register,
 )

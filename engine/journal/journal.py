@@ -63,8 +63,9 @@ class Journal:
         self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
         self.events_dropped = 0
         self._note = self._recorder.note
-        self._seq = -1
-        self._waiting: deque[tuple[int, Noted]] = deque()
+        self._waiting: deque[Noted | int] = deque()
+        """Steps, and counts of steps that were dropped."""
+        self._missing = 0
         self._is_awake = False
         self._files = SegmentFiles(
             self.path,
@@ -83,13 +84,23 @@ class Journal:
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """Take the step that the core has just made. Never blocks."""
-        # What is dropped here leaves a hole in the numbers, which the writer finds.
-        self._seq = seq = self._seq + 1
-        if len(self._waiting) < STEPS_WAITING_MAX:
-            self._waiting.append((seq, self._note(event, given, error)))
+        waiting = self._waiting
+        noted = self._note(event, given, error)
+        if len(waiting) >= STEPS_WAITING_MAX or self._missing:
+            self._drop_or_go_on(len(waiting))
+        if not self._missing:
+            waiting.append(noted)
         if not self._is_awake:
             self._is_awake = True
             self._wake.set()
+
+    def _drop_or_go_on(self, waiting: int) -> None:
+        """The writer is far behind: drop what comes until it has caught up by half, and leave a count in its place."""
+        if waiting > STEPS_WAITING_MAX // 2:
+            self._missing += 1
+            return
+        self._waiting.append(self._missing)
+        self._missing = 0
 
     def close(self) -> None:
         """Write what is waiting and the end record, and close the file. The core is not stepped any more."""
@@ -130,14 +141,18 @@ class Journal:
         files, recorder, waiting = self._files, self._recorder, self._waiting
         while waiting:
             files.rotate_if_full()
-            next_seq = recorder.events
             steps: list[Noted] = []
-            while waiting and len(steps) < STEPS_PER_LINE_MAX and waiting[0][0] == next_seq + len(steps):
-                steps.append(waiting.popleft()[1])
+            missing = 0
+            while waiting and not missing and len(steps) < STEPS_PER_LINE_MAX:
+                entry = waiting.popleft()
+                if isinstance(entry, int):
+                    missing = entry
+                else:
+                    steps.append(entry)
             if steps:
                 files.write(recorder.steps_line(steps))
-            else:
-                self._write_gap(waiting[0][0] - next_seq)
+            if missing:
+                self._write_gap(missing)
         files.flush()
 
     def _write_gap(self, missing: int) -> None:
@@ -145,7 +160,7 @@ class Journal:
         self._files.write(self._recorder.gap_line(missing))
 
     def _write_end(self) -> None:
-        if self._seq + 1 > self._recorder.events:
-            self._write_gap(self._seq + 1 - self._recorder.events)
+        if self._missing:
+            self._write_gap(self._missing)
         self._files.write(self._recorder.end_line())
         self._files.close()

@@ -74,8 +74,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the event's request is now; left out for events of no request, and where the request is over."""
     gave: msgspec.Raw
     """What followed: an `Answer` of tidekv.states.witness."""
-    digest: int
-    """Rolls over the books of every step so far, recency and free lists included."""
+    digest: int | None = None
+    """Rolls over the books of every step so far, recency and free lists included; left out where they are as before."""
 
 
 class StepWritten(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -84,7 +84,7 @@ class StepWritten(msgspec.Struct, frozen=True, omit_defaults=True):
     seq: int
     took: Event
     gave: Answer
-    digest: int
+    digest: int | None = None
     state: str = ""
     same_pages: int = 0
 

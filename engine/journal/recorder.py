@@ -29,7 +29,6 @@ from tidekv.states.request import State
 from tidekv.states.witness import NOTHING, Noted, Witness
 
 if TYPE_CHECKING:
-    from tidekv.states.commands import Command
     from tidekv.states.core import Core
 
 STEPS_PER_LINE_MAX = 128
@@ -51,11 +50,14 @@ class Recorder:
         self.run = secrets.token_hex(8)
         self._core = core
         self._witness = Witness(core)
+        self.note = self._witness.note
+        """Takes the step that the core has just made; see Witness.note."""
         self.events = 0
         """Events that are in the lines so far."""
         self._crc = 0
         self._digests = None if with_tokens else PageDigests(core.settings.key_bytes)
         self._arrived: dict[str, tuple[bytes, bytes]] = {}
+        self._digest = 0
         self._states: dict[str, str] = {}
         self._encode = msgspec.json.Encoder().encode
         self._line = b""
@@ -79,12 +81,6 @@ class Recorder:
             "instance": instance,
             "started_unix_s": started_unix_s,
         }
-
-    # --- On the thread that steps the core ---
-
-    def note(self, event: Event, given: list[Command], error: str = "") -> Noted:
-        """Take the step that the core has just made."""
-        return self._witness.note(event, given, error)
 
     # --- Anywhere, one thread at a time, in order ---
 
@@ -136,8 +132,10 @@ class Recorder:
         states = self._states
         if not (given or moves or books or error):
             # Most events are of this kind; all of them are of a request.
-            return StepWritten(seq, event, NOTHING, self._witness.digest, states.get(event.request_id, ""))  # type: ignore[attr-defined]
+            return StepWritten(seq, event, NOTHING, None, states.get(event.request_id, ""))  # type: ignore[attr-defined]
+        before = self._digest
         answer = self._witness.answer(noted)
+        digest = self._digest = self._witness.digest
         kind = type(event)
         same_pages, state = 0, ""
         if kind in _WITH_KEYS:
@@ -154,7 +152,7 @@ class Recorder:
                 states.pop(request_id, None)
             else:
                 state = states.get(request_id, "")
-        return StepWritten(seq, event, answer, self._witness.digest, state, same_pages)
+        return StepWritten(seq, event, answer, None if digest == before else digest, state, same_pages)
 
     def _without_tokens(self, event: Event) -> tuple[Event, int]:
         assert isinstance(event, RequestArrived | FinishRequested | RetractRequested)

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
-from tidekv import InvalidConfig, Replayer, RequestFailed, open_storage
+from tidekv import InvalidConfig, InvalidRequest, Replayer, RequestFailed, open_storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
+from tidekv.engine.seeing import top
 
 PROMPT = list(range(100, 122))
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -58,8 +60,14 @@ async def test_scrape_is_what_the_journal_counts(make_pair, tmp_path: Path) -> N
         await pair.engine.wait_settled()
         assert pair.engine.metrics_address is not None
         text = await scrape(pair.engine.metrics_address)
+        seen = await asyncio.to_thread(top.scrape, pair.engine.metrics_address)
     scraped = samples_of(text)
     assert 'tidekv_engine{name="' in text
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(top.show(seen, seen, 1.0))
+    assert "device" in capture.get()
+    assert "ready" in capture.get()
 
     replayer = Replayer(path)
     fold = MetricsFold(replayer.core)
@@ -105,3 +113,8 @@ async def test_wrong_address_is_named(make_pair, listen: str) -> None:
     with pytest.raises(InvalidConfig, match="metrics"):
         async with make_pair(metrics_listen=listen):
             pass
+
+
+def test_top_of_nobody_is_one_clear_error() -> None:
+    with pytest.raises(InvalidRequest, match="no engine answers"):
+        top.scrape("127.0.0.1:9")

@@ -25,7 +25,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: ap
 # Synthetic pointer events take the same way as real ones; what is on the canvas is counted by color.
 PROBE = """
 <script>
-requestAnimationFrame(() => requestAnimationFrame(() => {
+{
   const box = chart.getBoundingClientRect();
   const at = { clientX: box.left + 40, clientY: box.top + AXIS + 6, bubbles: true, pointerId: 1 };
   chart.dispatchEvent(new PointerEvent("pointermove", at));
@@ -45,7 +45,7 @@ requestAnimationFrame(() => requestAnimationFrame(() => {
   chart.dispatchEvent(wheel);
   const found = { seen, counted, tip: tipWords, panel: panel.innerText, open: panel.className };
   document.body.setAttribute("data-probe", JSON.stringify({ ...found, zoom: (to - from) / before }));
-}));
+}
 </script>
 """
 
