@@ -21,7 +21,10 @@ CONDITIONS = {"owned": "cyan", "cached": "blue", "draining": "red", "free": "gre
 
 
 def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
-    """Numbers by metric and by values of labels, in the order of their names. Raises InvalidRequest where nobody answers with metrics of tidekv."""
+    """Numbers by metric and by values of labels, in the order of the labels' names.
+
+    Raises InvalidRequest where nobody answers with metrics of tidekv.
+    """
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as answer:
             text = answer.read().decode()
