@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tidekv import EngineClosed, InvalidRequest, RequestFailed
+from tidekv.engine.effect_group import EffectGroup
 from tidekv.states import events
 
 PROMPT = list(range(100, 122))
@@ -158,3 +159,59 @@ async def test_whoever_waits_when_the_engine_breaks_hears_of_it(make_pair) -> No
                     use(ready)
             with pytest.raises(EngineClosed):
                 await pair.engine.finish(ready)
+
+
+async def test_a_request_that_is_lost_while_it_grows_says_so_before_anybody_writes(
+    make_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT[:8])
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("no luck")
+
+        monkeypatch.setattr(pair.engine._core.serving, "grow", broken)
+        with pytest.raises(InvalidRequest, match="no pages any more"):
+            pair.engine.grow(ready, 1)
+        assert (len(ready.pages), ready.length) == (2, 8)
+        await pair.assert_nothing_held()
+
+
+async def test_a_stopped_driver_takes_nothing_and_does_not_spin(make_pair) -> None:
+    async with make_pair() as pair:
+        driver = pair.engine._driver
+    taken = driver.events_taken
+    driver.take_now(events.FlushRequested(at_s=0.0, call=1, tiers=()))
+    driver.post(events.FlushRequested(at_s=0.0, call=1, tiers=()))
+    assert driver.events_taken == taken
+
+
+async def test_a_broken_effect_is_told_before_the_others_have_ended() -> None:
+    told: list[BaseException] = []
+    held, was_told = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        try:
+            await held.wait()
+        except asyncio.CancelledError:
+            # As a write that nothing can stop: it settles first.
+            await held.wait()
+            raise
+
+    async def break_down() -> None:
+        raise ZeroDivisionError
+
+    def tell(error: BaseException) -> None:
+        told.append(error)
+        was_told.set()
+
+    group = EffectGroup(tell)
+    await group.start()
+    group.spawn(hang(), "hang")
+    await asyncio.sleep(0)
+    group.spawn(break_down(), "break down")
+    async with asyncio.timeout(5):
+        await was_told.wait()
+    held.set()
+    assert await group.close(timeout_s=5)
+    assert isinstance(told[0], ZeroDivisionError)
