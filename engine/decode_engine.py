@@ -14,7 +14,7 @@ from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.effects import TokenRecord
 from tidekv.engine.parts import Parts
-from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest
+from tidekv.engine.values import NAMESPACE_MARK, DecodeRequest, ReadyRequest, Recompute, RetractedRequest
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, OutOfPages, RequestFailed
 
@@ -32,9 +32,11 @@ GENERATIONS_MAX = 1 << 16
 
 
 def join_namespaces(engine: str, request: str) -> str:
-    """The namespace of a request within that of its engine. With both, lengths keep any two pairs apart."""
+    """The namespace of a request within that of its engine. Where both have a name, no other names give the same: it
+    begins with a mark that no name may hold.
+    """
     if engine and request:
-        return f"{len(engine)}:{engine}{len(request)}:{request}"
+        return f"{NAMESPACE_MARK}{len(engine)}:{engine}{request}"
     return engine or request
 
 

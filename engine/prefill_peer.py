@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prompt_store import PromptStore, PromptStoreSettings
+from tidekv.states.errors import EngineClosed
 from tidekv.states.shapes import Identity, PoolMemory
 from tidekv.transports.base import Poller, Transport
 from tidekv.transports.outgoing import Room, RoomOutcome, RoomSettings
@@ -99,6 +100,7 @@ class PrefillPeer:
         self._close_deadline_s = close_deadline_s
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}")
         self._stack = AsyncExitStack()
+        self._was_entered = False
         self._store: PromptStore | None = None
         if storage is not None:
             self._store = PromptStore(storage, device=device, host=host, model=model, settings=store_settings)
@@ -115,8 +117,11 @@ class PrefillPeer:
 
     async def __aenter__(self) -> Self:
         """Start the transport, open storage and listen. Raises InvalidConfig, StorageFailed; then nothing stays
-        open.
+        open. Raises EngineClosed for a peer that was entered before.
         """
+        if self._was_entered:
+            raise EngineClosed("this prefill peer was entered before: a peer lives once, make another one")
+        self._was_entered = True
         async with AsyncExitStack() as stack:
             poller = self._poller
             if poller is None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tidekv.backends.keys import Tokens
 
 PRIORITY_MAX = 1_000_000
+NAMESPACE_MARK = "\0"
+"""No namespace may hold it: names that were joined begin with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,8 @@ class DecodeRequest:
             raise self._wrong("priority", f"an int from -{PRIORITY_MAX} to {PRIORITY_MAX}")
         if not isinstance(self.cache, bool):
             raise self._wrong("cache", "True or False")
-        if not isinstance(self.namespace, str):
-            raise self._wrong("namespace", "a string")
+        if not isinstance(self.namespace, str) or NAMESPACE_MARK in self.namespace:
+            raise self._wrong("namespace", f"a string without {NAMESPACE_MARK!r}")
         try:
             self.namespace.encode()
         except UnicodeEncodeError:

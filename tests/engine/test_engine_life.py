@@ -199,3 +199,10 @@ async def test_two_engines_live_in_one_process(make_pair) -> None:
         for pair, its in zip((one, other), ready, strict=True):
             await pair.engine.finish(its)
             await pair.assert_nothing_held()
+
+
+async def test_a_prefill_peer_is_entered_once_too(make_pair) -> None:
+    async with make_pair() as pair:
+        with pytest.raises(EngineClosed, match="entered before"):
+            await pair.peer.__aenter__()
+        await pair.engine.finish(await pair.restore("r1", [1] * 5))

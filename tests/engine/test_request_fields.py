@@ -11,12 +11,14 @@ from tidekv import (
     DecodeRequest,
     DevicePool,
     EngineConfig,
+    InvalidConfig,
     InvalidRequest,
     KVLayout,
     LoopbackTransport,
     NixlTransport,
     RequestFailed,
 )
+from tidekv.engine.decode_engine import join_namespaces
 from tidekv.transports.loopback import LoopbackNetwork
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
@@ -37,6 +39,7 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", pag
         ("namespace", None),
         ("namespace", 7),
         ("namespace", "\ud800"),
+        ("namespace", "\0" + "1:ab"),
         ("max_new_tokens", 1.5),
         ("max_new_tokens", "many"),
         ("deadline_s", "soon"),
@@ -67,6 +70,16 @@ async def test_an_address_that_is_none_fails_its_request_at_once(address: str) -
                 with pytest.raises(RequestFailed, match="prefill failed"):
                     await engine.restore(DecodeRequest(request_id="r", tokens=[1], prefill=address))
         await engine.wait_settled()
+
+
+def test_names_of_engine_and_request_are_joined_so_that_none_can_be_forged() -> None:
+    names = ["", "a", "ab", "b", "1:a", "1:a1:b", "2:ab", "1:ab"]
+    joined = {join_namespaces(engine, request) for engine in names[1:] for request in names[1:]}
+    assert len(joined) == (len(names) - 1) ** 2
+    assert joined.isdisjoint(names)
+    assert [join_namespaces("a", ""), join_namespaces("", "a"), join_namespaces("", "")] == ["a", "a", ""]
+    with pytest.raises(InvalidConfig, match="namespace"):
+        EngineConfig(namespace="\0" + "1:ab")
 
 
 async def test_a_deadline_may_be_endless() -> None:
