@@ -90,11 +90,6 @@ class PageAccount:
         """The free pages; the last one is taken first. Read it at once, and do not change it."""
         return self._free
 
-    @property
-    def next_free(self) -> int:
-        """The page that `take` hands out next; -1 where none is free."""
-        return self._free[-1] if self._free else -1
-
     def condition(self, page: int) -> Condition:
         """Tell the condition of one page."""
         if not 0 <= page < self.total:

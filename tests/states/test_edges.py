@@ -1,0 +1,94 @@
+"""The small print: what a wrong call says, and what nobody calls on the way through."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import warnings
+
+import pytest
+
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.errors import (
+    BrokenInvariant,
+    InvalidConfig,
+    JournalDamaged,
+    PeerMismatch,
+    ReplayDiverged,
+    RequestFailed,
+)
+from tidekv.states.settings import CoreSettings
+from tidekv.states.shapes import PoolMemory, Segment
+from tidekv.states.table import diagram
+from tidekv.states.tree import PageTree
+
+
+def test_errors_carry_their_fields_and_words_built_from_them() -> None:
+    failed = RequestFailed("r1", "prefill failed", "Traceback\n  line\nOSError: gone\n")
+    assert (failed.cause, str(failed)) == ("prefill failed", "request 'r1' failed: prefill failed (OSError: gone)")
+    assert str(RequestFailed("r1", "aborted")) == "request 'r1' failed: aborted"
+    differs = PeerMismatch(field="dtype", ours="a", theirs="b")
+    assert (differs.field, str(differs)) == ("dtype", "peer differs in dtype: ours is 'a', theirs is 'b'")
+    damaged = JournalDamaged(path="j", line=3, cause="torn")
+    assert (damaged.line, str(damaged)) == (3, "journal damaged at j:3: torn")
+    diverged = ReplayDiverged(seq=7, event="E", recorded="x", replayed="y", hint="look")
+    assert (diverged.seq, str(diverged).splitlines()[1:]) == (7, ["  recorded: x", "  replayed: y", "  look"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"device_pages": 0}, "device_pages must be at least 1"), ({"host_pages": -1}, "host_pages must be at least 0")]
+    + [({name: 0.0}, f"{name} must be more than 0") for name in ("query_deadline_s", "copy_deadline_s", "ageing_s")],
+)
+def test_a_setting_out_of_range_is_named(wrong: dict[str, float], words: str) -> None:
+    good = {"page_size": 1, "key_bytes": 1, "device_pages": 1}
+    with pytest.raises(InvalidConfig, match=words):
+        CoreSettings(**(good | wrong))
+
+
+def test_a_page_has_the_bytes_of_all_its_pieces() -> None:
+    segments = tuple(Segment(address=4096, piece_bytes=size, stride_bytes=64, page_count=2) for size in (24, 8))
+    assert PoolMemory(segments=segments, page_count=2).page_bytes == 32
+
+
+def test_a_tree_needs_keys_and_keeps_who_has_children() -> None:
+    with pytest.raises(BrokenInvariant, match="0 bytes wide"):
+        PageTree(0)
+    rig = Rig()
+    rig.make_cached("a", b"abcd")
+    index = rig.core.books.index
+    with pytest.raises(BrokenInvariant, match="cannot leave the tree"):
+        index.tree.remove(index.tree.roots[""])
+    with pytest.raises(BrokenInvariant, match="cannot lose its device pages"):
+        index.withdraw_device(index.lock(next(iter(index.nodes()))).node)
+
+
+def test_an_audit_says_what_does_not_add_up() -> None:
+    rig = Rig()
+    rig.arrive("a", b"abcd")
+    rig.core.queue.add(rig.request("a"))
+    with pytest.raises(BrokenInvariant, match="the queue is not who waits"):
+        rig.core.check()
+
+
+def test_pages_of_a_forgotten_computation_stay_owned_until_it_ends() -> None:
+    rig = Rig()
+    rig.arrive("a", b"abcd", can_recompute=True)
+    promise = rig.take(commands.SendPromise)
+    rig.step(events.RoomFailed, request_id="a", generation=promise.generation, cause="no", settled=True)
+    asked = rig.take(commands.Recompute)
+    assert (asked.first, len(asked.pages)) == (0, 4)
+    rig.abort("a")
+    assert rig.core.statistics()["device_owned"] == 4
+    rig.step(events.Recomputed, op=asked.op)
+    rig.expect_nothing_held()
+
+
+def test_the_table_draws_itself() -> None:
+    said = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(said):
+        warnings.simplefilter("ignore", RuntimeWarning)  # It is imported already, and run once more.
+        runpy.run_module("tidekv.states.table", run_name="__main__")
+    assert said.getvalue() == diagram()
