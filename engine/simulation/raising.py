@@ -1,7 +1,7 @@
 """Makes rules of the core raise somewhere in their middle, as a bug of ours, an eviction policy or a hook would.
 
-Every call that a rule makes to the index or to the books is a place where it may raise: before the call has done
-anything. At most one call of a step does, so that whatever mends the damage works.
+Every call that a rule makes to the index, the accounts or the books is a place where it may raise, before the call has
+done anything. At most one call of a step does, so that whatever mends the damage works.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from random import Random
 from typing import Any
 
 from tidekv.engine.simulation.faults import Faults
+from tidekv.states.accounts import PageAccount
+from tidekv.states.commands import Command
 from tidekv.states.core import Core
+from tidekv.states.events import Event
 
 INDEX_CALLS = (
     "match",
@@ -37,6 +40,7 @@ INDEX_CALLS = (
     "evict_host",
     "flush",
 )
+ACCOUNT_CALLS = ("take", "give_back", "drain", "settle")
 BOOKS_CALLS = ("say", "begin", "make_device_room", "make_host_room")
 PLACES_MAX = 24
 
@@ -54,29 +58,44 @@ class Places:
         self.count = 0
         """Calls seen so far."""
         self._depth = 0
+        self._is_stepping = False
+        books = core.books
         for name in INDEX_CALLS:
-            self._watch(core.books.index, name)
+            setattr(books.index, name, self._watched(getattr(books.index, name)))
         for name in BOOKS_CALLS:
-            self._watch(core.books, name)
+            setattr(books, name, self._watched(getattr(books, name)))
+        # An account has no room for methods of its own: it becomes one of a class that does.
+        calls = {name: self._watched(getattr(PageAccount, name)) for name in ACCOUNT_CALLS}
+        for account in (books.device, books.host):
+            account.__class__ = type("WatchedAccount", (PageAccount,), {"__slots__": (), **calls})
+        core.step = self._stepping(core.step)  # type: ignore[method-assign]  # Calls count within steps alone.
 
-    def _watch(self, owner: object, name: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)  # Any: whatever the call returns, it is handed on.
+    def _stepping(self, step: Callable[[Event], list[Command]]) -> Callable[[Event], list[Command]]:
+        def call(event: Event) -> list[Command]:
+            self._is_stepping = True
+            try:
+                return step(event)
+            finally:
+                self._is_stepping = False
 
+        return call
+
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:  # Any: all is handed on.
         def call(*arguments: Any, **named: Any) -> Any:
             # A call within a call is not a place of a rule: books evict by the index.
-            if not self._depth:
+            if self._is_stepping and not self._depth:
                 self.count += 1
                 if self.left:
                     self.left -= 1
                     if not self.left:
-                        raise Injected(name)
+                        raise Injected(original.__name__)
             self._depth += 1
             try:
                 return original(*arguments, **named)
             finally:
                 self._depth -= 1
 
-        setattr(owner, name, call)
+        return call
 
 
 class Raising:

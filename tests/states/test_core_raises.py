@@ -1,0 +1,401 @@
+"""Rules that raise: at every call that they make, nothing is lost, and only the request itself feels it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tidekv.engine.simulation.raising import Injected, Places
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.core import RAISES_MAX
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.index import PrefixIndex
+from tidekv.states.loads import Loads
+from tidekv.states.request import Request, State
+from tidekv.states.restore import Restore
+from tidekv.states.rooms import Rooms
+from tidekv.states.serving import Serving
+
+EIGHT = b"abcdefgh"
+Step = Callable[[Rig], object]
+
+
+def settle(rig: Rig) -> list[commands.Command]:
+    """Let everything that is in flight go on and end well; returns what callers were told."""
+    told: list[commands.Command] = []
+    while rig.pending:
+        pending, rig.pending = rig.pending, []
+        for wish in pending:
+            match wish:
+                case commands.QueryStorage():
+                    rig.answer(wish, 0)
+                case commands.FetchPages():
+                    rig.fetched(wish)
+                case commands.CopyToDevice() | commands.CopyToHost():
+                    rig.copied(wish)
+                case commands.StorePages():
+                    rig.stored(wish)
+                case commands.SendPromise():
+                    rig.serve(wish)
+                case commands.SendExtend():
+                    rig.chunk(wish)
+                case commands.SendAbort():
+                    rig.drained(wish)
+                case _:
+                    told.append(wish)
+    return told
+
+
+def three_tiers(rig: Rig) -> commands.QueryStorage:
+    """Request "a" finds two pages on the device, two on the host, two in storage, and waits for storage's answer."""
+    rig.attach_storage()
+    rig.make_cached("past", EIGHT[:4])
+    rig.flush("l1")
+    rig.make_cached("near", EIGHT[:2])
+    rig.arrive("a", EIGHT)
+    return rig.take(commands.QueryStorage)
+
+
+def accounts(rig: Rig) -> dict[str, int]:
+    counted = ("free", "owned", "cached", "draining", "protected", "evictable")
+    return {name: count for name, count in rig.core.statistics().items() if name.endswith(counted)}
+
+
+class Story:
+    """A core that is ready for one step, and that step."""
+
+    def __init__(self, name: str, prepare: Callable[[Rig], Step], *, ends: tuple[str, ...]) -> None:
+        self.name = name
+        self.prepare = prepare
+        self.ends = ends
+        """How the request may end if the step raises once."""
+
+
+def arrival(rig: Rig) -> Step:
+    rig.attach_storage()
+    return lambda rig: rig.arrive("a", EIGHT)
+
+
+def admission(rig: Rig) -> Step:
+    rig.bring(State.PREALLOC)
+    return lambda rig: rig.abort("big")
+
+
+def plan(rig: Rig) -> Step:
+    query = three_tiers(rig)
+    return lambda rig: rig.answer(query, 2)
+
+
+def landing(rig: Rig) -> Step:
+    query = three_tiers(rig)
+    rig.answer(query, 2)
+    fetch = rig.take(commands.FetchPages)
+    return lambda rig: rig.fetched(fetch, good=1)
+
+
+def copy_end(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    copy = rig.take(commands.CopyToDevice)
+    return lambda rig: rig.copied(copy)
+
+
+def copy_failure(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    copy = rig.take(commands.CopyToDevice)
+    return lambda rig: rig.copied(copy, error="failed")
+
+
+def late_copy(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    return lambda rig: rig.wait_until(31.0)
+
+
+def extended_chunk(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    rig.serve(rig.take(commands.SendPromise))
+    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    extend = rig.take(commands.SendExtend)
+    return lambda rig: rig.chunk(extend)
+
+
+def last_chunk(rig: Rig) -> Step:
+    rig.bring(State.TRANSFER)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    rig.aux(promise)
+    return lambda rig: rig.chunk(promise)
+
+
+def lost_room(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE, prefill_count=2)
+    rig.promised(rig.take(commands.SendPromise))
+    return lambda rig: rig.step(events.WriterLost, writer="prefill.1", cause="no heartbeat")
+
+
+def abort(rig: Rig) -> Step:
+    rig.bring(State.PREFETCH)
+    rig.promised(rig.take(commands.SendPromise))
+    return lambda rig: rig.abort("a")
+
+
+def abort_of_a_filler(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    rig.promised(rig.take(commands.SendPromise))
+    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    return lambda rig: rig.abort("a")
+
+
+def drained(rig: Rig) -> Step:
+    rig.bring(State.TRANSFER)
+    rig.promised(rig.take(commands.SendPromise))
+    rig.abort("a")
+    told = rig.take(commands.SendAbort)
+    return lambda rig: rig.drained(told)
+
+
+def growth(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    return lambda rig: rig.step(events.GrowthTaken, request_id="a", page_count=0, wanted=2)
+
+
+def finish(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    return lambda rig: rig.finish("a", EIGHT)
+
+
+def retract(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    return lambda rig: rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
+
+
+def backup_copied(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
+    copy = rig.take(commands.CopyToHost)
+    return lambda rig: rig.copied(copy)
+
+
+def backup_stored(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    rig.finish("a", EIGHT)
+    rig.copied(rig.take(commands.CopyToHost))
+    put = rig.take(commands.StorePages)
+    return lambda rig: rig.stored(put)
+
+
+def flush(rig: Rig) -> Step:
+    rig.attach_storage()
+    rig.make_cached("past", EIGHT)
+    return lambda rig: rig.step(events.FlushRequested, call=1, tiers=("l1", "l2"))
+
+
+READY, FAILED = "TellReady", "TellFailed"
+STORIES = [
+    Story("arrival", arrival, ends=(FAILED, READY)),
+    Story("admission", admission, ends=(FAILED, READY)),
+    Story("plan", plan, ends=(READY,)),
+    Story("landing", landing, ends=(READY,)),
+    Story("copy end", copy_end, ends=(READY,)),
+    Story("copy failure", copy_failure, ends=(READY,)),
+    Story("late copy", late_copy, ends=(READY, FAILED)),
+    Story("extended chunk", extended_chunk, ends=(FAILED, READY)),
+    Story("last chunk", last_chunk, ends=(FAILED, READY)),
+    Story("lost room", lost_room, ends=(READY, FAILED)),
+    Story("abort", abort, ends=(FAILED,)),
+    Story("abort of a filler", abort_of_a_filler, ends=(FAILED,)),
+    Story("drained", drained, ends=(FAILED,)),
+    Story("growth", growth, ends=(FAILED, "")),
+    Story("finish", finish, ends=("TellFinished", FAILED)),
+    Story("retract", retract, ends=("TellRetracted", FAILED)),
+    Story("backup copied", backup_copied, ends=("TellRetracted",)),
+    Story("backup stored", backup_stored, ends=("TellFinished",)),
+    Story("flush", flush, ends=("",)),
+]
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
+def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
+    calls = raised = 0
+    while raised == calls:
+        rig = Rig(growth_reserve_pages=1)
+        step = story.prepare(rig)
+        places = Places(rig.core)
+        raised += 1
+        places.left = raised
+        step(rig)
+        calls, places.left = places.count if places.left else raised, 0
+        told = settle(rig)
+        ends = {type(wish).__name__ for wish in told if getattr(wish, "request_id", "") == "a"}
+        assert ends & set(story.ends) or "" in story.ends, (raised, told)
+        for name in ("a", "big"):
+            if rig.core.request(name) is not None:
+                rig.abort(name)
+        if rig.core.statistics()["requests_retracted"]:
+            rig.step(events.RetractedDropped, request_id="a")
+        settle(rig)
+        rig.expect_nothing_held()
+    assert raised > 1, "the step made no call at all"
+
+
+def test_a_plan_that_raises_leaves_the_accounts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever call raises: between the raise and the next try, nothing of the plan is left."""
+    raised = 1
+    while plan_raising_at(raised, monkeypatch):
+        raised += 1
+    assert raised > 15
+
+
+def plan_raising_at(place: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Have the first plan of a request raise at this call; False where it makes fewer calls."""
+    rig = Rig()
+    query = three_tiers(rig)
+    original, places, tries = Restore.fix_plan, Places(rig.core), list[bool]()
+
+    def state() -> object:
+        books = rig.core.books
+        return accounts(rig), len(books.out), len(books.operations), len(rig.core.loads)
+
+    def fix_plan(self: Restore, request: Request) -> None:
+        before, places.left = state(), 0 if tries else place
+        try:
+            original(self, request)
+        except Injected:
+            tries.append(True)
+            assert state() == before, f"call {place}"
+            rig.core.books.index.check()
+            raise
+        finally:
+            places.left = 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Restore, "fix_plan", fix_plan)
+        rig.answer(query, 2)
+    assert any(isinstance(wish, commands.TellReady) for wish in settle(rig))
+    return bool(tries)
+
+
+def raise_times(patch: pytest.MonkeyPatch, owner: type, name: str, times: int) -> list[int]:
+    """Have this method raise the first `times` times; returns a list that counts them."""
+    original, raised = getattr(owner, name), list[int]()
+
+    def call(*arguments: object, **named: object) -> object:
+        if len(raised) < times:
+            raised.append(1)
+            raise RuntimeError(f"{name} is broken")
+        return original(*arguments, **named)
+
+    patch.setattr(owner, name, call)
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("times", "promised", "reads", "copies"),
+    [(0, 6, 1, 1), (1, 4, 0, 1), (2, 2, 0, 0)],
+    ids=["all tiers", "L2-only", "L1 and transfer"],
+)
+def test_each_raise_of_the_plan_trusts_one_tier_less(
+    monkeypatch: pytest.MonkeyPatch, times: int, promised: int, reads: int, copies: int
+) -> None:
+    rig = Rig()
+    query = three_tiers(rig)
+    raise_times(monkeypatch, Restore, "fix_plan", times)
+    rig.answer(query, 2)
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == promised
+    assert len(rig.take_all(commands.FetchPages)) == reads
+    assert len(rig.take_all(commands.CopyToDevice)) == copies
+    assert rig.core.statistics().get("fallbacks_by_raise", 0) == times
+
+
+def test_the_third_raise_fails_the_request_and_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    query = three_tiers(rig)
+    raise_times(monkeypatch, Restore, "fix_plan", 3)
+    rig.answer(query, 2)
+    failed = rig.take(commands.TellFailed)
+    assert failed.cause == "internal error"
+    assert "RuntimeError: fix_plan is broken" in failed.detail
+    assert "Traceback" in failed.detail
+    settle(rig)
+    rig.expect_nothing_held()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Loads, "begin_copy"), (Loads, "begin_fetch"), (Rooms, "open")])
+def test_a_part_of_the_plan_that_always_raises_is_given_up_or_fails_the_request(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    rig = Rig()
+    query = three_tiers(rig)
+    raise_times(monkeypatch, owner, name, 99)
+    rig.answer(query, 2)
+    told = settle(rig)
+    if name == "open":
+        assert [wish.cause for wish in told if isinstance(wish, commands.TellFailed)] == ["internal error"]
+    else:
+        ready = next(wish for wish in told if isinstance(wish, commands.TellReady))
+        assert ready.sources["l3"] == 0
+        assert ready.sources["l2"] == (0 if name == "begin_copy" else 2)
+
+
+@pytest.mark.parametrize(("state", "name"), [(State.PREALLOC, "grant"), (State.TRANSFER, "commit")])
+def test_where_there_is_nothing_to_cut_the_first_raise_fails_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch, state: State, name: str
+) -> None:
+    rig = Rig()
+    rig.make_ready("bystander", b"xyz")
+    rig.attach_storage()
+    raised = raise_times(monkeypatch, Restore, name, 1)
+    rig.arrive("a", EIGHT)
+    for query in rig.take_all(commands.QueryStorage):
+        rig.answer(query, 0)
+    for promise in rig.take_all(commands.SendPromise):
+        rig.serve(promise)
+    assert raised
+    assert rig.take(commands.TellFailed).cause == "internal error"
+    assert rig.state("bystander") == "READY"
+    settle(rig)
+    rig.abort("bystander")
+    rig.expect_nothing_held()
+
+
+def test_a_raise_while_a_frame_is_taken_does_not_lose_the_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.bring(State.LOCAL_RESTORE)
+    promise, copy = rig.take(commands.SendPromise), rig.take(commands.CopyToDevice)
+    for name in ("sent", "land_aux", "land"):
+        raise_times(monkeypatch, Rooms, name, 1 if name != "land" else 0)
+    rig.serve(promise)
+    rig.copied(copy)
+    rig.take(commands.TellReady)
+
+
+def test_a_ready_request_whose_rule_raises_is_failed_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.bring(State.READY)
+    raise_times(monkeypatch, Serving, "grow", 1)
+    rig.step(events.GrowthTaken, request_id="a", page_count=0)
+    assert rig.take(commands.TellFailed).cause == "internal error"
+    rig.expect_nothing_held()
+
+
+def test_a_broken_invariant_is_never_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    query = three_tiers(rig)
+
+    def broken(self: PrefixIndex, *arguments: object) -> None:
+        raise BrokenInvariant("the tree is upside down")
+
+    monkeypatch.setattr(PrefixIndex, "give_device", broken)
+    with pytest.raises(BrokenInvariant, match="upside down"):
+        rig.core.step(events.StorageAnswered(at_s=0.0, op=query.op, found=2))
+
+
+def test_what_cannot_even_be_failed_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.bring(State.TRANSFER)
+    raised = raise_times(monkeypatch, Restore, "leave", 99)
+    with pytest.raises(RuntimeError, match="leave is broken"):
+        rig.core.step(events.AbortRequested(at_s=0.0, request_id="a"))
+    assert len(raised) == RAISES_MAX + 1
