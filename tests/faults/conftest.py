@@ -33,7 +33,7 @@ from tidekv.engine.workload.fault_workers import DecodeOrder, PrefillOrder, fini
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.transports import nixl
-from tidekv.transports.base import Transport
+from tidekv.transports.outgoing import Room
 
 PAGE_SIZE = 16
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", page_size=PAGE_SIZE)
@@ -101,6 +101,8 @@ class Prefill:
     peer: PrefillPeer
     worker: SyntheticPrefill
     gate: GatedPoller
+    rooms: dict[str, Room]
+    """The newest room of each request."""
 
     @property
     def address(self) -> str:
@@ -132,7 +134,6 @@ def layout() -> KVLayout:
 async def open_decode(
     prefills: Iterable[str],
     *,
-    transport: Transport | None = None,
     device_pages: int = 96,
     host_pages: int = 96,
     storage: Storage | None = None,
@@ -145,25 +146,28 @@ async def open_decode(
         device=device,
         host=HostPool.allocate(LAYOUT, host_pages),
         storage=storage,
-        transport=transport or NixlTransport("decode-0"),
+        transport=NixlTransport("decode-0"),
     )
     async with engine:
         yield Decode(engine, device, list(prefills))
 
 
 @asynccontextmanager
-async def open_prefill(
-    *, transport: Transport | None = None, name: str = "prefill-0", num_pages: int = 256, **options: Any
-) -> AsyncIterator[Prefill]:
+async def open_prefill(*, name: str = "prefill-0", num_pages: int = 256, **options: Any) -> AsyncIterator[Prefill]:
     pool = DevicePool.allocate(LAYOUT, num_pages)
     worker = SyntheticPrefill(pool, chunk_pages=64)
     poller = PollerThread()
     poller.start()
     gate = GatedPoller(poller)
-    transport = transport or NixlTransport(name)
-    async with PrefillPeer(device=pool, transport=transport, on_room=worker.serve, poller=gate, **options) as peer:
+    rooms: dict[str, Room] = {}
+
+    async def serve(room: Room) -> None:
+        rooms[room.request_id] = room
+        await worker.serve(room)
+
+    async with PrefillPeer(device=pool, transport=NixlTransport(name), on_room=serve, poller=gate, **options) as peer:
         try:
-            yield Prefill(peer, worker, gate)
+            yield Prefill(peer, worker, gate, rooms)
         finally:
             gate.open_gate()
     assert await poller.close() == 0

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.workload.fault_process import AskCounts, Closed, Counts, Done, Halt, Halted, Served, Settle, Turn
+from tidekv.engine.prefill_peer import RoomOutcome
+from tidekv.engine.workload.fault_process import (
+    AskCounts,
+    Closed,
+    Counts,
+    Done,
+    Failed,
+    Halt,
+    Halted,
+    Served,
+    Settle,
+    Turn,
+)
 
 pytestmark = pytest.mark.nixl
 
@@ -121,4 +133,27 @@ async def test_interrupted_while_its_writer_hangs_it_ends_in_time_and_reports_wh
         assert closed["device_draining"] == 20
         assert await child.wait_ended() == 128 + signal.SIGINT
         prefill.gate.open_gate()
+        await prefill_has_its_pages_back(prefill)
+
+
+async def test_stopped_for_longer_than_its_lease_it_goes_on_with_right_bytes(
+    tmp_path: Path, spawn_decode: Any, prefill_over_nixl: Any, prompt: Any
+) -> None:
+    async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=1.0) as prefill:
+        child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB")
+        await take_turn(child, "warm", prompt(0, 8), prefill)
+        prefill.gate.close_gate(after_checks=1)
+        child.line.say(turn("r1", prompt(1, 20), prefill))
+        await prefill.gate.halted.wait()
+        room = prefill.rooms["r1"]
+        child.signal(signal.SIGSTOP)
+        await room.aborted.wait()
+        assert room.outcome == RoomOutcome.LEASE_ENDED
+        child.signal(signal.SIGCONT)
+        # It hears that the room is over, and keeps the pages from everybody until the last write has ended.
+        assert (await child.line.hear(Failed)).cause in ("prefill failed", "prefill lost")
+        assert (await child.counts())["device_draining"] == 20
+        prefill.gate.open_gate()
+        assert (await take_turn(child, "r1", prompt(1, 20), prefill))["transfer"] == 20 * PAGE_SIZE
+        assert (await child.counts())["device_draining"] == 0
         await prefill_has_its_pages_back(prefill)
