@@ -103,7 +103,10 @@ class Recorder:
         """One line of steps: at most STEPS_PER_LINE_MAX."""
         first_seq = self.events
         self.events += len(noted)
-        return self._say("steps", steps=[self._record(first_seq + at, step) for at, step in enumerate(noted)])
+        # Each is encoded at once: what lives for a line only would still be looked at by every garbage collection.
+        encode, record = self._encode, self._record
+        steps = b",".join([encode(record(seq, step)) for seq, step in enumerate(noted, first_seq)])
+        return self._say("steps", steps=msgspec.Raw(b"[%b]" % steps))
 
     def gap_line(self, events: int) -> bytes:
         """Say that steps are missing here."""

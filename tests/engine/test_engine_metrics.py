@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from tidekv import InvalidConfig, InvalidRequest, Replayer, RequestFailed, open_storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
+from tidekv.engine.metrics.dashboard import dashboard_text
 from tidekv.engine.seeing import top
 
 PROMPT = list(range(100, 122))
@@ -77,6 +79,10 @@ async def test_scrape_is_what_the_journal_counts(make_pair, tmp_path: Path) -> N
     registry.register(MetricsCollector(fold, page_bytes=int(str(replayer.header.layout["page_bytes"]))))
     assert samples_of(generate_latest(registry).decode()) == scraped
 
+    # The dashboard asks for nothing that is not there.
+    asked = set(re.findall(r"tidekv_[a-z_]+", dashboard_text()))
+    assert asked <= {name for name, _ in scraped} | {"tidekv_engine", "tidekv_cuts_total", "tidekv_calls_failed_total"}
+
     # And once more without the fold, from the words of the journal alone.
     steps = [step for line in path.read_bytes().splitlines() for step in msgspec.json.decode(line).get("steps", ())]
     commands = [command for step in steps for command in step["gave"].get("commands", ())]
@@ -118,3 +124,8 @@ async def test_wrong_address_is_named(make_pair, listen: str) -> None:
 def test_top_of_nobody_is_one_clear_error() -> None:
     with pytest.raises(InvalidRequest, match="no engine answers"):
         top.scrape("127.0.0.1:9")
+
+
+def test_dashboard_in_docs_is_generated() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
+    assert page.read_text() == dashboard_text(), "python -m tidekv.engine.metrics.dashboard > docs/grafana.json"
