@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tidekv.engine.values import NAMESPACE_MARK
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings
 
@@ -71,6 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("journal_segment_bytes", "journal_segments_max"):
             if getattr(self, name) < 0:
                 raise InvalidConfig(f"{name} must be 0 (no limit) or more, not {getattr(self, name)!r}")
+        if NAMESPACE_MARK in self.namespace:
+            raise InvalidConfig(f"namespace must not hold {NAMESPACE_MARK!r}: {self.namespace!r}")
         if self.vocabulary < 0:
             raise InvalidConfig(f"vocabulary must be 0 (no limit) or a count of token ids, not {self.vocabulary!r}")
 
