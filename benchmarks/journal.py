@@ -34,7 +34,6 @@ class Run:
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
-        self.journal_bytes = 0
         self.events = 0
         self.requests = 0
 
@@ -74,8 +73,6 @@ async def serve(address: str, journal: str | None, *, conversations: int, turns:
         await engine.wait_settled()
         run.cpu_s = time.process_time() - started_s
         run.events = int(str(engine.statistics()["events"]))
-    if journal is not None:
-        run.journal_bytes = Path(journal).stat().st_size
     return run
 
 
@@ -107,6 +104,7 @@ async def measure(pairs: int, conversations: int, turns: int, turn_tokens: int) 
                 grown.append(on.cpu_s / off.cpu_s - 1)
                 costs = [run.cpu_s / run.requests * 1e6 for run in (off, on)]
                 table.add_row(str(pair), f"{costs[0]:.0f}", f"{costs[1]:.0f}", f"{grown[-1]:+.1%}")
+        journal_bytes = len(await asyncio.to_thread(Path(path).read_bytes))
         started_s = time.perf_counter()
         replayed = Replayer(path).run()
         replay_s = time.perf_counter() - started_s
@@ -114,7 +112,7 @@ async def measure(pairs: int, conversations: int, turns: int, turn_tokens: int) 
     console.print(table)
     console.print(
         f"median {statistics.median(grown):+.1%} of {pairs} pairs, {on.requests} requests each; "
-        f"{on.journal_bytes / on.requests:.0f} bytes and {on.events / on.requests:.1f} events a request; "
+        f"{journal_bytes / on.requests:.0f} bytes and {on.events / on.requests:.1f} events a request; "
         f"replay identical: {replayed.complete}, {replayed.events / replay_s:.0f} events/s"
     )
 
