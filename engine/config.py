@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from tidekv.engine.values import NAMESPACE_MARK
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.policy import StoragePolicy
 from tidekv.states.settings import CoreSettings
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a decode engine can be told, apart from its pools, storage and transport."""
+class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a decode engine can be told, apart from its pools, storage and transport.
+
+    The policies of storage are those of `StoragePolicy`; `DecodeEngine.change_policy` changes them later.
+    """
 
     model: str = ""
     """The model's fingerprint: both ends of a hand-over, and whoever shares storage, must name the same."""
@@ -25,12 +27,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admission_scan_max: int = 16
     passes_max: int = 64
     ageing_s: float = 5.0
-    prefetch_threshold_tokens: int = 256
     fetch_run_pages: int = 32
     copy_run_pages: int = 256
     query_deadline_s: float = 1.0
-    prefetch_base_s: float = 1.0
-    prefetch_per_ki_token_s: float = 0.25
     copy_deadline_s: float = 30.0
     store_timeout_s: float = 30.0
     """After this long no further page of one put is started."""
@@ -59,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A callback that holds the event loop up for longer than this, while there is work, is reported with its stack."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (
             "default_deadline_s",
             "lease_s",

@@ -114,7 +114,6 @@ class Effects:
         receiver: Receiver,
         page_size: int,
         store_timeout_s: float,
-        fetch_timeout_s: float,
         query_timeout_s: float,
     ) -> None:
         self.storage: Storage | None = None
@@ -128,7 +127,6 @@ class Effects:
         self._receiver = receiver
         self._page_size = page_size
         self._store_timeout_s = store_timeout_s
-        self._fetch_timeout_s = fetch_timeout_s
         self._query_timeout_s = query_timeout_s
         self._storage_quiet: asyncio.Event = asyncio.Event()
         self._storage_quiet.set()
@@ -136,6 +134,7 @@ class Effects:
             commands.QueryStorage: self._query,
             commands.FetchPages: self._fetch,
             commands.StorePages: self._store,
+            commands.ProbeStorage: self._probe,
             commands.CopyToDevice: self._copy_to_device,
             commands.CopyToHost: self._copy_to_host,
             commands.Recompute: self._recompute,
@@ -197,7 +196,7 @@ class Effects:
         good, error = 0, ""
         try:
             keys = await record.digests(command.first, len(command.host_pages))
-            got = storage.get_into(keys, command.host_pages, timeout_s=self._fetch_timeout_s)
+            got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s)
             good = _leading(await own_cancels_only(got, "storage"))
         except Exception as raised:
             error = self._words(command, raised)
@@ -216,6 +215,17 @@ class Effects:
         except Exception as raised:
             error = self._words(command, raised)
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
+
+    def _probe(self, command: commands.ProbeStorage) -> None:
+        self._use_storage(self._run_probe(self._need_storage(), command), f"probe {command.op}")
+
+    async def _run_probe(self, storage: Storage, command: commands.ProbeStorage) -> None:
+        error = ""
+        try:
+            await own_cancels_only(storage.probe(), "storage")
+        except Exception as raised:
+            error = self._words(command, raised)
+        self._post(events.StorageProbed(at_s=self._clock(), op=command.op, error=error))
 
     def _need_storage(self) -> Storage:
         if self.storage is None:

@@ -164,7 +164,6 @@ class Parts:
             receiver=self.receiver,
             page_size=self.core.settings.page_size,
             store_timeout_s=config.store_timeout_s,
-            fetch_timeout_s=self.core.settings.prefetch_deadline_s(self._device.num_pages),
             query_timeout_s=config.query_deadline_s,
         )
         if self._first_storage is not None:
@@ -345,7 +344,9 @@ class Parts:
         def is_settled() -> bool:
             restoring = any(request.state is not State.READY for request in core.books.requests.values())
             in_flight = restoring or not self.driver.is_caught_up
-            return not (in_flight or core.books.operations or core.backups or core.loads or core.rooms.draining_rooms)
+            return not (
+                in_flight or core.operations_in_flight or core.backups or core.loads or core.rooms.draining_rooms
+            )
 
         await self.calls.wait_until(is_settled)
 

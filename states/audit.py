@@ -157,6 +157,8 @@ def _check_operations(core: Core, loads: dict[Load, None]) -> None:
             _require(owner in loads and owner.op == op, "an operation is of a load that does not know it")
         elif isinstance(owner, Backup):
             _require(owner in backups, "an operation is of a backup that is over")
+    fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
+    _require(set(core.books.storage.fetching) == fetching, "it is not known which loads wait for a fetch")
     for load in core.loads:
         if load.stage in (Stage.FETCHING, Stage.COPYING):
             _require(core.books.operations.get(load.op) is load, "a load waits for an operation that is over")

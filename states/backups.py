@@ -51,6 +51,8 @@ class Backups:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._live: dict[Backup, None] = {}
+        self._waiting: dict[Backup, None] = {}
+        """Puts that give way to fetches."""
         self._retracted: dict[str, Receipt | None] = {}
         self._retracting: dict[str, Backup] = {}
 
@@ -120,6 +122,7 @@ class Backups:
         books = self._books
         books.count("backups_failed")
         books.operations.pop(backup.op, None)
+        self._waiting.pop(backup, None)
         books.host.give_back(backup.host_pages)
         backup.host_pages = page_ids()
         if backup.retracts:
@@ -138,8 +141,30 @@ class Backups:
         self._retracted.pop(request_id, None)
 
     def is_late(self, backup: Backup) -> None:
-        """A copy or put is late: it keeps its receipts until it ends, and is counted."""
+        """A copy or put is late: it keeps its receipts until it ends, and is counted. One that waited waits no more."""
+        if backup in self._waiting:
+            self.put_now(backup)
+            return
         self._books.count("backups_late")
+        if backup.storing:
+            self._books.storage.note(failed=True)
+
+    @property
+    def next_waiting(self) -> Backup | None:
+        """Whose put may begin, since no fetch is under way any more."""
+        return None if self._books.storage.fetching else next(iter(self._waiting), None)
+
+    def put_now(self, backup: Backup) -> None:
+        """Wait for fetches no longer."""
+        del self._waiting[backup]
+        self._books.operations.pop(backup.op, None)
+        try:
+            self._put(backup)
+        except BrokenInvariant:
+            raise
+        except Exception:
+            self._books.count("transitions_raised")
+            self.abandon(backup)
 
     # --- Steps ---
 
@@ -173,15 +198,23 @@ class Backups:
         host_leaf = self._host_leaf(backup.leaf)
         if backup.retracts:
             self._tell_retracted(backup, host_leaf)
-        self._pin(backup, host_leaf if books.storage_available else None)
+        self._pin(backup, host_leaf if books.storage.is_usable else None)
         self._unlock(backup)
         if backup.pin is None:
             self._end(backup)
             return
         assert host_leaf is not None
         backup.leaf = host_leaf
-        backup.first, pages = self._without_storage(host_leaf)
-        if not pages:
+        if books.storage.fetching and books.settings.put_wait_s and self._without_storage(host_leaf)[1]:
+            self._waiting[backup] = None
+            backup.op = books.begin(backup, deadline_s=books.settings.put_wait_s)
+        else:
+            self._put(backup)
+
+    def _put(self, backup: Backup) -> None:
+        books = self._books
+        backup.first, pages = self._without_storage(backup.leaf)
+        if not pages or not books.storage.is_usable:
             self._end(backup)
             return
         backup.op = books.begin(backup, deadline_s=STORE_DEADLINE_S)
@@ -246,12 +279,19 @@ class Backups:
         return found
 
     def _without_storage(self, leaf: Node) -> tuple[int, PageIds]:
-        """Host pages of the path from its first node on that is not in storage; what is there already is put again."""
+        """Host pages of the path from its first node on that is not in storage, as far as the policy writes them; what
+        is there already is put again.
+        """
+        settings = self._books.settings
         first_missing = -1
         pages = page_ids()
+        if leaf.depth_pages * settings.page_size < settings.write_tokens_min:
+            return 0, pages
         for node, first in self._ranges(leaf):
             if first_missing < 0 and self._books.index.tree.is_stored(node):
                 continue
+            if settings.write == "selective" and node.served < settings.write_hits_min:
+                break
             if first_missing < 0:
                 first_missing = first
             assert node.host is not None

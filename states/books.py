@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.states.accounts import PageAccount
 from tidekv.states.index import PrefixIndex
+from tidekv.states.storage_use import StorageUse
 
 if TYPE_CHECKING:
     from tidekv.states.backups import Backup
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tidekv.states.request import Request
     from tidekv.states.settings import CoreSettings
 
-    Owner: TypeAlias = Request | Load | LateFetch | LateRecompute | Backup
+    Owner: TypeAlias = Request | Load | LateFetch | LateRecompute | Backup | StorageUse
 
 
 class Books:
@@ -31,6 +32,8 @@ class Books:
         self.index = PrefixIndex(key_bytes=settings.key_bytes, device=self.device, host=self.host)
         self.now_s = 0.0
         self.storage_available = False
+        """Whether a storage engine is attached; `storage` says whether it may be asked now."""
+        self.storage = StorageUse(self)
         self.out: list[Command] = []
         self.operations: dict[int, Owner] = {}
         self.requests: dict[str, Request] = {}
@@ -48,6 +51,11 @@ class Books:
         self._operation = 0
         self._deadlines: list[tuple[float, int, Owner, int]] = []
         self._deadline_number = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has consequences that are not drawn yet."""
+        return bool(self.homeless or self.unfilled or self.dirty or self.settled_loads or self.pages_freed)
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter of what happened."""

@@ -29,11 +29,15 @@ class QueryStorage(Operation, frozen=True, kw_only=True):
 
 
 class FetchPages(Operation, frozen=True, kw_only=True):
-    """Read pages [first, first + len(host_pages)) of the request's prompt from storage to host pages → PagesFetched."""
+    """Read pages [first, first + len(host_pages)) of the request's prompt from storage to host pages → PagesFetched.
+
+    Reads that have not begun after `timeout_s` are not worth beginning.
+    """
 
     request_id: str
     first: int
     host_pages: PageIds
+    timeout_s: float
 
 
 class CopyToDevice(Operation, frozen=True, kw_only=True):
@@ -56,6 +60,10 @@ class StorePages(Operation, frozen=True, kw_only=True):
     serial: int
     first: int
     host_pages: PageIds
+
+
+class ProbeStorage(Operation, frozen=True, kw_only=True):
+    """Find out whether storage, which has failed, can be used again → StorageProbed."""
 
 
 class Recompute(Operation, frozen=True, kw_only=True):

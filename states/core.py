@@ -7,7 +7,8 @@ replay, simulation, property tests and rank agreement hold on to.
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from transitions import MachineError
 
@@ -25,6 +26,7 @@ from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
 from tidekv.states.statistics import count_core
+from tidekv.states.storage_use import StorageUse
 from tidekv.states.table import PROGRESS_GUARDS, build_machine
 
 if TYPE_CHECKING:
@@ -35,6 +37,17 @@ if TYPE_CHECKING:
 
 
 Answer = TypeVar("Answer")
+
+Outcome: TypeAlias = (
+    events.StorageAnswered
+    | events.PagesFetched
+    | events.CopyEnded
+    | events.PagesStored
+    | events.StorageProbed
+    | events.Recomputed
+    | events.CommandRaised
+)
+STORAGE_OUTCOMES = (events.StorageAnswered, events.PagesFetched, events.PagesStored)
 
 RAISES_MAX = 8
 """So many raises of one request, failing it included, are met; the next one is not ours to hide."""
@@ -67,12 +80,14 @@ class Core:
             events.RetractRequested: self._to_request,
             events.RetractedDropped: self._retracted_dropped,
             events.FlushRequested: self._flush_requested,
-            events.StorageChanged: self._storage_changed,
+            events.StorageChanged: self.books.storage.changed,
+            events.PolicyChanged: self.books.storage.policy_changed,
             events.ClockAdvanced: self._clock_advanced,
             events.StorageAnswered: self._ended,
             events.PagesFetched: self._ended,
             events.CopyEnded: self._ended,
             events.PagesStored: self._ended,
+            events.StorageProbed: self._ended,
             events.Recomputed: self._ended,
             events.CommandRaised: self._ended,
             events.PromiseSent: self._promise_sent,
@@ -108,10 +123,15 @@ class Core:
         return self.books.requests.get(request_id)
 
     @property
+    def operations_in_flight(self) -> int:
+        """Operations that somebody waits for: all but the breaker's own."""
+        return len(self.books.operations) - self.books.storage.is_open
+
+    @property
     def is_idle(self) -> bool:
         """Nothing is in flight: no request, load, backup, operation, and nothing in the quarantine."""
-        books = self.books
-        return not (books.requests or books.operations or self.loads or self.backups or self.rooms.draining_rooms)
+        in_flight = self.books.requests or self.operations_in_flight or self.loads or self.backups
+        return not (in_flight or self.rooms.draining_rooms)
 
     def statistics(self) -> dict[str, int]:
         """Counts of now, and counters since the start."""
@@ -168,47 +188,40 @@ class Core:
     def _flush_requested(self, event: events.FlushRequested) -> None:
         self._insist(lambda: self.serving.flush(event))
 
-    def _storage_changed(self, event: events.StorageChanged) -> None:
-        self.books.storage_available = event.available
-        if event.available:
-            self.books.index.forget_stored()
-
     def _clock_advanced(self, event: events.ClockAdvanced) -> None:
         while (due := self.books.pop_due()) is not None:
             owner, op = due
             if isinstance(owner, Request):
                 if op:
                     self.books.count("l3_queries_late")
+                    self._insist(partial(self.books.storage.note, failed=True))
                     del self.books.operations[op]
                     self._fire(owner, events.StorageAnswered(at_s=event.at_s, op=op, found=0))
                 elif owner.state is not State.READY:
                     self._fire(owner, steps.DeadlinePassed(at_s=event.at_s))
             elif isinstance(owner, Backup):
-                self.backups.is_late(owner)
+                self._insist(partial(self.backups.is_late, owner))
+            elif isinstance(owner, StorageUse):
+                self._insist(owner.probe)
             elif isinstance(owner, Load):
                 self._load_is_late(owner)
             self._settle()
 
     def _load_is_late(self, load: Load) -> None:
         if load.stage is Stage.FETCHING:
+            self._insist(partial(self.books.storage.note, failed=True))
             self.loads.fetch_is_late(load)
         elif load.stage is Stage.COPYING:
             self._insist(lambda: self.loads.copy_is_late(load))
 
-    def _ended(
-        self,
-        event: events.StorageAnswered
-        | events.PagesFetched
-        | events.CopyEnded
-        | events.PagesStored
-        | events.Recomputed
-        | events.CommandRaised,
-    ) -> None:
+    def _ended(self, event: Outcome) -> None:
         owner = self.books.operations.pop(event.op, None)
         if owner is None:
             self.books.count("outcomes_late")
             return
         error = (event.detail or "raised") if isinstance(event, events.CommandRaised) else event.error
+        if isinstance(event, STORAGE_OUTCOMES) and not isinstance(owner, LateFetch):
+            self._insist(partial(self.books.storage.note, failed=bool(error)))
         if isinstance(owner, Request) and event.op == owner.recompute_op:
             self._fire(owner, events.Recomputed(at_s=event.at_s, op=event.op, error=error))
         elif isinstance(owner, Request):
@@ -227,6 +240,8 @@ class Core:
         elif isinstance(owner, LateRecompute):
             self._insist(lambda: self.books.device.give_back(owner.device_pages))
             self.books.pages_freed = True
+        elif isinstance(owner, StorageUse):
+            self._insist(partial(owner.probed, error))
         elif owner.storing:
             stored = event.stored if isinstance(event, events.PagesStored) else 0
             self._insist(lambda: self.backups.stored(owner, stored), lambda: self.backups.abandon(owner))
@@ -311,7 +326,7 @@ class Core:
     def _settle(self) -> None:
         """Draw all consequences until there are none left."""
         books = self.books
-        while books.homeless or books.unfilled or books.dirty or books.settled_loads or books.pages_freed:
+        while books.has_work or self.backups.next_waiting:
             if books.homeless:
                 request, cause = next(iter(books.homeless.items()))
                 del books.homeless[request]
@@ -324,6 +339,8 @@ class Core:
                 request = next(iter(books.dirty))
                 del books.dirty[request]
                 self._progress(request)
+            elif (backup := self.backups.next_waiting) is not None:
+                self.backups.put_now(backup)
             else:
                 self._insist(self.loads.free_settled_voids)
                 books.pages_freed = False

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tidekv.states.policy import StoragePolicy
+
 NO_DEADLINE = float("inf")
 """As `deadline_at_s`. JSON has no word for it: an encoder leaves out this very object, since it is the default."""
 
@@ -91,6 +93,12 @@ class StorageChanged(Event, frozen=True, kw_only=True):
     available: bool
 
 
+class PolicyChanged(Event, frozen=True, kw_only=True):
+    """Storage is to be used in another way from now on; every policy is in it, changed or not."""
+
+    policy: StoragePolicy
+
+
 class ClockAdvanced(Event, frozen=True, kw_only=True):
     """The time that the core asked to be woken at (`Core.next_deadline_s`) has come."""
 
@@ -128,6 +136,13 @@ class PagesStored(Event, frozen=True, kw_only=True):
 
     op: int
     stored: int
+    error: str = ""
+
+
+class StorageProbed(Event, frozen=True, kw_only=True):
+    """Storage can be used again, or, with an error, cannot."""
+
+    op: int
     error: str = ""
 
 
@@ -227,11 +242,13 @@ AnyEvent = (
     | RetractedDropped
     | FlushRequested
     | StorageChanged
+    | PolicyChanged
     | ClockAdvanced
     | StorageAnswered
     | PagesFetched
     | CopyEnded
     | PagesStored
+    | StorageProbed
     | Recomputed
     | CommandRaised
     | PromiseSent

@@ -267,6 +267,13 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} cannot be split after {page_count} pages")
         return self.tree.split(node, page_count)
 
+    def note_served(self, leaf: Node) -> None:
+        """A request was served with everything down to `leaf`."""
+        node = leaf
+        while node.parent is not None:
+            node.served += 1
+            node = node.parent
+
     def mark_stored(self, node: Node) -> None:
         """Note that the node's pages are in storage."""
         self._parent_of(node)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
 from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
+from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -87,7 +88,16 @@ class Loads:
             load.host_pages = books.host.take(len(pages))
             self._hold(load)
             load.op = books.begin(load, deadline_s=deadline_s)
-            books.say(FetchPages(op=load.op, request_id=request.request_id, first=first, host_pages=load.host_pages))
+            books.say(
+                FetchPages(
+                    op=load.op,
+                    request_id=request.request_id,
+                    first=first,
+                    host_pages=load.host_pages,
+                    timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
+                )
+            )
+            books.storage.fetching[load] = None
             undo.pop_all()
         return load
 
@@ -95,6 +105,7 @@ class Loads:
         """Undo the begin of a load in the step that it began in: its device pages are the caller's again."""
         books = self._books
         self._live.pop(load, None)
+        books.storage.fetching.pop(load, None)
         books.operations.pop(load.op, None)
         self._let_go_of_source(load)
         self._unlock(load)
@@ -123,6 +134,7 @@ class Loads:
         load.op = self._books.begin(load, deadline_s=self._books.settings.copy_deadline_s)
         self._books.say(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
         load.stage = Stage.COPYING
+        self._books.storage.fetching.pop(load, None)
         for request in load.sharers:
             self._books.dirty[request] = None
 
@@ -147,6 +159,16 @@ class Loads:
     def fetch_is_late(self, load: Load) -> None:
         """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
         self._books.count("l3_fetches_late")
+        self._cut_fetch(load)
+
+    def transfer_is_done(self, request: Request) -> None:
+        """Prefill has brought all that it was asked for: what storage has not brought by now is asked of it, too."""
+        for load in list(request.loads):
+            if load.stage is Stage.FETCHING:
+                self._books.count("l3_fetches_cut")
+                self._cut_fetch(load)
+
+    def _cut_fetch(self, load: Load) -> None:
         self._books.operations[load.op] = LateFetch(load.host_pages)
         load.host_pages = page_ids()
         self._fail(load)
@@ -246,6 +268,7 @@ class Loads:
 
     def _fail(self, load: Load) -> None:
         load.stage = Stage.FAILED
+        self._books.storage.fetching.pop(load, None)
         self._books.unfilled[load] = None
         for request in load.sharers:
             self._books.dirty[request] = None
@@ -262,6 +285,7 @@ class Loads:
                 self._books.index.set_void(node)
         self._unlock(load)
         load.stage = Stage.VOID
+        self._books.storage.fetching.pop(load, None)
         self._books.count("loads_void")
         for request in load.sharers:
             self._books.homeless.setdefault(request, cause)

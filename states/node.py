@@ -46,6 +46,7 @@ class Node:
         "page_count",
         "parent",
         "priority",
+        "served",
         "stored",
         "tick",
         "void",
@@ -78,6 +79,8 @@ class Node:
         self.tick = tick
         self.born = tick
         self.hits = 0
+        self.served = 0
+        """Requests that became READY with its pages in their prompt."""
         self.priority = 0
         self.anchored = 0
         """Live device receipts of exactly this node."""

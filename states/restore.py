@@ -63,7 +63,7 @@ class Restore:
     def ask_storage(self, request: Request) -> None:
         """Ask storage for what neither device nor host has, while the request waits, unless that is too little."""
         books = self._books
-        if not books.storage_available or request.restore_limit or request.query_op:
+        if not books.storage.is_usable or request.restore_limit or request.query_op:
             return
         first = sum(books.index.peek(request.namespace, request.keys))
         count = request.full_pages - first
@@ -227,9 +227,17 @@ class Restore:
         settings = books.settings
         found_to = request.stored_first + request.stored_found
         count = found_to - plan.end if request.stored_first <= plan.end else 0
-        if not books.storage_available or count * settings.page_size < max(settings.prefetch_threshold_tokens, 1):
+        allowed = books.storage.allowance(count) if books.storage.is_usable else 0
+        threshold = max(settings.prefetch_threshold_tokens, 1)
+        if count * settings.page_size < threshold:
             return
-        deadline_s = settings.prefetch_deadline_s(count)
+        if allowed * settings.page_size < threshold:
+            books.count("l3_declined_pages", count)
+            return
+        if allowed < count:
+            books.count("l3_declined_pages", count - allowed)
+            found_to = plan.end + allowed
+        deadline_s = settings.prefetch_deadline_s(count, request.deadline_at_s - books.now_s)
         width = settings.key_bytes
         while plan.end < found_to:
             first_key = request.keys[plan.end * width : (plan.end + 1) * width]
@@ -241,6 +249,8 @@ class Restore:
             keys = request.keys[plan.end * width : (plan.end + pages) * width]
             load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)
             undo.callback(self._loads.abandon, load)
+            books.storage.take(pages)
+            undo.callback(books.storage.take, -pages)
             plan.add(load, load.nodes[-1], pages)
 
     # --- READY ---
@@ -261,6 +271,7 @@ class Restore:
         assert len(request.table) == request.page_count
         if request.cache and request.full_pages > request.promised:
             self.keep(request, request.keys)
+        books.index.note_served(request.lock.node)
         if request.room is not None:
             self._rooms.receive(request.room)
         books.say(

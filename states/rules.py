@@ -106,6 +106,7 @@ def land_chunk(core: Core, request: Request, event: Event) -> None:
     if load is not None:
         core.loads.filled(load)
     core.rooms.land(request.room, event)
+    _stop_waiting(core, request)
 
 
 def land_aux(core: Core, request: Request, event: Event) -> None:
@@ -113,6 +114,12 @@ def land_aux(core: Core, request: Request, event: Event) -> None:
     assert isinstance(event, events.AuxLanded)
     assert request.room is not None
     core.rooms.land_aux(request.room, event.rank)
+    _stop_waiting(core, request)
+
+
+def _stop_waiting(core: Core, request: Request) -> None:
+    if core.books.settings.prefetch == "best_effort" and request.room is not None and request.room.is_complete:
+        core.loads.transfer_is_done(request)
 
 
 # --- Fallback ---

@@ -1,14 +1,15 @@
-"""What the core is configured by: sizes, bounds and policies. Plain numbers, fixed for the life of a core."""
+"""What the core is configured by: sizes and bounds, which are fixed for its life, and policies. Plain values."""
 
 from __future__ import annotations
 
 import msgspec
 
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.policy import POLICY_FIELDS, StoragePolicy
 
 
-class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and bounds of one core. Pages and tokens are counts, durations are seconds."""
+class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
+    """Sizes, bounds and policies of one core. Pages and tokens are counts, durations are seconds."""
 
     page_size: int
     """Tokens a page holds."""
@@ -26,16 +27,11 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How often smaller requests may pass one that does not fit before everybody waits for it."""
     ageing_s: float = 5.0
     """Waiting so long weighs as much as one step of priority."""
-    prefetch_threshold_tokens: int = 256
-    """A storage hit shorter than this is not worth a fetch: the transfer brings it."""
     fetch_run_pages: int = 32
     """Pages of one storage read; each run that has landed starts its copy to the device."""
     copy_run_pages: int = 256
     """Pages of one copy between host and device, at most (a single tree node may be longer)."""
     query_deadline_s: float = 1.0
-    prefetch_base_s: float = 1.0
-    prefetch_per_ki_token_s: float = 0.25
-    """A fetch may take `prefetch_base_s` and this much more per 1,024 tokens of the request's storage run."""
     copy_deadline_s: float = 30.0
     attempts_per_prefill: int = 1
     """How often each prefill of a request's list is tried before the request fails."""
@@ -43,13 +39,14 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """False: what decode generated is not kept, only prompts are (a baseline to measure against)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("page_size", "key_bytes", "device_pages", "queue_max", "admission_scan_max", "fetch_run_pages"):
             self._at_least(name, 1)
         for name in ("copy_run_pages", "attempts_per_prefill"):
             self._at_least(name, 1)
-        for name in ("host_pages", "growth_reserve_pages", "passes_max", "prefetch_threshold_tokens"):
+        for name in ("host_pages", "growth_reserve_pages", "passes_max"):
             self._at_least(name, 0)
-        for name in ("query_deadline_s", "prefetch_base_s", "prefetch_per_ki_token_s", "copy_deadline_s", "ageing_s"):
+        for name in ("query_deadline_s", "copy_deadline_s", "ageing_s"):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
 
@@ -57,10 +54,16 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         if getattr(self, name) < least:
             raise InvalidConfig(f"{name} must be at least {least}, not {getattr(self, name)!r}")
 
+    def with_policy(self, policy: StoragePolicy) -> CoreSettings:
+        """The same sizes and bounds with other policies."""
+        return msgspec.structs.replace(self, **{name: getattr(policy, name) for name in POLICY_FIELDS})
+
     def pages_of(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens, the last one maybe in part."""
         return -(-tokens // self.page_size)
 
-    def prefetch_deadline_s(self, pages: int) -> float:
-        """How long a storage run of `pages` pages may take."""
+    def prefetch_deadline_s(self, pages: int, request_s: float = float("inf")) -> float:
+        """How long a storage run of `pages` pages of a request, which has `request_s` left, may take."""
+        if self.prefetch != "timeout":
+            return max(request_s / 2, 0.0)
         return self.prefetch_base_s + self.prefetch_per_ki_token_s * pages * self.page_size / 1024

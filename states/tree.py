@@ -82,6 +82,7 @@ class PageTree:
             tick=lower.tick,
         )
         upper.born, upper.hits, upper.priority, upper.stored = lower.born, lower.hits, lower.priority, lower.stored
+        upper.served = lower.served
         if lower.device is not None:
             upper.device, lower.device = lower.device[:page_count], lower.device[page_count:]
             upper.device_children = 1

@@ -35,6 +35,8 @@ FAULTS: dict[str, str] = {
     "store_is_partial": "a put stores the first pages only",
     "store_is_late": "a put ends after its deadline",
     "store_is_stuck": "a put ends when everybody has forgotten it",
+    "probe_fails": "storage that has failed fails its probe, too",
+    "policy_changes": "storage is used by other policies from one moment on",
     "storage_is_detached": "the storage engine is taken away and brought back while requests run",
     # Copies on this machine.
     "copy_in_fails": "a copy to the device ends with an error; its destination holds garbage",

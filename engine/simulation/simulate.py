@@ -7,8 +7,10 @@ from random import Random
 import msgspec
 
 from tidekv.engine.simulation.faults import Chosen
+from tidekv.engine.simulation.policies import draw_policy
 from tidekv.engine.simulation.world import World
 from tidekv.states.errors import TidekvError
+from tidekv.states.policy import POLICY_FIELDS
 from tidekv.states.settings import CoreSettings
 
 CLIENTS_MAX = 16
@@ -74,6 +76,7 @@ def simulate(
 def draw_settings(random: Random) -> CoreSettings:
     """Small pools and short deadlines, so that everything collides."""
     page_size = random.choice((1, 2, 4))
+    policy = draw_policy(random, page_size)
     return CoreSettings(
         page_size=page_size,
         key_bytes=page_size,
@@ -83,13 +86,11 @@ def draw_settings(random: Random) -> CoreSettings:
         admission_scan_max=random.choice((1, 4, 16)),
         passes_max=random.choice((0, 3, 64)),
         ageing_s=random.choice((0.05, 5.0)),
-        prefetch_threshold_tokens=random.choice((0, 0, 2 * page_size)),
         fetch_run_pages=random.choice((1, 2, 4, 32)),
         copy_run_pages=random.choice((1, 3, 256)),
         query_deadline_s=0.05,
-        prefetch_base_s=0.1,
-        prefetch_per_ki_token_s=0.25,
         copy_deadline_s=0.2,
         attempts_per_prefill=random.choice((1, 1, 2)),
         keep_output=random.random() < 0.9,
+        **{name: getattr(policy, name) for name in POLICY_FIELDS},
     )

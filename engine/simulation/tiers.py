@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from tidekv.engine.simulation.world import World
 
+FETCH_S_MAX = 10.0
+"""A fetch that is late takes no more than twice this, however long somebody would wait for it."""
 STUCK_S = 500.0
 """How long what is stuck is stuck: far beyond every deadline, so that "never" ends before the run does."""
 
@@ -99,7 +101,7 @@ class SimulatedStorage:
         if faults.hits("page_is_lost"):
             self._present.pop(self._random.choice(wanted), None)
         world.host.begin_write(command.host_pages, f"fetch {command.op}")
-        deadline_s = world.settings.prefetch_deadline_s(len(wanted))
+        deadline_s = min(command.timeout_s, FETCH_S_MAX)
         world.schedule.after(
             self._delay(world, "fetch_is_late", deadline_s, "fetch_is_stuck"), self._land, command, wanted
         )
@@ -149,6 +151,16 @@ class SimulatedStorage:
         world.outcomes.tell(
             lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error), command.op
         )
+
+    def probe(self, command: commands.ProbeStorage) -> None:
+        """Say whether it can be used again."""
+        world = self._world
+        world.outcomes.begin(command.op)
+        world.schedule.after(world.delay(), self._probed, command.op)
+
+    def _probed(self, op: int) -> None:
+        error = "injected" if self._world.faults.hits("probe_fails") else ""
+        self._world.outcomes.tell(lambda at_s: events.StorageProbed(at_s=at_s, op=op, error=error), op)
 
     def _held(self, wanted: list[int]) -> int:
         return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))

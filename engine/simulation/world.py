@@ -13,6 +13,7 @@ from tidekv.engine.simulation.audit import audit
 from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
 from tidekv.engine.simulation.faults import Chosen, Faults
 from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
+from tidekv.engine.simulation.policies import draw_policy
 from tidekv.engine.simulation.prefill import Peer
 from tidekv.engine.simulation.raising import Raising
 from tidekv.engine.simulation.rooms import Frames, RoomsOut
@@ -73,6 +74,7 @@ class World:
             commands.QueryStorage: self.storage.query,
             commands.FetchPages: self.storage.fetch,
             commands.StorePages: self.storage.store,
+            commands.ProbeStorage: self.storage.probe,
             commands.CopyToDevice: self.copies.copy_in,
             commands.CopyToHost: self.copies.copy_out,
             commands.SendPromise: self._promise,
@@ -147,6 +149,8 @@ class World:
             self.schedule.after(self.delay(), self._random.choice(self.peers).crash)
         if self.faults.hits("peer_is_partitioned"):
             self.schedule.after(self.delay(), self._random.choice(self.peers).cut_off)
+        if self.faults.hits("policy_changes"):
+            self.step(events.PolicyChanged(at_s=self.now_s, policy=draw_policy(self._random, self.settings.page_size)))
         if self.faults.hits("storage_is_detached"):
             self.step(events.StorageChanged(at_s=self.now_s, available=False))
             self.schedule.after(

@@ -9,6 +9,7 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events, steps
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
+from tidekv.states.policy import StoragePolicy
 from tidekv.states.request import Request, State
 from tidekv.states.table import LIVE, TRANSITIONS, diagram
 
@@ -41,6 +42,7 @@ def make_event(kind: type[Event], request: Request) -> Event:
         "settled": False,
         "last": False,
         "available": True,
+        "policy": StoragePolicy(),
         "cause": "because",
         "detail": "because",
         "error": "",

@@ -1,0 +1,26 @@
+"""Policies of the storage tier, drawn at random: those that a run begins with, and those it goes over to."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tidekv.states.policy import StoragePolicy
+
+
+def draw_policy(random: Random, page_size: int) -> StoragePolicy:
+    """Draw policies whose durations suit the simulated tiers, which take milliseconds."""
+    return StoragePolicy(
+        prefetch=random.choice(("timeout", "timeout", "best_effort", "wait_complete")),
+        prefetch_threshold_tokens=random.choice((0, 0, 2 * page_size)),
+        prefetch_base_s=0.1,
+        prefetch_per_ki_token_s=0.25,
+        fetch_pages_in_flight_max=random.choice((0, 0, 3, 12)),
+        fetch_pages_per_s=random.choice((0.0, 0.0, 2.0, 500.0)),
+        write=random.choice(("through", "through", "selective")),
+        write_hits_min=random.choice((1, 2)),
+        write_tokens_min=random.choice((0, 0, 3 * page_size)),
+        put_wait_s=random.choice((0.0, 0.02, 1.0)),
+        breaker_failures=random.choice((0, 1, 4)),
+        breaker_backoff_s=0.05,
+        breaker_backoff_max_s=0.4,
+    )

@@ -1,0 +1,84 @@
+"""How storage is used: what is fetched and how long for, what is put there, and when it is left alone.
+
+Plain values, the same in `EngineConfig` and `CoreSettings`, where a run begins with them. They can be changed while
+requests run, by the event `PolicyChanged`: what is under way goes on as it began, what comes next follows the new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tidekv.states.errors import InvalidConfig
+
+PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]
+WritePolicy = Literal["through", "selective"]
+
+FETCH_TIMEOUT_MAX_S = 3600.0
+"""No storage call is told to start reads for longer than this."""
+
+
+class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Policies of the storage tier. Pages and tokens are counts, durations are seconds."""
+
+    prefetch: PrefetchPolicy = "timeout"
+    """How long a request waits for its fetches. "timeout": `prefetch_base_s` and so on. "best_effort": until its
+    transfer is done; what has landed by then is used. "wait_complete": until they end. What has not landed is asked of
+    prefill. The last two are bounded by the request's own deadline: half of what is left of it at the plan.
+    """
+    prefetch_threshold_tokens: int = 256
+    """A storage hit shorter than this is not worth a fetch: the transfer brings it."""
+    prefetch_base_s: float = 1.0
+    prefetch_per_ki_token_s: float = 0.25
+    """A fetch may take `prefetch_base_s` and this much more per 1,024 tokens of the request's storage run."""
+    fetch_pages_in_flight_max: int = 0
+    """Pages under way from storage at once, over all requests; what goes beyond is promised to nobody and comes from
+    prefill. 0: no limit.
+    """
+    fetch_pages_per_s: float = 0.0
+    """Pages that plans may fetch in a second, of which one second's worth can be saved up. 0: no limit."""
+    write: WritePolicy = "through"
+    """What is put in storage when a request is finished. "through": all that is not there. "selective": pages that
+    were part of at least `write_hits_min` prompts.
+    """
+    write_hits_min: int = 2
+    write_tokens_min: int = 0
+    """Shorter prefixes are not put in storage."""
+    put_wait_s: float = 1.0
+    """Puts give way to fetches: one waits until no fetch is under way, but no longer than this. 0: it never waits."""
+    breaker_failures: int = 8
+    """After so many failures or lates of storage in a row it is asked nothing until a probe has succeeded. 0: never."""
+    breaker_backoff_s: float = 1.0
+    breaker_backoff_max_s: float = 30.0
+    """The first probe comes after `breaker_backoff_s`, each further one after twice the time, up to this."""
+
+    def __post_init__(self) -> None:
+        self._one_of("prefetch", ("timeout", "best_effort", "wait_complete"))
+        self._one_of("write", ("through", "selective"))
+        for name in (
+            "prefetch_threshold_tokens",
+            "fetch_pages_in_flight_max",
+            "fetch_pages_per_s",
+            "write_hits_min",
+            "write_tokens_min",
+            "put_wait_s",
+            "breaker_failures",
+        ):
+            if not getattr(self, name) >= 0:
+                raise InvalidConfig(f"{name} must be at least 0, not {getattr(self, name)!r}")
+        for name in ("prefetch_base_s", "prefetch_per_ki_token_s", "breaker_backoff_s", "breaker_backoff_max_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise InvalidConfig(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+
+
+POLICY_FIELDS = StoragePolicy.__struct_fields__
+
+
+def policy_of(settings: StoragePolicy) -> StoragePolicy:
+    """The policies among the settings of a core or an engine."""
+    return StoragePolicy(**{name: getattr(settings, name) for name in POLICY_FIELDS})
