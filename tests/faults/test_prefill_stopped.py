@@ -18,7 +18,7 @@ from tidekv.backends.keys import pack_tokens
 from tidekv.engine.workload.fault_process import Done, Halt
 from tidekv.engine.workload.synthetic import prompt_digests
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 LIMIT_S = 40.0
 STOPPED_S = 5.0
