@@ -169,15 +169,13 @@ PROGRESS_GUARDS: dict[State, tuple[Guard, ...]] = {
 
 def diagram() -> str:
     """The machine as a Mermaid state diagram, drawn from the table."""
-    arrows: dict[tuple[State, State], list[str]] = {}
+    arrows: dict[tuple[State, State], dict[str, None]] = {}
     for row in TRANSITIONS:
         if row.dest is None:
             continue
         label = row.event.__name__ if row.only_if is None else f"{row.event.__name__} [{row.only_if.__name__}]"
         for source in row.source:
-            labels = arrows.setdefault((source, row.dest), [])
-            if label not in labels:
-                labels.append(label)
+            arrows.setdefault((source, row.dest), {})[label] = None
     lines = ["stateDiagram-v2", "    [*] --> PREALLOC : RequestArrived"]
     lines += [
         f"    {source.value} --> {dest.value} : {', '.join(labels).replace('_', ' ')}"

@@ -91,12 +91,11 @@ class DeviceTier:
 
     def attach(self, node: Node, pages: PageIds) -> None:
         """See Tier."""
-        assert node.device is None and node.parent is not None and not node.guarded, node
+        assert node.device is None and node.parent is not None and not node.guarded and not node.device_children, node
         node.device = pages
         node.parent.device_children += 1
         self.evictable += node.page_count
-        if not node.device_children:
-            self.queue.push(node)
+        self.queue.push(node)
 
     def detach(self, node: Node) -> PageIds:
         """See Tier."""
@@ -158,12 +157,11 @@ class HostTier:
 
     def attach(self, node: Node, pages: PageIds) -> None:
         """See Tier."""
-        assert node.host is None and node.parent is not None and not node.host_guarded, node
+        assert node.host is None and node.parent is not None and not node.host_guarded and not node.host_children, node
         node.host = pages
         node.parent.host_children += 1
         self.evictable += node.page_count
-        if not node.host_children:
-            self.queue.push(node)
+        self.queue.push(node)
 
     def detach(self, node: Node) -> PageIds:
         """See Tier."""

@@ -16,11 +16,13 @@ from tidekv.states.errors import (
     InvalidConfig,
     JournalDamaged,
     PeerMismatch,
+    RemoteProtocolError,
     ReplayDiverged,
     RequestFailed,
 )
+from tidekv.states.sending import SenderRoom
 from tidekv.states.settings import CoreSettings
-from tidekv.states.shapes import PoolMemory, Segment
+from tidekv.states.shapes import PoolMemory, Segment, page_ids
 from tidekv.states.table import diagram
 from tidekv.states.tree import PageTree
 
@@ -92,3 +94,60 @@ def test_the_table_draws_itself() -> None:
         warnings.simplefilter("ignore", RuntimeWarning)  # It is imported already, and run once more.
         runpy.run_module("tidekv.states.table", run_name="__main__")
     assert said.getvalue() == diagram()
+
+
+def planted(damage: str, rig: Rig) -> None:
+    """Damage the index of a rig that has "abcd" on device and host."""
+    index, books = rig.core.books.index, rig.core.books
+    node = next(iter(index.nodes()))
+    queue = index.device_tier.queue
+    match damage:
+        case "stale nodes are miscounted":
+            queue._stale_count += 1
+        case "a priority fell":
+            node.tick = -1
+        case "a receipt is out and nowhere":
+            index.device_tier.receipts += 1
+        case "a host page of nobody":
+            assert node.host is not None
+            node.host = books.host.take(len(node.host))
+        case "a void page that is not draining":
+            index.set_void(node)
+            assert node.device is not None
+            books.device.settle(node.device)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "stale nodes are miscounted",
+        "a priority fell",
+        "a receipt is out and nowhere",
+        "a host page of nobody",
+        "a void page that is not draining",
+    ],
+)
+def test_the_index_sees_that(damage: str) -> None:
+    rig = Rig()
+    rig.make_cached("a", b"abcd")
+    rig.core.check()
+    planted(damage, rig)
+    with pytest.raises(BrokenInvariant):
+        rig.core.books.index.check()
+
+
+def test_what_was_computed_is_told_as_a_list_of_its_own() -> None:
+    room = SenderRoom(prompt_tokens=4, decode_prefix_len=0, page_size=2, pages=page_ids([5, 6]))
+    room.remember(page_ids([1]), start_token=0)
+    computed = room.computed
+    computed.append(9)
+    assert (list(room.computed), room.computed_pages) == ([1], 1)
+    with pytest.raises(RemoteProtocolError, match="names a page twice in span 1"):
+        room.extend(1, 0, page_ids([7, 7]))
+
+
+def test_rooms_are_counted_and_listed() -> None:
+    rig = Rig()
+    rig.arrive("a", b"abcd")
+    assert len(rig.core.rooms) == 1
+    assert [room.key for room in rig.core.rooms] == [("a", 0)]
