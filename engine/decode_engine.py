@@ -17,6 +17,7 @@ from tidekv.engine.parts import Parts
 from tidekv.engine.values import NAMESPACE_MARK, DecodeRequest, ReadyRequest, Recompute, RetractedRequest
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, OutOfPages, RequestFailed
+from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
 
 if TYPE_CHECKING:
     from tidekv.backends.device import DevicePool
@@ -314,6 +315,22 @@ class DecodeEngine:
         """Use no storage from now on: its calls in flight are waited for, then it is closed."""
         self._check_open()
         await self._parts.swap_storage(None)
+
+    @property
+    def policy(self) -> StoragePolicy:
+        """How storage is used now."""
+        return policy_of(self._core.books.settings)
+
+    def change_policy(self, **changes: object) -> StoragePolicy:
+        """Use storage in another way from now on: `change_policy(prefetch="best_effort", breaker_failures=4)`.
+
+        Names and values are those of `StoragePolicy`, which is returned; what is not named stays, and so does how what
+        is under way goes on. Raises InvalidConfig, having changed nothing, for a name or value that there is not.
+        """
+        self._check_open()
+        policy = changed_policy(self.policy, changes)
+        self._driver.take_now(events.PolicyChanged(at_s=self._driver.clock(), policy=policy))
+        return policy
 
     def peek(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
         """Tell how many of these tokens are in device and host memory now, {"l1": …, "l2": …}, changing nothing.

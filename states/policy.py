@@ -6,6 +6,7 @@ requests run, by the event `PolicyChanged`: what is under way goes on as it bega
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -77,6 +78,17 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 POLICY_FIELDS = StoragePolicy.__struct_fields__
+
+
+def changed_policy(policy: StoragePolicy, changes: Mapping[str, object]) -> StoragePolicy:
+    """The same policies with some others. Raises InvalidConfig, which names what is wrong and what is allowed."""
+    unknown = sorted(set(changes) - set(POLICY_FIELDS))
+    if unknown:
+        raise InvalidConfig(f"there is no policy {unknown[0]!r}; there are {', '.join(POLICY_FIELDS)}")
+    try:
+        return msgspec.convert({**msgspec.to_builtins(policy), **changes}, StoragePolicy)
+    except msgspec.ValidationError as error:
+        raise InvalidConfig(f"policies {', '.join(sorted(changes))} cannot be used: {error}") from error
 
 
 def policy_of(settings: StoragePolicy) -> StoragePolicy:

@@ -20,7 +20,7 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
         write_hits_min=random.choice((1, 2)),
         write_tokens_min=random.choice((0, 0, 3 * page_size)),
         put_wait_s=random.choice((0.0, 0.02, 1.0)),
-        breaker_failures=random.choice((0, 1, 4)),
+        breaker_failures=random.choice((0, 0, 1, 6)),
         breaker_backoff_s=0.05,
         breaker_backoff_max_s=0.4,
     )

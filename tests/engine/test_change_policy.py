@@ -1,0 +1,121 @@
+"""Policies changed while serving, and the breaker, on a real engine: nobody fails, and the journal replays."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tidekv import InvalidConfig, Replayer, open_storage
+from tidekv.states.errors import StorageFailed
+
+PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
+
+
+async def test_policies_change_while_requests_run(make_pair, tmp_path: Path) -> None:
+    journal = tmp_path / "run.journal"
+    changes: list[dict[str, object]] = [
+        {"prefetch": "best_effort"},
+        {"fetch_pages_in_flight_max": 2},
+        {"prefetch": "wait_complete", "fetch_pages_per_s": 100.0},
+        {"write": "selective", "write_hits_min": 2},
+        {"put_wait_s": 0.0, "fetch_pages_in_flight_max": 0},
+        {"write": "through", "write_tokens_min": 16, "breaker_failures": 1},
+        {"prefetch": "timeout", "prefetch_threshold_tokens": 8},
+    ]
+    storage = open_storage("memory:?capacity=1MiB")
+    async with make_pair(device_pages=32, host_pages=32, storage=storage, journal=str(journal)) as pair:
+        changed = 0
+
+        async def converse(number: int) -> None:
+            nonlocal changed
+            tokens = [number] * 7 + [number + 1] * 5
+            for turn in range(8):
+                ready = await pair.restore(f"c{number}t{turn}", tokens)
+                output = [number, turn, ready.first_token % 97]
+                await pair.finish(ready, tokens, output)
+                tokens = [*tokens, *output, turn]
+                pair.engine.change_policy(**changes[changed % len(changes)])
+                changed += 1
+                if turn % 3 == 2:
+                    await pair.engine.flush()
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(converse(number))
+        assert changed == 32
+        await pair.assert_nothing_held()
+    assert Replayer(journal).run().complete
+
+
+async def test_a_policy_is_told_and_a_wrong_one_changes_nothing(make_pair) -> None:
+    async with make_pair(prefetch="best_effort", write_tokens_min=9) as pair:
+        assert (pair.engine.policy.prefetch, pair.engine.policy.write_tokens_min) == ("best_effort", 9)
+        with pytest.raises(InvalidConfig, match="no policy 'fetch'"):
+            pair.engine.change_policy(fetch=1)
+        with pytest.raises(InvalidConfig, match="write"):
+            pair.engine.change_policy(write="sometimes", prefetch="timeout")
+        assert pair.engine.policy.prefetch == "best_effort"
+        assert pair.engine.change_policy(write="selective").write == "selective"
+        assert pair.engine.policy.write_tokens_min == 9
+    with pytest.raises(InvalidConfig, match="best_effort"):
+        async with make_pair(prefetch="sometimes"):
+            pass
+
+
+class Failing:
+    """A memory engine that fails while `broken` is set, and counts who asks it."""
+
+    def __init__(self) -> None:
+        self._storage = open_storage("memory:?capacity=1MiB")
+        self.broken = True
+        self.asked = 0
+        self.probed = asyncio.Event()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+    async def exists(self, keys: list[bytes], *, timeout_s: float) -> list[bool]:
+        self.asked += 1
+        self._check()
+        return await self._storage.exists(keys, timeout_s=timeout_s)
+
+    async def put_from(self, keys: list[bytes], pages: object, *, timeout_s: float) -> list[bool]:
+        self.asked += 1
+        self._check()
+        return await self._storage.put_from(keys, pages, timeout_s=timeout_s)
+
+    async def probe(self) -> None:
+        self.probed.set()
+        self._check()
+
+    def _check(self) -> None:
+        if self.broken:
+            raise StorageFailed("it is gone")
+
+
+async def test_failing_storage_is_left_alone_until_a_probe_succeeds(make_pair) -> None:
+    storage = Failing()
+    async with make_pair(
+        storage=storage, breaker_failures=3, breaker_backoff_s=0.01, breaker_backoff_max_s=0.02
+    ) as pair:
+        for number in range(6):
+            prompt = [number] * 12
+            await pair.finish(await pair.restore(f"r{number}", prompt), prompt, [1])
+            await pair.engine.wait_settled()
+        assert storage.asked == 3
+        assert pair.core()["l3_breaker_opened"] == 1
+        await pair.assert_nothing_held()
+        await storage.probed.wait()
+        storage.broken = False
+        storage.probed.clear()
+        await pair.engine._calls.wait_until(lambda: pair.engine._core.books.storage.is_usable)
+        ready = await pair.restore("back", PROMPT)
+        await pair.finish(ready, PROMPT, [1])
+        await pair.engine.wait_settled()
+        await pair.engine.flush()
+        again = await pair.restore("again", PROMPT)
+        assert again.sources["l3"] == 20
+        await pair.finish(again, PROMPT, [1])
+        await pair.assert_nothing_held()
