@@ -54,7 +54,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "store_is_late": "Counted. The host pages stay pinned until the put ends: they are still read.",
         "store_is_stuck": "As late; eviction passes the pinned pages by.",
         "storage_is_detached": "No question is asked and no put begun meanwhile; what runs is settled; requests go on.",
-        "probe_fails": "Storage that was left alone for its errors stays so, and is probed again later; requests go on.",
+        "probe_fails": "Storage that is left alone for its errors stays so, and is probed again later; requests go on.",
         "policy_changes": "What is under way goes on as it began; what comes next follows the new policies.",
     },
     "Copies on this machine": {
