@@ -8,12 +8,21 @@ from tidekv.states.policy import StoragePolicy
 
 
 def draw_policy(random: Random, page_size: int) -> StoragePolicy:
-    """Draw policies whose durations suit the simulated tiers, which take milliseconds."""
+    """Draw policies whose durations suit the simulated tiers, which take milliseconds. Every other time storage is used
+    without limits, so that much of it is in use at once.
+    """
+    threshold = random.choice((0, 0, 2 * page_size))
+    if random.random() < 0.5:
+        return StoragePolicy(
+            prefetch_threshold_tokens=threshold,
+            prefetch_base_s=0.1,
+            put_wait_s=0.0,
+            breaker_failures=0,
+        )
     return StoragePolicy(
         prefetch=random.choice(("timeout", "timeout", "best_effort", "wait_complete")),
-        prefetch_threshold_tokens=random.choice((0, 0, 2 * page_size)),
+        prefetch_threshold_tokens=threshold,
         prefetch_base_s=0.1,
-        prefetch_per_ki_token_s=0.25,
         fetch_pages_in_flight_max=random.choice((0, 0, 3, 12)),
         fetch_pages_per_s=random.choice((0.0, 0.0, 2.0, 500.0)),
         write=random.choice(("through", "through", "selective")),
