@@ -123,8 +123,10 @@ class Place:
                     "SELECT n.digest, s.id FROM segments s JOIN namespaces n ON n.id=s.namespace WHERE s.retired=0"
                 )
             }
+            writers = {name for (name,) in db.execute("SELECT name FROM writers")}
         finally:
             db.close()
+        self._writer.forget_strangers(writers)
         for file in found:
             if (file.parent, int(file.stem)) not in known:
                 file.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,14 @@ class WriterLock:
     def forget(self, name: str) -> None:
         """Remove what a dead writer left."""
         self._path(name).unlink(missing_ok=True)
+
+    def forget_strangers(self, known: Collection[str]) -> None:
+        """Remove the files of those who died before, or after, their name was in the index. Nobody else may be making
+        a lock meanwhile: one that is made is not locked yet.
+        """
+        for path in self._directory.glob("*" + _SUFFIX):
+            if path.stem not in known and not self.is_alive(path.stem):
+                path.unlink(missing_ok=True)
 
     def alone(self) -> bool:
         """True if no other writer lives."""

@@ -17,6 +17,8 @@ from tidekv.states.shapes import page_ids
 Rig = Any
 
 PAGE_BYTES = 4096
+# benchmarks/storage_kills.py does many more, and kills readers, too.
+KILLS = int(os.environ.get("TIDEKV_STORAGE_KILLS", "12"))
 
 # A process that keeps forking writers and killing them, each after it has told of some batches. Forked from a process
 # that has no threads, because importing everything again for each of them would take most of the time.
@@ -91,7 +93,7 @@ def states(root: Path) -> dict[int, int]:
 async def test_writers_killed_at_any_moment_leave_no_wrong_byte_and_no_lost_room(files: Rig) -> None:
     capacity = 60 * PAGE_BYTES
     engine = await files.open(capacity=capacity)
-    children = [await start(files.root, kills=6, seed=seed) for seed in (1, 2)]
+    children = [await start(files.root, kills=KILLS // 2, seed=seed) for seed in (1, 2)]
     found_of_others = 0
     killed = 0
     for child in children:
@@ -103,7 +105,7 @@ async def test_writers_killed_at_any_moment_leave_no_wrong_byte_and_no_lost_room
             found_of_others += sum(await files.get(engine, range(30 + killed % 2, 100, 2)))
             assert sum(file.stat().st_size for file in files.root.glob("*/*.seg")) <= capacity
         assert await child.wait() == 0
-    assert killed == 12
+    assert killed == KILLS // 2 * 2
     assert found_of_others > 0
     await engine.close()
     again = await files.open(capacity=capacity)
@@ -115,6 +117,19 @@ async def test_writers_killed_at_any_moment_leave_no_wrong_byte_and_no_lost_room
     assert all(await files.put(again, range(40)))
     assert all(await files.get(again, range(40)))
     assert len(list((files.root / "writers").iterdir())) == 1
+
+
+async def test_locks_of_those_who_died_while_they_opened_are_removed(files: Rig) -> None:
+    engine = await files.open(capacity=40 * PAGE_BYTES)
+    stranger = files.root / "writers" / f"{'0' * 32}.lock"
+    stranger.touch()
+    other_rig = type(files)(files.kind, files.root, files.poller)
+    other = await other_rig.open(capacity=40 * PAGE_BYTES)
+    assert not stranger.exists()
+    assert len(list((files.root / "writers").iterdir())) == 2
+    assert all(await files.put(engine, range(4)))
+    assert all(await other_rig.get(other, range(4)))
+    await other_rig.close()
 
 
 async def test_a_reserved_slot_of_a_living_writer_is_left_to_it(files: Rig) -> None:
