@@ -96,8 +96,9 @@ class SimulatedPool:
                 raise Violation(f"{self.account.name} page {page} changed while {who} read it")
 
     def expect(self, pages: PageIds, tags: list[int], who: object) -> None:
-        """Raise a Violation unless these pages hold these tags, and nobody writes to them."""
+        """Raise a Violation unless these pages hold these tags, belong to somebody, and nobody writes to them."""
         for at, (page, tag) in enumerate(zip(pages, tags, strict=True)):
+            self._require_taken(page, who)
             if self.tags[page] != tag:
                 raise Violation(
                     f"{self.account.name} page {page}, number {at} of {who}, holds {self.tags[page]} instead of {tag}"
