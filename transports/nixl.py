@@ -29,6 +29,7 @@ from tidekv.transports.nixl_metadata import wrap
 from tidekv.transports.nixl_peers import NixlPeer, NixlPeers
 from tidekv.transports.nixl_presence import Presence
 from tidekv.transports.nixl_write import PartedWrite
+from tidekv.transports.offenders import OffenceLimits
 
 UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
 NAME_CHARACTERS_MAX = 256
@@ -61,21 +62,34 @@ class NixlTransport:
         progress_delay_us: int = 20_000,
         call_timeout_s: float = 30.0,
         close_timeout_s: float = 5.0,
+        links_max: int = 1024,
+        offences: OffenceLimits | None = None,
     ) -> None:
         """Raises InvalidConfig. `call_timeout_s` bounds each call that sets something up, such as a backend;
         `close_timeout_s` is how long `close` waits for writes before it destroys the agent under them.
+
+        A prefill worker takes at most `links_max` control links, and keeps those away for a while who break the
+        protocol more often than `offences` allows.
         """
         if not 0 < len(name) <= NAME_CHARACTERS_MAX:
             raise InvalidConfig(f"a transport's name has 1 to {NAME_CHARACTERS_MAX} characters, got {len(name)}")
         if progress_delay_us < 1:
             raise InvalidConfig(f"progress_delay_us is {progress_delay_us}; without a pause it takes a whole core")
+        if links_max < 1:
+            raise InvalidConfig(f"links_max is {links_max}; with less than 1 nobody can connect")
         self.name = name
         self.instance = f"{name}-{uuid.uuid4().hex}"
         self._backends = UCX_ONLY if backends is None else backends
         self._progress_delay_us = progress_delay_us
         self._call_timeout_s = call_timeout_s
         self._close_timeout_s = close_timeout_s
-        self._control = control.ControlOptions(secret=secret, dial_tls=dial_tls, listen_tls=listen_tls)
+        self._control = control.ControlOptions(
+            secret=secret,
+            dial_tls=dial_tls,
+            listen_tls=listen_tls,
+            links_max=links_max,
+            offences=offences or OffenceLimits(),
+        )
         self._is_closed = False
         self._poller: Poller | None = None
         self._agent: NixlAgent | None = None

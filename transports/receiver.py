@@ -30,7 +30,7 @@ from tidekv.transports.offenders import Offenders
 from tidekv.transports.prefill_link import PrefillLink
 from tidekv.transports.tasks import OwnedTasks
 
-REDIAL_S_MAX = 30.0
+REDIAL_S_MAX = 4.0  # Pages wait in the quarantine meanwhile.
 RoomKey = tuple[str, int]
 
 

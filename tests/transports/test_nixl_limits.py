@@ -1,0 +1,45 @@
+"""Limits of control links, as they are given to a NIXL transport. No agent is needed for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidekv.states.errors import InvalidConfig, TransferFailed
+from tidekv.transports.base import Link
+from tidekv.transports.nixl import NixlTransport
+from tidekv.transports.offenders import OffenceLimits
+
+
+async def stay(link: Link) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_as_many_links_are_taken_as_was_said() -> None:
+    listening = NixlTransport("prefill", links_max=2)
+    listener = await listening.listen("127.0.0.1:0", stay)
+    dialling = NixlTransport("decode")
+    links = [await dialling.dial(listener.address) for _ in range(2)]
+    with pytest.raises(TransferFailed):
+        await dialling.dial(listener.address)
+    assert listener.statistics()["links_over_limit"] == 1
+    for link in links:
+        await link.close()
+    await listener.close()
+
+
+async def test_whoever_offends_more_often_than_was_said_is_kept_away() -> None:
+    limits = OffenceLimits(forgiven=0, pause_s=100.0, pause_s_max=100.0)
+    listening = NixlTransport("prefill", secret="right", offences=limits)
+    listener = await listening.listen("127.0.0.1:0", stay)
+    for secret in ("wrong", "right"):
+        with pytest.raises(TransferFailed):
+            await NixlTransport("decode", secret=secret).dial(listener.address)
+    assert listener.statistics()["links_in_pause"] == 1
+    await listener.close()
+
+
+def test_no_links_at_all_are_refused_at_once() -> None:
+    with pytest.raises(InvalidConfig, match="links_max"):
+        NixlTransport("prefill", links_max=0)
