@@ -88,8 +88,9 @@ def plan(core: Core, request: Request, event: Event) -> None:
 
 def commit(core: Core, request: Request, event: Event) -> None:
     """Hand the pages to the caller."""
-    core.restore.commit(request)
+    # Before the caller is told: a raise after that would tell it of a second end.
     core.backups.release_retracted(request.request_id)
+    core.restore.commit(request)
 
 
 def note_writer(core: Core, request: Request, event: Event) -> None:

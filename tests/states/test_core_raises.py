@@ -185,6 +185,20 @@ def backup_stored(rig: Rig) -> Step:
     return lambda rig: rig.stored(put)
 
 
+def resumed(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.take(commands.TellRetracted)
+    settle(rig)
+    rig.arrive("a", EIGHT + b"i")
+    query = rig.take_all(commands.QueryStorage)
+    if query:
+        rig.answer(query[0], 0)
+    promise = rig.take(commands.SendPromise)
+    return lambda rig: rig.serve(promise)
+
+
 def flush(rig: Rig) -> Step:
     rig.attach_storage()
     rig.make_cached("past", EIGHT)
@@ -211,6 +225,7 @@ STORIES = [
     Story("retract", retract, ends=("TellRetracted", FAILED)),
     Story("backup copied", backup_copied, ends=("TellRetracted",)),
     Story("backup stored", backup_stored, ends=("TellFinished",)),
+    Story("resumed", resumed, ends=(READY, FAILED)),
     Story("flush", flush, ends=("",)),
 ]
 
@@ -229,6 +244,7 @@ def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
         told = settle(rig)
         ends = {type(wish).__name__ for wish in told if getattr(wish, "request_id", "") == "a"}
         assert ends & set(story.ends) or "" in story.ends, (raised, told)
+        assert not {READY, FAILED} <= ends, f"call {raised}: the request ended twice"
         for name in ("a", "big"):
             if rig.core.request(name) is not None:
                 rig.abort(name)
