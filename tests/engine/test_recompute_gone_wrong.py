@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
+from tidekv.engine import driver
 from tidekv.engine.values import RecomputeJob
 from tidekv.states import commands, events
 from tidekv.transports.loopback import LoopbackNetwork
@@ -45,7 +46,25 @@ async def test_a_recompute_that_cancels_itself_has_failed() -> None:
         assert engine.statistics()["core"]["device_free"] == 8
 
 
-async def test_an_abort_before_the_work_begins_asks_nobody_and_gives_the_pages_back() -> None:
+def abort_behind_recompute(engine: DecodeEngine) -> None:
+    """Have an abort wait in the inbox from the moment at which the caller is first asked to recompute."""
+    inner = engine._driver
+    perform = inner._perform
+
+    def perform_and_abort(command: commands.Command) -> None:
+        perform(command)
+        if isinstance(command, commands.Recompute):
+            inner._perform = perform
+            inner.post(events.AbortRequested(at_s=inner.clock(), request_id="r1"))
+
+    inner._perform = perform_and_abort
+
+
+async def test_an_abort_before_the_work_begins_asks_nobody_and_gives_the_pages_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # One turn takes both events, however slow the machine is: the work's task starts behind it.
+    monkeypatch.setattr(driver, "TURN_S_MAX", 60.0)
     asked: list[RecomputeJob] = []
 
     async def recompute(job: RecomputeJob) -> object:
@@ -53,20 +72,50 @@ async def test_an_abort_before_the_work_begins_asks_nobody_and_gives_the_pages_b
         return 1, {}
 
     async with make_engine(recompute) as engine:
-        driver = engine._driver
-        perform = driver._perform
-
-        def abort_behind(command: commands.Command) -> None:
-            perform(command)
-            if isinstance(command, commands.Recompute):
-                driver.post(events.AbortRequested(at_s=driver.clock(), request_id="r1"))
-
-        driver._perform = abort_behind
+        abort_behind_recompute(engine)
         with pytest.raises(RequestFailed, match="aborted"):
             await engine.restore(REQUEST)
         await engine.wait_settled()
         assert asked == []
         assert engine.statistics()["core"]["device_free"] == 8
+
+
+@pytest.mark.parametrize("outcome", ["answers", "raises", "cancels itself"])
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
+async def test_an_abort_just_after_the_work_began_keeps_the_pages_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch, outcome: str, at_once: bool
+) -> None:
+    # A turn takes one event: the work's task starts before the abort is taken.
+    monkeypatch.setattr(driver, "TURN_S_MAX", -1.0)
+    may_end = asyncio.Event()
+    begun: list[RecomputeJob] = []
+
+    async def recompute(job: RecomputeJob) -> object:
+        begun.append(job)
+        if not at_once:
+            await may_end.wait()
+        if outcome == "raises":
+            raise MemoryError("no room for activations")
+        if outcome == "cancels itself":
+            raise asyncio.CancelledError
+        return len(begun), {}
+
+    async with make_engine(recompute) as engine:
+        abort_behind_recompute(engine)
+        with pytest.raises(RequestFailed, match="aborted"):
+            await engine.restore(REQUEST)
+        assert len(begun) == 1
+        if not at_once:
+            # The work still writes to these pages: they are nobody else's, though their request is gone.
+            assert engine.statistics()["core"]["device_owned"] == len(begun[0].pages) == 3
+            assert engine.statistics()["core"]["device_free"] == 5
+            may_end.set()
+        await engine.wait_settled()
+        assert engine.statistics()["core"]["device_free"] == 8
+        engine._core.check()
+        if outcome == "answers":
+            # The name serves again, with an answer of its own.
+            assert (await engine.restore(REQUEST)).first_token == 2
 
 
 class Moody:
