@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tidekv.backends.storage import Storage, open_storage
 from tidekv.backends.storage.base import BufferOf
 from tidekv.backends.storage.census import Census, Holding
+from tidekv.backends.storage.uri import split_uri
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.shapes import PoolMemory, Segment, page_ids
@@ -38,17 +39,17 @@ class Place:
     def open(self, *, to_write: bool = False) -> Storage:
         """Make the engine. One that is only looked at has no bound, unless the URI gives it one."""
         storage = open_storage(self.uri, self.options)
-        if urlsplit(self.uri).scheme != "file" or self._has_capacity():
+        if split_uri(self.uri).scheme != "file" or self._has_capacity():
             return storage
         if to_write:
             raise InvalidConfig(
                 f"{self.uri} may be cut to a capacity that was not meant; say how much it may hold: ?capacity=200GB"
             )
-        joint = "&" if urlsplit(self.uri).query else "?"
+        joint = "&" if split_uri(self.uri).query else "?"
         return open_storage(f"{self.uri}{joint}capacity={CAPACITY_UNBOUNDED}", self.options)
 
     def _has_capacity(self) -> bool:
-        return any(name == "capacity" for name, _ in parse_qsl(urlsplit(self.uri).query)) or "capacity" in (
+        return any(name == "capacity" for name, _ in parse_qsl(split_uri(self.uri).query)) or "capacity" in (
             self.options or ""
         )
 

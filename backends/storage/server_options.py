@@ -90,11 +90,19 @@ def read_authority(scheme: str, authority: str, *, default_port: int) -> Authori
 
 def _server(scheme: str, text: str, default_port: int) -> tuple[str, int]:
     if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
+        host, closed, rest = text[1:].partition("]")
+        host = host if closed else ""
     else:
         host, colon, port = text.partition(":")
         rest = colon + port
     port = rest.removeprefix(":") or str(default_port)
-    if not host or (rest and not rest.startswith(":")) or not port.isdecimal() or not 0 < int(port) < 65536:
+    if (
+        not host
+        or "[" in host
+        or "]" in host
+        or (rest and not rest.startswith(":"))
+        or not port.isdecimal()
+        or not 0 < int(port) < 65536
+    ):
         raise InvalidConfig(f"{scheme}: storage cannot read the server {text!r}; write host:port or [address]:port")
     return host, int(port)

@@ -364,7 +364,7 @@ def test_wrong_uris_and_options_are_refused_by_name() -> None:
         ("redis:", "needs a server"),
         ("redis://:6379", "cannot read the server"),
         ("redis://host:99999", "cannot read the server"),
-        ("redis://[::1", "cannot be read"),
+        ("redis://[::1", "cannot read the server"),
         ("redis://host/db", "by a number"),
         ("redis://host?connections=9", "an int from 1 to 4"),
         ("redis://host?pool=9", "no option 'pool'; it has capacity"),
