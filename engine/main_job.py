@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
@@ -44,7 +46,8 @@ class TierOptions:
     """Sizes of the decode worker. 0: chosen from the workload, small enough that L2 and L3 are used.
 
     `storage` is a URI; empty: files in a temporary directory, gone at the end. `compare` runs the workload a second
-    time without decode cache. InvalidConfig names a wrong field.
+    time without decode cache. `engine` and `transport` are for who has a configuration of his own; the model and the
+    journal are set here. InvalidConfig names a wrong field.
     """
 
     page_size: int = 16
@@ -54,6 +57,9 @@ class TierOptions:
     in_flight_max: int = 0
     compare: bool = True
     journal: str | None = None
+    storage_options: Mapping[str, object] | None = None
+    engine: EngineConfig | None = None
+    transport: Callable[[], NixlTransport] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("page_size", 1), ("l1_pages", 0), ("l2_pages", 0), ("in_flight_max", 0)):
@@ -85,8 +91,7 @@ async def run_conversations(
     *,
     shape: ModelShape | None = None,
     damage: str = "",
-    prefill_address: str = "",
-    secret: str = "",
+    prefill_address: str | Sequence[str] = "",
     progress: Progress | None = None,
 ) -> JobResult:
     """Serve generated conversations with the small model, and compare every token with one process's generate().
@@ -108,7 +113,7 @@ async def run_conversations(
             for cache in (True, False) if tiers.compare else (True,):
                 phase = Phase(CACHED if cache else UNCACHED)
                 async with _decode_worker(
-                    phase, result, prefill, tiers, model=shape.fingerprint, cache=cache, secret=secret
+                    phase, result, prefill, tiers, model=shape.fingerprint, cache=cache
                 ) as worker:
                     run = ConversationRun(
                         worker.engine,
@@ -217,23 +222,18 @@ async def _decode_worker(
     *,
     model: str,
     cache: bool,
-    secret: str = "",
 ) -> AsyncIterator[_Worker]:
     """Be a decode worker with fresh pools; at the end of the block the phase's figures are complete."""
     before = await prefill.counts(forget=True)
     device = DevicePool.allocate(result.layout, result.l1_pages)
     host = HostPool.allocate(result.layout, result.l2_pages) if cache else None
-    config = EngineConfig(
-        model=model,
-        # Small workloads have short prefixes; what is shown is that L3 works, not when it pays.
-        prefetch_threshold_tokens=result.layout.page_size,
-        default_deadline_s=300.0,
-        journal=tiers.journal if cache else None,
-    )
+    # Small workloads have short prefixes; what is shown is that L3 works, not when it pays.
+    shown = EngineConfig(prefetch_threshold_tokens=result.layout.page_size, default_deadline_s=300.0)
+    config = msgspec.structs.replace(tiers.engine or shown, model=model, journal=tiers.journal if cache else None)
     # A directory in any case, so that the two ways do not differ in more than they must.
     with tempfile.TemporaryDirectory(prefix="tidekv-", ignore_cleanup_errors=True) as folder:
-        storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB") if cache else None
-        transport = NixlTransport(name="decode-0", secret=secret)
+        storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB", tiers.storage_options) if cache else None
+        transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0")
         async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
             started_s = time.perf_counter()
             yield _Worker(engine, device)

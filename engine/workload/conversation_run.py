@@ -92,7 +92,7 @@ class ConversationRun:
         model: PagedModel,
         compute: ComputeThread,
         *,
-        prefill: str,
+        prefill: str | Sequence[str],
         workload: Workload,
         phase: Phase,
         in_flight_max: int,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Literal, Self
@@ -125,7 +125,7 @@ class PrefillProcess:
 class DistantPrefill:
     """A prefill worker that somebody else runs: there is an address, and nobody to ask for counts."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str | Sequence[str]) -> None:
         self.address = address
 
     async def __aenter__(self) -> Self:
@@ -141,7 +141,12 @@ class DistantPrefill:
 
 @asynccontextmanager
 async def prefill_worker(
-    order: PrefillOrder, *, listen: str = "127.0.0.1:0", secret: str = ""
+    order: PrefillOrder,
+    *,
+    listen: str = "127.0.0.1:0",
+    transport: Callable[[], NixlTransport] | None = None,
+    lease_s: float = 10.0,
+    close_deadline_s: float = 5.0,
 ) -> AsyncIterator[tuple[PrefillPeer, ModelPrefill | SyntheticPrefill, PrefixPages]]:
     """Be the prefill worker of an order for as long as the block lasts."""
     pool = DevicePool.allocate(order.layout, order.num_pages)
@@ -155,9 +160,14 @@ async def prefill_worker(
         else:
             chunk_pages = max(1, order.chunk_tokens // order.layout.page_size)
             worker = SyntheticPrefill(pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary)
-        transport = NixlTransport(name=order.name, secret=secret)
         async with PrefillPeer(
-            device=pool, transport=transport, listen=listen, model=order.fingerprint, on_room=worker.serve
+            device=pool,
+            transport=transport() if transport else NixlTransport(name=order.name),
+            listen=listen,
+            model=order.fingerprint,
+            on_room=worker.serve,
+            lease_s=lease_s,
+            close_deadline_s=close_deadline_s,
         ) as peer:
             yield peer, worker, pages
 

@@ -1,0 +1,136 @@
+"""From sources to a checked configuration that says where each value came from.
+
+defaults < file < environment < --set < flags of the command. All mistakes are found at once, before anything starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from tidekv.engine.configuration.options import Option, all_options, check_section, defaults_of, section_types
+from tidekv.engine.configuration.sections import Configuration
+from tidekv.engine.configuration.sources import (
+    FILE_VARIABLE,
+    Given,
+    Mistake,
+    from_environment,
+    from_file,
+    from_flags,
+    from_settings,
+)
+from tidekv.states.errors import InvalidConfig
+
+__all__ = ["DEFAULT", "Loaded", "Mistake", "gather", "load"]
+
+DEFAULT: Final = "default"
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A configuration, and the origin of each option by its path."""
+
+    configuration: Configuration
+    origins: Mapping[str, str]
+
+    def value(self, path: str) -> object:
+        """Return the value of an option by its path."""
+        section, _, name = path.partition(".")
+        value: object = getattr(getattr(self.configuration, section), name)
+        return value
+
+    def is_given(self, path: str) -> bool:
+        """Tell whether somebody gave the option."""
+        return self.origins[path] != DEFAULT
+
+
+def load(
+    file: str | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    settings: Sequence[str] = (),
+    flags: Mapping[str, tuple[str, object]] | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> Loaded:
+    """Read and check a configuration. Raises InvalidConfig, which names every mistake, one a line. Blocks.
+
+    `file` is TOML, YAML or JSON by its ending; without it, the variable TIDEKV_CONFIG may name one. `environment` is
+    the process's own unless given. `settings` are "section.option=value". `flags` are those of a command, by option:
+    the flag's name and its value, None where it was not given. `defaults` are a command's own.
+    """
+    loaded, mistakes = gather(file, environment=environment, settings=settings, flags=flags, defaults=defaults)
+    if mistakes:
+        raise InvalidConfig("the configuration cannot be used:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+    return loaded
+
+
+def gather(
+    file: str | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    settings: Sequence[str] = (),
+    flags: Mapping[str, tuple[str, object]] | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> tuple[Loaded, list[Mistake]]:
+    """Like `load`, with the mistakes beside what remains without the values that have one."""
+    environment = os.environ if environment is None else environment
+    file = file or environment.get(FILE_VARIABLE)
+    mistakes: list[Mistake] = []
+    given = [Given(path, value, "default of the command") for path, value in (defaults or {}).items()]
+    read = [from_file(file)] if file else []
+    for values, wrong in (*read, from_environment(environment), from_settings(settings)):
+        given += values
+        mistakes += wrong
+    given += from_flags(flags or {})
+    # Later sources replace earlier ones; what is replaced is not looked at.
+    last = {value.path: value for value in given}
+    sections: dict[str, dict[str, object]] = {section: {} for section in section_types()}
+    origins = dict.fromkeys(all_options(), DEFAULT)
+    for value in last.values():
+        option = all_options()[value.path]
+        try:
+            checked = _checked(option, value)
+        except InvalidConfig as error:
+            mistakes.append(Mistake(value.origin, f"{value.path}: {error}"))
+            continue
+        sections[option.section][option.name] = checked
+        origins[option.path] = value.origin
+    built = {}
+    for section, values_of in sections.items():
+        try:
+            built[section] = check_section(section, values_of)
+        except InvalidConfig as error:
+            # Each value was right by itself; together they are not.
+            mistakes.append(Mistake(f"section {section}", str(error)))
+            built[section] = defaults_of(section)
+    return Loaded(Configuration(**built), origins), mistakes  # type: ignore[arg-type]  # Each is of the type of its section.
+
+
+def _checked(option: Option, given: Given) -> object:
+    """Return a value as its type wants it, checked beside the defaults of its section. Raises InvalidConfig."""
+    value = given.value
+    try:
+        if given.is_text:
+            assert isinstance(value, str), "text is text"
+            value = _read_text(option, value)
+        else:
+            value = msgspec.convert(value, option.type)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        # Never the value itself: it may be a secret.
+        raise InvalidConfig(str(error).rstrip(".")) from error
+    check_section(option.section, {option.name: value})
+    return value
+
+
+def _read_text(option: Option, text: str) -> object:
+    if isinstance(option.default, dict):
+        return msgspec.json.decode(text, type=option.type)
+    if isinstance(option.default, tuple):
+        return msgspec.convert([part.strip() for part in text.split(",") if part.strip()], option.type)
+    if option.default is None and not text:
+        return None
+    if isinstance(option.default, str):
+        return text
+    return msgspec.convert(text, option.type, strict=False)

@@ -1,0 +1,45 @@
+"""Flags of SGLang that operators know, and what has their place here. Where there is nothing, the row says so."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("--page-size", "cache.page_size", "The same."),
+    ("--enable-hierarchical-cache", "cache.l2", "A host pool is there unless its size is 0."),
+    ("--hicache-ratio 2", "cache.l2", '`l2 = "2x"`.'),
+    ("--hicache-size 100", "cache.l2", '`l2 = "100GB"`; for the whole worker.'),
+    ("--hicache-host-memory-fraction 0.8", "cache.l2", '`l2 = "80 %"` of what is free.'),
+    ("--mem-fraction-static 0.8", "cache.l1", '`l1 = "80 %"` of what is free on the device when the pool is made.'),
+    (
+        "--hicache-write-policy write_through",
+        "engine.write",
+        '`write = "through"`: pages go to L2 and storage when a request is finished.',
+    ),
+    (
+        "--hicache-write-policy write_through_selective",
+        "engine.write",
+        '`write = "selective"` with `write_hits_min`; it holds for storage only.',
+    ),
+    ("--hicache-write-policy write_back", "", "Not there: nothing is written to storage at eviction."),
+    ("--hicache-io-backend, --hicache-mem-layout", "", "Not there: L2 is page first, and one kind of copy serves it."),
+    (
+        "--hicache-storage-backend file",
+        "storage.uri",
+        '`uri = "file:/path?capacity=200GB"`; also redis:, s3:, mooncake:.',
+    ),
+    ("--hicache-storage-backend-extra-config", "storage.options", "A table; in variables a JSON object."),
+    (
+        "--hicache-storage-prefetch-policy",
+        "engine.prefetch",
+        "The same three names: best_effort, wait_complete, timeout.",
+    ),
+    ("--disaggregation-mode prefill", "prefill.listen", "`tidekv prefill`, or embed `PrefillPeer`."),
+    ("--disaggregation-mode decode", "decode.prefill", "`tidekv decode`, or embed `DecodeEngine`."),
+    ("--disaggregation-transfer-backend nixl", "transport.backends", "Always NIXL; the table names its plugins."),
+    ("--disaggregation-bootstrap-port", "prefill.listen", "The port of `listen`; decode dials it."),
+    ("--disaggregation-ib-device", "", "UCX_NET_DEVICES in the environment."),
+    ("--disaggregation-decode-enable-radix-cache", "", "Always: that is what tidekv is for."),
+    ("--num-reserved-decode-tokens", "engine.growth_reserve_pages", "In pages; the reserve is refilled as it is used."),
+)
+"""Flag, our option's path or nothing, and what to write."""

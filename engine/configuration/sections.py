@@ -1,0 +1,147 @@
+"""What a worker is configured by, section by section. The types are the schema; their docstrings are the documentation.
+
+Nothing here looks at the machine: whether a directory or that much memory is there is `check`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tidekv.engine.config import EngineConfig
+from tidekv.engine.configuration.addresses import check_address
+from tidekv.engine.configuration.memory import Memory
+from tidekv.engine.configuration.sizes import parse_memory
+from tidekv.states.errors import InvalidConfig
+
+
+class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pages and pools of this worker."""
+
+    page_size: int = 16
+    """Tokens that a page holds: the unit of matching, allocating and moving. Prefill and decode must have the same."""
+    device: str = "cpu"
+    """Where L1 lies: cpu, cuda or cuda:N."""
+    l1: str | int = "auto"
+    """Size of the device pool (L1); every page of a running request is there. "auto": chosen by the command."""
+    l2: str | int = "auto"
+    """Size of the host pool (L2). "2x" is twice L1; 0: no host pool, and with it no storage. "auto": chosen by the
+    command.
+    """
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise InvalidConfig(f"page_size must be at least 1, not {self.page_size!r}")
+        kind, _, number = self.device.partition(":")
+        if kind not in ("cpu", "cuda") or (":" in self.device and not (kind == "cuda" and number.isdigit())):
+            raise InvalidConfig(f"device must be cpu, cuda or cuda:N, not {self.device!r}")
+        if parse_memory(self.l1, what="l1").kind == "ratio":
+            raise InvalidConfig(f"l1 cannot be a multiple of itself: {self.l1!r}")
+        parse_memory(self.l2, what="l2")
+
+    def pool_pages(self, page_bytes: int, *, device: Memory, host: Memory) -> tuple[int, int]:
+        """Return the pages of L1 and L2, for pages of that many bytes; 0 where it says "auto".
+
+        Raises InvalidConfig for more than is free. On the CPU both pools share the same memory: L1 goes first.
+        """
+        l1 = parse_memory(self.l1, what="l1").pages(page_bytes=page_bytes, memory=device, what="cache.l1")
+        if self.device == "cpu":
+            host = msgspec.structs.replace(host, free_bytes=max(host.free_bytes - l1 * page_bytes, 0))
+        size = parse_memory(self.l2, what="l2")
+        return l1, size.pages(page_bytes=page_bytes, memory=host, l1_pages=l1, what="cache.l2")
+
+
+class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The storage tier (L3)."""
+
+    uri: str = ""
+    """Which engine, and where: memory:, file:/path?capacity=200GB, redis://host and so on. Empty: none, or what the
+    command chooses.
+    """
+    options: dict[str, object] = {}
+    """Further options of the engine, beside those in the URI. Passwords belong here, or in a file that only the worker
+    can read.
+    """
+
+
+class TransportSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The links and the bulk transfer between workers."""
+
+    name: str = ""
+    """The worker's name in logs and at its peers; empty: prefill-0 or decode-0."""
+    secret: str = ""
+    """What both ends must know; empty: everybody may connect. Also by TIDEKV_SECRET."""
+    secret_file: str = ""
+    """A file that holds the secret, as secrets are mounted; instead of `secret`."""
+    backends: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"UCX": {}})
+    """NIXL plugins to use, each with its own options."""
+    progress_delay_us: int = 20_000
+    """How long NIXL's progress thread sleeps between its rounds. Less sees sooner what a peer wrote, and costs CPU."""
+    call_timeout_s: float = 30.0
+    """Bounds each call that sets something up, such as a NIXL plugin."""
+    close_timeout_s: float = 5.0
+    """How long closing waits for writes in flight."""
+
+    def __post_init__(self) -> None:
+        if self.progress_delay_us < 1:
+            raise InvalidConfig(f"progress_delay_us must be at least 1, not {self.progress_delay_us!r}")
+        for name in ("call_timeout_s", "close_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+        if self.secret and self.secret_file:
+            raise InvalidConfig("secret and secret_file are both given: give one")
+
+    def read_secret(self) -> str:
+        """Return the secret, from its file if there is one. Raises InvalidConfig if that cannot be read. Blocks."""
+        if not self.secret_file:
+            return self.secret
+        try:
+            secret = Path(self.secret_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"transport.secret_file cannot be read: {error}") from error
+        if not secret:
+            raise InvalidConfig(f"transport.secret_file {self.secret_file} is empty")
+        return secret
+
+
+class PrefillSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prefill worker (`tidekv prefill`)."""
+
+    listen: str = "127.0.0.1:7000"
+    """host:port at which decode workers find this one; port 0: any."""
+    lease_s: float = 10.0
+    """A room's pages are kept for so long after the last sign of life of its decode worker."""
+    close_deadline_s: float = 5.0
+    """How long closing waits for writes in flight before the transport is closed under them."""
+
+    def __post_init__(self) -> None:
+        check_address(self.listen, what="listen", any_port=True)
+        for name in ("lease_s", "close_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+
+
+class DecodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decode worker (`tidekv decode`)."""
+
+    prefill: Sequence[str] = ("127.0.0.1:7000",)
+    """Addresses of prefill workers, in the order in which they are tried."""
+
+    def __post_init__(self) -> None:
+        if not self.prefill:
+            raise InvalidConfig("prefill must name at least one host:port")
+        for address in self.prefill:
+            check_address(address, what="prefill", any_port=False)
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a worker can be told. Each field is a section of the file."""
+
+    cache: CacheSection = CacheSection()
+    storage: StorageSection = StorageSection()
+    transport: TransportSection = TransportSection()
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    engine: EngineConfig = EngineConfig()

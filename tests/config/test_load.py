@@ -1,0 +1,223 @@
+"""From file, environment, settings and flags to one configuration: the order, the origins, and every mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidekv.engine.config import EngineConfig
+from tidekv.engine.configuration import Configuration, gather, load
+from tidekv.engine.configuration.check import mistakes_here
+from tidekv.engine.configuration.options import all_options
+from tidekv.states.errors import InvalidConfig
+
+NOTHING: Mapping[str, str] = {}
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def said(*, file: str | None = None, environment: Mapping[str, str] = NOTHING, settings: tuple[str, ...] = ()) -> str:
+    loaded, mistakes = gather(file, environment=environment, settings=settings)
+    return "\n".join(map(str, [*mistakes, *mistakes_here(loaded)]))
+
+
+def test_nothing_given_is_the_defaults_that_embedders_have() -> None:
+    loaded = load(environment=NOTHING)
+    assert loaded.configuration == Configuration()
+    assert loaded.configuration.engine == EngineConfig()
+    assert not any(loaded.is_given(path) for path in all_options())
+    assert said() == ""
+
+
+def test_each_source_wins_over_the_one_before_and_is_told(tmp_path: Path) -> None:
+    toml = "[engine]\nqueue_max = 1\npasses_max = 1\nageing_s = 1\nlease_s = 11\n"
+    file = write(tmp_path / "worker.toml", toml)
+    variables = {"TIDEKV_ENGINE_PASSES_MAX": "2", "TIDEKV_ENGINE_AGEING_S": "2", "TIDEKV_ENGINE_LEASE_S": "12"}
+    loaded = load(
+        file,
+        environment=variables,
+        settings=["engine.ageing_s=3", "engine.lease_s=13"],
+        flags={"engine.lease_s": ("--lease", 14), "engine.model": ("--model", None)},
+        defaults={"engine.queue_max": 9, "engine.admission_scan_max": 9},
+    )
+    engine = loaded.configuration.engine
+    assert (engine.admission_scan_max, engine.queue_max, engine.passes_max) == (9, 1, 2)
+    assert (engine.ageing_s, engine.lease_s) == (3.0, 14)
+    names = ("admission_scan_max", "queue_max", "passes_max", "ageing_s", "lease_s", "model")
+    assert [loaded.origins[f"engine.{name}"] for name in names] == [
+        "default of the command",
+        file,
+        "environment variable TIDEKV_ENGINE_PASSES_MAX",
+        "--set engine.ageing_s",
+        "--lease",
+        "default",
+    ]
+
+
+@pytest.mark.parametrize("ending", ["toml", "yaml", "yml", "json"])
+def test_a_file_of_each_kind_says_the_same(tmp_path: Path, ending: str) -> None:
+    if ending in ("yaml", "yml"):
+        pytest.importorskip("yaml")
+    texts = {
+        "toml": '[cache]\nl2 = "2x"\n[decode]\nprefill = ["a:1", "b:2"]\n[storage.options]\nsegment = "8MiB"\n',
+        "yaml": "cache: {l2: 2x}\ndecode: {prefill: ['a:1', 'b:2']}\nstorage: {options: {segment: 8MiB}}\n",
+        "json": json.dumps(
+            {
+                "cache": {"l2": "2x"},
+                "decode": {"prefill": ["a:1", "b:2"]},
+                "storage": {"options": {"segment": "8MiB"}},
+            }
+        ),
+    }
+    file = write(tmp_path / f"worker.{ending}", texts.get(ending, texts["yaml"]))
+    found = load(environment={"TIDEKV_CONFIG": file}).configuration
+    assert found.cache.l2 == "2x"
+    assert tuple(found.decode.prefill) == ("a:1", "b:2")
+    assert found.storage.options == {"segment": "8MiB"}
+
+
+def test_variables_are_read_as_their_types() -> None:
+    found = load(
+        environment={
+            "TIDEKV_ENGINE_KEEP_OUTPUT": "false",
+            "TIDEKV_ENGINE_JOURNAL": "",
+            "TIDEKV_ENGINE_FETCH_PAGES_PER_S": "1.5",
+            "TIDEKV_DECODE_PREFILL": "a:1, b:2",
+            "TIDEKV_STORAGE_OPTIONS": '{"capacity": "1GB"}',
+            "TIDEKV_TRANSPORT_BACKENDS": '{"UCX": {"num_workers": "2"}}',
+            "TIDEKV_CACHE_L1": "4096",
+            "TIDEKV_SECRET": "between us",
+        }
+    ).configuration
+    assert found.engine.keep_output is False
+    assert found.engine.journal is None
+    assert found.engine.fetch_pages_per_s == 1.5
+    assert found.decode.prefill == ["a:1", "b:2"] or found.decode.prefill == ("a:1", "b:2")
+    assert found.storage.options == {"capacity": "1GB"}
+    assert found.transport.backends == {"UCX": {"num_workers": "2"}}
+    assert found.cache.l1 == "4096"
+    assert found.transport.read_secret() == "between us"
+
+
+def test_variables_that_kubernetes_makes_of_services_are_not_ours() -> None:
+    others = {
+        "TIDEKV_PREFILL_SERVICE_HOST": "10.0.0.1",
+        "TIDEKV_PREFILL_SERVICE_PORT": "7000",
+        "TIDEKV_PREFILL_PORT": "tcp://10.0.0.1:7000",
+        "TIDEKV_PREFILL_PORT_7000_TCP_ADDR": "10.0.0.1",
+        "OTHER": "x",
+    }
+    assert load(environment=others).configuration == Configuration()
+
+
+def test_all_mistakes_are_named_at_once_each_with_its_place(tmp_path: Path) -> None:
+    text = '[engine]\nqueu_max = 5\nprefetch = "never"\nlease_s = -1\n[cahce]\nl1 = 5\n[cache]\npage_size = "big"\n'
+    file = write(tmp_path / "worker.toml", text)
+    found = said(
+        file=file,
+        environment={"TIDEKV_ENGINE_QUEUE_MAX": "many", "TIDEKV_ENGIN_X": "1", "TIDEKV_DECODE_PREFILL": "nowhere"},
+        settings=("engine.queue_max", "cache.l3=1", "cache.l2=lots", "prefill.listen=host:99999"),
+    ).splitlines()
+    assert len(found) == 12, found
+    for words in (
+        f"there is no option 'engine.queu_max'; did you mean engine.queue_max? ({file})",
+        f"engine.prefetch: Invalid enum value 'never' ({file})",
+        f"engine.lease_s: lease_s must be more than 0 seconds, not -1.0 ({file})",
+        f"there is no section 'cahce'; there are cache, storage, transport, prefill, decode, engine ({file})",
+        f"cache.page_size: Expected `int`, got `str` ({file})",
+        "engine.queue_max: Expected `int`, got `str` (environment variable TIDEKV_ENGINE_QUEUE_MAX)",
+        "give section.option=value (--set engine.queue_max)",
+    ):
+        assert words in found
+    for words in ("environment variable TIDEKV_ENGIN_X", "--set cache.l3", "decode.prefill: prefill must be host:port"):
+        assert any(words in line for line in found), words
+    with pytest.raises(InvalidConfig) as refused:
+        load(file, environment=NOTHING)
+    assert str(refused.value).count("\n") == 5
+
+
+def test_a_value_that_is_replaced_is_not_looked_at() -> None:
+    environment = {"TIDEKV_ENGINE_QUEUE_MAX": "many"}
+    assert load(environment=environment, settings=["engine.queue_max=7"]).configuration.engine.queue_max == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("storage.uri=nonsense:x",), "storage.uri: there is no storage engine 'nonsense'"),
+        (("storage.uri=memory:?capacity=1GB", "cache.l2=0"), "cache.l2: storage needs a host pool"),
+        (('storage.options={"a": 1}',), "storage.options: there are options, but storage.uri is empty"),
+        (("engine.journal=/nowhere/run.journal",), "engine.journal: there is no directory /nowhere"),
+        (("engine.metrics_listen=9464",), "engine.metrics_listen: metrics_listen must be host:port"),
+        (("transport.secret_file=/nowhere/secret",), "transport.secret_file: cannot be read"),
+        (("engine.heartbeat_s=1.5",), "engine.heartbeat_s: two heartbeats must fit in peer_silence_s (2)"),
+        (("transport.secret=a", "transport.secret_file=b"), "secret and secret_file are both given"),
+        (("engine.queue_max=0",), "engine.queue_max: queue_max must be at least 1"),
+        (("cache.device=tpu",), "cache.device: device must be cpu, cuda or cuda:N"),
+    ],
+)
+def test_what_cannot_work_here_is_named_before_anything_starts(settings: tuple[str, ...], words: str) -> None:
+    assert words in said(settings=settings)
+
+
+def test_a_file_that_cannot_be_read_is_one_mistake(tmp_path: Path) -> None:
+    assert "cannot be read" in said(file=str(tmp_path / "none.toml"))
+    assert "is no TOML" in said(file=write(tmp_path / "bad.toml", "[engine\n"))
+    assert "section 'engine' must be a table" in said(file=write(tmp_path / "flat.toml", "engine = 3\n"))
+
+
+def test_secrets_are_never_shown(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret", "hush\n")
+    loaded = load(environment=NOTHING, settings=[f"transport.secret_file={secret}"])
+    assert loaded.configuration.transport.read_secret() == "hush"
+    options = all_options()
+    assert options["transport.secret"].shown("hush") == "********"
+    assert options["storage.uri"].shown("redis://me:hush@host:1/0") == "redis://me:********@host:1/0"
+    assert options["storage.options"].shown({"password": "hush", "capacity": 1}) == {
+        "password": "********",
+        "capacity": 1,
+    }
+    for settings in (("transport.secret=hush", "transport.secret_file=x"), ('storage.options={"hush": ',)):
+        assert "hush" not in said(settings=settings)
+
+
+PLAIN = {
+    path: option
+    for path, option in all_options().items()
+    if isinstance(option.default, int | float | bool) and option.section == "engine"
+}
+
+
+@given(st.sampled_from(sorted(PLAIN)), st.one_of(st.integers(-5, 5), st.floats(0.1, 10), st.booleans()))
+def test_a_number_means_the_same_from_each_source(path: str, value: float) -> None:
+    """Differential: as a flag with its type, or as text. Either both are refused, or both give the same."""
+    text = json.dumps(value)
+
+    def loaded(**source: object) -> object:
+        try:
+            return load(environment=NOTHING, **source).value(path)  # type: ignore[arg-type]  # One of two sources.
+        except InvalidConfig:
+            return "refused"
+
+    as_text = loaded(settings=[f"{path}={text}"])
+    as_value = loaded(flags={path: ("--flag", value)})
+    # Text has no type of its own: 1 may stand for true.
+    if not isinstance(PLAIN[path].default, bool) and not isinstance(value, bool):
+        assert as_text == as_value or (isinstance(value, float) and value.is_integer())
+
+
+def test_every_default_survives_being_written_to_a_file_and_read_again(tmp_path: Path) -> None:
+    tables = json.loads(json.dumps(msgspec.to_builtins(Configuration())))
+    file = write(tmp_path / "all.json", json.dumps(tables))
+    loaded = load(file, environment=NOTHING)
+    assert json.loads(json.dumps(msgspec.to_builtins(loaded.configuration))) == tables
+    assert all(loaded.is_given(path) for path in all_options())
