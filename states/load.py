@@ -22,10 +22,20 @@ class Stage(enum.Enum):
     VOID = "VOID"
 
 
+LOAD_CAUSES = {
+    "fetch_short": "the fetch from storage failed or was short",
+    "fetch_late": "the fetch from storage was late",
+    "transfer_done": "the transfer was done before the fetch from storage, and the policy waits no longer",
+    "copy_failed": "the copy from host to device failed",
+    "rule_raised": "a rule of the core raised",
+}
+"""Why a load fails and its pages are asked of prefill: name and meaning. Nothing is decided by it."""
+
+
 class Load:
     """A run of pages of the tree under load. Pages [first, first + page_count) of every prompt that shares it."""
 
-    __slots__ = ("filler", "first", "host_pages", "lock", "nodes", "op", "pin", "sharers", "stage", "tier")
+    __slots__ = ("cause", "filler", "first", "host_pages", "lock", "nodes", "op", "pin", "sharers", "stage", "tier")
 
     def __init__(self, *, first: int, tier: str, stage: Stage) -> None:
         self.first = first
@@ -34,6 +44,8 @@ class Load:
         self.tier = tier
         self.stage = stage
         self.op = 0
+        self.cause = ""
+        """One of `LOAD_CAUSES`, where it failed."""
         self.pin: Receipt | None = None
         self.host_pages: PageIds = page_ids()
         """Host pages that the tree does not own: where a fetch lands, until they can join the tree."""

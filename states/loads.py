@@ -146,6 +146,7 @@ class Loads:
         if good < load.page_count:
             self._books.count("l3_pages_short", load.page_count - good)
             rest = load if good == 0 else self._split_load(load, good)
+            rest.cause = "fetch_short"
             self._fail(rest)
             if rest is load:
                 return
@@ -159,6 +160,7 @@ class Loads:
     def fetch_is_late(self, load: Load) -> None:
         """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
         self._books.count("l3_fetches_late")
+        load.cause = "fetch_late"
         self._cut_fetch(load)
 
     def transfer_is_done(self, request: Request) -> None:
@@ -166,6 +168,7 @@ class Loads:
         for load in list(request.loads):
             if load.stage is Stage.FETCHING:
                 self._books.count("l3_fetches_cut")
+                load.cause = "transfer_done"
                 self._cut_fetch(load)
 
     def _cut_fetch(self, load: Load) -> None:
@@ -179,6 +182,7 @@ class Loads:
             self._books.settled_loads.append(load)
         elif error:
             self._books.count("copies_failed")
+            load.cause = "copy_failed"
             self._fail(load)
         else:
             self._let_go_of_source(load)
@@ -196,6 +200,7 @@ class Loads:
     def outcome_raised(self, load: Load) -> None:
         """Taking an outcome raised. The operation is over, so nobody local writes to the pages: they have failed."""
         self._books.operations.pop(load.op, None)
+        load.cause = "rule_raised"
         if load.stage is not Stage.VOID:
             self._fail(load)
         elif load not in self._books.settled_loads:
@@ -205,6 +210,7 @@ class Loads:
         """A sharer no longer trusts local tiers: what has not landed yet is asked of prefill instead."""
         if load.stage is Stage.FETCHING and len(load.sharers) == 1:
             self.fetch_is_late(load)
+            load.cause = "rule_raised"
 
     # --- Filling what failed ---
 
@@ -352,6 +358,7 @@ class Loads:
                 index.set_load(node, rest)
                 undo.callback(index.set_load, node, load)
             undo.pop_all()
+        rest.cause = load.cause
         self._live[rest] = None
         # The lock of the whole ends where the rest ends.
         rest.lock, load.lock = load.lock, shorter

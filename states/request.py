@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from tidekv.states.rooms import Room
 
 
+DECLINED = {
+    "storage_left_alone": "storage may not be asked any more",
+    "out_of_reach": "what is in front of them in the prompt has left the caches",
+    "below_threshold": "they are too few to be worth a fetch",
+    "limit": "a limit on fetches left too little",
+    "no_host_page": "host memory was short",
+    "in_the_way": "the remains of another load of the same prompt were in the way",
+}
+"""Why a plan does not fetch pages that storage has: name and meaning."""
+
+
 class State(enum.Enum):
     """Where a request waits. What it owns there is told in `tidekv.states.table`."""
 
@@ -44,6 +55,7 @@ class Request:
         "cache",
         "can_recompute",
         "deadline_at_s",
+        "declined",
         "first_generation",
         "full_pages",
         "generation",
@@ -77,6 +89,7 @@ class Request:
         "stored_first",
         "stored_found",
         "table",
+        "trouble",
     )
 
     def __init__(self, event: RequestArrived, *, arrival: int, page_count: int, full_pages: int) -> None:
@@ -109,6 +122,8 @@ class Request:
         """Whether storage was asked since it waits for admission, or need not be."""
         self.stored_first = 0
         self.stored_found = 0
+        self.trouble = ""
+        """Why it fell back last, in words. Nothing is decided by it, nor by `declined`."""
         self.forget_plan()
 
     def forget_plan(self) -> None:
@@ -124,6 +139,8 @@ class Request:
         self.recomputed = False
         self.matched = 0
         self.promised = 0
+        self.declined: tuple[str, int] = ("", 0)
+        """Why so many pages that storage has are not fetched: one of `DECLINED`, or nothing."""
         self.source_pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
 
     @property

@@ -116,6 +116,7 @@ class Restore:
         assert surplus >= 0, "what was locked is still there"
         assert request.lock is not None and request.pin is not None
         plan = Plan(match, request.own[surplus:])
+        request.declined = ("", 0)
         shared = self._loads_on(plan.node)
         said = len(books.out)
         with ExitStack() as undo:
@@ -230,12 +231,16 @@ class Restore:
         allowed = books.storage.allowance(count) if books.storage.is_usable else 0
         threshold = max(settings.prefetch_threshold_tokens, 1)
         if count * settings.page_size < threshold:
+            beyond = request.stored_found if request.stored_first > plan.end else 0
+            request.declined = ("out_of_reach", beyond) if beyond else ("below_threshold", max(count, 0))
             return
         if allowed * settings.page_size < threshold:
             books.count("l3_declined_pages", count)
+            request.declined = ("limit" if books.storage.is_usable else "storage_left_alone", count)
             return
         if allowed < count:
             books.count("l3_declined_pages", count - allowed)
+            request.declined = ("limit", count - allowed)
             found_to = plan.end + allowed
         deadline_s = settings.prefetch_deadline_s(count, request.deadline_at_s - books.now_s)
         width = settings.key_bytes
@@ -245,6 +250,9 @@ class Restore:
             if not pages or first_key in plan.node.children:
                 # No host memory, or a void run of the same prompt is still in the way: the transfer brings the rest.
                 books.count("l3_declined_pages", found_to - plan.end)
+                # What a limit had taken away is not to be had either.
+                missing = found_to - plan.end + request.declined[1]
+                request.declined = ("in_the_way" if pages else "no_host_page", missing)
                 return
             keys = request.keys[plan.end * width : (plan.end + pages) * width]
             load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)

@@ -128,13 +128,17 @@ def _stop_waiting(core: Core, request: Request) -> None:
 
 def fall_back(core: Core, request: Request, event: Event) -> None:
     """Trust one tier less."""
+    assert isinstance(event, steps.TransitionRaised)
     core.books.count("fallbacks_by_raise")
+    request.trouble = event.detail
     core.restore.fall_back(request)
 
 
 def start_over(core: Core, request: Request, event: Event) -> None:
     """Give everything back and wait for other pages, in a new generation."""
+    assert isinstance(event, steps.PagesLost)
     core.books.count("sent_back")
+    request.trouble = event.cause
     core.restore.leave(request, settled=False)
     request.generation += 1
     core.enqueue(request)
@@ -143,6 +147,7 @@ def start_over(core: Core, request: Request, event: Event) -> None:
 def try_next_prefill(core: Core, request: Request, event: Event) -> None:
     """Start over with the next prefill of the list."""
     core.books.count("prefill_retries")
+    request.trouble = ": ".join(_prefill_words(event))
     core.restore.leave(request, settled=_is_settled(event))
     request.attempts += 1
     request.generation += 1
@@ -152,6 +157,7 @@ def try_next_prefill(core: Core, request: Request, event: Event) -> None:
 def ask_caller(core: Core, request: Request, event: Event) -> None:
     """Start over without prefill: the caller computes what the device does not have."""
     core.books.count("recomputes")
+    request.trouble = ": ".join(_prefill_words(event))
     core.restore.leave(request, settled=_is_settled(event))
     request.recomputes = True
     request.generation += 1
@@ -179,9 +185,14 @@ def fail_by_raise(core: Core, request: Request, event: Event) -> None:
 
 def fail_by_prefill(core: Core, request: Request, event: Event) -> None:
     """No prefill can or will send the rest."""
+    cause, detail = _prefill_words(event)
+    _fail(core, request, cause, detail, settled=_is_settled(event))
+
+
+def _prefill_words(event: Event) -> tuple[str, str]:
     assert isinstance(event, events.RoomRefused | events.RoomFailed | events.WriterLost)
     words = {events.RoomRefused: "refused by prefill", events.RoomFailed: "prefill failed"}
-    _fail(core, request, words.get(type(event), "prefill lost"), event.cause, settled=_is_settled(event))
+    return words.get(type(event), "prefill lost"), event.cause
 
 
 def fail_by_recompute(core: Core, request: Request, event: Event) -> None:

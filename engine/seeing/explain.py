@@ -23,11 +23,18 @@ WAIT_WORDS = {
 def explain(story: Story, *, now_s: float) -> str:
     """The story of one request, as lines of text. `now_s` is the end of the journal, for those that are under way."""
     lines = [_headline(story, now_s)]
+    if story.resumes is not None:
+        since_s = story.arrived_at_s - (story.resumes.given_back_at_s or story.arrived_at_s)
+        lines.append(
+            f"It resumes what was retracted {_ms(since_s)} before, of which {story.resumes.held_pages} pages were held "
+            "in host memory."
+        )
     lines += _sources(story)
     lines += _waits(story, now_s)
     for plan in story.plans:
         lines += _plan(story, plan)
     lines += _works(story)
+    lines += [f"Meanwhile, at {_ms(at_s - story.arrived_at_s)}, {words}." for at_s, words in story.notes]
     lines += [
         f"Fallback at {_ms(note.at_s - story.arrived_at_s)}: {note.cause}; {note.consequence}."
         for note in story.fallbacks
@@ -35,11 +42,12 @@ def explain(story: Story, *, now_s: float) -> str:
     lines += _waste(story)
     lines += _faster(story, now_s)
     if story.ended == "FAILED":
-        lines.append(f"It failed: {story.cause}{_detail(story)}.")
+        lines.append(f"It failed{' after READY' if story.was_ready else ''}: {story.cause}{_detail(story)}.")
     if story.given_back and story.given_back_at_s is not None:
+        held = f"; {story.held_pages} pages of it were held in host memory" if story.given_back == "retracted" else ""
         lines.append(
             f"It was {story.given_back} {_ms(story.given_back_at_s - (story.ended_at_s or story.arrived_at_s))} after "
-            f"READY, {story.grown_pages} pages longer."
+            f"READY, {story.grown_pages} pages longer{held}."
         )
     return "\n".join(lines)
 
@@ -103,6 +111,7 @@ def _works(story: Story) -> list[str]:
 
 def _span_words(work: Work) -> str:
     what = "the delta" if work.span == 0 else f"extend {work.span}"
+    what += f", since {work.cause}" if work.cause else ""
     first = f", the first after {_ms(work.chunks[0][0] - work.begun_at_s)}" if work.chunks else ""
     return f"Prefill delivered {work.good} of pages {_pages(work)} ({what}) in {len(work.chunks)} chunks{first}"
 

@@ -5,37 +5,63 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tidekv.engine.seeing.causes import (
+    CONSEQUENCES,
+    EXTENDED,
+    LATE,
+    LEFT_BY_RAISES,
+    declined_words,
+    extend_cause,
+    good_of,
+    in_one_line,
+    last_line,
+    policy_words,
+    trouble_of,
+    unasked_words,
+    unstored_words,
+)
 from tidekv.engine.seeing.story import Plan, Story, Work
 from tidekv.states import commands, events
-from tidekv.states.backups import Backup
+from tidekv.states.backups import STORE_DEADLINE_S, Backup
 from tidekv.states.load import LateFetch, Load, Stage
+from tidekv.states.policy import StoragePolicy, policy_of
 from tidekv.states.request import State
 
 if TYPE_CHECKING:
     from tidekv.engine.journal.replayer import Replayer, Step
     from tidekv.states.core import Core
 
-ROOM_EVENTS = (events.RoomRefused, events.RoomFailed, events.WriterLost)
+UNTOLD_CAUSES = ("rule_raised", "transfer_done")
+"""Causes of an extend that no outcome has told before."""
 
 
 class Stories:
     """All requests of a journal. `take` every step, with the core as it is after it."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, keep: bool = True) -> None:
+        """`keep`: whether `all` keeps those that are over; without it the embedder reads them from `ended`."""
         self.all: list[Story] = []
         """In order of arrival."""
+        self.ended: list[Story] = []
+        """Those that became READY or FAILED in the last step."""
         self.last_at_s = 0.0
+        self._keep = keep
         self._page_size = page_size
         self._live: dict[str, Story] = {}
         self._by_serial: dict[int, Story] = {}
         self._open: dict[int, tuple[Work, list[Story]]] = {}
         """By operation: work in flight, and whose it is."""
         self._spans: dict[tuple[str, int, int], Work] = {}
-        self._writers: dict[str, str] = {}
-        """Who was asked to write last, by request."""
         self._begun: set[int] = set()
         """Operations that the step has begun."""
         self._raised = 0
+        self._policy: StoragePolicy | None = None
+        self._event: events.Event
+        self._breaker_is_open = False
+        self._kept: dict[int, int] = {}
+        """Tokens that a finished request leaves, by its serial, until that is backed up."""
+        self._given_away: dict[str, Story] = {}
+        """Retracted requests that may be resumed."""
         # Each kind of command has a teller that takes just that kind.
         self._tellers: dict[type[commands.Command], Callable[[Any, float, Core], None]] = {
             commands.QueryStorage: self._query,
@@ -51,6 +77,7 @@ class Stories:
             commands.TellFinished: self._finished,
             commands.TellRetracted: self._retracted,
             commands.TellDropped: self._dropped,
+            commands.ForgetTokens: self._forget_tokens,
         }
 
     def named(self, request_id: str) -> list[Story]:
@@ -59,22 +86,24 @@ class Stories:
 
     def take(self, step: Step, core: Core) -> None:
         """Take one step."""
-        event = step.event
+        event = self._event = step.event
+        self.ended = []
         at_s = self.last_at_s = max(self.last_at_s, event.at_s)
         if isinstance(event, events.RequestArrived) and not step.error:
             self._arrived(event, core)
-        self._note_event(event, at_s)
-        trouble = self._end_work(event, at_s, core)
+        self._note_event(event, at_s, core)
+        self._end_work(event, at_s, core)
         if core.books.counters.get("transitions_raised", 0) != self._raised:
             self._raised = core.books.counters["transitions_raised"]
             self._note_raises(at_s, core)
         for request_id, state in step.moves:
-            self._move(request_id, state, event, at_s, core, trouble)
+            self._move(request_id, state, at_s, core)
         self._begun = set()
         for command in step.commands:
             teller = self._tellers.get(type(command))
             if teller is not None:
                 teller(command, at_s, core)
+        self._breaker_is_open = core.books.storage.is_open
 
     # --- Events ---
 
@@ -89,10 +118,12 @@ class Stories:
             event.prefill_count,
             event.deadline_at_s,
         )
-        self.all.append(story)
+        story.resumes = self._given_away.pop(event.request_id, None)
+        if self._keep:
+            self.all.append(story)
         self._live[event.request_id] = self._by_serial[event.serial] = story
 
-    def _note_event(self, event: events.Event, at_s: float) -> None:
+    def _note_event(self, event: events.Event, at_s: float, core: Core) -> None:
         if isinstance(event, events.ChunkLanded):
             work = self._spans.get((event.request_id, event.generation, event.span))
             if work is not None:
@@ -100,94 +131,114 @@ class Stories:
                 work.good = min(work.count, max(work.good, event.first + event.count - work.first))
                 if event.last:
                     work.ended_at_s = at_s
-        elif isinstance(event, events.PromiseSent):
-            self._writers[event.request_id] = event.writer
         elif isinstance(event, events.GrowthTaken):
             story = self._live.get(event.request_id)
             if story is not None:
                 story.grown_pages += event.page_count
+        elif isinstance(event, events.FinishRequested) and event.request_id in self._live:
+            self._kept[self._live[event.request_id].serial] = event.tokens
+        elif isinstance(event, events.RetractedDropped):
+            self._given_away.pop(event.request_id, None)
+        elif isinstance(event, events.PolicyChanged):
+            words = policy_words(self._policy or policy_of(core.settings), event.policy)
+            self._policy = event.policy
+            self._note_all(at_s, words)
+        elif isinstance(event, events.StorageChanged):
+            self._note_all(at_s, "storage was attached" if event.available else "storage was detached")
 
-    def _end_work(self, event: events.Event, at_s: float, core: Core) -> str:
-        """End what the event says has ended, and what the clock has given up. Returns the trouble, if there was any."""
+    def _note_all(self, at_s: float, words: str) -> None:
+        """Tell everybody who restores."""
+        for story in self._live.values():
+            if not story.ended:
+                story.notes.append((at_s, words))
+
+    def _end_work(self, event: events.Event, at_s: float, core: Core) -> None:
+        """End what the event says has ended, and what the clock or another event has given up."""
         if isinstance(event, events.ClockAdvanced):
-            return self._give_up_late(at_s, core)
+            self._give_up_late(at_s, core)
+        elif isinstance(event, events.ChunkLanded | events.AuxLanded):
+            self._give_up_cut(core)
         op = getattr(event, "op", None)
         work, stories = self._open.pop(op, (None, [])) if op is not None else (None, [])
         if work is None:
-            return ""
+            return
         late = work.trouble
         work.ended_at_s = at_s
-        work.trouble = late or _trouble_of(event, work)
-        work.good = _good_of(event, work)
+        work.trouble = late or trouble_of(event, work)
+        work.good = good_of(event, work)
         if late:
-            work.wasted = work.good
+            work.wasted = work.good if work.kind in ("fetch", "copy") else 0
         elif work.trouble:
-            consequence = _CONSEQUENCES.get(work.kind, "")
-            for story in stories:
-                story.fall_back(at_s, work.trouble, consequence)
-        return work.trouble
+            self._tell_trouble(work, stories, CONSEQUENCES[work.kind], at_s, core)
 
-    def _give_up_late(self, at_s: float, core: Core) -> str:
-        trouble = ""
+    def _give_up_late(self, at_s: float, core: Core) -> None:
         for op, (work, stories) in list(self._open.items()):
             owner = core.books.operations.get(op)
             if work.trouble:
                 continue
-            if isinstance(owner, LateFetch):
-                work.trouble = "storage was late: the fetch did not end within its deadline"
-            elif isinstance(owner, Load) and owner.stage is Stage.VOID:
-                work.trouble = "a copy to the device was late: it did not end within its deadline"
+            if isinstance(owner, Backup):
+                wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
+                if work.begun_at_s + wait_s > at_s:
+                    continue
             elif owner is None and work.kind == "query":
-                work.trouble = "storage was late: it did not answer within its deadline"
                 work.ended_at_s = at_s
                 del self._open[op]
-            else:
+            elif not isinstance(owner, LateFetch) and not (isinstance(owner, Load) and owner.stage is Stage.VOID):
                 continue
-            trouble = work.trouble
-            for story in stories:
-                story.fall_back(at_s, trouble, _CONSEQUENCES["late copy" if work.kind == "copy" else work.kind])
-        return trouble
+            work.trouble = LATE[work.kind]
+            consequence = CONSEQUENCES.get(f"late {work.kind}") or CONSEQUENCES[work.kind]
+            self._tell_trouble(work, stories, consequence, at_s, core)
+
+    def _give_up_cut(self, core: Core) -> None:
+        if core.books.settings.prefetch == "best_effort":
+            for op, (work, _) in self._open.items():
+                if not work.trouble and isinstance(core.books.operations.get(op), LateFetch):
+                    work.trouble = EXTENDED["transfer_done"]
+
+    def _tell_trouble(self, work: Work, stories: list[Story], consequence: str, at_s: float, core: Core) -> None:
+        if core.books.storage.is_open and not self._breaker_is_open and work.kind in ("query", "fetch", "store"):
+            consequence += ", and that opened the breaker: storage is asked nothing until a probe succeeds"
+        for story in stories:
+            story.fall_back(at_s, work.trouble, consequence)
 
     def _note_raises(self, at_s: float, core: Core) -> None:
         for request in core.books.requests.values():
             story = self._live.get(request.request_id)
             if story is not None and request.raised > story.raised:
                 story.raised = request.raised
-                left = ("all tiers", "L1, L2 and transfer", "L1 and transfer")[request.restore_limit]
-                story.fall_back(at_s, "a rule of the core raised", f"the plan was cut to {left}")
+                left = LEFT_BY_RAISES[request.restore_limit]
+                cause = f"a rule of the core raised: {last_line(request.trouble)}"
+                story.fall_back(at_s, cause, f"the plan was cut to {left}")
 
-    def _move(self, request_id: str, state: State, event: events.Event, at_s: float, core: Core, trouble: str) -> None:
+    def _move(self, request_id: str, state: State, at_s: float, core: Core) -> None:
         story = self._live.get(request_id)
         if story is None:
             return
         if state is State.PREALLOC and story.states:
-            self._sent_back(story, event, at_s, trouble, core)
+            self._sent_back(story, at_s, core)
         story.states.append((at_s, state.value))
         request = core.request(request_id)
         if state is State.PREALLOC and request is not None:
             story.needed_pages = request.short_need
+            unasked = unasked_words(request, core)
+            if unasked:
+                story.fall_back(at_s, unasked, CONSEQUENCES["query"])
 
-    def _sent_back(self, story: Story, event: events.Event, at_s: float, trouble: str, core: Core) -> None:
+    def _sent_back(self, story: Story, at_s: float, core: Core) -> None:
         for key, work in list(self._spans.items()):
             if key[0] == story.request_id and work.ended_at_s is None:
                 work.ended_at_s = at_s
                 work.wasted, work.trouble = work.good, "the room was left"
         request = core.request(story.request_id)
-        if isinstance(event, ROOM_EVENTS) and self._is_of(event, story):
-            words = {events.RoomRefused: "prefill refused", events.RoomFailed: "prefill failed"}
-            cause = f"{words.get(type(event), 'the prefill worker was lost')}: {_last_line(event.cause)}"
-            recomputes = request is not None and request.recomputes
-            whither = "for its caller to compute the rest" if recomputes else "for the next prefill of its list"
-            story.fall_back(at_s, cause, f"the request went back to the queue, {whither}")
-        else:
-            cause = trouble or "the transfer of another request, which was to fill pages that they share, was lost"
-            story.fall_back(at_s, cause, "the request went back to the queue, for other pages")
-
-    def _is_of(self, event: events.RoomRefused | events.RoomFailed | events.WriterLost, story: Story) -> bool:
-        """Whether the room that is over is the story's own, and not one that fills pages for it."""
-        if isinstance(event, events.WriterLost):
-            return self._writers.get(story.request_id) == event.writer
-        return event.request_id == story.request_id
+        if request is None:
+            return  # It has ended in the same step, and that is told.
+        whither = "for other pages"
+        if request.recomputes:
+            whither = "for its caller to compute the rest"
+        elif request.attempts > story.attempts:
+            whither = "for the next prefill of its list"
+        story.attempts = request.attempts
+        story.fall_back(at_s, in_one_line(request.trouble), f"the request went back to the queue, {whither}")
 
     # --- Commands ---
 
@@ -245,7 +296,11 @@ class Stories:
                     loads[load.tier] += pages
                 else:
                     shared += pages
-            declined = max(0, request.stored_first + request.stored_found - promised) if request.stored_found else 0
+                    if load.op in self._open:
+                        work, stories = self._open[load.op]
+                        stories.append(story)
+                        story.works.append(work)
+            declined = request.declined[1]
         local = promised - loads["l2"] - loads["l3"] - shared
         plan = Plan(
             at_s,
@@ -260,17 +315,23 @@ class Stories:
             declined,
         )
         story.plans.append(plan)
-        if declined:
-            story.fall_back(
-                at_s,
-                f"host memory was short, or the run not worth a fetch: {declined} pages that storage has were declined",
-                "the transfer brings them",
-            )
+        if declined and request is not None:
+            story.fall_back(at_s, declined_words(request, core), "the transfer brings them")
         self._span(story, command.generation, 0, promised, len(command.pages), at_s)
 
     def _extend(self, command: commands.SendExtend, at_s: float, core: Core) -> None:
         story = self._live[command.request_id]
         self._span(story, command.generation, command.span, command.first, len(command.pages), at_s)
+        request = core.request(command.request_id)
+        room = None if request is None else request.room
+        load = None if room is None else room.spans[command.span].load
+        if load is None:
+            return
+        story.works[-1].cause = EXTENDED[extend_cause(load, self._event)]
+        if load.cause in UNTOLD_CAUSES:
+            for sharer in load.sharers:
+                if sharer.request_id in self._live:
+                    self._live[sharer.request_id].fall_back(at_s, EXTENDED[load.cause], CONSEQUENCES["fetch"])
 
     def _span(self, story: Story, generation: int, span: int, first: int, count: int, at_s: float) -> None:
         work = Work("span", first, count, at_s, generation=generation, span=span)
@@ -281,13 +342,17 @@ class Stories:
         story = self._live[command.request_id]
         story.ended = "READY"
         story.sources = dict(command.sources)
+        self.ended.append(story)
         self._forget_spans(story)
 
     def _failed(self, command: commands.TellFailed, at_s: float, core: Core) -> None:
         story = self._live.pop(command.request_id)
+        story.was_ready = story.ended == "READY"
         story.ended, story.cause, story.detail = "FAILED", command.cause, command.detail
+        self._by_serial.pop(story.serial, None)
+        self.ended.append(story)
         for work in story.works:
-            if work.kind == "span":
+            if work.kind == "span" and not story.was_ready:
                 work.wasted = work.good
                 work.ended_at_s = at_s if work.ended_at_s is None else work.ended_at_s
         self._forget_spans(story)
@@ -300,54 +365,31 @@ class Stories:
         self._give_back(command.request_id, "finished", at_s)
 
     def _retracted(self, command: commands.TellRetracted, at_s: float, core: Core) -> None:
+        story = self._live.get(command.request_id)
+        if story is not None:
+            story.held_pages = command.held_pages
+            self._given_away[command.request_id] = story
         self._give_back(command.request_id, "retracted", at_s)
 
     def _dropped(self, command: commands.TellDropped, at_s: float, core: Core) -> None:
+        story = self._live[command.request_id]
+        self._by_serial.pop(story.serial, None)
         self._give_back(command.request_id, "dropped", at_s)
+
+    def _forget_tokens(self, command: commands.ForgetTokens, at_s: float, core: Core) -> None:
+        """What the request left is backed up, as far as it will be."""
+        story = self._by_serial.pop(command.serial, None)
+        tokens = self._kept.pop(command.serial, None)
+        if story is None or tokens is None or any(work.kind == "store" for work in story.works):
+            return
+        words = unstored_words(core, tokens)
+        if words:
+            story.fall_back(at_s, f"nothing was put in storage: {words}", CONSEQUENCES["store"])
 
     def _give_back(self, request_id: str, words: str, at_s: float) -> None:
         story = self._live.pop(request_id, None)
         if story is not None:
             story.given_back, story.given_back_at_s = words, at_s
-
-
-_CONSEQUENCES = {
-    "query": "the plan was made without storage",
-    "fetch": "the pages were asked of prefill by an extend",
-    "copy": "the pages were asked of prefill by an extend",
-    "late copy": "the pages were given up, since the copy may still write to them",
-    "backup": "the pages are not kept in host memory",
-    "store": "the pages are not kept in storage",
-}
-
-
-def _trouble_of(event: events.Event, work: Work) -> str:
-    names = {"query": "asking storage", "fetch": "the fetch from storage", "copy": "the copy from host to device"}
-    names |= {"backup": "the copy to the host", "store": "the put to storage", "recompute": "the recompute"}
-    name = names[work.kind]
-    if isinstance(event, events.CommandRaised):
-        return f"starting {name} raised: {_last_line(event.detail)}"
-    error = getattr(event, "error", "")
-    if error:
-        return f"{name} failed: {_last_line(error)}"
-    if isinstance(event, events.PagesFetched) and event.good < work.count:
-        good = max(event.good, 0)
-        return f"the fetch was short: storage brought {good} of {work.count} pages, the rest was lost or corrupt"
-    if isinstance(event, events.PagesStored) and event.stored < work.count:
-        return f"the put was partial: storage took {event.stored} of {work.count} pages"
-    return ""
-
-
-def _good_of(event: events.Event, work: Work) -> int:
-    for name in ("found", "good", "stored"):
-        if hasattr(event, name):
-            return max(0, min(int(getattr(event, name)), work.count))
-    return 0 if work.trouble else work.count
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else "no words"
 
 
 def read_stories(replayer: Replayer) -> Stories:

@@ -31,6 +31,8 @@ class Work:
     span: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
     """When how many pages of a span landed."""
+    cause: str = ""
+    """Why a part of the promise was taken back, where this is the span for it."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,15 @@ class Story:
     given_back: str = ""
     """"finished", "retracted", "dropped"."""
     grown_pages: int = 0
+    held_pages: int = 0
+    """Pages of a retracted request that are held in host memory."""
+    notes: list[tuple[float, str]] = field(default_factory=list)
+    """What was changed for all requests while this one restored."""
+    resumes: Story | None = None
+    """The retracted request that this one goes on from."""
+    was_ready: bool = False
+    """Whether it failed only after it had been READY."""
+    attempts: int = 0
     raised: int = 0
 
     @property

@@ -16,6 +16,8 @@ from tidekv.engine.simulation.world import World
 from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
+from tidekv.states.policy import changed_policy, policy_of
+from tidekv.states.request import State
 from tidekv.states.settings import CoreSettings
 
 LINE_STEPS = 5
@@ -98,7 +100,10 @@ PLAY_SETTINGS = CoreSettings(
 class Play:
     """Plays a core by hand, event by event, a millisecond apart, onto a tape. Tokens are bytes, two a page."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patch: Callable[..., None]) -> None:
+        self.patch = patch
+        self.raised: dict[int, list[object]] = {}
+        """By part of a core: what a planted bug has raised there so far."""
         self.core = Core(PLAY_SETTINGS)
         self.tape = Tape(self.core, path)
         self.at_s = 1.0
@@ -144,15 +149,60 @@ class Play:
             if isinstance(command, commands.QueryStorage):
                 self.take(events.StorageAnswered, op=op, found=found)
 
-    def plan_with_host(self, request_id: str, tokens: bytes = b"aabbccdd") -> commands.CopyToDevice:
+    def plan_with_host(self, request_id: str, tokens: bytes = b"aabbccdd", **fields: Any) -> commands.CopyToDevice:
         """Four pages of the request are in host memory, and their copy to the device has begun."""
         self.arrive("before", b"aabbccdd")
         self.bring_everything("before")
         self.take(events.FinishRequested, request_id="before", keys=b"aabbccdd", tokens=8)
         self.take(events.CopyEnded, op=self.last(commands.CopyToHost).op)
         self.take(events.FlushRequested, call=1, tiers=("l1",))
-        self.arrive(request_id, tokens)
+        self.arrive(request_id, tokens, **fields)
         return self.last(commands.CopyToDevice)
+
+    def change_policy(self, **changes: object) -> None:
+        self.take(events.PolicyChanged, policy=changed_policy(policy_of(self.core.books.settings), changes))
+
+    def bring_to(self, state: str, request_id: str = "r1", **fields: Any) -> None:
+        """A request waits in this state; from the plan on it has a room whose promise went to p0."""
+        if state == "PREALLOC":
+            self.arrive("big", tokens=b"0123456789abcdef0123456789abcdef")
+            self.bring_everything("big")
+            self.arrive(request_id, **fields)
+        elif state == "MATCH":
+            self.take(events.StorageChanged, available=True)
+            self.arrive(request_id, **fields)
+        elif state == "PREFETCH":
+            self.plan_with_storage(request_id, **fields)
+        elif state == "LOCAL_RESTORE":
+            self.plan_with_host(request_id, **fields)
+        else:
+            self.arrive(request_id, **fields)
+        request = self.core.request(request_id)
+        assert request is not None
+        if request.room is not None:
+            self.send_promise(request_id)
+        if state == "READY":
+            self.bring_everything(request_id)
+        assert request.state.value == state
+
+    def send_promise(self, request_id: str, writer: str = "p0") -> None:
+        room = self.core.request(request_id).room  # type: ignore[union-attr]  # It has one.
+        self.take(events.PromiseSent, request_id=request_id, generation=room.generation, writer=writer, ranks=1)
+
+    def to_room(self, kind: type[events.Event], request_id: str = "r1", **fields: Any) -> None:
+        """What prefill says of the request's room."""
+        request = self.core.request(request_id)
+        assert request is not None
+        self.take(kind, request_id=request_id, generation=request.generation, **fields)
+
+    def finish(self, request_id: str = "r1", kind: type[events.Event] = events.FinishRequested) -> None:
+        self.take(kind, request_id=request_id, keys=b"aabbccdd", tokens=8)
+
+    def back_up(self, request_id: str = "r1") -> None:
+        """The request is finished, and its pages are in host memory."""
+        self.bring_everything(request_id)
+        self.finish(request_id)
+        self.take(events.CopyEnded, op=self.last(commands.CopyToHost).op)
 
     def wait_for_clock(self) -> None:
         due_s = self.core.next_deadline_s()
@@ -175,9 +225,9 @@ class Play:
             if room is None:
                 continue
             if not room.ranks:
-                name = {"request_id": request_id, "generation": room.generation}
-                self.take(events.PromiseSent, **name, writer=f"p{room.prefill}", ranks=1)
-                self.take(events.AuxLanded, **name, rank=0)
+                self.send_promise(request_id, writer=f"p{room.prefill}")
+            if not room.aux_from:
+                self.take(events.AuxLanded, request_id=request_id, generation=room.generation, rank=0)
             for number, span in enumerate(list(room.spans)):
                 if (room.generation, number) not in sent:
                     sent.add((room.generation, number))
@@ -195,5 +245,31 @@ class Play:
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    return Play(tmp_path / "play.journal")
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    return Play(tmp_path / "play.journal", monkeypatch.setattr)
+
+
+@pytest.fixture
+def play_of_rows(tmp_path: Path) -> Callable[[dict[str, Any]], set[tuple[str, State, State]]]:
+    """Play rows of the table of causes; returns the transitions of requests r1 that were made: event, from, to."""
+
+    def run(rows: dict[str, Any]) -> set[tuple[str, State, State]]:
+        taken = set()
+        for name, (inject, _, _) in rows.items():
+            with pytest.MonkeyPatch.context() as patch:
+                played = Play(tmp_path / "play.journal", patch.setattr)
+                for trigger, pull in list(played.core._triggers.items()):
+
+                    def pulled(request: Any, *, trigger: str = trigger, pull: Any = pull, **given: Any) -> Any:
+                        before = request.state
+                        done = pull(request, **given)
+                        if request.request_id == "r1":
+                            taken.add((trigger, before, request.state))
+                        return done
+
+                    played.core._triggers[trigger] = pulled
+                inject(played)
+                assert played.given, name
+        return taken
+
+    return run

@@ -1,20 +1,40 @@
-"""`explain` names the cause of each kind of fallback, in the words of whoever injected it."""
+"""`explain` names the injected cause of everything that can go another way than planned: no kind is without a row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tidekv.states
 from tidekv import Replayer
+from tidekv.engine.seeing import causes
 from tidekv.engine.seeing.explain import explain
 from tidekv.engine.seeing.stories import read_stories
-from tidekv.states import commands, events
-from tidekv.states.restore import Restore
+from tidekv.engine.simulation.faults import FAULTS
+from tidekv.states import events, loads, rules
+from tidekv.states.load import LOAD_CAUSES
+from tidekv.states.request import DECLINED, State
+from tidekv.states.table import TRANSITIONS
 
 Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
+
+
+def rows_of(name: str) -> dict[str, Any]:
+    """The rows in a file beside this one."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows: dict[str, Any] = module.CASES
+    return rows
+
+
+CASES = {**rows_of("explained_tiers"), **rows_of("explained_requests")}
 
 
 def words_for(path: Path, request_id: str = "r1") -> str:
@@ -22,167 +42,125 @@ def words_for(path: Path, request_id: str = "r1") -> str:
     return "\n".join(explain(story, now_s=stories.last_at_s) for story in stories.named(request_id))
 
 
-def storage_fails(play: Play) -> None:
-    fetch = play.plan_with_storage("r1")
-    play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
-    play.bring_everything("r1")
+@pytest.mark.parametrize("name", CASES)
+def test_words_name_the_injected_cause(play: Play, name: str) -> None:
+    inject, expected, counters = CASES[name]
+    inject(play)
+    words = words_for(play.tape.end())
+    for word in expected:
+        assert word in words, f"{word!r} is not said in:\n{words}"
+    counted = play.core.statistics()
+    assert all(counted.get(name) for name in counters), counted
+    assert "; ." not in words and "None" not in words
 
 
-def storage_is_short(play: Play) -> None:
-    fetch = play.plan_with_storage("r1")
-    play.take(events.PagesFetched, op=fetch.op, good=1)
-    play.bring_everything("r1")
+NO_CAUSE = {
+    # What comes for nobody, or twice, changes nothing for any request.
+    "frames_foreign", "chunks_foreign", "chunks_repeated", "calls_late",
+    # Storage is asked again: nothing went wrong any more.
+    "l3_breaker_closed",
+}  # fmt: skip
 
 
-def storage_is_late(play: Play) -> None:
-    fetch = play.plan_with_storage("r1")
-    play.wait_for_clock()
-    play.bring_everything("r1")
-    play.take(events.PagesFetched, op=fetch.op, good=4)
+def test_every_counter_of_trouble_has_a_row() -> None:
+    folder = Path(next(iter(tidekv.states.__path__)))
+    counters = {name for file in folder.glob("*.py") for name in re.findall(r'count\(\s*"(\w+)"', file.read_text())}
+    assert len(counters) > 20
+    counted = {name for _, _, counters in CASES.values() for name in counters}
+    assert counters - {"device", "host"} == counted | NO_CAUSE
 
 
-def fetch_cannot_be_started(play: Play) -> None:
-    fetch = play.plan_with_storage("r1")
-    play.take(events.CommandRaised, op=fetch.op, detail="Traceback\n  …\nOSError: no file left")
-    play.bring_everything("r1")
+def test_every_cause_is_said_in_some_row() -> None:
+    said = "\n".join(word for _, expected, _ in CASES.values() for word in expected)
+    for meaning in (*DECLINED.values(), *LOAD_CAUSES.values()):
+        assert meaning in said, meaning
+    for kind, words in causes.LATE.items():
+        assert words in said, kind
+    for kind in causes.NAMES:
+        assert f"{causes.NAMES[kind]} failed" in said, kind
+        assert f"starting {causes.NAMES[kind]} raised" in said, kind
+    for left in causes.LEFT_BY_RAISES[1:]:
+        assert f"was cut to {left}" in said
+    failures = re.findall(r'_fail\(core, request, "([^"]+)"', inspect.getsource(rules))
+    failures += re.findall(r'"((?:refused by|prefill) [a-z]+)"', inspect.getsource(rules))
+    assert len(failures) == 6
+    for cause in failures:
+        assert f"It failed: {cause}" in said, cause
+    for cause in re.findall(r'_void\(load, "([^"]+)"', inspect.getsource(loads)):
+        assert cause in said or cause == "nobody needs it"
 
 
-def query_fails(play: Play) -> None:
-    play.take(events.StorageChanged, available=True)
-    play.arrive("r1")
-    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="connection refused")
-    play.bring_everything("r1")
+def test_every_way_back_and_every_way_to_fail_is_taken_by_a_row(play_of_rows: Any) -> None:
+    taken = play_of_rows(CASES)
+    rows = {
+        (row.event.__name__, source, row.dest)
+        for row in TRANSITIONS
+        for source in row.source
+        if row.dest in (State.PREALLOC, State.FAILED)
+    }
+    assert len(rows) > 25
+    assert rows <= taken, sorted(f"{event} in {source.value}" for event, source, _ in rows - taken)
 
 
-def query_is_late(play: Play) -> None:
-    play.take(events.StorageChanged, available=True)
-    play.arrive("r1")
-    play.wait_for_clock()
-    play.bring_everything("r1")
-
-
-def host_is_short(play: Play) -> None:
-    play.plan_with_storage("r0", tokens=b"zzzzzzzz")
-    fetch = play.plan_with_storage("r1", tokens=b"aabbccdd", found=4)
-    play.take(events.PagesFetched, op=fetch.op, good=2)
-    play.bring_everything("r1")
-
-
-def copy_fails(play: Play) -> None:
-    copy = play.plan_with_host("r1")
-    play.take(events.CopyEnded, op=copy.op, error="CopyFailed: bus error")
-    play.bring_everything("r1")
-
-
-def copy_is_late(play: Play) -> None:
-    copy = play.plan_with_host("r1")
-    play.wait_for_clock()
-    play.take(events.CopyEnded, op=copy.op)
-    play.bring_everything("r1")
-
-
-def prefill_refuses(play: Play) -> None:
-    play.arrive("r1", prefill_count=2)
-    play.take(events.PromiseSent, request_id="r1", generation=0, writer="p0", ranks=1)
-    play.take(events.RoomRefused, request_id="r1", generation=0, span=0, cause="it forgot the prompt")
-    play.bring_everything("r1")
-
-
-def prefill_fails(play: Play) -> None:
-    play.arrive("r1", prefill_count=2)
-    play.take(events.PromiseSent, request_id="r1", generation=0, writer="p0", ranks=1)
-    play.take(events.RoomFailed, request_id="r1", generation=0, cause="out of memory there", settled=True)
-    play.bring_everything("r1")
-
-
-def writer_is_lost(play: Play) -> None:
-    play.arrive("r1", prefill_count=2)
-    play.take(events.PromiseSent, request_id="r1", generation=0, writer="p0", ranks=1)
-    play.take(events.ChunkLanded, request_id="r1", generation=0, rank=0, span=0, first=0, count=2, last=False)
-    play.take(events.WriterLost, writer="p0", cause="no heartbeat for 2 s")
-    play.bring_everything("r1")
-
-
-def last_prefill_fails(play: Play) -> None:
-    play.arrive("r1")
-    play.take(events.PromiseSent, request_id="r1", generation=0, writer="p0", ranks=1)
-    play.take(events.RoomFailed, request_id="r1", generation=0, cause="killed by the operator", settled=True)
-
-
-def deadline_passes(play: Play) -> None:
-    play.arrive("r1", deadline_at_s=play.at_s + 0.5)
-    play.take(events.PromiseSent, request_id="r1", generation=0, writer="p0", ranks=1)
-    play.wait_for_clock()
-
-
-def caller_aborts(play: Play) -> None:
-    play.arrive("r1")
-    play.take(events.AbortRequested, request_id="r1", cause="cancelled by the caller")
-
-
-def device_is_short(play: Play) -> None:
-    play.arrive("r0", tokens=b"0123456789abcdef0123456789abcdef")
-    play.bring_everything("r0")
-    play.arrive("r1", tokens=b"aabbccddeeffgghh")
-    play.at_s += 3.0
-    play.take(events.AbortRequested, request_id="r0")
-    play.bring_everything("r1")
-
-
-def filler_is_lost(play: Play) -> None:
-    """r1 shares pages that r0's room was to fill after a failed fetch; r0's prefill is lost."""
-    fetch = play.plan_with_storage("r0")
-    play.take(events.PromiseSent, request_id="r0", generation=0, writer="p0", ranks=1)
-    play.arrive("r1")
-    play.answer_queries(found=0)
-    play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
-    play.take(events.WriterLost, writer="p0", cause="no heartbeat for 2 s")
-    play.bring_everything("r1")
-
-
-CASES: dict[Callable[[Play], None], list[str]] = {
-    storage_fails: ["the fetch from storage failed: disk on fire", "extend", "READY"],
-    storage_is_short: ["the fetch was short: storage brought 1 of 4 pages", "lost or corrupt", "extend", "READY"],
-    storage_is_late: ["storage was late: the fetch did not end within its deadline", "extend", "fetched too late"],
-    fetch_cannot_be_started: ["starting the fetch from storage raised: OSError: no file left", "extend", "READY"],
-    query_fails: ["asking storage failed: connection refused", "without storage", "READY"],
-    query_is_late: ["storage was late: it did not answer within its deadline", "without storage", "READY"],
-    host_is_short: ["host memory was short", "declined", "READY"],
-    copy_fails: ["the copy from host to device failed: CopyFailed: bus error", "extend", "READY"],
-    copy_is_late: ["a copy to the device was late", "given up", "for other pages", "READY"],
-    prefill_refuses: ["prefill refused: it forgot the prompt", "next prefill", "READY"],
-    prefill_fails: ["prefill failed: out of memory there", "next prefill", "READY"],
-    writer_is_lost: ["the prefill worker was lost: no heartbeat for 2 s", "next prefill", "for a room that was left"],
-    last_prefill_fails: ["It failed: prefill failed (killed by the operator)"],
-    deadline_passes: ["It failed: deadline (in TRANSFER)", "FAILED after 499.0 ms"],
-    caller_aborts: ["It failed: cancelled by the caller"],
-    device_is_short: ["waited longest in PREALLOC, for free device pages (it needed 9 at once)", "more device pages"],
-    filler_is_lost: ["the transfer of another request", "for other pages", "READY"],
+FAULT_ROWS = {
+    "query_fails": "query_fails",
+    "query_raises": "query_raises",
+    "query_is_late": "query_is_late",
+    "query_is_stuck": "query_is_late",
+    "query_promises_too_much": "fetch_is_short",
+    "fetch_fails": "fetch_fails",
+    "fetch_raises": "fetch_raises",
+    "fetch_is_short": "fetch_is_short",
+    "fetch_is_corrupt": "fetch_is_short",
+    "fetch_is_late": "fetch_is_late",
+    "fetch_is_stuck": "fetch_is_late",
+    "page_is_lost": "fetch_is_short",
+    "store_fails": "put_fails",
+    "store_raises": "put_raises",
+    "store_is_partial": "put_is_partial",
+    "store_is_late": "put_is_late",
+    "store_is_stuck": "put_is_late",
+    "probe_fails": "breaker_is_open",
+    "policy_changes": "policy_changes",
+    "storage_is_detached": "storage_is_detached",
+    "copy_in_fails": "copy_fails",
+    "copy_in_raises": "copy_raises",
+    "copy_in_is_late": "copy_is_late",
+    "copy_in_is_stuck": "copy_is_late",
+    "copy_out_fails": "backup_fails",
+    "copy_out_raises": "backup_raises",
+    "copy_out_is_late": "backup_is_late",
+    "connect_fails": "promise_cannot_be_sent",
+    "room_is_refused": "prefill refuses in TRANSFER, and there is another",
+    "extend_is_refused": "extend_is_refused",
+    "room_fails": "prefill fails in TRANSFER, and there is another",
+    "room_fails_settled": "prefill fails in TRANSFER, and there is another",
+    "peer_crashes": "prefill is_dead in TRANSFER, and there is another",
+    "peer_is_partitioned": "prefill is_lost in TRANSFER, and there is another",
+    "abort": "the caller aborts in TRANSFER",
+    "abort_at_once": "the caller aborts in PREALLOC",
+    "abort_when_ready": "caller_aborts_when_ready",
+    "deadline": "the deadline passes in TRANSFER",
+    "retract": "request_is_retracted_and_resumed",
+    "recompute_fails": "recompute_fails",
+    "recompute_raises": "recompute_raises",
+    "rule_raises": "a rule raises once",
 }
+FAULTS_WITHOUT_CAUSE = {
+    # Nothing goes another way than planned: it only takes longer, and the times say so.
+    "promise_is_slow", "write_is_slow", "aux_is_slow", "drain_is_slow", "recompute_is_slow", "clock_is_late",
+    # A miss is a miss, whatever made it.
+    "query_promises_too_little", "storage_forgets", "flush", "no_cache", "output_is_dropped", "retracted_is_dropped",
+    # It is not believed, and nothing follows from it.
+    "query_is_nonsense", "fetch_reports_nonsense", "outcome_repeats", "frame_repeats", "frame_is_foreign",
+    "frame_is_of_old_generation", "frame_of_wrong_rank", "frame_of_wrong_span", "chunk_skips_pages",
+    "abort_of_nothing", "id_returns",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_words_name_the_injected_cause(play: Play, case: Callable[[Play], None]) -> None:
-    case(play)
-    words = words_for(play.tape.end())
-    for expected in CASES[case]:
-        assert expected in words, words
-
-
-def test_words_name_a_rule_that_raised(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A bug of ours: it raises in the replay, too.
-    fix_plan = Restore.fix_plan
-
-    def raising(self: Restore, request) -> None:  # type: ignore[no-untyped-def]
-        if not request.raised:
-            raise ZeroDivisionError("a bug")
-        fix_plan(self, request)
-
-    monkeypatch.setattr(Restore, "fix_plan", raising)
-    play.arrive("r1")
-    play.bring_everything("r1")
-    words = words_for(play.tape.end())
-    assert "a rule of the core raised; the plan was cut to L1, L2 and transfer" in words
+def test_every_fault_of_the_simulation_has_a_row_or_no_cause() -> None:
+    assert set(FAULT_ROWS) | FAULTS_WITHOUT_CAUSE == set(FAULTS)
+    assert set(FAULT_ROWS.values()) <= set(CASES)
 
 
 def test_plan_and_sources_are_told_with_their_numbers(play: Play) -> None:

@@ -1,0 +1,236 @@
+"""Rows of the table of `test_explain`: what storage and copies may do to a request, and what must be said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tidekv.engine.seeing import causes
+from tidekv.states import commands, events
+from tidekv.states.load import LOAD_CAUSES
+from tidekv.states.request import DECLINED
+
+Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
+CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
+"""By name: what is injected, words about request r1, and counters of the core that the injection moves."""
+
+
+def says(*words: str, counts: str = "") -> Callable[[Callable[[Play], None]], Callable[[Play], None]]:
+    def add(play: Callable[[Play], None]) -> Callable[[Play], None]:
+        CASES[play.__name__] = (play, words, tuple(counts.split()))
+        return play
+
+    return add
+
+
+# --- Storage ---
+
+
+@says("the fetch from storage failed: disk on fire", "extend 1, since the fetch from storage failed", counts="extends")
+def fetch_fails(play: Play) -> None:
+    fetch = play.plan_with_storage("r1")
+    play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
+    play.bring_everything("r1")
+
+
+@says("storage brought 1 of 4 pages", "lost or corrupt", LOAD_CAUSES["fetch_short"], "READY", counts="l3_pages_short")
+def fetch_is_short(play: Play) -> None:
+    fetch = play.plan_with_storage("r1")
+    play.take(events.PagesFetched, op=fetch.op, good=1)
+    play.bring_everything("r1")
+
+
+@says(causes.LATE["fetch"], LOAD_CAUSES["fetch_late"], "fetched too late", counts="l3_fetches_late")
+def fetch_is_late(play: Play) -> None:
+    fetch = play.plan_with_storage("r1")
+    play.wait_for_clock()
+    play.bring_everything("r1")
+    play.take(events.PagesFetched, op=fetch.op, good=4)
+
+
+@says("starting the fetch from storage raised: OSError: no file left", "starting the fetch or the copy raised", "READY")
+def fetch_raises(play: Play) -> None:
+    fetch = play.plan_with_storage("r1")
+    play.take(events.CommandRaised, op=fetch.op, detail="Traceback\n  …\nOSError: no file left")
+    play.bring_everything("r1")
+
+
+@says(LOAD_CAUSES["transfer_done"], "extend 1", "READY", counts="l3_fetches_cut")
+def fetch_is_cut_since_the_transfer_is_done(play: Play) -> None:
+    play.change_policy(prefetch="best_effort")
+    play.plan_with_storage("r1", found=2)
+    play.bring_everything("r1")
+
+
+@says("the fetch from storage failed: disk on fire", "2 under load by another", "READY")
+def shared_fetch_fails(play: Play) -> None:
+    fetch = play.plan_with_storage("r0", found=2)
+    play.send_promise("r0")
+    play.arrive("r1")
+    play.answer_queries(found=0)
+    play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
+    play.bring_everything("r0")
+    play.bring_everything("r1")
+
+
+@says("asking storage failed: connection refused", "without storage", "READY", counts="l3_queries_failed")
+def query_fails(play: Play) -> None:
+    play.bring_to("MATCH")
+    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="connection refused")
+    play.bring_everything("r1")
+
+
+@says("starting asking storage raised: OSError: no socket", "without storage", "READY")
+def query_raises(play: Play) -> None:
+    play.bring_to("MATCH")
+    play.take(events.CommandRaised, op=play.last(commands.QueryStorage).op, detail="Traceback\nOSError: no socket")
+    play.bring_everything("r1")
+
+
+@says(causes.LATE["query"], "without storage", "READY", counts="l3_queries_late outcomes_late")
+def query_is_late(play: Play) -> None:
+    play.bring_to("MATCH")
+    play.wait_for_clock()
+    play.bring_everything("r1")
+    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=4)
+
+
+@says("asking storage failed: gone", "that opened the breaker: storage is asked nothing", counts="l3_breaker_opened")
+def breaker_opens(play: Play) -> None:
+    play.change_policy(breaker_failures=1)
+    play.bring_to("MATCH")
+    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="gone")
+    play.bring_everything("r1")
+
+
+@says("storage was not asked: the breaker is open: storage failed or was late 1 times", counts="l3_probes_failed")
+def breaker_is_open(play: Play) -> None:
+    play.change_policy(breaker_failures=1)
+    play.bring_to("MATCH", "r0")
+    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="gone")
+    play.wait_for_clock()
+    play.take(events.StorageProbed, op=play.last(commands.ProbeStorage).op, error="still gone")
+    play.arrive("r1", tokens=b"zzzzzzzz")
+    play.bring_everything("r1")
+
+
+def answered_and_waiting(play: Play) -> None:
+    """Storage has said that it has all of r1, which waits for device pages."""
+    play.take(events.StorageChanged, available=True)
+    play.bring_to("PREALLOC")
+    play.answer_queries(found=4)
+
+
+@says("4 pages that storage has were declined", DECLINED["storage_left_alone"], "(the breaker is open")
+def breaker_opens_before_the_plan(play: Play) -> None:
+    play.change_policy(breaker_failures=1)
+    answered_and_waiting(play)
+    play.arrive("r2", tokens=b"zzzzzzzz")
+    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="gone")
+    play.take(events.AbortRequested, request_id="big")
+    play.bring_everything("r1")
+
+
+@says("storage was detached.", DECLINED["storage_left_alone"], "(it was detached)", counts="l3_declined_pages")
+def storage_is_detached(play: Play) -> None:
+    answered_and_waiting(play)
+    play.take(events.StorageChanged, available=False)
+    play.take(events.AbortRequested, request_id="big")
+    play.bring_everything("r1")
+
+
+@says("the storage policy was changed: prefetch_threshold_tokens from 0 to 100", "prefetch_threshold_tokens is 100")
+def policy_changes(play: Play) -> None:
+    answered_and_waiting(play)
+    play.change_policy(prefetch_threshold_tokens=100)
+    play.take(events.AbortRequested, request_id="big")
+    play.bring_everything("r1")
+
+
+@says("3 pages that storage has were declined", DECLINED["below_threshold"], "(prefetch_threshold_tokens is 7)")
+def hit_is_below_threshold(play: Play) -> None:
+    play.change_policy(prefetch_threshold_tokens=7)
+    play.bring_to("MATCH")
+    play.answer_queries(found=3)
+    play.bring_everything("r1")
+
+
+@says("2 pages that storage has were declined", DECLINED["limit"], "(fetch_pages_in_flight_max is 2)")
+def too_many_fetches_are_in_flight(play: Play) -> None:
+    play.change_policy(fetch_pages_in_flight_max=2)
+    play.plan_with_storage("r1")
+
+
+@says("3 pages that storage has were declined", DECLINED["limit"], "(fetch_pages_per_s is 1)")
+def too_much_is_fetched_in_a_second(play: Play) -> None:
+    play.change_policy(fetch_pages_per_s=1.0)
+    play.plan_with_storage("r1")
+
+
+@says("2 pages that storage has were declined", DECLINED["no_host_page"], "READY", counts="l3_declined_pages")
+def host_is_short(play: Play) -> None:
+    play.plan_with_storage("r0", tokens=b"zzzzzzzz")
+    fetch = play.plan_with_storage("r1", tokens=b"aabbccdd", found=4)
+    play.take(events.PagesFetched, op=fetch.op, good=2)
+    play.bring_everything("r1")
+
+
+@says("2 pages that storage has were declined", DECLINED["out_of_reach"])
+def caches_forget_what_is_in_front_of_the_hit(play: Play) -> None:
+    play.change_policy(breaker_failures=1)
+    play.arrive("r0", tokens=b"aabb")
+    play.bring_everything("r0")
+    play.take(events.FinishRequested, request_id="r0", keys=b"aabb", tokens=4)
+    play.take(events.CopyEnded, op=play.last(commands.CopyToHost).op)
+    play.arrive("big", tokens=b"0123456789abcdef0123456789ab")
+    play.bring_everything("big")
+    play.take(events.StorageChanged, available=True)
+    play.arrive("r1")
+    play.answer_queries(found=2)
+    play.take(events.FlushRequested, call=2, tiers=("l1", "l2"))
+    play.arrive("r2", tokens=b"zzzzzzzz")
+    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="gone")
+    play.take(events.AbortRequested, request_id="big")
+    play.bring_everything("r1")
+
+
+@says("4 pages that storage has were declined", DECLINED["in_the_way"], "READY")
+def remains_of_another_load_are_in_the_way(play: Play) -> None:
+    fetch = play.plan_with_storage("r0")
+    play.send_promise("r0")
+    play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
+    play.take(events.WriterLost, writer="p0", cause="no heartbeat for 2 s")
+    play.arrive("r1")
+    play.answer_queries(found=4)
+    play.bring_everything("r1")
+
+
+# --- Copies ---
+
+
+@says(
+    "the copy from host to device failed: CopyFailed: bus error",
+    LOAD_CAUSES["copy_failed"],
+    "READY",
+    counts="copies_failed",
+)
+def copy_fails(play: Play) -> None:
+    copy = play.plan_with_host("r1")
+    play.take(events.CopyEnded, op=copy.op, error="CopyFailed: bus error")
+    play.bring_everything("r1")
+
+
+@says("starting the copy from host to device raised: RuntimeError: no thread", "extend", "READY")
+def copy_raises(play: Play) -> None:
+    copy = play.plan_with_host("r1")
+    play.take(events.CommandRaised, op=copy.op, detail="RuntimeError: no thread")
+    play.bring_everything("r1")
+
+
+@says(causes.LATE["copy"], "given up", "a copy to the device did not end in time", "for other pages", "READY",
+      counts="copies_late loads_void sent_back")  # fmt: skip
+def copy_is_late(play: Play) -> None:
+    copy = play.plan_with_host("r1")
+    play.wait_for_clock()
+    play.take(events.CopyEnded, op=copy.op)
+    play.bring_everything("r1")
