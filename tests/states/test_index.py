@@ -207,6 +207,24 @@ def test_insert_stops_before_void_pages_and_rejects_only_what_is_ours(bench: Ben
     bench.check()
 
 
+def test_insert_looks_for_ours_in_all_that_hangs_below_void_pages(bench: Bench) -> None:
+    node = bench.pending(bench.put(1), 2, 3)
+    below = bench.pending(node, 4, 5)
+    bench.index.set_load(below, None)
+    sharer = bench.index.lock(below)
+    path = page_ids([0]) + node.device + below.device
+    bench.index.set_void(node)
+    # All of these are the tree's, to the last one: nothing of them is to be given back.
+    assert bench.index.insert("", keys(1, 2, 3, 4, 5), path).rejected == page_ids()
+    foreign = bench.device.take(2)
+    inserted = bench.index.insert("", keys(1, 2, 3, 4, 9), path[:3] + foreign)
+    assert inserted.rejected == foreign
+    assert bench.index.insert("", keys(1, 2, 3, 4), path[:3] + foreign[:1]).rejected == foreign[:1]
+    bench.device.give_back(foreign)
+    bench.index.unlock(sharer)
+    bench.check()
+
+
 def test_refused_insert_enters_nothing(bench: Bench) -> None:
     bench.host_only(1, 2)
     pages = bench.device.take(3)
