@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from transitions import MachineError
 
-from tidekv.states import events, steps
+from tidekv.states import events, outcomes, steps
 from tidekv.states.audit import audit_core
-from tidekv.states.backups import Backup, Backups
+from tidekv.states.backups import Backups
 from tidekv.states.books import Books
 from tidekv.states.errors import BrokenInvariant, IllegalEvent
 from tidekv.states.events import Event
-from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
+from tidekv.states.load import Load
 from tidekv.states.loads import Loads
 from tidekv.states.queue import Queue
 from tidekv.states.request import Request, State
@@ -26,7 +26,6 @@ from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
 from tidekv.states.statistics import count_core
-from tidekv.states.storage_use import StorageUse
 from tidekv.states.table import PROGRESS_GUARDS, build_machine
 
 if TYPE_CHECKING:
@@ -37,17 +36,6 @@ if TYPE_CHECKING:
 
 
 Answer = TypeVar("Answer")
-
-Outcome: TypeAlias = (
-    events.StorageAnswered
-    | events.PagesFetched
-    | events.CopyEnded
-    | events.PagesStored
-    | events.StorageProbed
-    | events.Recomputed
-    | events.CommandRaised
-)
-STORAGE_OUTCOMES = (events.StorageAnswered, events.PagesFetched, events.PagesStored)
 
 RAISES_MAX = 8
 """So many raises of one request, failing it included, are met; the next one is not ours to hide."""
@@ -82,14 +70,8 @@ class Core:
             events.FlushRequested: self._flush_requested,
             events.StorageChanged: self.books.storage.changed,
             events.PolicyChanged: self.books.storage.policy_changed,
-            events.ClockAdvanced: self._clock_advanced,
-            events.StorageAnswered: self._ended,
-            events.PagesFetched: self._ended,
-            events.CopyEnded: self._ended,
-            events.PagesStored: self._ended,
-            events.StorageProbed: self._ended,
-            events.Recomputed: self._ended,
-            events.CommandRaised: self._ended,
+            events.ClockAdvanced: partial(outcomes.time_passed, self),
+            **dict.fromkeys(outcomes.OUTCOMES, partial(outcomes.operation_ended, self)),
             events.PromiseSent: self._promise_sent,
             events.ChunkLanded: self._to_room,
             events.AuxLanded: self._to_room,
@@ -110,7 +92,7 @@ class Core:
         self.moves = []
         books.now_s = max(books.now_s, event.at_s)
         self._takers[type(event)](event)
-        self._settle()
+        self.settle()
         commands, books.out = books.out, []
         return commands
 
@@ -179,79 +161,19 @@ class Core:
         if request is None:
             self.books.count("calls_late")
         else:
-            self._fire(request, event)
+            self.fire(request, event)
 
     def _retracted_dropped(self, event: events.RetractedDropped) -> None:
-        self._insist(lambda: self.backups.release_retracted(event.request_id))
+        self.insist(lambda: self.backups.release_retracted(event.request_id))
         self.books.pages_freed = True
 
     def _flush_requested(self, event: events.FlushRequested) -> None:
-        self._insist(lambda: self.serving.flush(event))
-
-    def _clock_advanced(self, event: events.ClockAdvanced) -> None:
-        while (due := self.books.pop_due()) is not None:
-            owner, op = due
-            if isinstance(owner, Request):
-                if op:
-                    self.books.count("l3_queries_late")
-                    self._insist(partial(self.books.storage.note, failed=True))
-                    del self.books.operations[op]
-                    self._fire(owner, events.StorageAnswered(at_s=event.at_s, op=op, found=0))
-                elif owner.state is not State.READY:
-                    self._fire(owner, steps.DeadlinePassed(at_s=event.at_s))
-            elif isinstance(owner, Backup):
-                self._insist(partial(self.backups.is_late, owner))
-            elif isinstance(owner, StorageUse):
-                self._insist(owner.probe)
-            elif isinstance(owner, Load):
-                self._load_is_late(owner)
-            self._settle()
-
-    def _load_is_late(self, load: Load) -> None:
-        if load.stage is Stage.FETCHING:
-            self._insist(partial(self.books.storage.note, failed=True))
-            self.loads.fetch_is_late(load)
-        elif load.stage is Stage.COPYING:
-            self._insist(lambda: self.loads.copy_is_late(load))
-
-    def _ended(self, event: Outcome) -> None:
-        owner = self.books.operations.pop(event.op, None)
-        if owner is None:
-            self.books.count("outcomes_late")
-            return
-        error = (event.detail or "raised") if isinstance(event, events.CommandRaised) else event.error
-        if isinstance(event, STORAGE_OUTCOMES) and not isinstance(owner, LateFetch):
-            self._insist(partial(self.books.storage.note, failed=bool(error)))
-        if isinstance(owner, Request) and event.op == owner.recompute_op:
-            self._fire(owner, events.Recomputed(at_s=event.at_s, op=event.op, error=error))
-        elif isinstance(owner, Request):
-            found = event.found if isinstance(event, events.StorageAnswered) else 0
-            answer = events.StorageAnswered(at_s=event.at_s, op=event.op, found=found, error=error)
-            self._fire(owner, answer)
-        elif isinstance(owner, Load):
-            good = event.good if isinstance(event, events.PagesFetched) else 0
-            if owner.stage is Stage.FETCHING:
-                self._insist(lambda: self.loads.fetched(owner, good), lambda: self.loads.outcome_raised(owner))
-            else:
-                self._insist(lambda: self.loads.copied(owner, error), lambda: self.loads.outcome_raised(owner))
-        elif isinstance(owner, LateFetch):
-            self._insist(lambda: self.books.host.give_back(owner.host_pages))
-            self.books.pages_freed = True
-        elif isinstance(owner, LateRecompute):
-            self._insist(lambda: self.books.device.give_back(owner.device_pages))
-            self.books.pages_freed = True
-        elif isinstance(owner, StorageUse):
-            self._insist(partial(owner.probed, error))
-        elif owner.storing:
-            stored = event.stored if isinstance(event, events.PagesStored) else 0
-            self._insist(lambda: self.backups.stored(owner, stored), lambda: self.backups.abandon(owner))
-        else:
-            self._insist(lambda: self.backups.copied(owner, error), lambda: self.backups.abandon(owner))
+        self.insist(lambda: self.serving.flush(event))
 
     def _promise_sent(self, event: events.PromiseSent) -> None:
         room = self.rooms.live(event.request_id, event.generation)
         if room is not None:
-            self._fire(room.request, event)
+            self.fire(room.request, event)
         else:
             self.rooms.sent(event.request_id, event.generation, writer=event.writer, ranks=event.ranks)
 
@@ -260,29 +182,29 @@ class Core:
         if room is None:
             self.books.count("frames_late")
             return
-        self._fire(room.request, event)
+        self.fire(room.request, event)
 
     def _room_failed(self, event: events.RoomFailed) -> None:
         if event.settled:
-            self._insist(lambda: self.rooms.settle_unsent(event.request_id, event.generation))
+            self.insist(lambda: self.rooms.settle_unsent(event.request_id, event.generation))
         self._to_room(event)
 
     def _room_drained(self, event: events.RoomDrained) -> None:
-        self._insist(lambda: self.rooms.drained(event.request_id, event.generation, event.rank))
+        self.insist(lambda: self.rooms.drained(event.request_id, event.generation, event.rank))
 
     def _writer_lost(self, event: events.WriterLost) -> None:
         for room in self.rooms.of_writer(event.writer):
             if self.rooms.live(*room.key) is room:
-                self._fire(room.request, event)
+                self.fire(room.request, event)
 
     def _writer_dead(self, event: events.WriterDead) -> None:
         # Who is dead is out of reach: its live rooms end first, and what they leave in the quarantine is free at once.
         self._writer_lost(events.WriterLost(at_s=event.at_s, writer=event.writer, cause="its process is gone"))
-        self._insist(lambda: self.rooms.writer_dead(event.writer))
+        self.insist(lambda: self.rooms.writer_dead(event.writer))
 
     # --- Consequences ---
 
-    def _fire(self, request: Request, event: Event) -> bool:
+    def fire(self, request: Request, event: Event) -> bool:
         """Pull a trigger of the machine. A rule that raises pulls TransitionRaised; a missing row is our bug."""
         before = request.state
         try:
@@ -308,12 +230,12 @@ class Core:
         if request.raised > RAISES_MAX:
             raise  # Called while the exception is handled: even failing the request does not work.
         before = request.state
-        self._fire(request, steps.TransitionRaised(at_s=self.books.now_s, detail=traceback.format_exc()))
+        self.fire(request, steps.TransitionRaised(at_s=self.books.now_s, detail=traceback.format_exc()))
         if request.state is before and isinstance(event, Event) and not isinstance(event, OWN_QUESTIONS):
             # The request goes on, with fewer tiers; what the event said must not be lost.
-            self._fire(request, event)
+            self.fire(request, event)
 
-    def _insist(self, rule: Callable[[], None], mend: Callable[[], None] | None = None) -> None:
+    def insist(self, rule: Callable[[], None], mend: Callable[[], None] | None = None) -> None:
         """Follow a rule that is of no single request. If it raises, mend what it left, or have it go on once more."""
         try:
             rule()
@@ -323,14 +245,14 @@ class Core:
             self.books.count("transitions_raised")
             (mend or rule)()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Draw all consequences until there are none left."""
         books = self.books
         while books.has_work or self.backups.next_waiting:
             if books.homeless:
                 request, cause = next(iter(books.homeless.items()))
                 del books.homeless[request]
-                self._fire(request, steps.PagesLost(at_s=books.now_s, cause=cause))
+                self.fire(request, steps.PagesLost(at_s=books.now_s, cause=cause))
             elif books.unfilled:
                 load = next(iter(books.unfilled))
                 del books.unfilled[load]
@@ -342,7 +264,7 @@ class Core:
             elif (backup := self.backups.next_waiting) is not None:
                 self.backups.put_now(backup)
             else:
-                self._insist(self.loads.free_settled_voids)
+                self.insist(self.loads.free_settled_voids)
                 books.pages_freed = False
                 self._admit()
 
@@ -350,7 +272,7 @@ class Core:
         """Have a sharer of a failed load extend into it. A raise is the sharer's that was to."""
         filler = self.loads.filler_of(load)
         if filler is None:
-            self._insist(lambda: self.loads.fill(load))
+            self.insist(lambda: self.loads.fill(load))
             return
         try:
             self.loads.fill(load)
@@ -368,10 +290,10 @@ class Core:
             self._ask(request, self.restore.ask_storage)
             return
         if request.state is State.MATCH and not request.is_planned and not request.query_op:
-            self._fire(request, steps.PlanDue(at_s=self.books.now_s))
+            self.fire(request, steps.PlanDue(at_s=self.books.now_s))
         event = steps.Progressed(at_s=self.books.now_s)
         while any(guard(self, request, event) for guard in PROGRESS_GUARDS[request.state]):
-            if not self._fire(request, event):
+            if not self.fire(request, event):
                 break
 
     def _ask(self, request: Request, question: Callable[[Request], Answer]) -> Answer | None:
@@ -392,7 +314,7 @@ class Core:
                 return
             if granted:
                 self.queue.remove(request)
-                self._fire(request, steps.Granted(at_s=self.books.now_s))
+                self.fire(request, steps.Granted(at_s=self.books.now_s))
                 for waiting in self.queue.candidates(self.books.now_s):
                     if waiting.arrival < request.arrival and waiting.short_need:
                         waiting.passed += 1

@@ -1,0 +1,117 @@
+"""Whose an outcome is: operations that ended, and deadlines that have come, go to the rule of their owner.
+
+An operation ends once. Its owner is looked up and forgotten by its number, so that an outcome that is told twice, or
+comes when nobody knows its operation any more, is counted and changes nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from tidekv.states import events, steps
+from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
+from tidekv.states.request import Request, State
+from tidekv.states.storage_use import StorageUse
+
+if TYPE_CHECKING:
+    from tidekv.states.backups import Backup
+    from tidekv.states.core import Core
+
+Outcome: TypeAlias = (
+    events.StorageAnswered
+    | events.PagesFetched
+    | events.CopyEnded
+    | events.PagesStored
+    | events.StorageProbed
+    | events.Recomputed
+    | events.CommandRaised
+)
+OUTCOMES: tuple[type[events.Event], ...] = Outcome.__args__  # type: ignore[attr-defined]  # A union's members.
+OF_STORAGE = (events.StorageAnswered, events.PagesFetched, events.PagesStored)
+
+
+def operation_ended(core: Core, event: Outcome) -> None:
+    """An operation has had its outcome."""
+    books = core.books
+    owner = books.operations.pop(event.op, None)
+    if owner is None:
+        books.count("outcomes_late")
+        return
+    error = (event.detail or "raised") if isinstance(event, events.CommandRaised) else event.error
+    if isinstance(event, OF_STORAGE) and not isinstance(owner, LateFetch):
+        core.insist(partial(books.storage.note, failed=bool(error)))
+    if isinstance(owner, Request):
+        _request_ended(core, owner, event, error)
+    elif isinstance(owner, Load):
+        _load_ended(core, owner, event, error)
+    elif isinstance(owner, LateFetch):
+        core.insist(partial(books.host.give_back, owner.host_pages))
+        books.pages_freed = True
+    elif isinstance(owner, LateRecompute):
+        core.insist(partial(books.device.give_back, owner.device_pages))
+        books.pages_freed = True
+    elif isinstance(owner, StorageUse):
+        core.insist(partial(owner.probed, error))
+    else:
+        _backup_ended(core, owner, event, error)
+
+
+def _request_ended(core: Core, request: Request, event: Outcome, error: str) -> None:
+    if event.op == request.recompute_op:
+        core.fire(request, events.Recomputed(at_s=event.at_s, op=event.op, error=error))
+        return
+    found = event.found if isinstance(event, events.StorageAnswered) else 0
+    core.fire(request, events.StorageAnswered(at_s=event.at_s, op=event.op, found=found, error=error))
+
+
+def _load_ended(core: Core, load: Load, event: Outcome, error: str) -> None:
+    mend = partial(core.loads.outcome_raised, load)
+    if load.stage is Stage.FETCHING:
+        good = event.good if isinstance(event, events.PagesFetched) else 0
+        core.insist(partial(core.loads.fetched, load, good), mend)
+    else:
+        core.insist(partial(core.loads.copied, load, error), mend)
+
+
+def _backup_ended(core: Core, backup: Backup, event: Outcome, error: str) -> None:
+    mend = partial(core.backups.abandon, backup)
+    if backup.storing:
+        stored = event.stored if isinstance(event, events.PagesStored) else 0
+        core.insist(partial(core.backups.stored, backup, stored), mend)
+    else:
+        core.insist(partial(core.backups.copied, backup, error), mend)
+
+
+def time_passed(core: Core, event: events.ClockAdvanced) -> None:
+    """Whatever was due by now is late."""
+    books = core.books
+    while (due := books.pop_due()) is not None:
+        owner, op = due
+        if isinstance(owner, Request):
+            _request_is_late(core, owner, op, event.at_s)
+        elif isinstance(owner, Load):
+            _load_is_late(core, owner)
+        elif isinstance(owner, StorageUse):
+            core.insist(owner.probe)
+        elif not isinstance(owner, LateFetch | LateRecompute):
+            core.insist(partial(core.backups.is_late, owner))
+        core.settle()
+
+
+def _request_is_late(core: Core, request: Request, op: int, at_s: float) -> None:
+    if op:
+        core.books.count("l3_queries_late")
+        core.insist(partial(core.books.storage.note, failed=True))
+        del core.books.operations[op]
+        core.fire(request, events.StorageAnswered(at_s=at_s, op=op, found=0))
+    elif request.state is not State.READY:
+        core.fire(request, steps.DeadlinePassed(at_s=at_s))
+
+
+def _load_is_late(core: Core, load: Load) -> None:
+    if load.stage is Stage.FETCHING:
+        core.insist(partial(core.books.storage.note, failed=True))
+        core.loads.fetch_is_late(load)
+    elif load.stage is Stage.COPYING:
+        core.insist(partial(core.loads.copy_is_late, load))
