@@ -46,6 +46,10 @@ class NixlAgent:
         for backend, options in backends.items():
             self._call(f"backend {backend} cannot be started", "createBackend", backend, dict(options))
 
+    def plugins(self) -> list[str]:
+        """The plugins that NIXL has found, started or not."""
+        return list(self._call("no list of plugins", "getAvailPlugins"))
+
     def register(self, memory: PoolMemory) -> None:
         """Let NIXL and our peers reach a pool."""
         rows = np.array([(start, size, memory.device) for start, size in extents(memory)], dtype=np.uint64)

@@ -1,6 +1,6 @@
 """The commands of the command line: each module has a `register(app)` that adds its command."""
 
-from tidekv.engine.commands import bench, config, explain, replay, run, sides, simulate, store, timeline, top
+from tidekv.engine.commands import bench, config, doctor, explain, replay, run, sides, simulate, store, timeline, top
 
 COMMANDS = (
     run.register,
@@ -13,4 +13,5 @@ COMMANDS = (
     store.register,
     top.register,
     config.register,
+    doctor.register,
 )

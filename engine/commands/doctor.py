@@ -1,0 +1,43 @@
+"""`tidekv doctor`: look at this machine, and say in plain words what to change."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add `doctor` to the command line."""
+    app.command()(doctor)
+
+
+def doctor(
+    storage: Annotated[
+        str | None, typer.Option(metavar="DIRECTORY", help="Measure storage there: 256 MiB are written and removed.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of check, level, found, advice.")] = False,
+    deadline_s: Annotated[float, typer.Option(min=1.0, help="All checks end within so many seconds.")] = 30.0,
+) -> None:
+    """Check this machine: NIXL, UCX, GPU, limits, memory, CPUs, storage speed, clock. Changes nothing.
+
+    Exit code 1 if something of tidekv will not work here (bad); what is merely slow or unsafe is a warning.
+    """
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
+
+    from tidekv.engine.doctor.examine import examine
+
+    findings = examine(storage=storage, deadline_s=deadline_s)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+    else:
+        colors = {"ok": "green", "warn": "yellow", "bad": "red"}
+        table = Table("check", "", "found", "advice")
+        for finding in findings:
+            color = colors[finding.level]
+            table.add_row(finding.check, f"[{color}]{finding.level}[/]", finding.found, finding.advice)
+        Console().print(table)
+    if any(finding.level == "bad" for finding in findings):
+        raise typer.Exit(1)

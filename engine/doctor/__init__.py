@@ -1,0 +1,1 @@
+"""`tidekv doctor`: is this machine fit for a worker, and what to do where it is not."""

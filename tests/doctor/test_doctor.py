@@ -1,0 +1,173 @@
+"""The doctor names what is wrong with a machine, never hangs, and needs neither a GPU nor RDMA."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tidekv.engine.doctor import machine, probe
+from tidekv.engine.doctor.examine import probe_commands, run_probes
+from tidekv.engine.doctor.finding import Finding, in_bytes
+
+GIB = 1 << 30
+
+
+def level(finding: Finding) -> str:
+    """Every finding that is not ok says what to do."""
+    assert bool(finding.advice) == (finding.level != "ok"), finding
+    assert not finding.advice or finding.advice.endswith((".", "?", "tidekv")), finding
+    return finding.level
+
+
+def test_every_check_of_this_machine_says_something() -> None:
+    found = list(machine.machine_findings())
+    names = [finding.check for finding in found]
+    assert names == [
+        "versions",
+        "cpus",
+        "memory",
+        "locked memory",
+        "open files",
+        "shared memory",
+        "same-host copies",
+        "rdma",
+        "clock",
+    ]
+    assert all(level(finding) in ("ok", "warn", "bad") and finding.found for finding in found)
+    assert found[0].level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("limit", "has_rdma", "wanted"),
+    [
+        (resource.RLIM_INFINITY, True, "ok"),
+        (9 * GIB, True, "ok"),
+        (64 << 10, False, "warn"),
+        (64 << 10, True, "bad"),
+    ],
+)
+def test_locked_memory_matters_where_there_is_rdma(limit: int, has_rdma: bool, wanted: str) -> None:
+    assert level(machine.locked_memory(limit, has_rdma=has_rdma)) == wanted
+
+
+@pytest.mark.parametrize(("soft", "wanted"), [(128, "bad"), (1024, "warn"), (8192, "ok"), (-1, "ok")])
+def test_few_open_files_are_told(soft: int, wanted: str) -> None:
+    assert level(machine.open_files(soft, 1 << 20)) == wanted
+
+
+def test_small_quotas_little_memory_and_missing_shared_memory_are_told(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 4000000 kB\nMemAvailable: 3000000 kB\n",
+        "proc/self/cgroup": "0::/a\n",
+        "sys/fs/cgroup/a/cpu.max": "50000 100000\n",
+        "sys/fs/cgroup/a/memory.max": "600000000\n",
+        "sys/fs/cgroup/a/memory.current": "1000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = machine.cpus(tmp_path)
+    assert level(found) == "warn"
+    assert "limited to 0.5" in found.found
+    small = machine.memory(tmp_path)
+    assert level(small) == "warn"
+    assert "control group" in small.found
+    assert level(machine.shared_memory(tmp_path)) == "warn"
+
+
+@pytest.mark.parametrize(("scope", "wanted"), [("0", "ok"), ("1", "warn"), ("3", "warn"), (None, "ok")])
+def test_who_may_copy_between_processes_is_told(tmp_path: Path, scope: str | None, wanted: str) -> None:
+    if scope is not None:
+        file = tmp_path / "proc/sys/kernel/yama/ptrace_scope"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{scope}\n")
+    assert level(machine.same_host_copies(tmp_path)) == wanted
+
+
+def test_an_rdma_device_that_cannot_be_opened_is_bad_and_none_is_a_warning(tmp_path: Path) -> None:
+    assert level(machine.rdma(tmp_path, environment={})) == "warn"
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert level(machine.rdma(tmp_path, environment={})) == "bad"
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    found = machine.rdma(tmp_path, environment={"UCX_TLS": "rc", "HOME": "/"})
+    assert (level(found), found.found) == ("ok", "devices: mlx5_0; UCX_TLS=rc")
+
+
+@pytest.mark.parametrize(
+    ("source", "state", "wanted"), [("tsc", 0, "ok"), ("hpet", 0, "warn"), ("tsc", 5, "warn"), (None, 0, "ok")]
+)
+def test_a_slow_or_wrong_clock_is_told(tmp_path: Path, source: str | None, state: int, wanted: str) -> None:
+    if source is not None:
+        file = tmp_path / "sys/devices/system/clocksource/clocksource0/current_clocksource"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{source}\n")
+    assert level(machine.clock(tmp_path, state=state)) == wanted
+
+
+def test_a_probe_that_hangs_crashes_or_talks_nonsense_is_one_bad_finding() -> None:
+    python = [sys.executable, "-c"]
+    started_s = time.monotonic()
+    found = run_probes(
+        {
+            "crash": [*python, "import os, sys; print('no driver', file=sys.stderr); sys.stderr.flush(); os.abort()"],
+            "nonsense": [*python, "print('[1, 2]')"],
+            "chatty": [*python, """print('hello'); print('[{"check":"chatty","level":"ok","found":"x"}]')"""],
+            "hang": [*python, "import signal; signal.pause()"],
+        },
+        deadline_s=2.0,
+    )
+    assert [(finding.check, level(finding)) for finding in found] == [
+        ("crash", "bad"),
+        ("nonsense", "bad"),
+        ("chatty", "ok"),
+        ("hang", "bad"),
+    ]
+    assert "no driver" in found[0].found
+    assert "gave no answer" in found[3].found
+    assert time.monotonic() - started_s < 30  # It would wait for ever.
+
+
+def test_storage_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "STORAGE_BYTES", 8 << 20)
+    (found,) = probe.storage(str(tmp_path))
+    assert "writes" in found.found
+    assert level(found) in ("ok", "warn")
+    assert list(tmp_path.iterdir()) == []
+    (missing,) = probe.storage(str(tmp_path / "none"))
+    assert level(missing) == "bad"
+    monkeypatch.setattr(probe, "STORAGE_BYTES", 1 << 60)
+    (full,) = probe.storage(str(tmp_path))
+    assert level(full) == "bad"
+
+
+def test_ucx_and_the_loop_are_told() -> None:
+    assert "cma" in probe.ucx("")[0].found
+    assert level(probe.loop("")[0]) in ("ok", "warn")
+
+
+def test_probes_are_those_that_are_asked_for() -> None:
+    assert set(probe_commands(None)) | {"storage"} == set(probe.PROBES)
+    assert probe_commands("/x")["storage"][-2:] == ["storage", "/x"]
+
+
+@pytest.mark.parametrize(("count", "text"), [(5, "5 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.0 TiB")])
+def test_bytes_are_written_as_people_read_them(count: int, text: str) -> None:
+    assert in_bytes(count) == text
+
+
+@pytest.mark.nixl
+def test_the_command_answers_in_json_with_a_code_that_says_whether_something_is_bad(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tidekv", "doctor", "--json", "--storage", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == 1, done.stderr
+    assert found["storage"]["level"] == "bad"
+    assert found["nixl"]["level"] == "ok", found["nixl"]
+    assert "UCX" in found["nixl"]["found"]
+    assert {"gpu", "ucx", "event loop", "versions"} <= set(found)
