@@ -20,6 +20,7 @@ COMMANDS = {
     "run": (["-m", "tidekv", "run"], "serve a workload with a prefill and a decode worker, and compare"),
     "test": (["-m", "pytest"], "run the tests"),
     "check": ([], "run the lint and type checks"),
+    "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run the tests; print what branches they take"),
     "bench": (["-m", "tidekv", "bench"], "run a benchmark; without a name, list them"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
     "setup": ([], "only set up .venv"),
@@ -29,6 +30,8 @@ CHECKS = (
     ["-m", "ruff", "format", "--check", "."],
     ["-m", "mypy"],
 )
+# What is looked at, and how many percent of its branches tests must take.
+COVERED = (["--include=*/states/*", "--fail-under=100"], ["--fail-under=90"])
 
 
 def wanted_marker() -> str:
@@ -65,7 +68,7 @@ def set_up() -> None:
 
 
 def usage() -> str:
-    lines = [f"  {name:8}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()]
     return "usage: python3 dev.py COMMAND [ARGUMENTS…]\n\n" + "\n".join(lines)
 
 
@@ -81,6 +84,12 @@ def main(arguments: list[str]) -> int:
         return 0
     if command == "check":
         codes = [subprocess.run([PYTHON, *check], cwd=ROOT, check=False).returncode for check in CHECKS]
+        return max(codes)
+    if command == "coverage":
+        codes = [subprocess.run([PYTHON, *COMMANDS[command][0], *rest], cwd=ROOT, check=False).returncode]
+        for looked_at in COVERED:
+            report = [PYTHON, "-m", "coverage", "report", *looked_at]
+            codes.append(subprocess.run(report, cwd=ROOT, check=False).returncode)
         return max(codes)
     os.execv(PYTHON, [str(PYTHON), *COMMANDS[command][0], *rest])
 
