@@ -34,7 +34,7 @@ class Condition(enum.IntEnum):
 _FREE, _OWNED, _CACHED, _DRAINING = (int(condition) for condition in Condition)
 
 # Up to so many pages a loop over bytes is faster than numpy's fixed cost of some microseconds a call.
-_LOOP_PAGES_MAX = 96
+_LOOP_PAGES_MAX = 24
 
 
 class PageAccount:
@@ -44,7 +44,7 @@ class PageAccount:
     the change starts from, is out of range, or is named twice in one call. Counters cost O(1), changes O(pages named).
     """
 
-    __slots__ = ("_conditions", "_counts", "_free", "_seen_at", "_vector", "name", "total")
+    __slots__ = ("_conditions", "_counts", "_free", "_places", "_seen_at", "_vector", "name", "total")
 
     def __init__(self, name: str, page_count: int) -> None:
         if page_count < 0:
@@ -57,8 +57,9 @@ class PageAccount:
         self._counts = [page_count, 0, 0, 0]
         # A stack with its top at the end, so that a fresh pool hands out 0, 1, 2, …
         self._free: PageIds = page_ids(range(page_count - 1, -1, -1))
-        # Scratch space for finding a page that is named twice; made when a call first needs it.
-        self._seen_at: np.ndarray[tuple[int], np.dtype[np.int32]] | None = None
+        # For finding a page that is named twice: scratch space, and the numbers 0, 1, 2, …
+        self._seen_at = np.zeros(page_count, dtype=np.int32)
+        self._places = np.arange(page_count, dtype=np.int32)
 
     @property
     def free(self) -> int:
@@ -120,7 +121,7 @@ class PageAccount:
             for page in pages:
                 conditions[page] = _OWNED
         else:
-            self._vector[np.frombuffer(pages, dtype=np.int32)] = _OWNED
+            self._vector[_as_index(pages)] = _OWNED
         self._counts[_FREE] -= count
         self._counts[_OWNED] += count
         return pages
@@ -188,8 +189,7 @@ class PageAccount:
             conditions[page] = target
 
     def _move_by_vector(self, pages: PageIds, source: int, target: int) -> None:
-        # As unsigned numbers, negative ids are out of range at the top and not counted from the end.
-        ids = np.frombuffer(pages, dtype=np.uint32)
+        ids = _as_index(pages)
         try:
             conditions = self._vector[ids].tobytes()
         except IndexError:
@@ -199,10 +199,10 @@ class PageAccount:
             raise self._refusal(pages, source, target)
         self._vector[ids] = target
 
-    def _repeats(self, ids: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> bool:
-        if self._seen_at is None:
-            self._seen_at = np.zeros(self.total, dtype=np.int32)
-        places = np.arange(len(ids), dtype=np.int32)
+    def _repeats(self, ids: np.ndarray[tuple[int], np.dtype[np.intp]]) -> bool:
+        if len(ids) > self.total:
+            return True
+        places = self._places[: len(ids)]
         # Of two places of one page, only one can be the place that was written last.
         self._seen_at[ids] = places
         return self._seen_at[ids].tobytes() != places.tobytes()
@@ -222,3 +222,10 @@ class PageAccount:
     def _refusal(self, pages: PageIds, source: int, target: int) -> BrokenInvariant:
         change = f"{Condition(source).name.lower()} to {Condition(target).name.lower()}"
         return BrokenInvariant(f"pool {self.name!r}: {self._first_fault(pages, source)}; it cannot go from {change}")
+
+
+def _as_index(pages: PageIds) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Page ids as numpy indexes fastest. As unsigned numbers, negative ones are out of range and not counted from the
+    end.
+    """
+    return np.frombuffer(pages, dtype=np.uint32).astype(np.intp)

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tidekv.states.node import Node, TierName
-from tidekv.states.shapes import PageIds
+from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.tree import PageTree
 
 EvictionHook: TypeAlias = Callable[[Node, TierName], None]
 """Told of a node's copy before it goes. It must not change the index."""
+
+SLACK_PER_POOL = 100
 
 
 class Dropping:
@@ -26,16 +28,23 @@ class Dropping:
         self.hooks: list[EvictionHook] = []
 
     def evict(self, tier: Tier, count: int) -> int:
-        """Free `count` pages, or all that are evictable, by the policy's order; returns how many."""
-        freed = 0
-        while freed < count and (node := tier.queue.pop()) is not None:
-            surplus = freed + node.page_count - count
+        """Free `count` pages, or all that are evictable, by the policy's order; returns how many.
+
+        Up to one page in SLACK_PER_POOL of the pool is freed beyond `count` where a node is cut in two otherwise: that
+        costs as much as everything else here, and who comes next needs pages, too.
+        """
+        freed = page_ids()
+        slack = tier.account.total // SLACK_PER_POOL
+        while len(freed) < count and (node := tier.queue.pop()) is not None:
+            surplus = len(freed) + node.page_count - count
             # Void pages are one piece for whoever waits for them.
-            if surplus > 0 and not node.void:
+            if surplus > slack and not node.void:
                 self._tree.split(node, surplus)
-            freed += node.page_count
-            self.drop(tier, node)
-        return freed
+            self._tell(node, tier.name)
+            freed += tier.detach(node)
+            self._remove_if_bare(node)
+        tier.account.from_cache(freed)
+        return len(freed)
 
     def drop(self, tier: Tier, node: Node) -> None:
         """Free this copy of an unguarded node that has none below it."""
