@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, Recompu
 from tidekv.states import commands
 from tidekv.states.commands import Command
 from tidekv.states.errors import BrokenInvariant, EngineClosed, InvalidRequest, RequestFailed
-from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -32,7 +32,6 @@ class LiveCall:
         self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
         """First token and aux by generation: they come before the core is told."""
         self.ready: ReadyRequest | None = None
-        self.reserve: PageIds = page_ids()
 
 
 class Calls:
@@ -219,7 +218,6 @@ class Calls:
         live = self._live[command.request_id]
         first_token, aux = live.first_tokens[command.generation]
         live.first_tokens.clear()
-        live.reserve = command.reserve[:]
         live.ready = ReadyRequest(
             request_id=command.request_id,
             pages=np.array(command.pages, dtype=np.int32),
@@ -230,6 +228,7 @@ class Calls:
             length=len(live.record.packed) // 4,
             packed_tokens=live.record.packed,
             generation=command.generation,
+            reserve=deque(command.reserve),
         )
         if not live.outcome.done():
             live.outcome.set_result(live.ready)
@@ -249,7 +248,9 @@ class Calls:
                 future.set_exception(error)
 
     def _give_reserve(self, command: commands.GiveReserve) -> None:
-        self._live[command.request_id].reserve += command.pages
+        ready = self._live[command.request_id].ready
+        assert ready is not None, "only a READY request grows"
+        ready.reserve.extend(command.pages)
 
     def _tell_finished(self, command: commands.TellFinished) -> None:
         self._end(command.request_id, command.inserted)

@@ -8,13 +8,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.effects import TokenRecord
+from tidekv.engine.growth import grow_from_reserve, kept_tokens, pages_needed
 from tidekv.engine.parts import Parts
-from tidekv.engine.values import NAMESPACE_MARK, DecodeRequest, ReadyRequest, Recompute, RetractedRequest
+from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, OutOfPages, RequestFailed
 from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
@@ -30,15 +29,6 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 4
 GENERATIONS_MAX = 1 << 16
 """Rooms that one request can open. Ids may be used again, generations of an id never."""
-
-
-def join_namespaces(engine: str, request: str) -> str:
-    """The namespace of a request within that of its engine. Where both have a name, no other names give the same: it
-    begins with a mark that no name may hold.
-    """
-    if engine and request:
-        return f"{NAMESPACE_MARK}{len(engine)}:{engine}{request}"
-    return engine or request
 
 
 class DecodeEngine:
@@ -180,25 +170,32 @@ class DecodeEngine:
         was given back, or was lost to an error of ours: then its pages are no longer yours.
         """
         self._check_open()
-        live = self._calls.ready(ready)
-        if tokens < 0:
-            raise InvalidRequest(f"request {ready.request_id!r} cannot grow by {tokens} tokens")
-        settings = self._core.settings
-        needed = settings.pages_of(ready.length + tokens) - len(ready.pages)
-        if needed <= 0:
-            ready.length += tokens
-            return []
-        if needed > len(live.reserve):
-            self._tell_growth(ready, 0, wanted=needed - len(live.reserve))
-        if needed > len(live.reserve):
+        self._calls.ready(ready)
+        page_size = self.layout.page_size
+        taken = grow_from_reserve(ready, tokens, page_size=page_size)
+        if taken is None:
+            needed = pages_needed(ready, tokens, page_size=page_size)
+            self._tell_growth(ready, 0, wanted=needed - len(ready.reserve))
+            taken = grow_from_reserve(ready, tokens, page_size=page_size)
+        if taken is None:
             raise OutOfPages(
-                f"request {ready.request_id!r} needs {needed} more device pages; {len(live.reserve)} can be had"
+                f"request {ready.request_id!r} needs {needed} more device pages; {len(ready.reserve)} can be had"
             )
-        taken, live.reserve = live.reserve[:needed], live.reserve[needed:]
-        self._tell_growth(ready, needed)
-        ready.pages = np.concatenate((ready.pages, np.array(taken, dtype=np.int32)))
-        ready.length += tokens
-        return taken.tolist()
+        if taken:
+            self._tell_growth(ready, len(taken))
+        return taken
+
+    def note_growth(self, ready: ReadyRequest, page_count: int) -> None:
+        """Say that `grow_from_reserve` took so many pages, on whatever thread: the reserve is refilled soon. To be said
+        before the request is given back; of one that is lost already it says nothing.
+        """
+        self._check_open()
+        if self._calls.holds(ready):
+            self._driver.post(
+                events.GrowthTaken(
+                    at_s=self._driver.clock(), request_id=ready.request_id, page_count=page_count, wanted=0
+                )
+            )
 
     def _tell_growth(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> None:
         self._driver.take_now(
@@ -270,13 +267,8 @@ class DecodeEngine:
         live = self._calls.ready(ready)
         output = pack_tokens(output_tokens, vocabulary=self.config.vocabulary or None) if len(output_tokens) else b""
         settings = self._core.settings
+        tokens = kept_tokens(ready, output, page_size=settings.page_size)
         packed = ready.packed_tokens + output
-        tokens = len(packed) // TOKEN_BYTES - (1 if output else 0)
-        if settings.pages_of(tokens) > len(ready.pages):
-            raise InvalidRequest(
-                f"request {ready.request_id!r}: {tokens} tokens have KV, but its {len(ready.pages)} pages hold "
-                f"{len(ready.pages) * settings.page_size}; grow before writing"
-            )
         live.record.grown(packed)
         return packed[: tokens // settings.page_size * settings.key_bytes], tokens
 
@@ -367,6 +359,17 @@ class DecodeEngine:
     def metrics_address(self) -> str | None:
         """host:port where Prometheus may scrape; None where `metrics_listen` was not set."""
         return None if self._parts.metrics is None else self._parts.metrics.address
+
+    def holds(self, ready: ReadyRequest) -> bool:
+        """Whether the pages are still those of this request: not given back, aborted, or lost to an error of ours. May
+        be asked on any thread.
+        """
+        return self._calls.holds(ready)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes calls: entered, and neither left nor broken. May be read on any thread."""
+        return self._parts.is_open
 
     def statistics(self) -> dict[str, object]:
         """Counts of now and since the start, by part; also after the end."""

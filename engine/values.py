@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -115,6 +116,8 @@ class ReadyRequest:
     packed_tokens: bytes = field(repr=False)
     """The prompt, as packed little-endian u32."""
     generation: int = 0
+    reserve: deque[int] = field(default_factory=deque, repr=False)
+    """Pages that `grow` hands out next. They are the engine's to take and to refill."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,3 +129,12 @@ class RetractedRequest:
     """Prompt and output so far, as packed little-endian u32."""
     held_tokens: int
     """Tokens, counted from the first, whose KV is held in host memory."""
+
+
+def join_namespaces(engine: str, request: str) -> str:
+    """The namespace of a request within that of its engine. Where both have a name, no other names give the same: it
+    begins with a mark that no name may hold.
+    """
+    if engine and request:
+        return f"{NAMESPACE_MARK}{len(engine)}:{engine}{request}"
+    return engine or request

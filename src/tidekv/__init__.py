@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tidekv.backends.storage.uri import open_storage
     from tidekv.engine.config import EngineConfig
     from tidekv.engine.decode_engine import DecodeEngine
+    from tidekv.engine.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
     from tidekv.engine.journal import Replayer
     from tidekv.engine.prefill_peer import PrefillPeer
     from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
@@ -37,6 +38,9 @@ __all__ = [
     "DevicePool",
     "EngineClosed",
     "EngineConfig",
+    "EngineThread",
+    "Failed",
+    "Finished",
     "HostPool",
     "InvalidConfig",
     "InvalidRequest",
@@ -51,6 +55,8 @@ __all__ = [
     "ReplayDiverged",
     "Replayer",
     "RequestFailed",
+    "Restored",
+    "Retracted",
     "RetractedRequest",
     "TidekvError",
     "open_storage",
@@ -62,6 +68,9 @@ _LATER = {
     "DecodeRequest": "tidekv.engine.values",
     "DevicePool": "tidekv.backends.device",
     "EngineConfig": "tidekv.engine.config",
+    "EngineThread": "tidekv.engine.engine_thread",
+    "Failed": "tidekv.engine.engine_thread",
+    "Finished": "tidekv.engine.engine_thread",
     "HostPool": "tidekv.backends.host",
     "KVLayout": "tidekv.backends.layout",
     "LoopbackTransport": "tidekv.transports.loopback",
@@ -69,6 +78,8 @@ _LATER = {
     "PrefillPeer": "tidekv.engine.prefill_peer",
     "ReadyRequest": "tidekv.engine.values",
     "Replayer": "tidekv.engine.journal",
+    "Restored": "tidekv.engine.engine_thread",
+    "Retracted": "tidekv.engine.engine_thread",
     "RetractedRequest": "tidekv.engine.values",
     "open_storage": "tidekv.backends.storage.uri",
 }

@@ -1,0 +1,358 @@
+"""A decode engine for schedulers that are plain loops: it runs on a thread of its own, and is asked without waiting.
+
+    scheduler's thread                                   engine's thread (uvloop)
+    submit, resume, finish, retract, abort ── orders ──▶ DecodeEngine
+    poll, eventfd, or on_done              ◀─ outcomes ─ one for every ticket
+    grow                                   takes pages that the request holds in reserve, and says so by an order
+
+One wake-up of the loop serves all orders that were given meanwhile, in their order. Only `call` and what is built on
+it, and `grow` where the reserve is used up, wait for the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
+
+from tidekv.backends.keys import pack_tokens
+from tidekv.engine.decode_engine import DecodeEngine
+from tidekv.engine.engine_thread_loop import EngineLoop
+from tidekv.engine.engine_thread_outcomes import Failed, Finished, Mailbox, OnDone, Outcome, Restored, Retracted
+from tidekv.engine.engine_thread_tickets import Live, Ticket, Tickets
+from tidekv.engine.growth import grow_from_reserve, kept_tokens
+from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages
+
+if TYPE_CHECKING:
+    from tidekv.backends.device import DevicePool
+    from tidekv.backends.host import HostPool
+    from tidekv.backends.keys import Tokens
+    from tidekv.backends.storage.base import Storage
+    from tidekv.engine.config import EngineConfig
+    from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest
+    from tidekv.transports.base import Transport
+
+__all__ = ["EngineThread", "Failed", "Finished", "Outcome", "Restored", "Retracted"]
+
+LOG = logging.getLogger("tidekv.engine")
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Restores prompts for a synchronous scheduler. A context manager: entering starts it, leaving closes it.
+
+    Each of `submit`, `resume`, `finish` and `retract` returns a ticket, and each ticket gets one outcome: `Restored`,
+    `Retracted`, `Finished` or `Failed`. It comes by `poll`; or, where the call was given `on_done`, by that function
+    **on the engine's thread**, which it must not hold up, and then not by `poll`. What it raises goes to the logger of
+    the loop and is counted; it may call everything but `call` and what is built on that.
+
+    Methods may be called on any thread. A READY request has one owner at a time: its `grow`, `finish`, `retract` and
+    `abort` are called by whoever computes on its pages. Once the engine is closed, broken or its thread dead, all calls
+    raise EngineClosed, `poll` as soon as nothing is left to take, and nothing waits. In a forked child there is no such
+    thread: every call raises EngineClosed there, and `close` does nothing. A spawned process cannot be given one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        device: DevicePool,
+        host: HostPool | None = None,
+        storage: Storage | None = None,
+        transport: Transport,
+        recompute: Recompute | None = None,
+        name: str = "tidekv-engine",
+    ) -> None:
+        """Nothing is started. Parts and errors are those of `DecodeEngine`; `recompute` runs on the engine's loop."""
+        self._engine = DecodeEngine(
+            config, device=device, host=host, storage=storage, transport=transport, recompute=recompute
+        )
+        self._page_size = device.layout.page_size
+        self._vocabulary = config.vocabulary or None
+        self._tickets = Tickets()
+        self._mailbox = Mailbox()
+        self._loop = EngineLoop(self._engine, name=name, on_end=self._end)
+        self._is_draining = False
+        self._callbacks_raised = 0
+
+    def start(self) -> None:
+        """Start thread and engine. Raises what `DecodeEngine` raises as it starts, with everything stopped again."""
+        try:
+            self._loop.start()
+        except BaseException:
+            if not self._loop.is_up:
+                self._mailbox.close()
+            raise
+
+    def close(self, *, drain: bool = False, timeout_s: float | None = None) -> list[str]:
+        """Abort what is live, stop, and join the thread; returns the ids of what was live. Again: harmless.
+
+        `drain` first waits, at most `timeout_s`, until what is live was given back: by another thread, or by `on_done`.
+        A loop of one thread calls `drain(0)`, goes on until it has nothing left, and closes then. Raises what broke the
+        engine or its thread, once. Outcomes that nobody took can still be polled; the eventfd is closed.
+        """
+        if self._loop.is_forked:
+            return []
+        if self._loop.is_here:
+            raise InvalidRequest("close was called on the engine's own thread, which it waits for: call it elsewhere")
+        left: list[str] = []
+        try:
+            if self._loop.is_up:
+                left = self.drain(timeout_s if drain else 0)
+        except EngineClosed:
+            pass  # It ended meanwhile: what it raises is raised below.
+        self._loop.stop()
+        self._mailbox.close()
+        error, self._loop.error = self._loop.error, None
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            # A SystemExit that was raised on the engine's thread must not end this one.
+            raise EngineClosed(f"the engine's thread was ended by {error!r}") from error
+        return left
+
+    def __enter__(self) -> Self:
+        """Start; see `start`."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close without draining; see `close`."""
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Raises TypeError: a thread does not go to another process."""
+        raise TypeError("an EngineThread lives in the process that made it: make one where it is needed")
+
+    # --- Requests ---
+
+    def submit(self, request: DecodeRequest, *, on_done: OnDone | None = None) -> int:
+        """Restore a prompt, beside everything else; returns its ticket.
+
+        Raises InvalidRequest (bad tokens, an id that is live), EngineClosed (draining too); nothing was changed then.
+        All else that `DecodeEngine.restore` raises, CapacityError for one, comes as the outcome.
+        """
+        if self._is_draining:
+            raise EngineClosed("the engine drains: it takes no new requests")
+        packed = replace(request, tokens=pack_tokens(request.tokens, vocabulary=self._vocabulary))
+        return self._restore(request.request_id, lambda: self._engine.restore(packed), on_done)
+
+    def resume(self, retracted: RetractedRequest, *, on_done: OnDone | None = None) -> int:
+        """Restore a retracted request, prompt and output so far; returns its ticket. Raises as `submit`."""
+        return self._restore(retracted.request.request_id, lambda: self._engine.resume(retracted), on_done)
+
+    def drop(self, retracted: RetractedRequest) -> None:
+        """Let go of what a retracted request that will not be resumed holds in host memory. Never waits."""
+        self._loop.post(partial(self._engine.drop, retracted))
+
+    def finish(self, ready: ReadyRequest, output_tokens: Tokens = (), *, on_done: OnDone | None = None) -> int:
+        """Keep prompt and output in the cache, give everything back; returns its ticket. Never waits.
+
+        The pages are not the caller's from this call on. Raises InvalidRequest, having changed nothing, for a request
+        that was given back or aborted, and for output that it has no room for.
+        """
+        output = self._packed_output(ready, output_tokens)
+        ticket = self._tickets.leave(ready, "finish", on_done)
+
+        async def work() -> Outcome:
+            return Finished(ticket.number, ready.request_id, await self._engine.finish(ready, output))
+
+        return self._begin(ticket, work)
+
+    def retract(self, ready: ReadyRequest, output_tokens: Tokens = (), *, on_done: OnDone | None = None) -> int:
+        """Give the device pages back, hold the KV in host memory for `resume`; returns its ticket. As `finish`."""
+        output = self._packed_output(ready, output_tokens)
+        ticket = self._tickets.leave(ready, "retract", on_done)
+
+        async def work() -> Outcome:
+            return Retracted(ticket.number, ready.request_id, await self._engine.retract(ready, output))
+
+        return self._begin(ticket, work)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; False where it is not live or is being given back. Never waits.
+
+        Where its outcome was not taken yet, that is `Failed` with the cause "aborted". The pages of a READY request are
+        not the caller's from this call on, and no outcome tells its end: its id is free soon.
+        """
+        self._loop.check()
+        live = self._tickets.abort(request_id)
+        if live is not None:
+            self._loop.post(lambda: self._loop.spawn(self._abort(live), "abort"))
+        return live is not None
+
+    # --- Outcomes ---
+
+    def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
+        """Take the outcomes there are, oldest first; waits for the first one for at most `timeout_s`.
+
+        Raises EngineClosed where there is none and none will come.
+        """
+        mailbox = self._mailbox
+        if not mailbox.waiting:
+            if not self._loop.is_up and (self._loop.is_forked or not len(self._tickets)):
+                self._loop.check()
+            if timeout_s <= 0:
+                return []
+            mailbox.wait(timeout_s)
+        return [self._tickets.as_told(outcome) for outcome in mailbox.take()]
+
+    def fileno(self) -> int:
+        """The eventfd, for a selector: readable while `poll` has something to give or to raise."""
+        return self._mailbox.fd
+
+    # --- Growth ---
+
+    def grow(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
+        """Make room for `tokens` more tokens; returns the pages that this adds to `ready.pages`, mostly none.
+
+        Waits for the engine's thread only where the request's reserve is used up. Raises OutOfPages, having changed
+        nothing: retract or finish a request. InvalidRequest where the request was given back, aborted or lost.
+        """
+        self._loop.check()
+        self._check_held(ready)
+        taken = grow_from_reserve(ready, tokens, page_size=self._page_size)
+        if taken is None:
+            return self._loop.ask(lambda: self._engine.grow(ready, tokens))
+        if taken:
+            self._loop.post(partial(self._engine.note_growth, ready, len(taken)))
+        return taken
+
+    def grow_many(self, batch: Iterable[ReadyRequest], tokens: int = 1) -> list[ReadyRequest]:
+        """`grow` each request of a batch; returns those that there was no page for, all others have grown.
+
+        One order and at most one wait for the whole batch. Raises InvalidRequest before anything is changed.
+        """
+        batch = list(batch)
+        self._loop.check()
+        for ready in batch:
+            self._check_held(ready)
+        short, taken = [], []
+        for ready in batch:
+            pages = grow_from_reserve(ready, tokens, page_size=self._page_size)
+            if pages is None:
+                short.append(ready)
+            elif pages:
+                taken.append((ready, len(pages)))
+        if taken:
+            self._loop.post(lambda: self._note_growths(taken))
+        return self._loop.ask(lambda: [ready for ready in short if not self._has_grown(ready, tokens)]) if short else []
+
+    # --- The whole ---
+
+    def call(self, work: Callable[[DecodeEngine], Awaitable[T]]) -> T:
+        """Run `work(engine)` on the engine's loop, and wait for its result or error: for what has no method here.
+
+        `thread.call(lambda engine: engine.attach_storage("file:/fast"))`. InvalidRequest on the engine's own thread.
+        """
+        return self._loop.ask_async(lambda: work(self._engine))
+
+    def flush(self, tiers: tuple[str, ...] = ("l1", "l2")) -> dict[str, dict[str, int]]:
+        """See `DecodeEngine.flush`; waits for it."""
+        return self.call(lambda engine: engine.flush(tiers))
+
+    def drain(self, timeout_s: float | None = None) -> list[str]:
+        """Take no new requests from now on, and wait until what is live was given back, or the time is up.
+
+        Returns the ids of the requests that are live still. Resuming is still possible.
+        """
+        self._is_draining = True
+        return self.call(lambda engine: engine.drain(timeout_s))
+
+    def wait_settled(self) -> None:
+        """See `DecodeEngine.wait_settled`; waits for it."""
+        self.call(lambda engine: engine.wait_settled())
+
+    def statistics(self) -> dict[str, object]:
+        """Those of the engine, and "thread": tickets without an outcome, outcomes not taken, callbacks that raised."""
+        thread = {
+            "tickets": len(self._tickets),
+            "outcomes_waiting": len(self._mailbox.waiting),
+            "callbacks_raised": self._callbacks_raised,
+        }
+        return {**self._loop.ask(self._engine.statistics), "thread": thread}
+
+    # --- On the way to the engine's thread ---
+
+    def _restore(self, request_id: str, call: Callable[[], Awaitable[ReadyRequest]], on_done: OnDone | None) -> int:
+        self._loop.check()
+        ticket = self._tickets.arrive(request_id, on_done)
+
+        async def work() -> Outcome:
+            return self._tickets.became_ready(ticket, await call())
+
+        return self._begin(ticket, work)
+
+    def _packed_output(self, ready: ReadyRequest, output_tokens: Tokens) -> bytes:
+        """Checked here, so that what is wrong is raised in the call and changes nothing."""
+        self._loop.check()
+        self._tickets.check(ready)
+        packed = pack_tokens(output_tokens, vocabulary=self._vocabulary) if len(output_tokens) else b""
+        kept_tokens(ready, packed, page_size=self._page_size)
+        return packed
+
+    def _begin(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
+        try:
+            self._loop.post(lambda: self._loop.spawn(self._perform(ticket, work), ticket.call))
+        except EngineClosed:
+            # Where the end had come upon the ticket already, its outcome tells.
+            if self._tickets.withdraw(ticket):
+                raise
+        return ticket.number
+
+    def _check_held(self, ready: ReadyRequest) -> None:
+        self._tickets.check(ready)
+        if not self._engine.holds(ready):
+            self._loop.check()
+            raise InvalidRequest(f"request {ready.request_id!r} was lost: its pages are not yours any more")
+
+    # --- On the engine's thread ---
+
+    async def _perform(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> None:
+        try:
+            outcome = await work()
+        except Exception as error:
+            outcome = ticket.failed(error)
+        if not isinstance(outcome, Restored):
+            self._tickets.forget(ticket.live)
+        self._tell(ticket, outcome)
+
+    def _tell(self, ticket: Ticket, outcome: Outcome) -> None:
+        if ticket.on_done is None:
+            self._mailbox.put(outcome)
+            self._tickets.close(ticket)
+            return
+        self._tickets.close(ticket)
+        try:
+            ticket.on_done(self._tickets.as_told(outcome))
+        except Exception:
+            self._callbacks_raised += 1
+            LOG.exception("on_done of request %r raised", ticket.live.request_id)
+
+    async def _abort(self, live: Live) -> None:
+        was_ready = live.ready is not None
+        await self._engine.abort(live.request_id)
+        if was_ready:
+            self._tickets.forget(live)
+
+    def _note_growths(self, taken: list[tuple[ReadyRequest, int]]) -> None:
+        for ready, page_count in taken:
+            self._engine.note_growth(ready, page_count)
+
+    def _has_grown(self, ready: ReadyRequest, tokens: int) -> bool:
+        try:
+            self._engine.grow(ready, tokens)
+        except OutOfPages:
+            return False
+        return True
+
+    def _end(self) -> None:
+        """The thread takes no more orders: every ticket that is left gets its outcome."""
+        for ticket in self._tickets.end("engine closed"):
+            self._tell(ticket, ticket.failed(EngineClosed("the engine's thread has ended")))
+        self._mailbox.end()
