@@ -1,0 +1,105 @@
+"""What lies in deploy/ can be parsed, names what exists, and configures workers without a mistake."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any  # Parsed YAML has no types.
+
+import pytest
+import typer
+
+from tidekv.engine.cli import app
+from tidekv.engine.configuration import gather
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEPLOY = ROOT / "deploy"
+COMMANDS = set(typer.main.get_command(app).commands)
+
+
+def manifests() -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+
+
+def pods() -> list[tuple[str, dict[str, Any]]]:
+    """The pod templates by kind of what owns them."""
+    return [(each["kind"], each["spec"]["template"]) for each in manifests() if each["kind"] in ("Deployment", "Job")]
+
+
+def test_the_manifests_are_a_pair_with_a_service_a_secret_and_a_wall() -> None:
+    kinds = [each["kind"] for each in manifests()]
+    assert kinds == ["ConfigMap", "Service", "Deployment", "Job", "NetworkPolicy"]
+    sides = {}
+    for kind, template in pods():
+        spec = template["spec"]
+        (container,) = spec["containers"]
+        sides[container["args"][0]] = kind
+        assert container["args"][0] in COMMANDS
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in spec["volumes"]}
+        assert spec["enableServiceLinks"] is False
+        assert template["metadata"]["labels"]["app"] == "tidekv"
+    assert sides == {"prefill": "Deployment", "decode": "Job"}
+
+
+def test_the_port_that_is_probed_is_the_one_that_is_listened_at() -> None:
+    (prefill,) = [template for kind, template in pods() if kind == "Deployment"]
+    (container,) = prefill["spec"]["containers"]
+    (port,) = container["ports"]
+    assert f":{port['containerPort']:04X} " in container["readinessProbe"]["exec"]["command"][2]
+
+
+@pytest.mark.parametrize("source", ["kubernetes.yaml", "worker.toml"])
+def test_the_configuration_has_no_mistake(tmp_path: Path, source: str) -> None:
+    text = (DEPLOY / "worker.toml").read_text()
+    if source == "kubernetes.yaml":
+        text = manifests()[0]["data"]["worker.toml"]
+    variables = {}
+    for _, template in pods() if source == "kubernetes.yaml" else []:
+        for container in template["spec"]["containers"]:
+            variables |= {each["name"]: each["value"] for each in container["env"]}
+    file = tmp_path / "worker.toml"
+    file.write_text(text)
+    loaded, mistakes = gather(str(file), environment=variables)
+    assert mistakes == []
+    assert loaded.configuration.prefill.listen == "0.0.0.0:7000"
+    assert tuple(loaded.configuration.decode.prefill) == ("tidekv-prefill:7000",)
+
+
+def test_the_unit_names_options_and_commands_that_exist(tmp_path: Path) -> None:
+    text = (DEPLOY / "tidekv-prefill.service").read_text()
+    for command in re.findall(r"^ExecStart(?:Pre)?=/usr/bin/env tidekv (\w+)", text, re.MULTILINE):
+        assert command in COMMANDS
+    environment = dict(re.findall(r"^Environment=(\w+)=(.*)$", text, re.MULTILINE))
+    file = tmp_path / "worker.toml"
+    file.write_text((DEPLOY / "worker.toml").read_text())
+    loaded, mistakes = gather(environment={**environment, "TIDEKV_CONFIG": str(file)})
+    assert mistakes == []
+    assert loaded.configuration.transport.secret_file == "%d/secret"
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed; only what is above was checked")
+    unit = DEPLOY / "tidekv-prefill.service"
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_image_is_built_of_what_is_there() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), source
+    assert re.search(r'^ENTRYPOINT \["tidekv"\]$', text, re.MULTILINE)
+    (command,) = re.findall(r'^CMD \["(\w+)"\]$', text, re.MULTILINE)
+    assert command in COMMANDS
+
+
+def test_the_version_is_semantic_and_the_package_is_typed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|(a|b|rc)\d+)?", project["project"]["version"])
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["tidekv"]
