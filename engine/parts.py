@@ -128,7 +128,9 @@ class Parts:
             watchers.append(self.journal)
         if config.metrics_listen is not None:
             fold = MetricsFold(self.core)
-            collector = MetricsCollector(fold, page_bytes=memory.page_bytes, statistics=self.statistics)
+            collector = MetricsCollector(
+                fold, page_bytes=memory.page_bytes, statistics=self.statistics, loop_lag=self.watchdog.lag
+            )
             self.metrics = MetricsServer(config.metrics_listen, collector)
             watchers.append(fold)
         self.driver = Driver(

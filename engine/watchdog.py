@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tidekv.engine.metrics.histogram import Histogram
+
 LOG = logging.getLogger("tidekv.engine")
 
 BEATS_PER_LIMIT = 5
@@ -38,6 +40,8 @@ class Watchdog:
         self.hold_ups: list[HoldUp] = []
         """The first ones that were seen; `hold_up_count` counts them all."""
         self.hold_up_count = 0
+        self.lag = Histogram()
+        """How late the loop came to each beat."""
         self._limit_s = limit_s
         self._report = report
         self._beat_at_s = 0.0
@@ -58,7 +62,7 @@ class Watchdog:
         if busy == self._busy.is_set() or self._closed.is_set():
             return
         if busy:
-            self._beat()
+            self._set_beat(time.monotonic())
             self._busy.set()
         else:
             self._busy.clear()
@@ -75,7 +79,12 @@ class Watchdog:
             self._thread.join()
 
     def _beat(self) -> None:
-        self._beat_at_s = time.monotonic()
+        now_s = time.monotonic()
+        self.lag.observe(max(now_s - self._beat_at_s - self._limit_s / BEATS_PER_LIMIT, 0.0))
+        self._set_beat(now_s)
+
+    def _set_beat(self, now_s: float) -> None:
+        self._beat_at_s = now_s
         self._timer = self._loop.call_later(self._limit_s / BEATS_PER_LIMIT, self._beat)
 
     def _watch(self) -> None:

@@ -2,6 +2,7 @@
 
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.engine.metrics.fold import MetricsFold
+from tidekv.engine.metrics.histogram import Histogram
 from tidekv.engine.metrics.server import MetricsServer
 
-__all__ = ["MetricsCollector", "MetricsFold", "MetricsServer"]
+__all__ = ["Histogram", "MetricsCollector", "MetricsFold", "MetricsServer"]

@@ -7,24 +7,36 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tidekv.engine.metrics.fold import BOUNDS_S, Histogram, MetricsFold
+from tidekv.engine.metrics.fold import MetricsFold
+from tidekv.engine.metrics.histogram import BOUNDS_S, Histogram
 from tidekv.states.request import State
+
+POOLS = ("device", "host")
+CONDITIONS = ("free", "owned", "cached", "draining", "total", "evictable", "protected")
+LIVE = ("queue", "loads", "backups", "operations", "rooms", "rooms_draining", "requests_retracted")
+POLLERS = {"poller": "transport", "storage_poller": "storage"}
 
 
 class MetricsCollector(Collector):
     """Register it with a `prometheus_client.CollectorRegistry`.
 
     `page_bytes` turns pages into bytes. `statistics` are those of a running engine, for what no event tells: poller,
-    copies, storage, loop. A scrape may come from any thread: it copies what it reads, and a number may be one step
-    newer than its neighbor.
+    copies, storage; `loop_lag` is how late the loop was whenever somebody looked. A scrape may come from any thread: it
+    copies what it reads, and a number may be one step newer than its neighbor.
     """
 
     def __init__(
-        self, fold: MetricsFold, *, page_bytes: int = 0, statistics: Callable[[], Mapping[str, object]] | None = None
+        self,
+        fold: MetricsFold,
+        *,
+        page_bytes: int = 0,
+        statistics: Callable[[], Mapping[str, object]] | None = None,
+        loop_lag: Histogram | None = None,
     ) -> None:
         self._fold = fold
         self._page_bytes = page_bytes
         self._statistics = statistics
+        self._loop_lag = loop_lag
 
     def collect(self) -> Iterator[Metric]:
         """All families, in the same order every time."""
@@ -38,12 +50,15 @@ class MetricsCollector(Collector):
             yield _counter("tidekv_bytes", "KV bytes of READY requests by source.", "source", sized)
         yield _counter(
             "tidekv_pages",
-            "Pages promised (prefill need not send them), asked of prefill, asked by extend, delivered, and of them"
-            " wasted in rooms that were left.",
+            "Pages promised (prefill need not send them), asked of prefill, asked by extend, delivered, of them wasted"
+            " in rooms that were left, fetched from storage, and stored there.",
             "what",
             fold.pages,
         )
         yield _counter("tidekv_cuts", "Extends by what had failed.", "cause", fold.cuts)
+        yield _counter(
+            "tidekv_declined_pages", "Pages that storage had and that were not fetched.", "cause", fold.declined
+        )
         yield _counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)
         yield _counter("tidekv_events", "Events that the core took.", "type", fold.events)
         yield _counter("tidekv_core", "What the core counts of its own.", "what", fold.core.books.counters)
@@ -56,8 +71,8 @@ class MetricsCollector(Collector):
     def _gauges(self) -> Iterator[Metric]:
         counts = self._fold.core.statistics()
         pools = GaugeMetricFamily("tidekv_pool_pages", "Pages by pool and condition.", labels=("pool", "condition"))
-        for pool in ("device", "host"):
-            for condition in ("free", "owned", "cached", "draining", "evictable", "protected"):
+        for pool in POOLS:
+            for condition in CONDITIONS:
                 pools.add_metric((pool, condition), counts[f"{pool}_{condition}"])
         yield pools
         requests = GaugeMetricFamily("tidekv_requests", "Live requests by state.", labels=("state",))
@@ -66,14 +81,25 @@ class MetricsCollector(Collector):
                 requests.add_metric((state.value,), counts[f"requests_{state.value.lower()}"])
         yield requests
         live = GaugeMetricFamily("tidekv_live", "What else is live in the core.", labels=("what",))
-        for name in ("queue", "loads", "backups", "operations", "rooms", "rooms_draining", "requests_retracted"):
+        for name in LIVE:
             live.add_metric((name,), counts[name])
         yield live
+        yield GaugeMetricFamily(
+            "tidekv_storage_breaker_open",
+            "1 while storage is asked nothing, because it kept failing.",
+            value=counts["l3_breaker_open"],
+        )
+        if self._loop_lag is not None:
+            yield _histogram(
+                "tidekv_loop_lag_seconds", "How late the event loop was, while there was work.", self._loop_lag
+            )
         if self._statistics is not None:
+            statistics = self._statistics()
+            yield from _pollers(statistics)
             engine = GaugeMetricFamily(
                 "tidekv_engine", "Statistics of the engine's parts, as they are.", labels=("part", "name")
             )
-            for part, name, value in _numbers(self._statistics()):
+            for part, name, value in _numbers(statistics):
                 engine.add_metric((part, name), value)
             yield engine
 
@@ -88,13 +114,36 @@ def _counter(name: str, help_text: str, label: str, values: Mapping[str, float])
 def _histograms(name: str, help_text: str, label: str, values: Mapping[str, Histogram]) -> Metric:
     family = HistogramMetricFamily(name, help_text, labels=(label,))
     for key, histogram in sorted(dict(values).items()):
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), histogram.buckets, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family.add_metric((key,), buckets, histogram.sum_s)
+        family.add_metric((key,), _buckets(histogram), histogram.sum_s)
     return family
+
+
+def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
+    return HistogramMetricFamily(name, help_text, buckets=_buckets(histogram), sum_value=histogram.sum_s)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Counts of all that took no longer than each bound."""
+    total = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), histogram.buckets, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets
+
+
+def _pollers(statistics: Mapping[str, object]) -> Iterator[Metric]:
+    cpu = CounterMetricFamily("tidekv_poller_cpu_seconds", "CPU time of the pollers' threads.", labels=("poller",))
+    rounds = CounterMetricFamily(
+        "tidekv_poller_rounds", "Looks of the pollers at what is in flight.", labels=("poller",)
+    )
+    for part, name in POLLERS.items():
+        values = statistics.get(part)
+        if isinstance(values, Mapping):
+            cpu.add_metric((name,), values["cpu_s"])
+            rounds.add_metric((name,), values["poll_rounds"])
+    yield cpu
+    yield rounds
 
 
 def _numbers(statistics: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:

@@ -30,6 +30,8 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Bytes by source", "Bps", _rate("tidekv_bytes_total", "source")),
     ("Pages promised, asked, extended, delivered, wasted", "short", _rate("tidekv_pages_total", "what")),
     ("Extends by cause", "short", _rate("tidekv_cuts_total", "cause")),
+    ("Pages of storage declined by cause", "short", _rate("tidekv_declined_pages_total", "cause")),
+    ("Breaker of storage", "bool", [("tidekv_storage_breaker_open", "open")]),
     ("Device pages", "short", [('tidekv_pool_pages{pool="device"}', "{{condition}}")]),
     ("Host pages", "short", [('tidekv_pool_pages{pool="host"}', "{{condition}}")]),
     ("Requests by state", "short", [("tidekv_requests", "{{state}}")]),
@@ -39,6 +41,8 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Evicted pages", "short", _rate("tidekv_evicted_pages_total", "tier")),
     ("What the core counts", "short", _rate("tidekv_core_total", "what")),
     ("Events", "short", _rate("tidekv_events_total", "type")),
+    ("Lag of the event loop", "s", _quantiles("tidekv_loop_lag_seconds", "instance")),
+    ("CPU of the pollers", "percentunit", _rate("tidekv_poller_cpu_seconds_total", "poller")),
     ("Parts of the engine", "short", [("tidekv_engine", "{{part}} {{name}}")]),
 )
 

@@ -5,11 +5,12 @@ Told of every step behind it. Nothing here reads a clock: times are those of the
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tidekv.engine.metrics.histogram import Histogram
+from tidekv.engine.seeing.causes import extend_cause
 from tidekv.states import commands, events
 from tidekv.states.request import State
 
@@ -17,13 +18,11 @@ if TYPE_CHECKING:
     from tidekv.states.core import Core
     from tidekv.states.node import Node, TierName
 
-BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of the buckets of every histogram; one more, without a bound, is behind them."""
-
 _CALLS: dict[type[commands.Command], str] = {
     commands.QueryStorage: "query",
     commands.FetchPages: "fetch",
     commands.StorePages: "store",
+    commands.ProbeStorage: "probe",
     commands.CopyToDevice: "copy_to_device",
     commands.CopyToHost: "copy_to_host",
     commands.Recompute: "recompute",
@@ -31,21 +30,6 @@ _CALLS: dict[type[commands.Command], str] = {
 """What is timed from its command to its outcome."""
 # Reading a member off its class is a slow property in Python 3.11.
 _READY, _FAILED, _PREALLOC = State.READY, State.FAILED, State.PREALLOC
-
-
-class Histogram:
-    """Counts by bucket, not summed up, and the sum of what was observed."""
-
-    __slots__ = ("buckets", "sum_s")
-
-    def __init__(self) -> None:
-        self.buckets = [0] * (len(BOUNDS_S) + 1)
-        self.sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one."""
-        self.buckets[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
 
 
 class MetricsFold:
@@ -59,9 +43,11 @@ class MetricsFold:
         self.tokens: Counter[str] = Counter()
         """Prompt tokens of READY requests by source."""
         self.pages: Counter[str] = Counter()
-        """promised, asked, extended, delivered, wasted."""
+        """promised, asked, extended, delivered, wasted, fetched, stored."""
         self.cuts: Counter[str] = Counter()
         """Spans that were asked of prefill by extend, by what had failed."""
+        self.declined: Counter[str] = Counter()
+        """Pages that storage had and that were not fetched, by the cause: `tidekv.states.request.DECLINED`."""
         self.evicted: Counter[str] = Counter()
         """Pages by tier."""
         self.events: Counter[str] = Counter()
@@ -78,7 +64,6 @@ class MetricsFold:
         self._tellers: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
-            commands.SendAbort: self._abort,
             commands.TellReady: self._ready,
             commands.TellFailed: self._failed,
         }
@@ -98,6 +83,10 @@ class MetricsFold:
             self._histogram(self.calls_s, name).observe(event.at_s - begun_at_s)
             if getattr(event, "error", "") or kind is events.CommandRaised:
                 self.calls_failed[name] += 1
+            elif kind is events.PagesFetched:
+                self.pages["fetched"] += max(event.good, 0)  # type: ignore[attr-defined]  # Just that.
+            elif kind is events.PagesStored:
+                self.pages["stored"] += max(event.stored, 0)  # type: ignore[attr-defined]  # Just that.
         for request_id, state in self.core.moves:
             self._move(request_id, state, event.at_s)
         for command in given:
@@ -123,22 +112,29 @@ class MetricsFold:
             self.ready_s.observe(at_s - arrived_at_s)
         elif state is not _FAILED:
             self._since[request_id] = (state, at_s, arrived_at_s)
+        if (state is _PREALLOC or state is _FAILED) and (landed := self._landed.pop(request_id, 0)):
+            # What its room has brought stays behind with the room.
+            self.pages["wasted"] += landed
 
     def _chunk(self, event: events.ChunkLanded) -> None:
         self.pages["delivered"] += event.count
         self._landed[event.request_id] += event.count
 
     def _promise(self, command: commands.SendPromise) -> None:
-        self._landed.pop(command.request_id, None)
+        request = self.core.request(command.request_id)
+        if request is not None and request.declined[1]:
+            cause, count = request.declined
+            self.declined[cause] += count
         self.pages["promised"] += -(-command.promised_tokens // self.core.settings.page_size)
         self.pages["asked"] += len(command.pages)
 
     def _extend(self, command: commands.SendExtend) -> None:
         self.pages["extended"] += len(command.pages)
-        self.cuts[_cause_of(self._event)] += 1
-
-    def _abort(self, command: commands.SendAbort) -> None:
-        self.pages["wasted"] += self._landed.pop(command.request_id, 0)
+        request = self.core.request(command.request_id)
+        room = None if request is None else request.room
+        assert self._event is not None
+        load = None if room is None or room.generation != command.generation else room.spans[command.span].load
+        self.cuts[extend_cause(load, self._event)] += 1
 
     def _ready(self, command: commands.TellReady) -> None:
         self._landed.pop(command.request_id, None)
@@ -146,21 +142,7 @@ class MetricsFold:
         self.tokens.update(command.sources)
 
     def _failed(self, command: commands.TellFailed) -> None:
-        self._landed.pop(command.request_id, None)
         self.ended[command.cause] += 1
 
     def _evict(self, node: Node, tier: TierName) -> None:
         self.evicted[tier] += node.page_count
-
-
-def _cause_of(event: events.Event | None) -> str:
-    """What made the core extend, by the event that it followed from."""
-    if isinstance(event, events.PagesFetched):
-        return "fetch_failed" if event.error else "fetch_short"
-    if isinstance(event, events.CopyEnded):
-        return "copy_failed"
-    if isinstance(event, events.CommandRaised):
-        return "start_raised"
-    if isinstance(event, events.ClockAdvanced):
-        return "late"
-    return "other"

@@ -1,0 +1,257 @@
+"""Every counter that is scraped follows from the journal: counted once more, naively, for a run with faults."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tidekv import DecodeRequest, Replayer, RequestFailed, open_storage
+from tidekv.backends.storage.base import Storage
+from tidekv.engine.metrics import MetricsCollector, MetricsFold
+from tidekv.engine.metrics.collector import CONDITIONS, LIVE, POOLS
+from tidekv.states import commands, events
+from tidekv.states.errors import CopyFailed, StorageFailed
+from tidekv.states.request import DECLINED, State
+from tidekv.states.shapes import PageIds
+
+PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
+OTHER = list(range(300, 342))
+OF_THE_PROCESS = {
+    # What no event tells: these are of the running process, and of nothing that can be replayed.
+    "tidekv_engine", "tidekv_loop_lag_seconds", "tidekv_poller_cpu_seconds", "tidekv_poller_rounds",
+}  # fmt: skip
+Samples = dict[tuple[str, str], float]
+
+
+class MoodyStorage:
+    """A storage engine that does what a test tells it, once."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self.mood = ""
+        self.held = asyncio.Event()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def _take(self, mood: str) -> bool:
+        if self.mood != mood:
+            return False
+        self.mood = ""
+        return True
+
+    async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        if self._take("query fails"):
+            raise StorageFailed("the index is gone")
+        if self._take("query hangs"):
+            await self.held.wait()
+        return await self._inner.exists(keys, timeout_s=timeout_s)
+
+    async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        if self._take("fetch fails"):
+            raise StorageFailed("the disk is gone")
+        if self._take("fetch hangs"):
+            await self.held.wait()
+        flags = await self._inner.get_into(keys, pages, timeout_s=timeout_s)
+        return [True, *[False] * (len(flags) - 1)] if self._take("fetch is short") else flags
+
+    async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        if self._take("put fails"):
+            raise StorageFailed("the disk is full")
+        return await self._inner.put_from(keys, pages, timeout_s=timeout_s)
+
+
+async def run_with_faults(pair: Any, storage: MoodyStorage) -> None:
+    """Everything that has a counter happens at least once."""
+    engine = pair.engine
+
+    async def serve(name: str, mood: str = "", tokens: list[int] = PROMPT, **options: Any) -> None:
+        await engine.wait_settled()
+        await engine.flush()
+        storage.mood = mood
+        ready = await pair.restore(name, tokens, **options)
+        storage.held.set()
+        engine.grow(ready, 1)
+        await engine.finish(ready, [7])
+
+    await serve("put fails", "put fails")
+    await serve("cold", tokens=OTHER)
+    await serve("warm")
+    for mood in ("fetch fails", "fetch hangs", "fetch is short", "query fails", "query hangs"):
+        storage.held.clear()
+        await serve(mood, mood)
+    engine.change_policy(prefetch_threshold_tokens=100_000)
+    await serve("threshold")
+    engine.change_policy(prefetch_threshold_tokens=0, fetch_pages_in_flight_max=3)
+    await serve("limit")
+    engine.change_policy(fetch_pages_in_flight_max=0, breaker_failures=1, breaker_backoff_s=0.01)
+    await serve("opens the breaker", "query fails")
+    await engine._calls.wait_until(lambda: not engine._core.books.storage.is_open)
+    await engine.wait_settled()
+    await engine.flush(("l1",))
+    copier = engine._parts.copier
+    to_device = copier.to_device
+
+    def fail_once(host_pages: object, device_pages: object) -> asyncio.Future[None]:
+        copier.to_device = to_device
+        copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        copied.set_exception(CopyFailed("the copy engine is gone"))
+        return copied
+
+    copier.to_device = fail_once
+    ready = await pair.restore("copy fails", PROMPT)
+    retracted = await engine.retract(ready)
+    await engine.finish(await engine.resume(retracted))
+    with pytest.raises(RequestFailed):
+        await engine.restore(DecodeRequest(request_id="nobody", tokens=OTHER[:9], prefill="nobody"))
+    aborted = asyncio.ensure_future(pair.restore("aborted", OTHER))
+    await asyncio.sleep(0)
+    await engine.abort("aborted")
+    with pytest.raises(RequestFailed):
+        await aborted
+    await engine.detach_storage()
+    await engine.wait_settled()
+
+
+async def test_every_counter_follows_from_the_journal(make_pair, tmp_path: Path) -> None:
+    path = tmp_path / "run.journal"
+    storage = MoodyStorage(open_storage("memory:?capacity=64MiB"))
+    limits = {"query_deadline_s": 0.05, "prefetch_base_s": 0.05, "fetch_run_pages": 16, "close_deadline_s": 5.0}
+    async with make_pair(
+        storage=storage, device_pages=24, journal=str(path), metrics_listen="127.0.0.1:0", **limits
+    ) as pair:
+        await run_with_faults(pair, storage)
+        families, live = scraped(await asyncio.to_thread(fetch_text, f"http://{pair.engine.metrics_address}/metrics"))
+        statistics = pair.core()
+
+    replayer = Replayer(path)
+    again = MetricsFold(replayer.core)
+    naive = recount(replayer, again)
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(again, page_bytes=pair.device.memory.page_bytes))
+    replayed_families, replayed = scraped(generate_latest(registry).decode())
+    # The same families and the same numbers, but for what is of the process.
+    assert families - replayed_families == OF_THE_PROCESS
+    assert {key: live[key] for key in replayed} == pytest.approx(replayed)
+    counters = {key: value for key, value in replayed.items() if key[0].endswith(("_total", "_count", "_sum"))}
+    by_cause = ("tidekv_cuts_total", "tidekv_declined_pages_total")
+    assert {key: value for key, value in counters.items() if key[0] not in by_cause} == pytest.approx(naive)
+    # Causes are those that were injected.
+    assert {cause: count for (name, cause), count in live.items() if name == "tidekv_cuts_total"} == {
+        "copy_failed": 1, "fetch_failed": 1, "fetch_late": 1, "fetch_short": 1,
+    }  # fmt: skip
+    declined = {cause: count for (name, cause), count in live.items() if name == "tidekv_declined_pages_total"}
+    assert declined == {"limit": 7}
+    assert set(declined) <= set(DECLINED)
+    # Every number of the core is exported, under its own name.
+    assert exported(statistics) == set(statistics)
+
+
+def fetch_text(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def scraped(text: str) -> tuple[set[str], Samples]:
+    """Names of the families, and values by name and by the values of the labels."""
+    families = list(text_string_to_metric_families(text))
+    samples = {
+        (sample.name, " ".join(value for name, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    return {family.name for family in families}, samples
+
+
+def exported(statistics: dict[str, int]) -> set[str]:
+    """Names of `Core.statistics` that have a metric. A name without one makes the test above fail."""
+    gauges = {f"{pool}_{condition}" for pool in POOLS for condition in CONDITIONS}
+    gauges |= {f"requests_{state.value.lower()}" for state in State if state is not State.FAILED}
+    gauges |= {*LIVE, "l3_breaker_open"}
+    counters = {
+        "extends", "prefill_retries", "sent_back", "recomputes", "transitions_raised", "fallbacks_by_raise",
+        "l3_queries_failed", "l3_queries_late", "l3_fetches_late", "l3_pages_short", "l3_declined_pages",
+        "l3_breaker_opened", "l3_breaker_closed", "pages_backed_up", "pages_stored", "copies_failed", "outcomes_late",
+        "frames_late", "loads_void",
+    }  # fmt: skip
+    assert {"extends", "copies_failed", "l3_breaker_opened", "l3_declined_pages", "pages_stored"} <= set(statistics)
+    return (gauges | counters) & set(statistics)
+
+
+def recount(replayer: Replayer, fold: MetricsFold) -> Samples:
+    """All counters once more, from what the steps of the journal say."""
+    names = {
+        commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
+        commands.ProbeStorage: "probe", commands.CopyToDevice: "copy_to_device", commands.CopyToHost: "copy_to_host",
+    }  # fmt: skip
+    counts: Counter[tuple[str, str]] = Counter({("tidekv_requests_arrived_total", ""): 0})
+    begun: dict[int, tuple[str, float]] = {}
+    states: dict[str, tuple[str, float]] = {}
+    arrived: dict[str, float] = {}
+    landed: dict[str, int] = defaultdict(int)
+    sizes = replayer.core.settings.page_size
+
+    def add(family: str, label: str, value: float = 1) -> None:
+        counts[f"tidekv_{family}", label] += value
+
+    replayer.core.books.index.on_evict.append(lambda node, tier: add("evicted_pages_total", tier, node.page_count))
+    for step in replayer.steps():
+        event = step.event
+        fold.stepped(event, step.commands, step.error)
+        add("events_total", type(event).__name__)
+        if isinstance(event, events.RequestArrived):
+            add("requests_arrived_total", "")
+        if isinstance(event, events.ChunkLanded):
+            add("pages_total", "delivered", event.count)
+            landed[event.request_id] += event.count
+        if getattr(event, "op", None) in begun:
+            name, at_s = begun.pop(event.op)
+            add("call_seconds_count", name)
+            add("call_seconds_sum", name, event.at_s - at_s)
+            if getattr(event, "error", "") or isinstance(event, events.CommandRaised):
+                add("calls_failed_total", name)
+            elif name in ("fetch", "store"):
+                good = event.good if name == "fetch" else event.stored
+                add("pages_total", "fetched" if name == "fetch" else "stored", good)
+        for request_id, state in step.moves:
+            if request_id in states:
+                was, since_s = states.pop(request_id)
+                add("state_seconds_count", was)
+                add("state_seconds_sum", was, event.at_s - since_s)
+            else:
+                arrived[request_id] = event.at_s
+            if state is State.READY:
+                add("ready_seconds_count", "ready")
+                add("ready_seconds_sum", "ready", event.at_s - arrived[request_id])
+                landed.pop(request_id, None)
+            elif state is not State.FAILED:
+                states[request_id] = (state.value, event.at_s)
+            if state in (State.FAILED, State.PREALLOC) and landed.pop(request_id, 0):
+                raise AssertionError("no room of this run is left after something landed")
+        for command in step.commands:
+            if type(command) in names:
+                begun[command.op] = (names[type(command)], event.at_s)
+            elif isinstance(command, commands.SendPromise):
+                add("pages_total", "promised", -(-command.promised_tokens // sizes))
+                add("pages_total", "asked", len(command.pages))
+            elif isinstance(command, commands.SendExtend):
+                add("pages_total", "extended", len(command.pages))
+            elif isinstance(command, commands.TellReady):
+                add("requests_ended_total", "ready")
+                for source, tokens in command.sources.items():
+                    add("tokens_total", source, tokens)
+                    add("bytes_total", source, tokens * int(str(replayer.header.layout["page_bytes"])) / sizes)
+            elif isinstance(command, commands.TellFailed):
+                add("requests_ended_total", command.cause)
+    for name, value in replayer.core.books.counters.items():
+        add("core_total", name, value)
+    return dict(counts)
