@@ -77,6 +77,35 @@ class BrokenInvariant(TidekvError, AssertionError):
     """An account or the index contradicts itself: a bug of tidekv. The engine stops; report it with the journal."""
 
 
+class RanksDiverged(BrokenInvariant):
+    """The ranks of an instance no longer keep the same: a bug, or callers that did not do the same on all ranks.
+
+    `parts` names what differs. The instance stops.
+    """
+
+    def __init__(self, *, turn: int, parts: tuple[str, ...]) -> None:
+        super().__init__(f"ranks differ at turn {turn} in: {', '.join(parts)}")
+        self.turn = turn
+        self.parts = parts
+
+
+class RankBroken(TidekvError):
+    """The engine of one rank broke and said so: all ranks of the instance stop."""
+
+    def __init__(self, *, rank: int) -> None:
+        super().__init__(f"the engine of rank {rank} broke; its log says why")
+        self.rank = rank
+
+
+class RankLost(TidekvError):
+    """A rank of the instance is out of reach: requests fail until all ranks have formed a new group."""
+
+    def __init__(self, *, rank: int, cause: str) -> None:
+        super().__init__(f"rank {rank} is lost: {cause}")
+        self.rank = rank
+        self.cause = cause
+
+
 class JournalRefused(InvalidRequest):
     """This is no journal that this version can read: empty, of another kind or version, or without its start."""
 

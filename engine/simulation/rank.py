@@ -1,0 +1,375 @@
+"""One simulated rank: a core, an agreement, pools whose pages hold tags, and tiers that fail on this rank alone."""
+
+from __future__ import annotations
+
+import zlib
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from tidekv.engine.simulation.memory import SimulatedPool, Violation
+from tidekv.engine.simulation.rank_callers import RankCaller, Script
+from tidekv.engine.simulation.rank_rooms import RankRooms
+from tidekv.engine.simulation.rank_tiers import RankTiers
+from tidekv.engine.simulation.world import ENCODER
+from tidekv.states import commands, events
+from tidekv.states.agreement import Agreement
+from tidekv.states.call_questions import Refusal
+from tidekv.states.core import Core
+from tidekv.states.questions import LOST_RANK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tidekv.engine.simulation.ranks import RankGroupWorld
+
+FAULTS: dict[str, str] = {
+    "rank_lags": "a frame, a vote or a caller of one rank is late",
+    "rank_dies": "the process of one rank ends, and comes back",
+    "command_raises": "starting a command raises on one rank",
+    "storage_fails": "a call to storage fails on one rank",
+    "storage_is_short": "storage of one rank has fewer pages",
+    "storage_is_late": "storage of one rank takes longer than anybody waits",
+    "copy_fails": "a copy fails on one rank",
+    "copy_is_late": "a copy of one rank takes longer than its deadline",
+    "promise_fails": "one rank cannot reach its prefill rank",
+    "room_fails": "one prefill rank fails a room",
+    "room_is_refused": "one prefill rank refuses a room",
+    "writer_dies": "one prefill rank dies, and is replaced",
+    "outcome_repeats": "an outcome is told twice",
+}
+"""Name of each kind and what happens."""
+
+
+class SimulatedRank:
+    """One rank of the group."""
+
+    def __init__(self, world: RankGroupWorld, number: int, random: Random) -> None:
+        self.number = number
+        self.random = random
+        self.events = 0
+        """Events that its core took in this epoch."""
+        self.is_dead = False
+        self.is_solo = False
+        """Whether it ends what it has by itself, because another rank is lost."""
+        self.callers: dict[str, RankCaller] = {}
+        self.world = world
+        self._life = 0
+        self.stored: set[int] = set()
+        """Tags of the pages that this rank's slice of storage has."""
+        self._begin(0)
+
+    def _begin(self, epoch: int) -> None:
+        world = self.world
+        self.core = Core(world.settings)
+        self.agreement = Agreement(self.core, rank=self.number, epoch=epoch, hold_s=2.0)
+        self.device, self.host = SimulatedPool(self.core.books.device), SimulatedPool(self.core.books.host)
+        self.events = 0
+        tiers = RankTiers(self)
+        self.rooms = RankRooms(self)
+        self.records: dict[int, list[int]] = {}
+        """Tags of what requests left, by serial."""
+        self.in_flight = 0
+        """Operations that have not ended on this rank."""
+        self._serials: dict[str, int] = {}
+        self._answers_growth = False
+        self._takers: dict[type[commands.Command], Any] = {  # Each command has its own taker.
+            commands.QueryStorage: tiers.query,
+            commands.FetchPages: tiers.fetch,
+            commands.StorePages: tiers.store,
+            commands.ProbeStorage: tiers.probe,
+            commands.CopyToDevice: tiers.copy,
+            commands.CopyToHost: tiers.copy,
+            commands.SendPromise: self.rooms.promise,
+            commands.SendExtend: self.rooms.extend,
+            commands.SendAbort: self.rooms.abort,
+            commands.SendReceived: self.rooms.received,
+            commands.TellReady: self._ready,
+            commands.TellFailed: self._failed,
+            commands.TellDropped: self._dropped,
+            commands.TellFinished: lambda command: self._end(command.request_id, "finished"),
+            commands.TellRetracted: self._retracted,
+            commands.GiveReserve: self._give_reserve,
+            commands.ForgetTokens: lambda command: self.records.pop(command.serial),
+        }
+
+    # --- Events ---
+
+    def hear(self, event: events.Event) -> None:
+        """Something happened on this rank."""
+        if self.is_dead:
+            return
+        self.agreement.hear(event)
+        self._told()
+
+    def _told(self) -> None:
+        for refusal in self.agreement.take_refusals(self.world.schedule.now_s):
+            self._refused(refusal)
+        if self.is_solo:
+            self.world.schedule.after(0.0, self._take_solo_turn)
+        elif self.agreement.has_news:
+            self.world.wish(self)
+
+    def decide(self, reduced: Any) -> None:  # Any: a list here, an array in a solo turn.
+        """A vote is over."""
+        decision = self.agreement.decide(reduced)
+        for event in decision.events:
+            given = self.core.step(event)
+            self.agreement.stepped(event, given)
+            word = zlib.crc32(ENCODER.encode(event))
+            for command in given:
+                word = zlib.crc32(ENCODER.encode(command), word)
+            self.world.stepped(self, word)
+            self._answers_growth = isinstance(event, events.GrowthTaken) and event.wanted > 0
+            if isinstance(event, events.RequestArrived):
+                self._serials[event.request_id] = event.serial
+            for command in given:
+                taker = self._takers.get(type(command))
+                if taker is not None:
+                    taker(command)
+        for refusal in decision.refusals:
+            self._refused(refusal)
+        if self.random.random() < 0.05:
+            self.core.check()
+        if self.agreement.has_news:
+            self._told()
+
+    def after(self, delay_s: float, action: Any, *arguments: Any) -> None:  # Any: as in Schedule.
+        """Do something on this rank later, unless its process has ended by then."""
+        life = self._life
+
+        def act() -> None:
+            if not self.is_dead and self._life == life:
+                action(*arguments)
+
+        self.world.schedule.after(delay_s, act)
+
+    def delay(self) -> float:
+        return self.random.random() * 0.01
+
+    # --- Callers ---
+
+    def submit(self, script: Script, epoch: int) -> None:
+        """The caller of this rank makes a request."""
+        world = self.world
+        if self.is_dead or self.is_solo or epoch != world.epoch:
+            world.ended(script, self.number, LOST_RANK)
+            return
+        if script.missing_on == self.number:
+            world.ended(script, self.number, "ranks differ")
+            return
+        size = world.settings.page_size
+        self.callers[script.request_id] = RankCaller(script)
+        serial = int(script.request_id[1:])
+        self.hear(
+            events.RequestArrived(
+                at_s=world.schedule.now_s,
+                request_id=script.request_id,
+                serial=serial,
+                keys=script.tokens[: len(script.tokens) // size * size],
+                prompt_tokens=len(script.tokens),
+                prefill_count=script.prefill_count,
+                deadline_at_s=script.deadline_at_s,
+                priority=script.priority,
+                cache=script.cache,
+                generation=serial << 16,
+            )
+        )
+        if self.number == 0 and script.flushes:
+            self.hear(events.FlushRequested(at_s=0.0, call=serial, tiers=script.flushes))
+        if script.aborted_by == self.number:
+            self.after(self.random.random() * 0.05, self._give_up, script.request_id)
+        self.after(2.5, self._told)
+
+    def _give_up(self, request_id: str) -> None:
+        caller = self.callers.get(request_id)
+        if caller is not None and not caller.is_given_back:
+            self.hear(
+                events.AbortRequested(
+                    at_s=self.world.schedule.now_s, request_id=request_id, cause="cancelled by the caller"
+                )
+            )
+
+    def _ready(self, command: commands.TellReady) -> None:
+        caller = self.callers[command.request_id]
+        caller.is_ready = True
+        caller.pages, caller.reserve = command.pages[:], command.reserve[:]
+        tags = self.tags(caller.script.tokens)
+        self.device.expect(command.pages[: len(tags)], tags, command.request_id)
+        self.after(self.delay(), self._generate, caller)
+
+    def _generate(self, caller: RankCaller) -> None:
+        script, size = caller.script, self.world.settings.page_size
+        if self.callers.get(script.request_id) is not caller:
+            return
+        written = len(script.tokens) + max(0, len(caller.output) - 1)
+        needed = self.world.settings.pages_of(written)
+        if needed > len(caller.pages):
+            if not caller.reserve:
+                if not caller.wanted:
+                    caller.wanted = True
+                    self._take(caller, 0, 1)
+                return
+            caller.pages += caller.reserve[:1]
+            del caller.reserve[:1]
+            self._take(caller, 1, 0)
+            self.after(self.delay(), self._generate, caller)
+            return
+        self._give_back(caller, (script.tokens + caller.output)[:written], size)
+
+    def _take(self, caller: RankCaller, count: int, wanted: int) -> None:
+        self.hear(events.GrowthTaken(at_s=0.0, request_id=caller.script.request_id, page_count=count, wanted=wanted))
+
+    def _give_reserve(self, command: commands.GiveReserve) -> None:
+        caller = self.callers[command.request_id]
+        caller.reserve += command.pages
+        if caller.wanted and (caller.reserve or self._answers_growth):
+            caller.wanted = False
+            if not caller.reserve:
+                # Every rank was told so: all callers go on with the pages that they have.
+                caller.output = b""
+            self.after(self.delay(), self._generate, caller)
+
+    def _give_back(self, caller: RankCaller, tokens: bytes, size: int) -> None:
+        request_id, full = caller.script.request_id, len(tokens) // size * size
+        caller.is_given_back = True
+        tags = self.tags(tokens)
+        for at in range(len(self.tags(caller.script.tokens)), len(tags)):
+            self.device.put(caller.pages[at], tags[at], f"decoding of {request_id}")
+        self.records[self._serials[request_id]] = tags
+        kind = events.RetractRequested if caller.script.retracts else events.FinishRequested
+        self.hear(kind(at_s=self.world.schedule.now_s, request_id=request_id, keys=tokens[:full], tokens=len(tokens)))
+
+    def _retracted(self, command: commands.TellRetracted) -> None:
+        self._end(command.request_id, "retracted")
+        self.after(self.delay(), self.hear, events.RetractedDropped(at_s=0.0, request_id=command.request_id))
+
+    def _failed(self, command: commands.TellFailed) -> None:
+        self._end(command.request_id, command.cause)
+
+    def _dropped(self, command: commands.TellDropped) -> None:
+        self._end(command.request_id, LOST_RANK if self.is_solo else "aborted")
+
+    def _refused(self, refusal: Refusal) -> None:
+        # A call that was refused after READY is followed by a drop of the request.
+        if isinstance(refusal.call, events.RequestArrived) and refusal.call.request_id in self.callers:
+            self._end(refusal.call.request_id, refusal.cause)
+
+    def _end(self, request_id: str, end: str) -> None:
+        caller = self.callers.pop(request_id)
+        serial = self._serials.pop(request_id, 0)
+        if end not in ("finished", "retracted"):
+            # What was given back to nobody's use leaves no tokens either.
+            self.records.pop(serial, None)
+        self.world.ended(caller.script, self.number, "cancelled" if end.startswith("cancelled") else end)
+
+    def tags(self, tokens: bytes) -> list[int]:
+        size = self.world.settings.page_size
+        return self.world.contents.tags("", tokens[: len(tokens) // size * size], size)
+
+    def page_tags(self, script: Script) -> list[int]:
+        """The tags of all pages of a prompt; a partial page is like no other's."""
+        full = len(self.tags(script.tokens)) * self.world.settings.page_size
+        rest = script.tokens[full:]
+        tail = [self.world.contents.tag(f"tail {script.request_id}", rest)] if rest else []
+        return self.tags(script.tokens) + tail
+
+    # --- What tiers ask ---
+
+    def hits(self, name: str) -> bool:
+        """Whether a fault strikes this rank now; who is about to begin anew is spared."""
+        return not self.is_solo and self.world.hits(name, self.random)
+
+    def outcome(self, delay_s: float, make: Callable[[], events.Event]) -> None:
+        """An operation ends after a while."""
+        self.in_flight += 1
+
+        def tell() -> None:
+            self.in_flight -= 1
+            event = make()
+            self.hear(event)
+            if self.hits("outcome_repeats"):
+                self.after(self.delay(), self.hear, event)
+
+        self.after(delay_s, tell)
+
+    # --- Losing a rank ---
+
+    def die(self) -> None:
+        """The process ends; whoever it worked for is told."""
+        self.is_dead = True
+        self._life += 1
+        for request_id in list(self.callers):
+            self._end(request_id, LOST_RANK)
+
+    def come_back(self) -> None:
+        """The process was started again: it has nothing."""
+        self.is_dead = False
+        self.is_solo = True
+        self._begin(self.world.epoch)
+        self.world.try_to_form()
+
+    def go_solo(self) -> None:
+        """Another rank is lost: end everything by what this rank knows alone."""
+        if self.is_dead or self.is_solo:
+            return
+        self.is_solo = True
+        for refusal in self.agreement.go_solo():
+            self._refused(refusal)
+        self._take_solo_turn()
+
+    def _take_solo_turn(self) -> None:
+        if not self.is_solo or self.is_dead:
+            return
+        agreement, now_s = self.agreement, self.world.schedule.now_s
+        due_s = self.core.next_deadline_s()
+        if agreement.has_news or (due_s is not None and due_s <= now_s):
+            agreement.open_turn(now_s)
+            self.decide(agreement.cast())
+        due_s = self.core.next_deadline_s()
+        if due_s is not None:
+            self.after(max(due_s - now_s, 0.0) + 0.001, self._take_solo_turn)
+        self.world.try_to_form()
+
+    @property
+    def is_ready_to_form(self) -> bool:
+        """Whether it lives and has nothing in flight: nobody reads or writes its pages."""
+        return not self.is_dead and self.is_solo and self.is_settled
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is in flight on this rank."""
+        return (
+            self.agreement.is_idle
+            and self.core.is_idle
+            and not (self.in_flight or self.rooms.in_flight)
+            and self.device.is_quiet
+            and self.host.is_quiet
+        )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin anew with an empty core."""
+        self.core.check()
+        self._life += 1
+        self.is_solo = False
+        self._begin(epoch)
+        self.hear(events.StorageChanged(at_s=0.0, available=True))
+
+    # --- The end ---
+
+    def books(self) -> tuple[object, ...]:
+        """What must be the same on all ranks: the tree, its pages, and the free lists in their order."""
+        index = self.core.books.index
+        nodes = tuple(
+            (node.namespace, node.edge, tuple(node.device or ()), tuple(node.host or ()), node.anchored)
+            for node in index.nodes()
+        )
+        return (nodes, tuple(self.core.books.device.free_pages), tuple(self.core.books.host.free_pages))
+
+    def check_end(self) -> None:
+        """Raise where anything is left."""
+        self.core.check()
+        if not self.is_settled or self.records or self.agreement.questions:
+            raise Violation(
+                f"rank {self.number} is not settled at the end: {self.core.statistics()}, {self.in_flight} operations, "
+                f"{self.rooms.in_flight} writes, {len(self.records)} records, {self.agreement.questions} questions"
+            )

@@ -1,0 +1,70 @@
+"""What the callers of all ranks do with one request: the same on every rank, each at its own time."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tidekv.states.settings import CoreSettings
+from tidekv.states.shapes import PageIds, page_ids
+
+HISTORIES = tuple(Random("histories").choices(b"ab", k=64) for _ in range(4))
+
+
+class Script:
+    """One request: its prompt, what is generated, and how it ends."""
+
+    def __init__(
+        self, request_id: str, tokens: bytes, output: bytes, *, retracts: bool, cache: bool, priority: int
+    ) -> None:
+        self.request_id = request_id
+        self.tokens = tokens
+        self.output = output
+        self.retracts = retracts
+        self.cache = cache
+        self.priority = priority
+        self.deadline_at_s = float("inf")
+        self.prefill_count = 1
+        self.aborted_by = -1
+        """The rank whose caller gives up, alone; -1: none."""
+        self.missing_on = -1
+        """The rank whose caller never makes the request; -1: none."""
+        self.flushes: tuple[str, ...] = ()
+        self.ends: dict[int, str] = {}
+
+
+class RankCaller:
+    """The caller of one rank: one request."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.output = script.output
+        self.is_ready = False
+        self.is_given_back = False
+        self.pages: PageIds = page_ids()
+        self.reserve: PageIds = page_ids()
+        self.wanted = False
+
+
+def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int) -> Script:
+    """A request that shares a prefix with others."""
+    size = settings.page_size
+    history = bytes(random.choice(HISTORIES))
+    longest = max(1, (settings.device_pages * 3 // 5 - settings.growth_reserve_pages) * size)
+    shared = history[: random.randrange(0, max(1, min(len(history), longest - 2 * size)))]
+    tokens = (shared + bytes(random.choices(b"ab", k=random.randint(1, 2 * size))))[:longest]
+    script = Script(
+        f"r{serial}",
+        tokens,
+        bytes(random.choices(b"ab", k=random.randint(0, 2 * size))),
+        retracts=random.random() < 0.1,
+        cache=random.random() < 0.95,
+        priority=random.choice((0, 0, 0, 1)),
+    )
+    script.prefill_count = random.choice((1, 2, 3))
+    if random.random() < 0.08:
+        script.aborted_by = random.randrange(ranks)
+    if ranks > 1 and random.random() < 0.01:
+        script.missing_on = random.randrange(ranks)
+    if random.random() < 0.05:
+        script.flushes = random.choice((("l1",), ("l2",), ("l1", "l2")))
+    return script

@@ -1,0 +1,101 @@
+"""Storage and copies of one simulated rank: late, short or failing on this rank alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states import commands, events
+
+if TYPE_CHECKING:
+    from tidekv.engine.simulation.rank import SimulatedRank
+
+
+class RankTiers:
+    """The local tiers of one rank."""
+
+    def __init__(self, rank: SimulatedRank) -> None:
+        self._rank = rank
+
+    def _raises(self, op: int) -> bool:
+        if not self._rank.hits("command_raises"):
+            return False
+        self._rank.outcome(0.0, lambda: events.CommandRaised(at_s=0.0, op=op, detail="injected"))
+        return True
+
+    def _storage_delay(self) -> float:
+        return 0.5 if self._rank.hits("storage_is_late") else self._rank.delay()
+
+    def _held(self, tags: list[int]) -> int:
+        held = next((at for at, tag in enumerate(tags) if tag not in self._rank.stored), len(tags))
+        return self._rank.random.randint(0, held) if self._rank.hits("storage_is_short") else held
+
+    def query(self, command: commands.QueryStorage) -> None:
+        """Answer how many of the pages are there."""
+        if self._raises(command.op):
+            return
+        tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
+        wanted, error = tags[command.first : command.first + command.count], self._error("storage_fails")
+        self._rank.outcome(
+            self._storage_delay(),
+            lambda: events.StorageAnswered(at_s=0.0, op=command.op, found=self._held(wanted), error=error),
+        )
+
+    def _error(self, name: str) -> str:
+        return "injected" if self._rank.hits(name) else ""
+
+    def fetch(self, command: commands.FetchPages) -> None:
+        """Read pages."""
+        if self._raises(command.op):
+            return
+        tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
+        wanted = tags[command.first : command.first + len(command.host_pages)]
+        error, who = self._error("storage_fails"), f"fetch {command.op}"
+        self._rank.host.begin_write(command.host_pages, who)
+
+        def end() -> events.Event:
+            good = 0 if error else self._held(wanted)
+            self._rank.host.end_write(command.host_pages, who, [*wanted[:good], *([0] * (len(wanted) - good))])
+            return events.PagesFetched(at_s=0.0, op=command.op, good=good, error=error)
+
+        self._rank.outcome(self._storage_delay(), end)
+
+    def store(self, command: commands.StorePages) -> None:
+        """Put pages."""
+        if self._raises(command.op):
+            return
+        error, who = self._error("storage_fails"), f"put {command.op}"
+        wanted = self._rank.records[command.serial][command.first : command.first + len(command.host_pages)]
+        self._rank.host.expect(command.host_pages, wanted, who)
+        found = self._rank.host.begin_read(command.host_pages, who)
+
+        def end() -> events.Event:
+            self._rank.host.end_read(command.host_pages, who, found)
+            stored = 0 if error else self._rank.random.choice((len(found), len(found), len(found) // 2))
+            self._rank.stored.update(found[:stored])
+            return events.PagesStored(at_s=0.0, op=command.op, stored=stored, error=error)
+
+        self._rank.outcome(self._storage_delay(), end)
+
+    def probe(self, command: commands.ProbeStorage) -> None:
+        """Say whether it can be used again."""
+        error = self._error("storage_fails")
+        self._rank.outcome(self._rank.delay(), lambda: events.StorageProbed(at_s=0.0, op=command.op, error=error))
+
+    def copy(self, command: commands.CopyToDevice | commands.CopyToHost) -> None:
+        """Copy between the pools."""
+        if self._raises(command.op):
+            return
+        to_device = isinstance(command, commands.CopyToDevice)
+        source, target = (self._rank.host, self._rank.device) if to_device else (self._rank.device, self._rank.host)
+        source_pages = command.host_pages if to_device else command.device_pages
+        target_pages = command.device_pages if to_device else command.host_pages
+        who, error = f"copy {command.op}", self._error("copy_fails")
+        found = source.begin_read(source_pages, who)
+        target.begin_write(target_pages, who)
+
+        def end() -> events.Event:
+            source.end_read(source_pages, who, found)
+            target.end_write(target_pages, who, None if error else found)
+            return events.CopyEnded(at_s=0.0, op=command.op, error=error)
+
+        self._rank.outcome(0.3 if self._rank.hits("copy_is_late") else self._rank.delay(), end)

@@ -1,0 +1,285 @@
+"""Several ranks of one decode instance against a simulated world: every rank has a core, an agreement and tiers of its
+own, and faults of its own. What the ranks decide must be the same, event by event.
+
+Frames and votes take virtual time, different on every rank: a rank may be far behind. A rank may die: the others end
+what they have by themselves, and all begin anew with empty cores when it is back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidekv.engine.simulation.memory import Contents, Violation
+from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
+from tidekv.engine.simulation.rank_callers import Script, draw_script
+from tidekv.engine.simulation.schedule import Link, Schedule
+from tidekv.engine.simulation.simulate import draw_settings
+from tidekv.states import events
+from tidekv.states.agreement import Opening
+from tidekv.states.errors import TidekvError
+from tidekv.states.questions import LOST_RANK
+from tidekv.states.settings import CoreSettings
+
+if TYPE_CHECKING:
+    from tidekv.states.votes import Words
+
+EVENTS_COMPARED = 50
+"""Ranks compare their books in full whenever so many events were taken."""
+CLOCK_STEPS_MAX = 400_000
+
+
+class RanksReport(msgspec.Struct, frozen=True):
+    """What happened in one run. The same seed gives the same report."""
+
+    seed: int
+    ranks: int
+    requests: int
+    events: int
+    turns: int
+    epochs: int
+    virtual_s: float
+    ends: dict[str, int]
+    faults: dict[str, int]
+    digest: int
+
+
+class RanksFailed(TidekvError):
+    """A run saw something that must never happen; its text holds what repeats it."""
+
+    def __init__(self, seed: int, ranks: int, requests: int, what: BaseException) -> None:
+        super().__init__(f"seed {seed}, {ranks} ranks, {requests} requests: {type(what).__name__}: {what}")
+        self.seed = seed
+
+
+class RankGroupWorld:
+    """All ranks of one instance, and the wires between them."""
+
+    def __init__(self, *, seed: int, ranks: int, requests: int, settings: CoreSettings, with_faults: bool) -> None:
+        self.random = Random(f"group {seed}")
+        self.schedule = Schedule()
+        self.contents = Contents()
+        self.settings = settings
+        self.epoch = 0
+        self.turns = 0
+        self.events = 0
+        self.digest = 0
+        self.ends: dict[str, int] = {}
+        self.rates = {name: self._rate() if with_faults else 0.0 for name in FAULTS}
+        # Each death ends every request: were it as frequent as the rest, nothing else would be seen.
+        self.rates["rank_dies"] /= 5
+        self.counts = dict.fromkeys(FAULTS, 0)
+        self.slowness_s = self.random.choice((0.0, 0.0005, 0.01))
+        self.ranks = [SimulatedRank(self, number, Random(f"rank {seed} {number}")) for number in range(ranks)]
+        self.scripts_left = requests
+        self.scripts_live = 0
+        self._serial = 0
+        self._wires = [Link(self.schedule) for _ in range(ranks)]
+        self._votes: dict[int, Words] = {}
+        self._log: list[tuple[int, int]] = []
+        self._is_open = False
+        self._wake_at_s = float("inf")
+
+    def _rate(self) -> float:
+        return self.random.choice((0.0, 0.0, 0.01, 0.05, 0.2))
+
+    def hits(self, name: str, random: Random) -> bool:
+        """Whether a fault strikes a rank now."""
+        if not self.rates[name] or random.random() >= self.rates[name]:
+            return False
+        self.counts[name] += 1
+        return True
+
+    # --- Requests ---
+
+    def run(self, clients: int) -> None:
+        """Serve all requests on all ranks, and see that nothing is left."""
+        for rank in self.ranks:
+            rank.hear(events.StorageChanged(at_s=0.0, available=True))
+        for _ in range(clients):
+            self.schedule.after(self.random.random() * 0.01, self.next_script)
+        steps = 0
+        while self.schedule.run_next():
+            steps += 1
+            if steps > CLOCK_STEPS_MAX * (1 + self._serial):
+                raise Violation("the run does not come to an end")
+        self._check_end()
+
+    def next_script(self) -> None:
+        """One more request, which the callers of all ranks make, each at its own time."""
+        if not self.scripts_left:
+            return
+        self.scripts_left -= 1
+        self.scripts_live += 1
+        self._serial += 1
+        script = draw_script(self.random, self._serial, self.settings, len(self.ranks))
+        script.deadline_at_s = self.schedule.now_s + self.random.choice((0.05, 5.0, float("inf"), float("inf")))
+        for rank in self.ranks:
+            self.schedule.after(self.delay(rank), rank.submit, script, self.epoch)
+        if self.hits("rank_dies", self.random):
+            self.schedule.after(self.random.random() * 0.05, self.die, self.random.randrange(len(self.ranks)))
+
+    def ended(self, script: Script, rank: int, end: str) -> None:
+        """The request is over for the caller of one rank; when it is for all, the next one is made."""
+        script.ends[rank] = end
+        if len(script.ends) == len(self.ranks):
+            kinds = set(script.ends.values())
+            if len(kinds) > 1 and LOST_RANK not in kinds and not kinds <= {"aborted", "ranks differ", "cancelled"}:
+                raise Violation(f"{script.request_id} ended in different ways: {script.ends}")
+            self.ends[end] = self.ends.get(end, 0) + 1
+            self.scripts_live -= 1
+            self.schedule.after(self.delay(self.ranks[0]), self.next_script)
+
+    def delay(self, rank: SimulatedRank) -> float:
+        """How long something takes on a rank, or on the way to it."""
+        slow = 20 if self.hits("rank_lags", rank.random) else 1
+        return (0.0002 + self.slowness_s) * rank.random.random() * slow
+
+    # --- Turns ---
+
+    def wish(self, rank: SimulatedRank) -> None:
+        """A rank has news: the leader hears of it."""
+        self.schedule.after(0.0 if rank.number == 0 else self.delay(rank), self.open_turn, self.epoch)
+
+    def wake_at(self, at_s: float) -> None:
+        """The leader wants a turn at that time."""
+        if at_s < self._wake_at_s:
+            self._wake_at_s = at_s
+            self.schedule.at(at_s, self._wake)
+
+    def _wake(self) -> None:
+        self._wake_at_s = float("inf")
+        self.open_turn(self.epoch)
+        self._arm()
+
+    def _arm(self) -> None:
+        leader = self.ranks[0]
+        due_s = None if leader.is_dead or leader.is_solo else leader.agreement.next_deadline_s()
+        if due_s is not None:
+            self.wake_at(max(due_s, self.schedule.now_s + 0.001))
+
+    def open_turn(self, epoch: int) -> None:
+        """The leader opens a turn, if none is open and somebody has news."""
+        leader = self.ranks[0]
+        if self._is_open or epoch != self.epoch or any(rank.is_dead or rank.is_solo for rank in self.ranks):
+            return
+        now_s, agreement = self.schedule.now_s, leader.agreement
+        due_s = agreement.next_deadline_s()
+        is_due = due_s is not None and due_s <= now_s
+        others = any(rank.agreement.has_news for rank in self.ranks)
+        is_quiet = agreement.is_idle and leader.core.is_idle and not agreement.is_whole
+        if not (others or is_due or is_quiet):
+            return
+        self._is_open = True
+        self.turns += 1
+        self._votes = {}
+        frame = msgspec.msgpack.encode(agreement.open_turn(now_s))
+        for rank, wire in zip(self.ranks, self._wires, strict=True):
+            wire.send(0.0 if rank is leader else self.delay(rank), self._opened, rank, frame, self.epoch)
+
+    def _opened(self, rank: SimulatedRank, frame: bytes, epoch: int) -> None:
+        if epoch != self.epoch or rank.is_dead or rank.is_solo:
+            return
+        if rank.number:
+            rank.agreement.take_opening(msgspec.msgpack.decode(frame, type=Opening))
+        self._votes[rank.number] = rank.agreement.cast()
+        if len(self._votes) == len(self.ranks):
+            if len({len(words) for words in self._votes.values()}) > 1:
+                raise Violation("votes have different shapes")
+            reduced = list(map(min, *self._votes.values())) if len(self._votes) > 1 else list(self._votes[0])
+            arriving = [self.schedule.now_s + self.delay(other) for other in self.ranks]
+            for other, at_s in zip(self.ranks, arriving, strict=True):
+                self.schedule.at(at_s, self._reduced, other, reduced, epoch)
+            self.schedule.at(max(arriving), self._closed, epoch)
+
+    def _reduced(self, rank: SimulatedRank, reduced: list[int], epoch: int) -> None:
+        if epoch == self.epoch and not rank.is_dead and not rank.is_solo:
+            rank.decide(reduced)
+
+    def _closed(self, epoch: int) -> None:
+        # A real leader goes on at once; frames keep their order, so that no rank is overtaken either way.
+        if epoch != self.epoch or any(rank.is_dead or rank.is_solo for rank in self.ranks):
+            return
+        self._is_open = False
+        self.open_turn(epoch)
+        self._arm()
+
+    def stepped(self, rank: SimulatedRank, word: int) -> None:
+        """A rank's core has taken an event: every rank must have taken the same one at this place."""
+        if rank.is_solo:
+            return
+        place = rank.events
+        if place == len(self._log):
+            self._log.append((word, 1))
+            self.events += 1
+            self.digest = zlib.crc32(word.to_bytes(4, "little"), self.digest)
+        elif self._log[place][0] != word:
+            raise Violation(f"rank {rank.number} took another event at place {place}")
+        rank.events += 1
+
+    # --- Death ---
+
+    def die(self, number: int) -> None:
+        """A rank's process ends; the others see it, each at its own time."""
+        dead = self.ranks[number]
+        if dead.is_dead or any(rank.is_solo for rank in self.ranks) or not self.scripts_live:
+            return
+        dead.die()
+        for rank in self.ranks:
+            if rank is not dead:
+                self.schedule.after(0.05 + self.delay(rank), rank.go_solo)
+        self.schedule.after(0.2 + self.random.random(), dead.come_back)
+
+    def try_to_form(self) -> None:
+        """All ranks form a new group as soon as each has nothing in flight."""
+        if not all(rank.is_ready_to_form for rank in self.ranks):
+            return
+        self.epoch += 1
+        self._is_open = False
+        self._log = []
+        for rank in self.ranks:
+            rank.begin_epoch(self.epoch)
+
+    # --- The end ---
+
+    def _check_end(self) -> None:
+        stuck = {rank.number: list(rank.callers) for rank in self.ranks if rank.callers}
+        if stuck:
+            raise Violation(f"requests never ended: {stuck}")
+        places = {rank.events for rank in self.ranks}
+        if len(places) > 1:
+            raise Violation(f"ranks took different numbers of events: {places}")
+        books = {rank.books() for rank in self.ranks}
+        if len(books) > 1:
+            raise Violation("the trees or free lists of the ranks differ at the end")
+        for rank in self.ranks:
+            rank.check_end()
+
+
+def simulate_ranks(seed: int, ranks: int, requests: int, *, with_faults: bool = True) -> RanksReport:
+    """Serve so many requests on so many ranks in virtual time, with faults of one rank at a time drawn from the seed.
+
+    Raises RanksFailed with what is needed to see it again.
+    """
+    random = Random(f"settings {seed}")
+    settings = draw_settings(random)
+    world = RankGroupWorld(seed=seed, ranks=ranks, requests=requests, settings=settings, with_faults=with_faults)
+    try:
+        world.run(random.randint(1, 8))
+    except Exception as error:
+        raise RanksFailed(seed, ranks, requests, error) from error
+    return RanksReport(
+        seed=seed,
+        ranks=ranks,
+        requests=requests,
+        events=world.events,
+        turns=world.turns,
+        epochs=world.epoch + 1,
+        virtual_s=world.schedule.now_s,
+        ends=world.ends,
+        faults=world.counts,
+        digest=world.digest,
+    )

@@ -1,0 +1,122 @@
+"""The vote of one rank: a vector of integers of a fixed shape, and what the ranks together make of it.
+
+All ranks reduce their vectors by one all-reduce under MIN. Every fact is put so that MIN is the right answer to it:
+
+    progress            the smallest of all ranks: as far as everybody has come
+    readiness (AND)     1 where it holds, 0 where not
+    a failure (OR)      a number below every other, which names the lowest rank that failed
+    what must be equal  the number and, beside it, its negative: all are equal where one minimum is the other's negative
+
+A vector is a header and slots. What is in a slot follows from what the core has done and from the leader's frames, both
+the same on all ranks, so that nobody needs to tell anybody what a slot stands for. The number of slots is a power of
+two and follows from the same. This file knows no events: it keeps numbers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from tidekv.states.questions import Question
+
+    Words: TypeAlias = "array[int]"
+
+SLOTS_MIN = 256
+"""Slots of the smallest vector."""
+RANKS_MAX = 255
+"""A rank's number fits in a byte of a word."""
+NOBODY = 1 << 30
+"""In a word that names a rank: there is none."""
+
+
+class Ballot:
+    """The slots of one rank: its own words, and what the last vote made of them."""
+
+    def __init__(self) -> None:
+        self.has_news = False
+        """Whether a word was changed since the last vote."""
+        self._words = array("q", bytes(8 * SLOTS_MIN))
+        self._agreed = array("q", bytes(8 * SLOTS_MIN))
+        self._owners: list[Question | None] = [None] * SLOTS_MIN
+        self._free: list[int] = list(range(SLOTS_MIN))
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    @property
+    def taken(self) -> int:
+        """Slots in use."""
+        return len(self._words) - len(self._free)
+
+    def open(self, question: Question, word: int = 0) -> int:
+        """Give a question a slot: the lowest that is free, so that all ranks choose the same one."""
+        if not self._free:
+            self._grow()
+        slot = heapq.heappop(self._free)
+        self._owners[slot] = question
+        self._words[slot] = word
+        self._agreed[slot] = 0
+        return slot
+
+    def close(self, slot: int) -> None:
+        """Give a slot back."""
+        self._owners[slot] = None
+        self._words[slot] = self._agreed[slot] = 0
+        heapq.heappush(self._free, slot)
+
+    def say(self, slot: int, word: int) -> None:
+        """Change this rank's word; whether it changed is news for the others."""
+        if self._words[slot] != word:
+            self._words[slot] = word
+            self.has_news = True
+
+    def word(self, slot: int) -> int:
+        """What this rank says."""
+        return self._words[slot]
+
+    def agreed(self, slot: int) -> int:
+        """What the ranks said together, at the last vote."""
+        return self._agreed[slot]
+
+    def ask_anew(self, slot: int, word: int) -> None:
+        """The same slot asks something else from now on."""
+        self._words[slot] = word
+        self._agreed[slot] = 0
+        self.has_news |= word != 0
+
+    def cast(self, count: int) -> Words:
+        """This rank's words for a vote of so many slots, which is the leader's count."""
+        self.has_news = False
+        return array("q", (self._words if len(self._words) == count else (list(self._words) + [0] * count)[:count]))
+
+    def take(self, reduced: Sequence[int]) -> list[Question]:
+        """Note what the ranks said together; returns the questions whose answer has changed, oldest first."""
+        changed: dict[Question, None] = {}
+        agreed, owners = self._agreed, self._owners
+        for slot, word in enumerate(reduced):
+            if word != agreed[slot]:
+                agreed[slot] = word
+                owner = owners[slot]
+                assert owner is not None, "ranks that compared the same have the same questions"
+                changed[owner] = None
+        return sorted(changed, key=lambda question: question.number)
+
+    def _grow(self) -> None:
+        count = len(self._words)
+        self._words.extend([0] * count)
+        self._agreed.extend([0] * count)
+        self._owners += [None] * count
+        self._free = list(range(count, 2 * count))
+
+
+def equal_words(numbers: Sequence[int]) -> list[int]:
+    """Two words for each number, by which ranks see whether theirs are equal."""
+    return [word for number in numbers for word in (number, -number)]
+
+
+def unequal(names: Sequence[str], reduced: Sequence[int]) -> list[str]:
+    """The names of the numbers that differ between ranks."""
+    return [name for at, name in enumerate(names) if reduced[2 * at] != -reduced[2 * at + 1]]

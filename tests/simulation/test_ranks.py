@@ -1,0 +1,77 @@
+"""Ranks of the real core, with faults of one rank at a time: they take the same events, and none is stuck."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
+from tidekv.engine.simulation.ranks import RanksFailed, simulate_ranks
+from tidekv.states import agreement, events
+from tidekv.states.errors import RanksDiverged
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**31), ranks=st.integers(2, 8))
+def test_ranks_with_faults_of_their_own_take_the_same_events(seed: int, ranks: int) -> None:
+    report = simulate_ranks(seed, ranks, 12)
+    assert sum(report.ends.values()) == 12
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_every_request_of_every_rank_ends(ranks: int) -> None:
+    report = simulate_ranks(17, ranks, 25)
+    assert sum(report.ends.values()) == 25
+
+
+def test_one_rank_alone_needs_nobody() -> None:
+    assert sum(simulate_ranks(3, 1, 40).ends.values()) == 40
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    first = simulate_ranks(5, 3, 30)
+    assert first == simulate_ranks(5, 3, 30)
+    assert first.digest != simulate_ranks(6, 3, 30).digest
+
+
+def test_every_fault_strikes_somewhere() -> None:
+    struck = dict.fromkeys(FAULTS, 0)
+    epochs = 0
+    for seed in range(12):
+        report = simulate_ranks(seed, 2 + seed % 2, 25)
+        epochs += report.epochs - 1
+        for name, count in report.faults.items():
+            struck[name] += count
+    assert all(struck.values()), struck
+    assert epochs
+
+
+def test_an_event_of_one_rank_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A rank that clears its device on its own keeps other pages than the others from then on.
+    def decide(rank: SimulatedRank, reduced: list[int]) -> None:
+        honest(rank, reduced)
+        if rank.number == 1 and rank.events > 40:
+            rank.core.step(events.FlushRequested(at_s=0.0, call=0, tiers=("l1",)))
+
+    honest = SimulatedRank.decide
+    monkeypatch.setattr(SimulatedRank, "decide", decide)
+    with pytest.raises(RanksFailed) as caught:
+        simulate_ranks(1, 2, 40, with_faults=False)
+    assert isinstance(caught.value.__cause__, RanksDiverged)
+    assert {"index", "device pool"} & set(caught.value.__cause__.parts)
+
+
+def test_a_rank_that_counts_its_own_progress_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Were the agreement wrong on one rank, its core would take other events: the simulation must see that.
+    honest = agreement.Agreement.decide
+
+    def decide(self: agreement.Agreement, reduced: list[int]) -> agreement.Decision:
+        decision = honest(self, reduced)
+        if self.rank == 1 and len(decision.events) > 1:
+            decision.events.reverse()
+        return decision
+
+    monkeypatch.setattr(agreement.Agreement, "decide", decide)
+    with pytest.raises(RanksFailed):
+        simulate_ranks(2, 2, 60)
