@@ -23,6 +23,7 @@ COMMANDS = {
     "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run the tests; print what branches they take"),
     "bench": (["-m", "tidekv", "bench"], "run a benchmark; without a name, list them"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
+    "docs": (["-m", "mkdocs", "build", "--strict"], "build the pages of docs/ in build/docs; a warning is an error"),
     "setup": ([], "only set up .venv"),
 }
 CHECKS = (

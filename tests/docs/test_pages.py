@@ -1,0 +1,190 @@
+"""What docs/ names exists: commands, options, metrics, errors, messages. What exists is named. Snippets run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from tidekv.engine.cli import app
+from tidekv.engine.config import EngineConfig
+from tidekv.engine.configuration import load
+from tidekv.engine.configuration.options import all_options, section_types
+from tidekv.engine.metrics.collector import MetricsCollector
+from tidekv.states import errors
+from tidekv.states.table import diagram
+from tidekv.transports import wire
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+GROUP = typer.main.get_command(app)
+
+
+def text_of(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def spans(text: str) -> list[str]:
+    """Code within lines."""
+    without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", without_blocks)
+
+
+def first_cells(text: str) -> list[str]:
+    """The code in the first column of tables."""
+    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+
+
+def commands(group: click.Command = GROUP, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command that does something, by its words."""
+    if not hasattr(group, "commands"):
+        yield before
+        return
+    for name, command in group.commands.items():
+        yield from commands(command, (*before, name))
+
+
+def calls(text: str) -> Iterator[list[str]]:
+    """Every `tidekv …` in code, as words."""
+    lines = [line for block in blocks(text, r"(?:|sh|bash|console)") for line in block.splitlines()]
+    for code in (*lines, *spans(text)):
+        match = re.search(r"(?:^|dev\.py |&& )tidekv ((?:[a-z-]).*)$", code)
+        if match:
+            yield shlex.split(match[1], comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for words in calls(page.read_text()):
+        command: click.Command = GROUP
+        while hasattr(command, "commands") and words and not words[0].startswith("-"):
+            assert words[0] in command.commands, f"{page.name}: there is no command {words[0]} of {command.name}"
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
+        for word in words:
+            if word.startswith("--"):
+                assert word.partition("=")[0] in known | {"--help"}, f"{page.name}: {command.name} has no {word}"
+
+
+def test_every_command_is_listed_and_no_other() -> None:
+    listed = {tuple(cell.split()[1:]) for cell in first_cells(text_of("commands.md"))}
+    assert listed == set(commands())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_of_the_configuration_exist(page: Path) -> None:
+    text = page.read_text()
+    sections = "|".join(section_types())
+    for code in spans(text):
+        match = re.fullmatch(rf"((?:{sections})\.\w+)(?: = .*)?", code)
+        assert match is None or match[1] in all_options(), f"{page.name}: {code}"
+    for name in re.findall(r"EngineConfig\((\w+)=", text):
+        assert name in EngineConfig.__struct_fields__, f"{page.name}: {name}"
+    variables = {option.variable for option in all_options().values()} | {"TIDEKV_CONFIG", "TIDEKV_SECRET"}
+    for code in spans(text):
+        if re.fullmatch(r"TIDEKV_[A-Z0-9_]+", code):
+            assert code in variables or code == "TIDEKV_", f"{page.name}: {code}"
+
+
+def families() -> set[str]:
+    """The names of all metrics, as the collector's source has them: some are only there in a running engine."""
+    source = Path(sys.modules[MetricsCollector.__module__].__file__ or "").read_text()
+    return set(re.findall(r'"(tidekv_[a-z0-9_]+)"', source))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_metrics_exist(page: Path) -> None:
+    for name in re.findall(r"`(tidekv_[a-z0-9_]+)", page.read_text()):
+        family = re.sub(r"_(total|bucket|sum|count)$", "", name)
+        assert family in families() or name in families(), f"{page.name}: {name}"
+
+
+def test_every_metric_is_documented() -> None:
+    everywhere = "\n".join(page.read_text() for page in PAGES)
+    assert not [name for name in families() if name not in everywhere]
+
+
+def test_every_error_is_explained_and_no_other() -> None:
+    (table, causes) = text_of("errors.md").split("## Causes")
+    kinds = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.TidekvError)
+    }
+    assert set(first_cells(table)) == kinds
+    for row in re.findall(r"^\| `.*$", table + causes, re.MULTILINE):
+        assert all(cell.strip() for cell in row.strip("|").split("|")), row
+
+
+def test_every_cause_of_a_failed_request_is_explained() -> None:
+    explained = set(first_cells(text_of("errors.md").split("## Causes")[1]))
+    rules = (ROOT / "states" / "rules.py").read_text()
+    given = set(re.findall(r'_fail\(core, request, "([^"]+)"', rules))
+    (words,) = re.findall(r"words = \{(.*?)\}.*\n.*words\.get\(type\(event\), \"([^\"]+)\"", rules)
+    given |= set(re.findall(r': "([^"]+)"', words[0])) | {words[1]}
+    for source in (ROOT / "engine").glob("*.py"):
+        for call in re.findall(r"AbortRequested\((.*?)\n? *\)\n", source.read_text(), re.DOTALL):
+            given |= set(re.findall(r'cause="([^"]+)"', call))
+    assert given | {"aborted"} == explained
+
+
+def test_every_message_of_the_protocol_is_described_and_no_other() -> None:
+    kinds = {
+        name
+        for name, value in vars(wire).items()
+        if isinstance(value, type) and issubclass(value, wire.Message) and value is not wire.Message
+    }
+    assert set(first_cells(text_of("protocol.md"))) == kinds
+
+
+def test_the_diagram_of_states_is_the_tables() -> None:
+    assert diagram() in blocks(text_of("how-it-works.md"), "mermaid")
+
+
+@pytest.mark.nixl
+def test_the_program_of_the_quick_start_prints_what_is_said(tmp_path: Path) -> None:
+    text = text_of("quickstart.md")
+    (program,) = blocks(text, "python")
+    (said,) = blocks(text, "text")
+    (tmp_path / "both.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "both.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == said
+
+
+def test_the_file_and_the_snippet_of_the_configuration_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = text_of("configuration.md")
+    (example,) = blocks(text, "toml")
+    (program,) = blocks(text, "python")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "worker.toml").write_text(example)
+    names: dict[str, object] = {}
+    exec(compile(program, "configuration.md", "exec"), names)
+    assert names["config"] == load("worker.toml").configuration.engine
+    assert load("worker.toml").configuration.cache.l2 == "2x"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_compile(page: Path) -> None:
+    for number, program in enumerate(blocks(page.read_text(), "python")):
+        compile(program, f"{page.name}, snippet {number}", "exec", flags=0x2000)  # Await may stand alone.
+
+
+def test_pages_that_are_listed_exist() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert listed[0] == "index.md"
+    assert not [name for name in listed if not (ROOT / "docs" / name).is_file()]
+    assert len(listed) == len(set(listed))
