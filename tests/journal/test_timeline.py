@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
-import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from tidekv import Replayer
 from tidekv.engine.seeing.bars import all_bars, one_request
+from tidekv.engine.seeing.browser import find_browser, opened_page
+from tidekv.engine.seeing.explain import explain
 from tidekv.engine.seeing.page import html_page
+from tidekv.engine.seeing.picture import HEIGHT, WIDTH, take_picture
 from tidekv.engine.seeing.stories import Stories, read_stories
 from tidekv.engine.seeing.trace_events import trace_events
 from tidekv.states import events
+from tidekv.states.errors import InvalidRequest
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium here: apt-get install chromium")
 
-# Synthetic pointer events take the same way as real ones; what is on the canvas is counted by color.
-PROBE = """
-<script>
-{
-  const box = chart.getBoundingClientRect();
-  const at = { clientX: box.left + 40, clientY: box.top + AXIS + 6, bubbles: true, pointerId: 1 };
-  chart.dispatchEvent(new PointerEvent("pointermove", at));
-  const tipWords = tip.textContent;
-  chart.dispatchEvent(new PointerEvent("pointerdown", at));
-  chart.dispatchEvent(new PointerEvent("pointerup", at));
+# How many pixels of the chart have each color.
+PIXELS = """
+(() => {
   const pixels = pen.getImageData(0, 0, chart.width, chart.height).data, seen = {};
   for (let n = 0; n < pixels.length; n += 4) {
     const color = "#" + [0, 1, 2].map((k) => pixels[n + k].toString(16).padStart(2, "0")).join("");
     seen[color] = (seen[color] || 0) + 1;
   }
-  search.value = "r2";
-  search.dispatchEvent(new Event("input"));
-  const counted = document.getElementById("count").textContent;
-  const wheel = new WheelEvent("wheel", { clientX: box.left + 400, clientY: box.top + 60, deltaY: -400 });
-  const before = to - from;
-  chart.dispatchEvent(wheel);
-  const found = { seen, counted, tip: tipWords, panel: panel.innerText, open: panel.className };
-  document.body.setAttribute("data-probe", JSON.stringify({ ...found, zoom: (to - from) / before }));
-}
-</script>
+  return seen;
+})()
 """
+ROW = "({x: chart.getBoundingClientRect().left, y: chart.getBoundingClientRect().top + rows[%d].y - top_ + 8})"
 
 
 @pytest.fixture
@@ -55,58 +44,95 @@ def stories(simulate) -> Stories:
     return read_stories(Replayer(simulate(3, 30).path))
 
 
-def browse(page: Path, *options: str) -> str:
-    assert BROWSER is not None
-    done = subprocess.run(
-        [
-            BROWSER,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--window-size=1200,700",
-            "--virtual-time-budget=3000",
-            f"--user-data-dir={page.parent / 'profile'}",
-            *options,
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout
+@pytest.fixture
+def written(stories: Stories, tmp_path: Path) -> Path:
+    path = tmp_path / "t.html"
+    path.write_text(html_page(stories.all, now_s=stories.last_at_s, title="a run"))
+    return path
 
 
 @needs_browser
-def test_page_renders_and_a_click_opens_a_request(stories: Stories, tmp_path: Path) -> None:
-    page = tmp_path / "t.html"
-    page.write_text(
-        html_page(stories.all, now_s=stories.last_at_s, title="a run").replace("</body>", PROBE + "</body>")
-    )
-    dom = browse(page, "--dump-dom")
-    match = re.search(r'data-probe="([^"]*)"', dom)
-    assert match is not None, dom[-2000:]
-    found = json.loads(match[1].replace("&quot;", '"').replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
-    # Gray for waiting, teal for transfer, and the band of the request that was chosen.
-    assert found["seen"].get("#1797a6", 0) > 20
-    assert found["seen"].get("#eaf1ff", 0) > 200
-    assert found["tip"] == stories.all[0].request_id
-    assert found["open"] == "open"
-    assert found["panel"].startswith(stories.all[0].request_id)
-    assert "Time by state" in found["panel"]
-    named = sum("r2" in story.request_id for story in stories.all)
-    assert found["counted"] == f"{named} of {len(stories.all)} requests"
-    assert found["zoom"] < 0.9
+def test_a_mouse_sees_opens_zooms_moves_and_closes(stories: Stories, written: Path) -> None:
+    with opened_page(written.as_uri()) as page:
+        seen = page.evaluate(PIXELS)
+        # Teal for transfer, and no band before a request is chosen.
+        assert seen.get("#1797a6", 0) > 20
+        assert seen.get("#eaf1ff", 0) == 0
+        # What is under the mouse is told.
+        row = page.evaluate(ROW % 1)
+        page.move(row["x"] + 40, row["y"])
+        assert page.evaluate("[tip.style.display, tip.textContent]") == ["block", stories.all[1].request_id]
+        at_x = page.evaluate("chart.getBoundingClientRect().left + x(rows[1].request.states[0][0])")
+        page.move(at_x, row["y"])
+        assert page.evaluate("tip.textContent").startswith(f"{stories.all[1].request_id}: ")
+        # A click opens the story of a request, another one closes it.
+        page.click(row["x"] + 40, row["y"])
+        words = page.evaluate("panel.innerText")
+        assert words.startswith(stories.all[1].request_id)
+        told = explain(stories.all[1], now_s=stories.last_at_s)
+        assert page.evaluate("[...panel.querySelectorAll('p')].map((line) => line.textContent).join('\\n')") == told
+        assert page.evaluate(PIXELS).get("#eaf1ff", 0) > 200
+        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        assert picture.size == (1200, 700)
+        assert len(picture.getcolors(1 << 20) or ()) > 30
+        page.click(row["x"] + 40, row["y"])
+        assert page.evaluate("panel.className") == ""
+        # The wheel zooms in on what is under the mouse; dragging moves; Fit shows all again.
+        whole = page.evaluate("to - from")
+        under = page.evaluate("time(600 - chart.getBoundingClientRect().left)")
+        page.turn_wheel(600, row["y"], -400)
+        assert page.evaluate("to - from") < 0.9 * whole
+        assert page.evaluate("time(600 - chart.getBoundingClientRect().left)") == pytest.approx(under)
+        start = page.evaluate("from")
+        page.drag(600, row["y"], 500, row["y"])
+        assert page.evaluate("from") > start
+        assert page.evaluate("panel.className") == "", "a drag is no click"
+        box = page.evaluate("(({x, y}) => ({x, y}))(document.getElementById('fit').getBoundingClientRect())")
+        page.click(box["x"] + 5, box["y"] + 5)
+        assert page.evaluate("to - from") == pytest.approx(whole)
 
 
 @needs_browser
-def test_screenshot_is_taken(stories: Stories, tmp_path: Path) -> None:
-    page, shot = tmp_path / "t.html", tmp_path / "t.png"
-    page.write_text(html_page(stories.all, now_s=stories.last_at_s, title="a run"))
-    browse(page, f"--screenshot={shot}")
-    assert shot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert shot.stat().st_size > 20_000
+def test_search_and_filter_choose_requests(stories: Stories, written: Path) -> None:
+    with opened_page(written.as_uri()) as page:
+        page.click(*page.evaluate("(({x, y}) => [x + 20, y + 10])(search.getBoundingClientRect())"))
+        page.type_text("r2")
+        named = [story for story in stories.all if "r2" in story.request_id]
+        count = "document.getElementById('count').textContent"
+        assert page.evaluate(count) == f"{len(named)} of {len(stories.all)} requests"
+        assert page.evaluate("rows.map((row) => row.request.id)") == [story.request_id for story in named]
+        page.evaluate("search.value = ''")
+        page.click(*page.evaluate("(({x, y}) => [x + 5, y + 5])(troubled.getBoundingClientRect())"))
+        troubled = [story.request_id for story in stories.all if story.fallbacks]
+        assert page.evaluate("rows.map((row) => row.request.id)") == troubled
+        assert 0 < len(troubled) < len(stories.all)
+
+
+@needs_browser
+def test_address_with_the_id_of_a_request_opens_it(stories: Stories, written: Path) -> None:
+    with opened_page(f"{written.as_uri()}#{stories.all[2].request_id}") as page:
+        assert page.evaluate("panel.innerText").startswith(stories.all[2].request_id)
+
+
+@needs_browser
+def test_picture_for_the_docs_shows_an_open_request(simulate, tmp_path: Path) -> None:
+    picture = tmp_path / "timeline.png"
+    shown = take_picture(simulate(3, 30).path, picture)
+    assert shown.startswith("r")
+    image = Image.open(picture).convert("RGB")
+    assert image.size == (WIDTH, HEIGHT)
+    colors = {color: count for count, color in image.getcolors(1 << 20) or ()}
+    assert colors.get((0xEA, 0xF1, 0xFF), 0) > 200
+    with pytest.raises(InvalidRequest, match="there is no request 'nobody'"):
+        take_picture(tmp_path / "3.journal", picture, request_id="nobody")
+
+
+def test_pictures_in_the_docs_are_small() -> None:
+    pictures = list((Path(__file__).resolve().parents[2] / "docs" / "images").iterdir())
+    assert pictures
+    for picture in pictures:
+        assert picture.stat().st_size < 200_000, picture
+        Image.open(picture).verify()
 
 
 def test_page_needs_nothing_from_elsewhere_and_no_name_can_break_out_of_it(stories: Stories) -> None:
