@@ -194,8 +194,8 @@ class Core:
 
     def _writer_lost(self, event: events.WriterLost) -> None:
         for room in self.rooms.of_writer(event.writer):
-            if self.rooms.live(*room.key) is room:
-                self.fire(room.request, event)
+            assert self.rooms.live(*room.key) is room, "a request that leaves its room ends no other's"
+            self.fire(room.request, event)
 
     def _writer_dead(self, event: events.WriterDead) -> None:
         # Who is dead is out of reach: its live rooms end first, and what they leave in the quarantine is free at once.
@@ -293,8 +293,8 @@ class Core:
             self.fire(request, steps.PlanDue(at_s=self.books.now_s))
         event = steps.Progressed(at_s=self.books.now_s)
         while any(guard(self, request, event) for guard in PROGRESS_GUARDS[request.state]):
-            if not self.fire(request, event):
-                break
+            done = self.fire(request, event)
+            assert done, "the guard of a row held, and no row was taken"
 
     def _ask(self, request: Request, question: Callable[[Request], Answer]) -> Answer | None:
         """Ask `restore` about a request that waits for admission. A raise is that request's own."""

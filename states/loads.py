@@ -224,8 +224,7 @@ class Loads:
 
         Where no sharer has a room yet, the load waits for the first that opens one.
         """
-        if load.stage is not Stage.FAILED:
-            return
+        assert load.stage is Stage.FAILED, "only what has failed waits to be filled"
         self._let_go_of_source(load)
         if not load.sharers:
             self._give_up(load)

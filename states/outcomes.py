@@ -94,7 +94,8 @@ def time_passed(core: Core, event: events.ClockAdvanced) -> None:
             _load_is_late(core, owner)
         elif isinstance(owner, StorageUse):
             core.insist(owner.probe)
-        elif not isinstance(owner, LateFetch | LateRecompute):
+        else:
+            assert not isinstance(owner, LateFetch | LateRecompute), "what is late already has no deadline any more"
             core.insist(partial(core.backups.is_late, owner))
         core.settle()
 
@@ -113,5 +114,6 @@ def _load_is_late(core: Core, load: Load) -> None:
     if load.stage is Stage.FETCHING:
         core.insist(partial(core.books.storage.note, failed=True))
         core.loads.fetch_is_late(load)
-    elif load.stage is Stage.COPYING:
+    else:
+        assert load.stage is Stage.COPYING, "a load that waits for no operation of its own has no deadline"
         core.insist(partial(core.loads.copy_is_late, load))

@@ -185,11 +185,11 @@ class Restore:
     def _lock_at(self, request: Request, node: Node) -> None:
         """Move the lock of a request."""
         index = self._books.index
+        assert request.lock is not None, "whose pages are kept has locked them"
         lock = index.lock(node)
         with ExitStack() as undo:
             undo.callback(index.unlock, lock)
-            if request.lock is not None:
-                index.unlock(request.lock)
+            index.unlock(request.lock)
             undo.pop_all()
         request.lock = lock
 
