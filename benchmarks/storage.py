@@ -1,242 +1,288 @@
-"""How fast the `file:` engine is, beside what one would write by hand: `python benchmarks/storage.py [DIRECTORY]`.
+"""How fast the `file:` engine is, beside what one would write by hand: `python benchmarks/storage.py [--help]`.
 
 In each round every candidate does the same work right after the other, since the speed of a machine drifts; ratios are
 medians over rounds. Work is one batch of pages: put under new keys, then got back from the page cache, then got again
-after the kernel was told to forget the files. The others neither check a page nor survive a crash:
+after the kernel was told to forget the files. Engines take checksums and are bounded to three batches, so that they
+make room as they do in service; what the baselines do, and what they do without, storage_baselines.py says.
 
-    file a page     a synchronous store: open, one read or write, close
-    raw             one file, one preadv or pwrite a page, in one thread
+Then one line for each target: pass or short. The loop's lag is compared with an idle loop of another process that runs
+at the same time.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
-import os
+import json
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
+from storage_baselines import Candidate, Pages, baselines, forget_cached, pool_pages
 
 from tidekv.backends.storage import Storage, open_storage
 from tidekv.engine.poller import PollerThread
 from tidekv.states.shapes import PageIds, PoolMemory, Segment, page_ids
 
-ROUNDS = 9
 BATCH_BYTES = 64 << 20
-PAGE_BYTES = (64 << 10, 1 << 20)
+KINDS = ("write", "read", "cold read")
 LAG_PAUSE_S = 0.001
+LAG_S = 3.0
+LAG_ABOVE_IDLE_MS_MAX = 2.0
+EXISTS_KEYS = 1000
+EXISTS_US_MAX = 1.0
 TIMEOUT_S = 300.0
+SMALL_PAGE_BYTES = 64 << 10
+# The least ratio to a file a page for small pages, and to the fastest raw way for others.
+SMALL_PAGES = {"write": 5.0, "read": 2.0}
+LARGE_PAGES = {"write": 0.8, "read": 0.9}
+RAW = ("raw preadv, 1 thread", "raw NIXL, aio", "raw NIXL, uring")
 
-Pages = npt.NDArray[np.uint8]
-
-
-class Candidate(Protocol):
-    """Something that stores the pages of one pool under keys."""
-
-    name: str
-
-    async def put(self, keys: list[bytes]) -> None: ...
-
-    async def get(self, keys: list[bytes]) -> None: ...
-
-    def files(self) -> list[Path]: ...
+Speeds = dict[tuple[str, str], list[float]]
 
 
-class FilePerPage:
-    """The simplest store that works."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One thing that was promised, and what came of it."""
 
-    name = "file a page"
-
-    def __init__(self, directory: Path, pages: Pages) -> None:
-        self.directory, self.pages = directory, pages
-        directory.mkdir()
-
-    async def put(self, keys: list[bytes]) -> None:
-        for old in self.directory.iterdir():
-            old.unlink()
-        self.started_at_s = time.perf_counter()
-        for page, key in zip(self.pages, keys, strict=True):
-            file = os.open(self.directory / key.hex(), os.O_WRONLY | os.O_CREAT, 0o600)
-            os.write(file, page)
-            os.close(file)
-
-    async def get(self, keys: list[bytes]) -> None:
-        self.started_at_s = time.perf_counter()
-        for page, key in zip(self.pages, keys, strict=True):
-            file = os.open(self.directory / key.hex(), os.O_RDONLY)
-            os.readv(file, [page])
-            os.close(file)
-
-    def files(self) -> list[Path]:
-        return list(self.directory.iterdir())
-
-
-class Raw:
-    """One file, pages at fixed places, no keys."""
-
-    name = "raw"
-
-    def __init__(self, path: Path, pages: Pages) -> None:
-        self.path, self.pages = path, pages
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-
-    async def put(self, keys: list[bytes]) -> None:
-        self.started_at_s = time.perf_counter()
-        for at, page in enumerate(self.pages):
-            os.pwrite(self.file, page, at * len(page))
-
-    async def get(self, keys: list[bytes]) -> None:
-        self.started_at_s = time.perf_counter()
-        for at, page in enumerate(self.pages):
-            os.preadv(self.file, [page], at * len(page))
-
-    def files(self) -> list[Path]:
-        return [self.path]
+    what: str
+    wanted: str
+    got: float
+    reached: bool
 
 
 class Engine:
-    """The engine under test; its store holds three batches, so that puts make room as they do in service."""
+    """The engine under test."""
+
+    started_at_s = 0.0
 
     def __init__(self, name: str, storage: Storage, directory: Path, count: int) -> None:
         self.name, self.storage, self.directory = name, storage, directory
         self.ids: PageIds = page_ids(range(count))
 
-    async def put(self, keys: list[bytes]) -> None:
+    async def put(self, keys: Sequence[bytes]) -> None:
+        """Store every page of the pool."""
         self.started_at_s = time.perf_counter()
         assert all(await self.storage.put_from(keys, self.ids, timeout_s=TIMEOUT_S))
 
-    async def get(self, keys: list[bytes]) -> None:
+    async def get(self, keys: Sequence[bytes]) -> None:
+        """Read every page of the pool back."""
         self.started_at_s = time.perf_counter()
         assert all(await self.storage.get_into(keys, self.ids, timeout_s=TIMEOUT_S))
 
     def files(self) -> list[Path]:
+        """Return the files that hold the pages."""
         return list(self.directory.glob("*/*.seg"))
 
-
-async def timed(candidate: Candidate, work: Callable[[list[bytes]], Awaitable[None]], keys: list[bytes]) -> float:
-    """Return MB/s of one batch. The candidate says when its work began: what it tidies up before does not count."""
-    await work(keys)
-    started_at_s: float = candidate.started_at_s  # type: ignore[attr-defined]  # Set by every put and get above.
-    return BATCH_BYTES / (time.perf_counter() - started_at_s) / 1e6
+    async def close(self) -> None:
+        """Close the engine."""
+        await self.storage.close()
 
 
-def forget_cached(candidate: Candidate) -> None:
-    """Write the candidate's files to disk and tell the kernel to drop them from its cache."""
-    for path in candidate.files():
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-
-
-async def lag_ms_p99(work: Callable[[], Awaitable[None]]) -> float:
-    """Return by how much the loop was late while something ran, at the 99th percentile."""
-    late_ms: list[float] = []
-    running = asyncio.ensure_future(work())
-    while not running.done():
-        asked_at_s = time.perf_counter()
-        await asyncio.sleep(LAG_PAUSE_S)
-        late_ms.append((time.perf_counter() - asked_at_s - LAG_PAUSE_S) * 1e3)
-    await running
-    return float(np.percentile(late_ms, 99))
-
-
-async def bench(page_bytes: int, root: Path, console: Console) -> None:
-    """Compare the candidates at one page size and print the table."""
-    count = BATCH_BYTES // page_bytes
-    raw = np.zeros(BATCH_BYTES + 4096, np.uint8)
-    start = -raw.ctypes.data % 4096
-    pages = raw[start : start + BATCH_BYTES].reshape(count, page_bytes)
-    pages[:] = np.random.default_rng(page_bytes).integers(0, 256, pages.shape, np.uint8)
-    segment = Segment(address=pages.ctypes.data, piece_bytes=page_bytes, stride_bytes=page_bytes, page_count=count)
-    poller = PollerThread()
-    poller.start()
-    engines = []
-    for name, options in (
-        ("file: nixl", "io=nixl&queue=aio"),
-        ("file: nixl uring", "io=nixl&queue=uring"),
-        ("file: threads", "io=threads"),
-    ):
-        directory = root / f"{page_bytes}-{name.replace(' ', '-')}"
-        storage = open_storage(f"file:{directory}?{options}", {"capacity": 3 * BATCH_BYTES + (16 << 20)})
-        await storage.register(
-            PoolMemory(segments=(segment,), page_count=count),
-            lambda page: memoryview(pages[page]),
-            namespace=b"b" * 32,
-            poller=poller,
-        )
-        engines.append(Engine(name, storage, directory, count))
-    candidates: list[Candidate] = [
-        FilePerPage(root / f"{page_bytes}-pages", pages),
-        Raw(root / f"{page_bytes}-raw", pages),
-        *engines,
+def keys_of(page_bytes: int, turn: int) -> list[bytes]:
+    """Return new keys for a batch."""
+    return [
+        hashlib.sha256(f"{page_bytes}-{turn}-{at}".encode()).digest() for at in range(max(BATCH_BYTES // page_bytes, 1))
     ]
-    results: dict[tuple[str, str], list[float]] = {}
-    for turn in range(ROUNDS + 1):
-        keys = [hashlib.sha256(f"{page_bytes}-{turn}-{at}".encode()).digest() for at in range(count)]
-        for kind in ("write", "read", "cold read"):
-            for candidate in candidates:
+
+
+async def open_engine(name: str, options: str, root: Path, pages: Pages, poller: PollerThread) -> Engine:
+    """Open an engine with the pool's pages registered."""
+    count, page_bytes = pages.shape
+    directory = root / name.replace(" ", "-").replace(":", "").replace(",", "")
+    storage = open_storage(f"file:{directory}?{options}", {"capacity": 3 * BATCH_BYTES + (32 << 20)})
+    segment = Segment(address=pages.ctypes.data, piece_bytes=page_bytes, stride_bytes=page_bytes, page_count=count)
+    await storage.register(
+        PoolMemory(segments=(segment,), page_count=count),
+        lambda page: memoryview(pages[page]),
+        namespace=b"b" * 32,
+        poller=poller,
+    )
+    return Engine(name, storage, directory, count)
+
+
+async def race(candidates: Sequence[Candidate], page_bytes: int, rounds: int, kinds: Sequence[str]) -> Speeds:
+    """Return MB/s of each candidate in each round."""
+    speeds: Speeds = {}
+    for turn in range(rounds + 1):
+        keys = keys_of(page_bytes, turn)
+        for kind in kinds:
+            # Another one first each round: what the one before left in the caches is nobody's privilege.
+            for candidate in (*candidates[turn % len(candidates) :], *candidates[: turn % len(candidates)]):
                 if kind == "cold read":
                     forget_cached(candidate)
-                speed = await timed(candidate, candidate.put if kind == "write" else candidate.get, keys)
+                work = candidate.put if kind == "write" else candidate.get
+                await work(keys)
+                speed = BATCH_BYTES / (time.perf_counter() - candidate.started_at_s) / 1e6
                 if turn:  # The first round makes files.
-                    results.setdefault((candidate.name, kind), []).append(speed)
-    engine = engines[0]
-    started_at_s = time.perf_counter()
-    for _ in range(10):
-        await engine.storage.exists(keys[:1000], timeout_s=1)
-    exists_us = (time.perf_counter() - started_at_s) / 10 / min(1000, count) * 1e6
-    idle = await lag_ms_p99(lambda: asyncio.sleep(0.5))
-    busy = await lag_ms_p99(lambda: put_and_get(engine, keys))
-    table = Table(title=f"{count} pages of {page_bytes >> 10} KiB, MB/s (and how many times a file a page, raw)")
-    for column in ("", "write", "read", "cold read"):
-        table.add_column(column, justify="right")
+                    speeds.setdefault((candidate.name, kind), []).append(speed)
+    return speeds
+
+
+def ratio(speeds: Speeds, ours: str, theirs: Sequence[str], kind: str) -> float:
+    """Return how many times as fast as the fastest of some others we are, as the median over rounds."""
+    fastest = max(theirs, key=lambda name: statistics.median(speeds[name, kind]))
+    pairs = zip(speeds[ours, kind], speeds[fastest, kind], strict=True)
+    return statistics.median(one / other for one, other in pairs)
+
+
+def show(speeds: Speeds, candidates: Sequence[Candidate], page_bytes: int, kinds: Sequence[str]) -> Table:
+    """Draw the speeds, and how many times a file a page and the fastest raw way each is."""
+    count = BATCH_BYTES // page_bytes
+    table = Table(title=f"{count} pages of {page_bytes >> 10} KiB, MB/s (times a file a page, times the fastest raw)")
+    table.add_column("")
+    for kind in kinds:
+        table.add_column(kind, justify="right")
     for candidate in candidates:
-        table.add_row(candidate.name, *(cell(results, candidate.name, kind) for kind in ("write", "read", "cold read")))
-    console.print(table)
-    console.print(
-        f"exists: {exists_us:.2f} µs a key; loop late p99: idle {idle:.2f} ms, reading and writing {busy:.2f} ms\n"
+        cells = [
+            f"{statistics.median(speeds[candidate.name, kind]):.0f} "
+            f"({ratio(speeds, candidate.name, ['a file a page'], kind):.2f}, "
+            f"{ratio(speeds, candidate.name, RAW, kind):.2f})"
+            for kind in kinds
+        ]
+        table.add_row(candidate.name, *cells)
+    return table
+
+
+def speed_targets(speeds: Speeds, engine: str, page_bytes: int) -> list[Target]:
+    """Judge one engine's speeds at one page size."""
+    small = page_bytes <= SMALL_PAGE_BYTES
+    wanted, others = (SMALL_PAGES, ["a file a page"]) if small else (LARGE_PAGES, list(RAW))
+    targets = []
+    for kind, least in wanted.items():
+        got = ratio(speeds, engine, others, kind)
+        what = f"{kind} {page_bytes >> 10} KiB, times {'a file a page' if small else 'the fastest raw'}"
+        targets.append(Target(what, f"{least} or more", round(got, 3), got >= least))
+    return targets
+
+
+async def exists_us(engine: Engine, keys: Sequence[bytes]) -> float:
+    """Return what asking for the existence of a key costs, in batches."""
+    asked = list(keys[:EXISTS_KEYS])
+    costs = []
+    for _ in range(50):
+        started_at_s = time.perf_counter()
+        await engine.storage.exists(asked, timeout_s=TIMEOUT_S)
+        costs.append((time.perf_counter() - started_at_s) / len(asked) * 1e6)
+    return statistics.median(costs)
+
+
+async def late_ms(running: Callable[[], bool]) -> list[float]:
+    """Return by how much the loop was late, each time it was asked, while something runs."""
+    late: list[float] = []
+    while running():
+        asked_at_s = time.perf_counter()
+        await asyncio.sleep(LAG_PAUSE_S)
+        late.append((time.perf_counter() - asked_at_s - LAG_PAUSE_S) * 1e3)
+    return late
+
+
+async def lag_ms_p99(engine: Engine, keys: Sequence[bytes]) -> tuple[float, float]:
+    """Return how late the loop is at p99 while the engine works, and an idle one in another process meanwhile."""
+    idle = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--idle-loop", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
-    for engine in engines:
-        await engine.storage.close()
+    assert idle.stdout is not None
+    # It says when it has started.
+    await idle.stdout.readline()
+    until_s = time.monotonic() + LAG_S
+
+    async def work() -> None:
+        while time.monotonic() < until_s:
+            await engine.put(keys)
+            for _ in range(4):
+                await engine.get(keys)
+
+    busy = asyncio.create_task(work())
+    late = await late_ms(lambda: not busy.done())
+    await busy
+    answer, _ = await idle.communicate(b"")
+    return float(np.percentile(late, 99)), float(answer)
+
+
+async def idle_loop() -> None:
+    """Be an idle loop until the standard input ends, and print how late it was at p99."""
+    loop = asyncio.get_running_loop()
+    print("started", flush=True)
+    ended = loop.run_in_executor(None, sys.stdin.read)
+    print(np.percentile(await late_ms(lambda: not ended.done()), 99))
+
+
+async def bench(
+    page_bytes: int, root: Path, options: dict[str, str], rounds: int, kinds: Sequence[str], console: Console
+) -> tuple[Speeds, list[Target]]:
+    """Compare the candidates at one page size, print the table, and judge the first engine."""
+    pages = pool_pages(page_bytes, BATCH_BYTES)
+    poller = PollerThread()
+    poller.start()
+    engines = [await open_engine(name, text, root, pages, poller) for name, text in options.items()]
+    candidates: list[Candidate] = [*baselines(root, pages), *engines]
+    speeds = await race(candidates, page_bytes, rounds, kinds)
+    console.print(show(speeds, candidates, page_bytes, kinds))
+    first = engines[0]
+    targets = speed_targets(speeds, first.name, page_bytes) if {"write", "read"} <= set(kinds) else []
+    keys = keys_of(page_bytes, rounds)
+    if len(keys) >= EXISTS_KEYS:
+        for what, asked in (("are there", keys), ("are not", keys_of(page_bytes, -1))):
+            cost = await exists_us(first, asked)
+            targets.append(
+                Target(f"exists, 1,000 keys that {what}, µs a key", "1 or less", round(cost, 3), cost <= EXISTS_US_MAX)
+            )
+    busy, idle = await lag_ms_p99(first, keys)
+    what = f"loop late at p99, {page_bytes >> 10} KiB, ms above an idle loop's {idle:.2f}"
+    above = busy - idle
+    targets.append(Target(what, "2 or less", round(above, 2), above <= LAG_ABOVE_IDLE_MS_MAX))
+    for candidate in candidates:
+        await candidate.close()
     await poller.close()
-
-
-async def put_and_get(engine: Engine, keys: list[bytes]) -> None:
-    """Keep an engine busy for a while."""
-    for _ in range(5):
-        await engine.put(keys)
-        await engine.get(keys)
-
-
-def cell(results: dict[tuple[str, str], list[float]], name: str, kind: str) -> str:
-    """Say a candidate's median speed and its median ratio to each baseline."""
-    speeds = results[name, kind]
-    ratios = [
-        statistics.median(ours / theirs for ours, theirs in zip(speeds, results[other, kind], strict=True))
-        for other in (FilePerPage.name, Raw.name)
-    ]
-    return f"{statistics.median(speeds):.0f} ({ratios[0]:.2f}x, {ratios[1]:.2f}x)"
+    return speeds, targets
 
 
 def main() -> None:
     """Run on a directory given, or a temporary one."""
-    root = Path(tempfile.mkdtemp(prefix="tidekv-bench-", dir=sys.argv[1] if len(sys.argv) > 1 else None))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--directory", help="where to make the files; a temporary one by default")
+    parser.add_argument("--page-kib", type=int, nargs="+", default=[64, 1024, 8192])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--engines", nargs="+", metavar="OPTIONS", help="options of each engine; the first is judged")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--idle-loop", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.idle_loop:
+        asyncio.run(idle_loop())
+        return
+    texts = given.engines or ["", "io=nixl&queue=aio", "io=nixl&queue=uring"]
+    options = {f"file:, {text or 'default'}": text for text in texts}
+    console = Console(width=130)
+    root = Path(tempfile.mkdtemp(prefix="tidekv-bench-", dir=given.directory))
+    figures: dict[str, object] = {}
+    targets: list[Target] = []
     try:
-        for page_bytes in PAGE_BYTES:
-            asyncio.run(bench(page_bytes, root, Console(width=120)))
+        for kib in given.page_kib:
+            (root / str(kib)).mkdir()
+            speeds, reached = asyncio.run(
+                bench(kib << 10, root / str(kib), options, given.rounds, given.kinds, console)
+            )
+            shutil.rmtree(root / str(kib))
+            targets += reached
+            figures[f"{kib} KiB, MB/s"] = {f"{name}: {kind}": found for (name, kind), found in speeds.items()}
     finally:
         shutil.rmtree(root)
+    for target in targets:
+        verdict = "[green]pass [/]" if target.reached else "[red]short[/]"
+        console.print(f"{verdict} {target.what}: {target.got} ({target.wanted})", highlight=False)
+    if given.json:
+        given.json.write_text(json.dumps(figures | {"targets": [asdict(target) for target in targets]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One chunk of a call: through the index, the files and the checks, with the cause of each page that fails.
 
-get:  index says where ─▶ pages read by NIXL ─▶ headers and checksums compared on a worker ─▶ true or a miss
-put:  slots reserved ─▶ pages written by NIXL, checksums taken meanwhile ─▶ headers written ─▶ published
+get:  index says where ─▶ pages read, their checksums compared with their headers ─▶ true or a miss
+put:  slots reserved ─▶ pages written, checksums taken meanwhile, then headers written ─▶ published
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from tidekv.backends.storage.base import BufferOf
-from tidekv.backends.storage.calls import all_settled
+from tidekv.backends.storage.calls import Call, all_settled
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.page_io import PageIO
 from tidekv.backends.storage.place import Place
-from tidekv.backends.storage.proofs import checksums, verify_pages, write_headers
 from tidekv.states.errors import StorageFailed
 from tidekv.states.shapes import PageIds
 
 # What is wrong with the page itself, and not with how it was read: its entry goes, so that it can be put anew.
 _BAD_PAGE: Final = ("missing", "truncated", "corrupt", "foreign")
+
+# Of one chunk. The file system lets one at a time write to a file; checksums of the other are taken meanwhile.
+WRITE_PARTS_IN_FLIGHT: Final = 2
 
 T = TypeVar("T")
 
@@ -48,75 +49,59 @@ class IndexFailed(StorageFailed):
 class Chunks:
     """Does chunks on an open directory. What it starts does not survive being cancelled: it is shielded outside."""
 
-    def __init__(self, place: Place, io: PageIO, buffer_of: BufferOf, threads: Threads, counts: Counts) -> None:
+    def __init__(self, place: Place, io: PageIO, threads: Threads, counts: Counts) -> None:
         self._place = place
         self._io = io
-        self._buffer_of = buffer_of
         self._threads = threads
         self._counts = counts
         self._slot_by_key = place.index.mirror.slot_by_key
 
-    async def get(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+    async def get(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
         found = [(at, slot) for at, key in enumerate(keys) if (slot := self._slot_by_key.get(key)) is not None]
         causes = ["missing"] * len(keys)
         if not found:
             return causes
-        slots = [slot for _, slot in found]
-        moved = await self._io.read(slots, [pages[at] for at, _ in found])
-        whole = [(at, slot) for (at, slot), cause in zip(found, moved, strict=True) if not cause]
+        # In the order of the files, so that neighbors are read at once, in whatever order they are asked for.
+        found.sort(key=lambda pair: pair[1])
+        moved = await self._io.fetch(
+            [keys[at] for at, _ in found], [slot for _, slot in found], [pages[at] for at, _ in found]
+        )
         for (at, _), cause in zip(found, moved, strict=True):
             causes[at] = cause
-
-        def verify() -> list[str]:
-            return verify_pages(
-                self._place.segments,
-                self._buffer_of,
-                [keys[at] for at, _ in whole],
-                [slot for _, slot in whole],
-                [pages[at] for at, _ in whole],
-            )
-
-        if whole:
-            for (at, _), cause in zip(whole, await self.on_worker(verify), strict=True):
-                causes[at] = cause
         self._place.index.touched.extend(slot for at, slot in found if not causes[at])
         bad = [(keys[at], slot) for at, slot in found if causes[at] in _BAD_PAGE]
         if bad:
             await self.forget(bad)
         return causes
 
-    async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Write and publish pages; the cause of a failure for each, empty for a stored one."""
-        index, segments = self._place.index, self._place.segments
+    async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds, *, part_pages: int) -> list[str]:
+        """Write and publish pages; the cause of a failure for each, empty for a stored one.
+
+        The index is changed twice for all of them, since that costs the same for one as for many; they are written in
+        parts, and those that the call may not start any more are late.
+        """
+        index = self._place.index
         try:
             slots = await self.on_index(lambda: index.reserve(len(keys)))
         except IndexFailed as error:
             return [error.cause] * len(keys)
         kept = len(slots)
-        sums: list[bytes] = []
-        moved: list[str] = []
+        moved = ["late"] * kept
+        firsts = iter(range(0, kept, part_pages))
 
-        async def take_checksums() -> None:
-            sums.extend(await self.on_worker(lambda: checksums(self._buffer_of, pages[:kept])))
+        async def lane() -> None:
+            for first in firsts:
+                part = slice(first, min(first + part_pages, kept))
+                if call.may_start():
+                    moved[part] = await self._io.store(keys[part], slots[part], pages[part])
 
-        async def move() -> None:
-            moved.extend(await self._io.write(slots, pages[:kept]))
-
-        await all_settled([move(), take_checksums()])
+        if kept:
+            await all_settled(lane() for _ in range(min(WRITE_PARTS_IN_FLIGHT, -(-kept // part_pages))))
         good = [at for at in range(kept) if not moved[at]]
-
-        def write() -> str:
-            return write_headers(
-                segments, [keys[at] for at in good], [slots[at] for at in good], [sums[at] for at in good]
-            )
-
-        cause = await self.on_worker(write) if good else ""
-        if cause:
-            good = []
         written = [(keys[at], slots[at]) for at in good]
-        wasted = sorted(set(slots) - {slot for _, slot in written})
-        causes = [moved[at] or cause for at in range(kept)] + ["full"] * (len(keys) - kept)
+        wasted = [slots[at] for at in range(kept) if moved[at]]
+        causes = moved + ["full"] * (len(keys) - kept)
         try:
             done = await self.on_index(lambda: index.publish(written, wasted))
         except IndexFailed as error:

@@ -19,19 +19,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from tidekv.backends.storage.base import KEY_BYTES
 from tidekv.backends.storage.mirror import Mirror, SlotState
 from tidekv.backends.storage.records import Geometry
 from tidekv.backends.storage.schema import connect
-from tidekv.backends.storage.segments import INDEX_BITS, namespace_directory, segment_name
+from tidekv.backends.storage.segments import INDEX_BITS, namespace_directory, segment_name, slot_runs
 from tidekv.backends.storage.writers import WriterLock
 
 INDEX_FILE: Final = "index.sqlite"
 TOUCHED_MAX: Final = 4096
 
+# Statements for runs of slots: first, last, namespace, state, owner, seq. One of them does what would else be a
+# statement a slot, each of which lets go of the interpreter and has to get it back.
+_RUN: Final = "WITH RECURSIVE run(slot) AS (SELECT ?1 UNION ALL SELECT slot + 1 FROM run WHERE slot < ?2) "
 _SET: Final = (
-    "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) VALUES(?, ?, ?, ?, ?, ?, ?) "
-    "ON CONFLICT(slot) DO UPDATE SET state=excluded.state, owner=excluded.owner, seq=excluded.seq, "
-    "used=excluded.used, key=excluded.key"
+    _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
+    "SELECT slot, ?3, ?4, ?5, ?6, 0, NULL FROM run WHERE true "
+    "ON CONFLICT(slot) DO UPDATE SET state=excluded.state, owner=excluded.owner, seq=excluded.seq, used=0, key=NULL"
+)
+# First, last, namespace, seq, and the keys of the run one after the other.
+_PUBLISH: Final = (
+    _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
+    f"SELECT slot, ?3, 2, 0, ?4, ?4, substr(?5, (slot - ?1) * {KEY_BYTES} + 1, {KEY_BYTES}) FROM run WHERE true "
+    "ON CONFLICT(slot) DO UPDATE SET state=2, owner=0, seq=excluded.seq, used=excluded.used, key=excluded.key"
 )
 
 
@@ -111,11 +121,16 @@ class FileIndex:
             stale = [self.mirror.slot_by_key[key] for key in ours if key in self.mirror.slot_by_key]
             stale += [slot for (_, slot), good in zip(pairs, done, strict=True) if good and slot not in kept]
             self._set(stale, SlotState.FREE, seq)
+            by_slot = {slot: key for key, slot in ours.items()}
+            slots = sorted(by_slot)
             self._db.executemany(
-                _SET, [(slot, self._namespace, SlotState.PUBLISHED, 0, seq, seq, key) for key, slot in ours.items()]
+                _PUBLISH,
+                [
+                    (first, last, self._namespace, seq, b"".join([by_slot[slot] for slot in range(first, last + 1)]))
+                    for first, last in _bounds(slots)
+                ],
             )
-            for key, slot in ours.items():
-                self.mirror.apply(slot, SlotState.PUBLISHED, 0, key)
+            self.mirror.publish(by_slot)
         return done
 
     def give_up(self, slots: Sequence[int]) -> None:
@@ -173,7 +188,10 @@ class FileIndex:
             seq = self._seen + 1
             self._db.execute("UPDATE clock SET value=?", (seq,))
             used = {self.touched.popleft() for _ in range(len(self.touched))}
-            self._db.executemany("UPDATE slots SET used=? WHERE slot=?", [(seq, slot) for slot in used])
+            self._db.executemany(
+                "UPDATE slots SET used=? WHERE slot BETWEEN ? AND ?",
+                [(seq, first, last) for first, last in _bounds(sorted(used))],
+            )
             left, self._given_up = self._given_up, []
             self._set([slot for slot in left if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
             yield seq
@@ -213,9 +231,14 @@ class FileIndex:
     def _set(self, slots: Sequence[int], state: SlotState, seq: int) -> None:
         """Set slots to a state without a key, in the index and in the mirror."""
         owner = self._me if state == SlotState.WRITING else 0
-        self._db.executemany(_SET, [(slot, self._namespace, state, owner, seq, 0, None) for slot in slots])
-        for slot in slots:
-            self.mirror.apply(slot, state, owner, None)
+        self._db.executemany(
+            _SET, [(first, last, self._namespace, state, owner, seq) for first, last in _bounds(sorted(slots))]
+        )
+        if state == SlotState.WRITING:
+            self.mirror.reserve(slots, owner)
+        else:
+            for slot in slots:
+                self.mirror.apply(slot, state, owner, None)
 
     def _total_bytes(self) -> int:
         return int(self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM segments WHERE retired=0").fetchone()[0])
@@ -308,3 +331,8 @@ class FileIndex:
             except OSError:
                 # Gone already, or swept up when the directory is opened next.
                 continue
+
+
+def _bounds(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of neighbors in slots that are sorted."""
+    return [(slots[run.first], slots[run.first + run.count - 1]) for run in slot_runs(slots)]

@@ -6,14 +6,11 @@ never a wrong page.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
+from collections.abc import Collection, Mapping
 from enum import IntEnum
-from typing import Final
 
 from tidekv.backends.storage.segments import segment_of, slot_of
-
-_STALE_MAX: Final = 1024
 
 
 class SlotState(IntEnum):
@@ -32,8 +29,9 @@ class Mirror:
         self._key_by_slot: dict[int, bytes] = {}
         self._owner_by_slot: dict[int, int] = {}
         self._free: set[int] = set()
-        # Lowest slot first, so that a batch gets neighbors. Holds every free slot, and stale entries besides.
-        self._free_heap: list[int] = []
+        # The next ones to take, lowest last; some may be taken by others meanwhile. When it is used up, it is made anew
+        # of what is free by then: sorted, so that a batch gets neighbors.
+        self._next: list[int] = []
         self.slots_by_segment: dict[int, int] = {}
         # Segments that are gone for good, for whoever has their files open. Emptied by the event loop.
         self.dropped: deque[int] = deque()
@@ -64,7 +62,7 @@ class Mirror:
         self._key_by_slot.clear()
         self._owner_by_slot.clear()
         self._free.clear()
-        self._free_heap.clear()
+        self._next.clear()
         self.slots_by_segment.clear()
 
     def settle(self, *, written: bool) -> None:
@@ -111,22 +109,33 @@ class Mirror:
             self._key_by_slot[slot] = key
             self.slot_by_key[key] = slot
 
+    def reserve(self, slots: Collection[int], owner: int) -> None:
+        """Take over that free slots are reserved by a writer."""
+        self._free.difference_update(slots)
+        self._owner_by_slot.update(dict.fromkeys(slots, owner))
+
+    def publish(self, key_by_slot: Mapping[int, bytes]) -> None:
+        """Take over that pages are published in slots that were reserved, under keys that no other slot has."""
+        for slot in key_by_slot:
+            del self._owner_by_slot[slot]
+        self._key_by_slot.update(key_by_slot)
+        self.slot_by_key.update(zip(key_by_slot.values(), key_by_slot.keys(), strict=True))
+
     def take_free(self, count: int) -> list[int]:
-        """Choose up to `count` free slots, lowest first. The caller sets them to another state at once."""
+        """Choose up to `count` free slots, neighbors where possible. The caller sets them to another state at once."""
         chosen: list[int] = []
-        while len(chosen) < count and self._free_heap:
-            slot = heapq.heappop(self._free_heap)
-            if slot in self._free and (not chosen or chosen[-1] != slot):
-                chosen.append(slot)
+        while len(chosen) < count:
+            if not self._next:
+                self._next = sorted(self._free.difference(chosen), reverse=True)
+                if not self._next:
+                    break
+            part = self._next[len(chosen) - count :]
+            del self._next[len(chosen) - count :]
+            chosen += [slot for slot in reversed(part) if slot in self._free]
         return chosen
 
     def _set_free(self, slot: int) -> None:
-        if slot not in self._free:
-            self._free.add(slot)
-            heapq.heappush(self._free_heap, slot)
-            if len(self._free_heap) > 2 * len(self._free) + _STALE_MAX:
-                # Other processes took and freed slots, and each round left a stale entry.
-                self._free_heap = sorted(self._free)
+        self._free.add(slot)
 
     def _clear(self, slot: int) -> None:
         self._owner_by_slot.pop(slot, None)

@@ -20,7 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tidekv.backends.base import Poller
-from tidekv.backends.storage.page_io import ThreadIO
+from tidekv.backends.storage.base import BufferOf
+from tidekv.backends.storage.page_io import ThreadIO, seal
+from tidekv.backends.storage.proofs import verify_headers
+from tidekv.backends.storage.records import page_checksum
 from tidekv.backends.storage.segments import Segments, index_of, segment_of
 from tidekv.states.errors import EngineClosed, StorageFailed
 from tidekv.states.shapes import PoolMemory
@@ -36,13 +39,21 @@ class NixlIO:
     """One NIXL agent with the POSIX plugin, for one host pool and one namespace's segments."""
 
     def __init__(
-        self, segments: Segments, pool: PoolMemory, poller: Poller, workers: Executor, plain: ThreadIO, *, queue: str
+        self,
+        segments: Segments,
+        pool: PoolMemory,
+        buffer_of: BufferOf,
+        poller: Poller,
+        workers: Executor,
+        *,
+        queue: str,
     ) -> None:
         """Make the agent and register the pool. Blocks; StorageFailed if NIXL or its plugin cannot be had."""
         self._segments = segments
         self._poller = poller
         self._workers = workers
-        self._plain = plain
+        self._buffer_of = buffer_of
+        self._plain = ThreadIO(segments, buffer_of, workers)
         self._lock = threading.Lock()
         self._files: dict[int, tuple[Any, Any]] = {}  # NIXL has no types: registration and prepared list by segment.
         self._agent = _make_agent(_QUEUES[queue])
@@ -52,17 +63,31 @@ class NixlIO:
         rows = np.array([[memory.address, memory.piece_bytes, 0, memory.stride_bytes, memory.page_count]], np.uint64)
         self._pool_list = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, "DRAM")
 
-    async def read(self, slots: Sequence[int], pages: Sequence[int]) -> list[str]:
-        """Read slots into host pages; see PageIO."""
-        if await self._transfer("READ", slots, pages):
-            return [""] * len(slots)
-        return await self._plain.read(slots, pages)
+    async def fetch(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
+        """Read slots into host pages and verify them; see PageIO."""
+        if not await self._transfer("READ", slots, pages):
+            return await self._plain.fetch(keys, slots, pages)
 
-    async def write(self, slots: Sequence[int], pages: Sequence[int]) -> list[str]:
-        """Write host pages into slots; see PageIO."""
-        if await self._transfer("WRITE", slots, pages):
-            return [""] * len(slots)
-        return await self._plain.write(slots, pages)
+        def verify() -> list[str]:
+            return verify_headers(self._segments, keys, slots, self._checksums(pages))
+
+        return await asyncio.get_running_loop().run_in_executor(self._workers, verify)
+
+    async def store(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
+        """Write host pages and headers into slots; see PageIO."""
+        loop = asyncio.get_running_loop()
+        # Taken while the pages move.
+        taken = loop.run_in_executor(self._workers, self._checksums, pages)
+        try:
+            moved = await self._transfer("WRITE", slots, pages)
+        finally:
+            await asyncio.wait([taken])
+        if not moved:
+            return await self._plain.store(keys, slots, pages)
+        checksums = taken.result()
+        return await loop.run_in_executor(
+            self._workers, seal, self._segments, keys, slots, checksums, [""] * len(slots)
+        )
 
     def forget(self, segments: Sequence[int]) -> None:
         """Let go of the files of some segments; see PageIO."""
@@ -80,6 +105,9 @@ class NixlIO:
         self._agent.deregister_memory(self._pool_registered)
         # Its end takes a while, and must not come later on somebody's event loop.
         self._agent = self._pool_list = self._pool_registered = None
+
+    def _checksums(self, pages: Sequence[int]) -> list[bytes]:
+        return [page_checksum(self._buffer_of(page)) for page in pages]
 
     async def _transfer(self, operation: str, slots: Sequence[int], pages: Sequence[int]) -> bool:
         """Move all, one transfer a segment. False if any of it failed; nothing moves any more either way."""

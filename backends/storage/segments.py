@@ -111,39 +111,54 @@ class Segments:
                 found = self._files[segment] = self._open(segment, create=create)
             return found
 
-    def read_headers(self, slots: Sequence[int]) -> list[bytes]:
-        """Read the headers of slots; one that cannot be read is empty or short."""
-        headers: list[bytes] = []
+    def read_headers(self, slots: Sequence[int]) -> bytes:
+        """Read the headers of slots, one after the other; shorter than that if not all can be read."""
+        parts: list[bytes] = []
         for run in slot_runs(slots):
             first = slots[run.first]
             try:
-                raw = os.pread(
-                    self.file(segment_of(first), create=False),
-                    run.count * HEADER_BYTES,
-                    self.geometry.header_offset(index_of(first)),
-                )
+                file = self.file(segment_of(first), create=False)
+                parts.append(os.pread(file, run.count * HEADER_BYTES, self.geometry.header_offset(index_of(first))))
             except OSError:
-                raw = b""
-            headers += [raw[at * HEADER_BYTES : (at + 1) * HEADER_BYTES] for at in range(run.count)]
-        return headers
+                continue
+        return b"".join(parts)
 
-    def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
-        """Write the headers of slots; OSError if not all of them got there."""
+    def write_headers(self, slots: Sequence[int], headers: bytes) -> None:
+        """Write the headers of slots, given one after the other; OSError if not all of them got there."""
+        content = memoryview(headers)
         for run in slot_runs(slots):
             first = slots[run.first]
             write_all(
                 self.file(segment_of(first), create=True),
-                memoryview(b"".join(headers[run.first : run.first + run.count])),
+                content[run.first * HEADER_BYTES : (run.first + run.count) * HEADER_BYTES],
                 self.geometry.header_offset(index_of(first)),
             )
 
-    def read_page(self, slot: int, page: memoryview) -> str:
-        """Read one page; returns why it could not be, or nothing."""
-        offset, done = self.geometry.page_offset(index_of(slot)), 0
+    def read_pages(self, first: int, pages: Sequence[memoryview]) -> bool:
+        """Read neighboring slots of one segment, from slot `first` on, in one call. False if not all of it came."""
+        try:
+            file = self.file(segment_of(first), create=False)
+            wanted = len(pages) * self.geometry.page_bytes
+            return os.preadv(file, pages, self.geometry.page_offset(index_of(first))) == wanted
+        except OSError:
+            return False
+
+    def write_pages(self, first: int, pages: Sequence[memoryview]) -> bool:
+        """Write neighboring slots of one segment, from slot `first` on, in one call. False if not all of it went."""
+        try:
+            file = self.file(segment_of(first), create=True)
+            wanted = len(pages) * self.geometry.page_bytes
+            return os.pwritev(file, pages, self.geometry.page_offset(index_of(first))) == wanted
+        except OSError:
+            return False
+
+    def read_page(self, slot: int, part: memoryview, start: int = 0) -> str:
+        """Read one page, or the part of it that begins at `start`; returns why it could not be, or nothing."""
+        offset, done = self.geometry.page_offset(index_of(slot)) + start, 0
         try:
             file = self.file(segment_of(slot), create=False)
-            while done < len(page):
-                count = os.preadv(file, [page[done:]], offset + done)
+            while done < len(part):
+                count = os.preadv(file, [part[done:]], offset + done)
                 if count == 0:
                     return "truncated"
                 done += count
@@ -151,9 +166,9 @@ class Segments:
             return miss_cause(error)
         return ""
 
-    def write_page(self, slot: int, page: memoryview) -> None:
-        """Write one page; OSError if not all of it got there."""
-        write_all(self.file(segment_of(slot), create=True), page, self.geometry.page_offset(index_of(slot)))
+    def write_page(self, slot: int, part: memoryview, start: int = 0) -> None:
+        """Write one page, or the part of it that begins at `start`; OSError if not all of it got there."""
+        write_all(self.file(segment_of(slot), create=True), part, self.geometry.page_offset(index_of(slot)) + start)
 
     def close_some(self, segments: Sequence[int]) -> None:
         """Close the files of some segments. Nothing may be reading or writing them, or ask for them again."""

@@ -29,11 +29,15 @@ CHUNK_PAGES_MAX: Final = 1024
 READ_CHUNKS_IN_FLIGHT_MAX: Final = 4
 WRITE_CHUNKS_IN_FLIGHT_MAX: Final = 2
 TOUCHED_MAX: Final = 4096
+# How much is reserved and published at once.
+WRITE_BYTES: Final = 32 << 20
+# Smaller parts of a call are not worth a thread of their own.
+SHARE_BYTES_MIN: Final = 1 << 20
 # How old a hint may be while somebody keeps asking.
 STALE_S: Final = 1.0
 
 T = TypeVar("T")
-Chunk = Callable[[Sequence[bytes], PageIds], Awaitable[list[str]]]
+Chunk = Callable[[Call, Sequence[bytes], PageIds], Awaitable[list[str]]]
 
 
 class Shelf:
@@ -47,18 +51,21 @@ class Shelf:
         buffer_of: BufferOf,
         page_count: int,
         chunk_bytes: int,
+        workers: int,
         threads: Threads,
         counts: Counts,
         open_again: Callable[[], Awaitable[Shelf]],
     ) -> None:
         self._place = place
         self._io = io
-        self._chunks = Chunks(place, io, buffer_of, threads, counts)
+        self._chunks = Chunks(place, io, threads, counts)
         self._threads = threads
         self.open_again = open_again
         self.page_count = page_count
         self.page_bytes = place.segments.geometry.page_bytes
         self._chunk_pages = min(max(chunk_bytes // self.page_bytes, 1), CHUNK_PAGES_MAX)
+        self._write_pages = max(self._chunk_pages, min(WRITE_BYTES // self.page_bytes, CHUNK_PAGES_MAX))
+        self._workers = workers
         self._reads = asyncio.Semaphore(READ_CHUNKS_IN_FLIGHT_MAX)
         self._writes = asyncio.Semaphore(WRITE_CHUNKS_IN_FLIGHT_MAX)
         self._slot_by_key = place.index.mirror.slot_by_key
@@ -84,12 +91,12 @@ class Shelf:
             threads.index, lambda: Place(options, namespace=namespace, page_bytes=pool.page_bytes)
         )
         io: PageIO
-        io = plain = ThreadIO(place.segments, buffer_of, threads.workers)
+        io = ThreadIO(place.segments, buffer_of, threads.workers)
         if options.io == "nixl":
             try:
                 io = await loop.run_in_executor(
                     threads.workers,
-                    lambda: NixlIO(place.segments, pool, poller, threads.workers, plain, queue=options.queue),
+                    lambda: NixlIO(place.segments, pool, buffer_of, poller, threads.workers, queue=options.queue),
                 )
             except BaseException:
                 await loop.run_in_executor(threads.index, place.close)
@@ -112,6 +119,7 @@ class Shelf:
             buffer_of=buffer_of,
             page_count=pool.page_count,
             chunk_bytes=options.chunk,
+            workers=options.threads,
             threads=threads,
             counts=counts,
             open_again=open_again,
@@ -148,14 +156,21 @@ class Shelf:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
         if not all(self.exist(keys)):
             await self.catch_up(call.left_s())
-        causes = await self._in_chunks(call, self._reads, self._chunks.get, keys, pages)
+        causes = await self._in_chunks(
+            call, keys, pages, limit=self._reads, chunk=self._chunks.get, size=self._part_pages(len(keys))
+        )
         if len(self._place.index.touched) >= TOUCHED_MAX:
             await self._chunks.bring_up(self._place.index.note_touched)
         return causes
 
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Write and publish pages; the cause of a failure for each, empty for a stored one."""
-        return await self._in_chunks(call, self._writes, self._chunks.put, keys, pages)
+        part_pages = self._part_pages(min(len(keys), self._write_pages))
+
+        async def chunk(call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
+            return await self._chunks.put(call, keys, pages, part_pages=part_pages)
+
+        return await self._in_chunks(call, keys, pages, limit=self._writes, chunk=chunk, size=self._write_pages)
 
     async def forget(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove keys; True for each that was there."""
@@ -204,30 +219,35 @@ class Shelf:
         await loop.run_in_executor(self._threads.index, self._place.close)
 
     async def _in_chunks(
-        self, call: Call, limit: asyncio.Semaphore, chunk: Chunk, keys: Sequence[bytes], pages: PageIds
+        self, call: Call, keys: Sequence[bytes], pages: PageIds, *, limit: asyncio.Semaphore, chunk: Chunk, size: int
     ) -> list[str]:
         """Do a call chunk by chunk, as many at once as the limit lets; what is not started in time is late."""
         causes = ["late"] * len(keys)
-        firsts = iter(range(0, len(keys), self._chunk_pages))
+        firsts = iter(range(0, len(keys), size))
 
         async def lane() -> None:
             for first in firsts:
-                part = slice(first, first + self._chunk_pages)
+                part = slice(first, first + size)
                 if await call.start(limit):
                     self._chunks_in_flight += 1
                     try:
-                        causes[part] = await chunk(keys[part], pages[part])
+                        causes[part] = await chunk(call, keys[part], pages[part])
                     finally:
                         self._chunks_in_flight -= 1
                         limit.release()
 
-        lanes = min(-(-len(keys) // self._chunk_pages), max(READ_CHUNKS_IN_FLIGHT_MAX, WRITE_CHUNKS_IN_FLIGHT_MAX))
+        lanes = min(-(-len(keys) // size), max(READ_CHUNKS_IN_FLIGHT_MAX, WRITE_CHUNKS_IN_FLIGHT_MAX))
         if lanes == 1:
             await lane()
         elif lanes:
             await all_settled(lane() for _ in range(lanes))
         await self._close_dropped()
         return causes
+
+    def _part_pages(self, count: int) -> int:
+        """Return how many pages of a call one worker moves: less than a chunk is shared, if that is worth it."""
+        share = max(-(-count // self._workers), -(-SHARE_BYTES_MIN // self.page_bytes))
+        return min(self._chunk_pages, share)
 
     async def _close_dropped(self) -> None:
         """Close the files of segments that are gone, once no chunk is under way that may have found a page there.

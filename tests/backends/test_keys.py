@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from array import array
 from collections import deque
@@ -53,6 +54,28 @@ def test_golden_namespace() -> None:
     assert [digest.hex() for digest in page_digests(pack_tokens([1, 2, 3, 4]), 4, namespace="lora-a")] == [
         "e4f68dc4af99b6de199d5a048add282da40aa4ef97942ce9eca321bccada9376"
     ]
+
+
+def test_golden_chain_of_bigrams() -> None:
+    packed = pack_tokens([1, 2, 3, 4, 5, 6, 7, 2**32 - 1, 9])
+    assert [digest.hex() for digest in page_digests(packed, 4, bigrams=True)] == [
+        "f721fe42aac11dcbfd1a17f24cc5765a0d5b6bc264d1c0b6581d775a7344c11f",
+        "5dde2b802c32def578d7cc912cc96ed4836aeff99e70bb2f3b833bccf478e249",
+    ]
+    # The last position of the second page has no token after it.
+    assert len(page_digests(packed[:-4], 4, bigrams=True)) == 1
+    assert page_digests(packed[:4], 1, bigrams=True) == page_digests(b"", 1, bigrams=True) == []
+    assert page_digests(packed[:20], 4, namespace="lora-a", bigrams=True)[0].hex() == (
+        "3e3715f5401eb0af3a173640cd644bb184d5a4e9ccb470f01d73ebcd804deb49"
+    )
+
+
+@given(TOKENS, st.integers(1, 5), NAMESPACES)
+def test_bigrams_are_a_chain_over_pairs(tokens: list[int], page_size: int, namespace: str) -> None:
+    pairs = [token for pair in itertools.pairwise(tokens) for token in pair]
+    assert page_digests(pack_tokens(tokens), page_size, namespace=namespace, bigrams=True) == chain_by_hand(
+        pairs, 2 * page_size, namespace
+    )
 
 
 @given(TOKENS, st.integers(1, 5), NAMESPACES)

@@ -101,12 +101,8 @@ async def test_a_flipped_bit_of_a_page_or_header_is_a_miss_and_can_be_put_again(
 
 
 async def test_every_flipped_bit_of_a_header_is_noticed(files: Rig) -> None:
-    header = records.pack_header(
-        geometry := records.Geometry(namespace=b"n" * 32, page_bytes=4096, slots=8),
-        index=3,
-        key=b"k" * 32,
-        checksum=b"c" * 16,
-    )
+    geometry = records.Geometry(namespace=b"n" * 32, page_bytes=4096, slots=8)
+    header = records.pack_headers(geometry, indices=[3], keys=[b"k" * 32], checksums=[b"c" * 16])
     used = len(header.rstrip(b"\0"))
     assert records.check_header(header, geometry, index=3, key=b"k" * 32, checksum=b"c" * 16) == ""
     for bit in range(used * 8):
