@@ -44,6 +44,7 @@ def run(
     compare: Annotated[bool, typer.Option(help="Run a second time without decode cache.")] = True,
     damage: Annotated[str, typer.Option(help="Overwrite a page from l1, l2, l3 or transfer: the check fails.")] = "",
     journal: Annotated[str, typer.Option(help="Write every event of the decode engine to this file.")] = "",
+    plot: Annotated[Path | None, typer.Option(help="Draw time to ready and sources to this .png or .svg file.")] = None,
 ) -> None:
     """Serve a workload with a prefill and a decode worker in two processes, verify it, and print what came from where.
 
@@ -54,9 +55,11 @@ def run(
 
     from tidekv.engine import main_job
     from tidekv.engine.main_report import report
+    from tidekv.engine.seeing.plots import check_plot, plot_run, save_plot
     from tidekv.engine.workload.blocks import TraceOptions
     from tidekv.engine.workload.conversations import WorkloadOptions, agent_options, make_workload
 
+    check_plot(plot)
     tiers = main_job.TierOptions(
         page_size=page_size,
         l1_pages=l1_pages,
@@ -92,6 +95,10 @@ def run(
         with progress_bars(console, dict.fromkeys((*passes, main_job.COMPARED), turns)) as progress:
             result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
     console.print(report(result, is_model=trace is None))
+    if plot is not None:
+        phases = {phase.name: phase for phase in result.phases}
+        ready_s = {name: phase.ready_s for name, phase in phases.items()}
+        save_plot(plot_run(ready_s, {name: phase.tokens for name, phase in phases.items()}), plot)
     if result.failures:
         raise typer.Exit(1)
 

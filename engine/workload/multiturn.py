@@ -33,6 +33,8 @@ PAGE_SIZE = 64
 OUTPUT_TOKENS = 129
 USER_TOKENS = 63
 ROUNDS = 6
+PROMPTS = tuple(PAGE_SIZE + number * (OUTPUT_TOKENS + USER_TOKENS) for number in range(ROUNDS))
+"""Tokens of a prompt in each round."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
 
 
@@ -123,17 +125,23 @@ def total_hit_rate(rounds: list[RoundHits]) -> float:
     return 1 - sum(hits.sources["transfer"] for hits in rounds) / sum(hits.prompt_tokens for hits in rounds)
 
 
-def print_multiturn() -> None:
-    """Run it both ways and print the rates beside each other."""
+def run_both_ways() -> dict[str, list[RoundHits]]:
+    """Serve them with decode output kept, and not kept."""
+    return {
+        name: asyncio.run(run_multiturn(keep_output=keep_output))
+        for name, keep_output in (("output kept", True), ("not kept", False))
+    }
+
+
+def print_multiturn(ways: dict[str, list[RoundHits]]) -> None:
+    """Print the rates of both ways beside each other."""
     rates = Table(title="Hit rate by round: prompt tokens that prefill did not send (page 64)")
     tiers = Table(title="Prompt tokens by source, all rounds")
-    prompts = [f"{PAGE_SIZE + number * (OUTPUT_TOKENS + USER_TOKENS):,}" for number in range(ROUNDS)]
-    for column in ("prompt", *prompts, "all"):
+    for column in ("prompt", *(f"{prompt:,}" for prompt in PROMPTS), "all"):
         rates.add_column(column, justify="right")
     for column in ("kept", "l1", "l2", "l3", "transfer"):
         tiers.add_column(column, justify="right")
-    for name, keep_output in (("output kept", True), ("not kept", False)):
-        rounds = asyncio.run(run_multiturn(keep_output=keep_output))
+    for name, rounds in ways.items():
         rates.add_row(name, *(f"{hits.hit_rate:.4f}" for hits in rounds), f"{total_hit_rate(rounds):.3f}")
         tiers.add_row(name, *(f"{sum(hits.sources[tier] for hits in rounds):,}" for tier in rounds[0].sources))
     console = Console()

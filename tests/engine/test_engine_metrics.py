@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import urllib.request
-from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -86,30 +84,13 @@ async def test_scrape_is_what_the_journal_counts(make_pair, tmp_path: Path) -> N
     registry.register(MetricsCollector(fold, page_bytes=int(str(replayer.header.layout["page_bytes"]))))
     assert samples_of(generate_latest(registry).decode()) == scraped
 
-    # And once more without the fold, from the words of the journal alone.
-    steps = [step for line in path.read_bytes().splitlines() for step in msgspec.json.decode(line).get("steps", ())]
-    commands = [command for step in steps for command in step["gave"].get("commands", ())]
-    tokens: Counter[str] = Counter()
-    for command in commands:
-        if command[0] == "TellReady":
-            tokens.update(command[4])
-    for source, count in tokens.items():
-        assert scraped["tidekv_tokens_total", (("source", source),)] == count
-    assert tokens["l1"] and tokens["l2"] and tokens["l3"] and tokens["transfer"]
-    kinds = Counter(step["took"]["type"] for step in steps)
-    for kind, count in kinds.items():
-        assert scraped["tidekv_events_total", (("type", kind),)] == count
+    # And they are what happened; test_metrics_and_journal counts all of it once more without the fold.
+    for source in ("l1", "l2", "l3", "transfer"):
+        assert scraped["tidekv_tokens_total", (("source", source),)] > 0
     assert scraped["tidekv_requests_ended_total", (("outcome", "ready"),)] == 8
     assert scraped["tidekv_requests_ended_total", (("outcome", "aborted"),)] == 1
     assert scraped["tidekv_requests_arrived_total", ()] == 9
-    landed = sum(step["took"]["count"] for step in steps if step["took"]["type"] == "ChunkLanded")
-    assert scraped["tidekv_pages_total", (("what", "delivered"),)] == landed
     assert scraped["tidekv_ready_seconds_count", (("outcome", "ready"),)] == 8
-    evicted: Counter[str] = Counter()
-    for step in steps:
-        for tier, pages, _ in step["gave"].get("evicted", ()):
-            evicted[tier] += pages
-    assert {tier: scraped["tidekv_evicted_pages_total", (("tier", tier),)] for tier in evicted} == evicted
 
 
 async def test_without_metrics_nothing_listens(make_pair) -> None:
