@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tidekv.engine.values import NAMESPACE_MARK
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.policy import StoragePolicy
@@ -53,6 +55,18 @@ class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fiel
     """host:port at which Prometheus may scrape (port 0: any, told by `DecodeEngine.metrics_address`); None: nothing is
     counted.
     """
+    kv_events: str | None = None
+    """ZMQ endpoint, such as tcp://*:5557, at which routers hear what is cached here; None: nothing is told. Needs the
+    extra `events`.
+    """
+    kv_events_replay: str | None = None
+    """ZMQ endpoint at which routers ask for batches that they missed; None: there is none."""
+    kv_events_topic: str = ""
+    """What batches are published under: the first frame of each."""
+    kv_events_kept_batches: int = 10_000
+    """So many of the newest batches can be asked for again."""
+    kv_events_encoding: Literal["map", "array"] = "map"
+    """How events are written. "map": as vLLM and SGLang do now; "array": fields in order, for older consumers."""
     close_deadline_s: float = 10.0
     hold_up_limit_s: float = 0.05
     """A callback that holds the event loop up for longer than this, while there is work, is reported with its stack."""
@@ -72,6 +86,10 @@ class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("journal_segment_bytes", "journal_segments_max"):
             if getattr(self, name) < 0:
                 raise InvalidConfig(f"{name} must be 0 (no limit) or more, not {getattr(self, name)!r}")
+        if self.kv_events_kept_batches < 1:
+            raise InvalidConfig(f"kv_events_kept_batches must be at least 1, not {self.kv_events_kept_batches!r}")
+        if self.kv_events_encoding not in ("map", "array"):
+            raise InvalidConfig(f"kv_events_encoding must be map or array, not {self.kv_events_encoding!r}")
         if NAMESPACE_MARK in self.namespace:
             raise InvalidConfig(f"namespace must not hold {NAMESPACE_MARK!r}: {self.namespace!r}")
         if self.vocabulary < 0:

@@ -15,6 +15,8 @@ from tidekv.engine.driver import Driver, Watcher
 from tidekv.engine.effect_group import EffectGroup
 from tidekv.engine.effects import Effects
 from tidekv.engine.journal import Journal
+from tidekv.engine.kv_events.publisher import KVEventPublisher
+from tidekv.engine.kv_events.watch import KVEventWatcher
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.watchdog import Watchdog
@@ -82,6 +84,7 @@ class Parts:
         self.storage: Storage | None = None
         self.journal: Journal | None = None
         self.metrics: MetricsServer | None = None
+        self.kv_events: KVEventPublisher | None = None
         self.is_open = False
         self.is_draining = False
         self.broken: BaseException | None = None
@@ -133,6 +136,15 @@ class Parts:
             )
             self.metrics = MetricsServer(config.metrics_listen, collector)
             watchers.append(fold)
+        if config.kv_events is not None:
+            self.kv_events = KVEventPublisher(
+                config.kv_events,
+                replay=config.kv_events_replay,
+                topic=config.kv_events_topic,
+                kept_batches=config.kv_events_kept_batches,
+                encoding=config.kv_events_encoding,
+            )
+            watchers.append(KVEventWatcher(self.core, self.kv_events.publish))
         self.driver = Driver(
             self.core,
             lambda command: self.effects.perform(command),
@@ -269,6 +281,8 @@ class Parts:
         await asyncio.to_thread(self.watchdog.close)
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.close)
+        if self.kv_events is not None:
+            await asyncio.to_thread(self.kv_events.close)
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
         if failures:

@@ -278,6 +278,7 @@ class PrefixIndex:
         """Note that the node's pages are in storage."""
         self._parent_of(node)
         node.stored = self.tree.attachment
+        self.tree.touch(node)
 
     def forget_stored(self) -> None:
         """Another storage is attached: of no node it is known that its pages are there."""
@@ -294,6 +295,7 @@ class PrefixIndex:
         if node.device is None or node.void:
             raise BrokenInvariant(f"{node} has no device pages that could be under load")
         before, node.load = node.load, load
+        self.tree.touch(node)
         if before is None:
             self.device_tier.guard(node)
             if node.host is not None:
@@ -312,6 +314,7 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} has no device pages that could be given up")
         self.device_tier.account.drain_cached(node.device)
         node.void = True
+        self.tree.touch(node)
         # The guard of the load, if there was one, goes on as that of the void pages.
         if node.load is None:
             self.device_tier.guard(node)

@@ -26,6 +26,8 @@ class Tier(Protocol):
     protected: int
     receipts: int
     queue: EvictionQueue
+    touched: dict[Node, None] | None
+    """See `tidekv.states.touched`."""
 
     def is_ready(self, node: Node) -> bool:
         """Tell whether this copy of the node may be evicted now: an unguarded leaf of the tier."""
@@ -46,7 +48,7 @@ class Tier(Protocol):
 class DeviceTier:
     """The books of device pages."""
 
-    __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts")
+    __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts", "touched")
 
     def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
         self.name: TierName = "device"
@@ -55,6 +57,7 @@ class DeviceTier:
         self.protected = 0
         self.receipts = 0
         self.queue = EvictionQueue(policy, self.is_ready)
+        self.touched: dict[Node, None] | None = None
 
     def is_ready(self, node: Node) -> bool:
         """See Tier."""
@@ -96,6 +99,8 @@ class DeviceTier:
         node.parent.device_children += 1
         self.evictable += node.page_count
         self.queue.push(node)
+        if self.touched is not None:
+            self.touched[node] = None
 
     def detach(self, node: Node) -> PageIds:
         """See Tier."""
@@ -106,13 +111,15 @@ class DeviceTier:
         parent.device_children -= 1
         if not parent.device_children and not parent.guarded and parent.parent is not None:
             self.queue.push(parent)
+        if self.touched is not None:
+            self.touched[node] = None
         return pages
 
 
 class HostTier:
     """The books of host pages."""
 
-    __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts")
+    __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts", "touched")
 
     def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
         self.name: TierName = "host"
@@ -121,6 +128,7 @@ class HostTier:
         self.protected = 0
         self.receipts = 0
         self.queue = EvictionQueue(policy, self.is_ready)
+        self.touched: dict[Node, None] | None = None
 
     def is_ready(self, node: Node) -> bool:
         """See Tier."""
@@ -162,6 +170,8 @@ class HostTier:
         node.parent.host_children += 1
         self.evictable += node.page_count
         self.queue.push(node)
+        if self.touched is not None:
+            self.touched[node] = None
 
     def detach(self, node: Node) -> PageIds:
         """See Tier."""
@@ -172,4 +182,6 @@ class HostTier:
         parent.host_children -= 1
         if not parent.host_children and not parent.host_guarded and parent.parent is not None:
             self.queue.push(parent)
+        if self.touched is not None:
+            self.touched[node] = None
         return pages

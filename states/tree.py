@@ -11,7 +11,7 @@ from tidekv.states.node import Node, make_root
 class PageTree:
     """Nodes by namespace; `key_bytes` is the width of one page's key."""
 
-    __slots__ = ("_next_id", "attachment", "key_bytes", "roots", "tick")
+    __slots__ = ("_next_id", "attachment", "key_bytes", "roots", "tick", "touched")
 
     def __init__(self, key_bytes: int) -> None:
         if key_bytes <= 0:
@@ -23,6 +23,8 @@ class PageTree:
         """The logical clock of recency: one a call that uses nodes."""
         self.attachment = 1
         """Counts what was attached as storage: what is known of an earlier one is not known of this one."""
+        self.touched: dict[Node, None] | None = None
+        """See `tidekv.states.touched`."""
         self._next_id = 0
 
     def root(self, namespace: str) -> Node:
@@ -100,7 +102,14 @@ class PageTree:
         parent.children[first] = upper
         if load is not None:
             load.split(upper, lower)
+        self.touch(upper)
+        self.touch(lower)
         return upper
+
+    def touch(self, node: Node) -> None:
+        """Note for whoever watches that the node is no longer what it was."""
+        if self.touched is not None:
+            self.touched[node] = None
 
     def shared_pages(self, edge: bytes, keys: bytes, at: int) -> int:
         """Count the pages that `edge` and `keys[at:]` begin with together. The first is known to be the same."""

@@ -41,5 +41,10 @@ FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("--disaggregation-ib-device", "", "UCX_NET_DEVICES in the environment."),
     ("--disaggregation-decode-enable-radix-cache", "", "Always: that is what tidekv is for."),
     ("--num-reserved-decode-tokens", "engine.growth_reserve_pages", "In pages; the reserve is refilled as it is used."),
+    (
+        "--kv-events-config",
+        "engine.kv_events",
+        "And `kv_events_replay`, `kv_events_topic`, `kv_events_kept_batches`; see [KV events](kv-events.md).",
+    ),
 )
 """Flag, our option's path or nothing, and what to write."""

@@ -1,0 +1,67 @@
+"""The messages of vLLM's KV events, as bytes.
+
+A batch is an array: [time, events, data-parallel rank]. Its events are maps with the name of the kind under "type", as
+vLLM and SGLang write them now, or arrays that begin with that name and have the fields in a fixed order, as older
+consumers want them. Consumers are told of a page by its hash alone: the first eight bytes of its storage key, signed,
+which is the hash that SGLang publishes for the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+Encoding: TypeAlias = Literal["map", "array"]
+Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]
+HASH_BYTES: Final = 8
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Pages that hang together are in a medium now; `token_ids` are theirs, `block_size` tokens each.
+
+    `extra_keys` has one entry for each page: what besides tokens is in its hash, here the namespace; None: nothing.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: Medium
+    lora_name: str | None
+    extra_keys: list[tuple[str] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """These pages are no longer in that medium."""
+
+    block_hashes: list[int]
+    medium: Medium
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is cached here any more, in no medium."""
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def hash_of(digest: bytes) -> int:
+    """Return the hash that a page is published by, from its storage key."""
+    return int.from_bytes(digest[:HASH_BYTES], "big", signed=True)
+
+
+def packed(events: Sequence[KVEvent], *, at_s: float, rank: int, encoding: Encoding) -> bytes:
+    """Return one batch as a payload. `at_s` is the wall clock's time."""
+    written: list[object] = list(events)
+    if encoding == "array":
+        written = [_in_order(event) for event in events]
+    return msgspec.msgpack.encode([at_s, written, rank])
+
+
+def _in_order(event: KVEvent) -> list[object]:
+    fields: list[object] = [type(event).__name__, *msgspec.structs.astuple(event)]
+    # What older consumers do not know is left away where it says nothing.
+    return fields[:-1] if fields[-1] is None else fields

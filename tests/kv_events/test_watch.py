@@ -1,0 +1,241 @@
+"""What a router makes of the events equals what the index holds, after every step of any run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from random import Random
+
+import pytest
+
+from tidekv.backends.keys import page_digests
+from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
+from tidekv.engine.kv_events.watch import KVEventWatcher
+from tidekv.engine.simulation.rig import Rig
+from tidekv.engine.simulation.simulate import draw_settings
+from tidekv.engine.simulation.world import World
+from tidekv.states import commands, events
+from tidekv.states.core import Core
+from tidekv.states.node import Node
+from tidekv.states.settings import CoreSettings
+
+Held = dict[str, set[int]]
+
+
+class ByteWatcher(KVEventWatcher):
+    """For cores whose tokens are bytes: a page's key is as wide as the page has tokens."""
+
+    def _digests_of(self, node: Node) -> list[bytes]:
+        before = node.namespace.encode() if node.parent.is_root else self._told[node.parent].digests[-1]
+        width, found = self._tree.key_bytes, []
+        for start in range(0, len(node.edge), width):
+            before = sha256(before + node.edge[start : start + width]).digest()
+            found.append(before)
+        return found
+
+    def _tokens_of(self, edge: bytes) -> list[int]:
+        return list(edge)
+
+
+class Router:
+    """Believes what it is told, and nothing that does not hang together."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.held: Held = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        self.told: list[KVEvent] = []
+
+    def take(self, batch: Sequence[KVEvent]) -> None:
+        assert batch
+        removed: Held = {}
+        for event in batch:
+            self.told.append(event)
+            if isinstance(event, AllBlocksCleared):
+                self.held = {medium: set() for medium in self.held}
+            elif isinstance(event, BlockRemoved):
+                assert event.block_hashes
+                assert set(event.block_hashes) <= self.held[event.medium], "what was never stored is removed"
+                self.held[event.medium] -= set(event.block_hashes)
+                removed.setdefault(event.medium, set()).update(event.block_hashes)
+            else:
+                assert not removed, "what is new comes first"
+                assert (
+                    len(event.token_ids)
+                    == len(event.block_hashes) * self.page_size
+                    == len(event.block_hashes) * (event.block_size)
+                )
+                assert not set(event.block_hashes) & self.held[event.medium], "stored twice"
+                self.held[event.medium] |= set(event.block_hashes)
+
+
+def truth(core: Core) -> Held:
+    """What the index holds, by walking all of it."""
+    held: Held = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+    tree = core.books.index.tree
+    chains: dict[Node, bytes] = {}
+    for node in tree.nodes():
+        before = node.namespace.encode() if node.parent.is_root else chains[node.parent]
+        hashes = set()
+        for start in range(0, len(node.edge), tree.key_bytes):
+            before = sha256(before + node.edge[start : start + tree.key_bytes]).digest()
+            hashes.add(hash_of(before))
+        chains[node] = before
+        if node.device is not None and node.load is None and not node.void:
+            held["GPU"] |= hashes
+        if node.host is not None:
+            held["CPU"] |= hashes
+        if tree.is_stored(node):
+            held["STORAGE"] |= hashes
+    return held
+
+
+def watched_world(seed: int, requests: int) -> tuple[Router, int]:
+    """Run a world with all faults on; after each step the router knows what there is."""
+    random = Random(f"settings {seed}")
+    settings = draw_settings(random)
+    world = World(seed=seed, requests=requests, faults="all", settings=settings)
+    router = Router(settings.page_size)
+    watcher = ByteWatcher(world.core, router.take)
+    step, steps = world.core.step, 0
+
+    def stepped(event: events.Event) -> list[commands.Command]:
+        nonlocal steps
+        given = step(event)
+        watcher.stepped(event, given)
+        steps += 1
+        if steps % 7 == 0 or isinstance(event, events.FlushRequested | events.StorageChanged):
+            assert router.held == truth(world.core), f"step {steps}: {event}"
+        return given
+
+    world.core.step = stepped
+    world.run(random.randint(2, 16))
+    assert router.held == truth(world.core)
+    return router, steps
+
+
+@pytest.mark.parametrize("seed", range(40, 52))
+def test_a_router_knows_what_there_is_whatever_happens(seed: int) -> None:
+    router, steps = watched_world(seed, 60)
+    kinds = {type(event) for event in router.told}
+    assert steps > 100
+    assert BlockStored in kinds
+
+
+def test_the_same_run_gives_the_same_events() -> None:
+    assert watched_world(7, 50)[0].told == watched_world(7, 50)[0].told
+
+
+def test_tokens_are_named_by_the_keys_that_storage_has() -> None:
+    """The hash of a page is the beginning of its storage key; SGLang's is the same."""
+    packed = bytes(range(64))
+    (digest, *_) = page_digests(packed, 16)
+    assert hash_of(digest) == int.from_bytes(digest[:8], "big", signed=True)
+    assert -(2**63) <= hash_of(digest) < 2**63
+    assert hash_of(b"\xff" * 32) == -1
+    unsigned = int(digest.hex()[:16], 16)
+    assert hash_of(digest) == (unsigned - 2**64 if unsigned >= 2**63 else unsigned)
+
+
+def test_nothing_is_noted_where_nobody_watches() -> None:
+    index = Rig().core.books.index
+    assert index.tree.touched is None
+    assert index.device_tier.touched is None
+    assert index.host_tier.touched is None
+
+
+class Desk:
+    """An index whose keys are packed tokens, as in a live run, and a watcher told of a step whenever we say so."""
+
+    def __init__(self) -> None:
+        self.core = Core(CoreSettings(page_size=2, key_bytes=8, device_pages=16, host_pages=16))
+        self.index = self.core.books.index
+        self.batches: list[Sequence[KVEvent]] = []
+        self.watcher = KVEventWatcher(self.core, self.batches.append)
+        assert self.batches == [[AllBlocksCleared()]]
+        self.batches.clear()
+
+    def put(self, *tokens: int, namespace: str = "") -> Node:
+        keys = b"".join(token.to_bytes(4, "little") for token in tokens)
+        pages = self.core.books.device.take(len(tokens) // 2)
+        inserted = self.index.insert(namespace, keys, pages)
+        self.core.books.device.give_back(inserted.duplicates)
+        return inserted.node
+
+    def told(self) -> list[KVEvent]:
+        """What is told of the last step."""
+        self.batches.clear()
+        self.watcher.stepped(events.ClockAdvanced(at_s=0.0), [])
+        return [event for batch in self.batches for event in batch]
+
+
+def hashes(*tokens: int, namespace: str = "") -> list[int]:
+    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+    return [hash_of(digest) for digest in page_digests(packed, 2, namespace=namespace)]
+
+
+def test_a_branch_is_told_with_its_parent_and_what_is_known_is_not_told_again() -> None:
+    desk = Desk()
+    desk.put(1, 2, 3, 4, 5, 6)
+    (first,) = desk.told()
+    assert first == BlockStored(hashes(1, 2, 3, 4, 5, 6), None, [1, 2, 3, 4, 5, 6], 2, None, "GPU", None)
+    desk.put(1, 2, 3, 4, 7, 8, 9, 10)  # Cuts the first node in two.
+    (second,) = desk.told()
+    wanted = hashes(1, 2, 3, 4, 7, 8, 9, 10)
+    assert second == BlockStored(wanted[2:], wanted[1], [7, 8, 9, 10], 2, None, "GPU", None)
+    assert desk.told() == []
+
+
+def test_a_namespace_changes_hashes_and_is_told() -> None:
+    desk = Desk()
+    desk.put(1, 2, 3, 4, namespace="tenant")
+    (stored,) = desk.told()
+    assert isinstance(stored, BlockStored)
+    assert stored.block_hashes == hashes(1, 2, 3, 4, namespace="tenant") != hashes(1, 2, 3, 4)
+    assert stored.extra_keys == [("tenant",), ("tenant",)]
+
+
+def test_a_page_that_moves_down_is_told_there_before_it_is_gone_here() -> None:
+    desk = Desk()
+    node = desk.put(1, 2, 3, 4)
+    desk.told()
+    desk.index.give_host(node, desk.core.books.host.take(2))
+    desk.index.mark_stored(node)
+    desk.index.evict_device(2)
+    found = desk.told()
+    assert [(type(event).__name__, event.medium) for event in found] == [
+        ("BlockStored", "CPU"),
+        ("BlockStored", "STORAGE"),
+        ("BlockRemoved", "GPU"),
+    ]
+    desk.index.forget_stored()
+    assert desk.told() == [BlockRemoved(hashes(1, 2, 3, 4), "STORAGE")]
+    assert desk.told() == []
+
+
+def test_pages_that_drain_are_not_there_and_pages_under_a_load_not_yet() -> None:
+    desk = Desk()
+    node = desk.put(1, 2, 3, 4)
+    desk.told()
+    desk.index.set_void(node)
+    assert desk.told() == [BlockRemoved(hashes(1, 2, 3, 4), "GPU")]
+    other = Desk()
+    node = other.put(1, 2)
+    other.index.set_load(node, Rig())
+    assert other.told() == []
+    other.index.set_load(node, None)
+    (stored,) = other.told()
+    assert isinstance(stored, BlockStored)
+
+
+def test_one_node_alone_is_looked_at_where_one_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Telling costs as much as has changed, however much is cached."""
+    desk = Desk()
+    for token in range(1, 9):
+        desk.put(token, token)
+    desk.told()
+    looked: list[Node] = []
+    media_of = desk.watcher._media_of
+    monkeypatch.setattr(desk.watcher, "_media_of", lambda node: looked.append(node) or media_of(node))
+    desk.put(50, 50)
+    assert len(desk.told()) == 1
+    assert len(looked) == 1

@@ -1,0 +1,289 @@
+"""Batches over real sockets, decoded by the types that routers have: frames, numbers, gaps, replay."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any  # Types of others, which are not there when this is checked.
+
+import msgspec
+import pytest
+
+from tidekv.engine.kv_events import publisher as publishing
+from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, packed
+from tidekv.engine.kv_events.publisher import END, KVEventPublisher
+from tidekv.states.errors import InvalidConfig
+
+zmq = pytest.importorskip("zmq")
+
+STORED = BlockStored(
+    block_hashes=[1, -2],
+    parent_block_hash=None,
+    token_ids=[5, 6, 7, 8],
+    block_size=2,
+    lora_id=None,
+    medium="GPU",
+    lora_name=None,
+    extra_keys=[("tenant",), ("tenant",)],
+)
+EVENTS: list[KVEvent] = [AllBlocksCleared(), STORED, BlockRemoved([1], "CPU")]
+
+
+class Contract:
+    """The messages as their documentation has them, with fields in order: what stands in where no wheel is."""
+
+    class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, tag="BlockStored"):
+        block_hashes: list[int]
+        parent_block_hash: int | None
+        token_ids: list[int]
+        block_size: int
+        lora_id: int | None
+        medium: str | None
+        lora_name: str | None
+        extra_keys: list[tuple[Any, ...] | None] | None = None
+
+    class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, tag="BlockRemoved"):
+        block_hashes: list[int]
+        medium: str | None
+
+    class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, tag="AllBlocksCleared"):
+        pass
+
+    class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+        ts: float
+        events: list[Any]
+        data_parallel_rank: int | None = None
+
+
+def published(package: str, module: str, stubs: dict[str, dict[str, object]]) -> Any:  # A module of somebody else.
+    """Load one module of an unpacked wheel that TIDEKV_TEST_VLLM or TIDEKV_TEST_SGLANG names, else skip.
+
+    What it imports of its own package is replaced: its message types need none of it.
+    """
+    place = os.environ.get(f"TIDEKV_TEST_{package.upper()}")
+    if place is None:
+        pytest.skip(f"set TIDEKV_TEST_{package.upper()} to an unpacked wheel of {package} to decode with its types")
+    for name, members in stubs.items():
+        stub = types.ModuleType(name)
+        vars(stub).update(members)
+        sys.modules[name] = stub
+    file = Path(place, *module.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(f"tidekv_test_{package}_events", file)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture
+def modules() -> Iterator[None]:
+    """Leave sys.modules as it was."""
+    before = dict(sys.modules)
+    yield
+    sys.modules.clear()
+    sys.modules.update(before)
+
+
+def nothing(*_: object, **__: object) -> types.SimpleNamespace:
+    """Whatever is asked of a logger."""
+    return types.SimpleNamespace()
+
+
+def same(events: list[Any], kinds: Any) -> None:
+    """What was decoded is what was told, by the names of its fields."""
+    cleared, stored, removed = events
+    assert isinstance(cleared, kinds.AllBlocksCleared)
+    assert isinstance(stored, kinds.BlockStored)
+    for name in ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"):
+        assert getattr(stored, name) == getattr(STORED, name), name
+    assert isinstance(removed, kinds.BlockRemoved)
+    assert (removed.block_hashes, removed.medium) == ([1], "CPU")
+
+
+def test_arrays_are_what_is_documented() -> None:
+    payload = packed(EVENTS, at_s=1.5, rank=3, encoding="array")
+    batch = msgspec.msgpack.decode(payload, type=Contract.KVEventBatch)
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
+    kinds = Contract.BlockStored | Contract.BlockRemoved | Contract.AllBlocksCleared
+    same(msgspec.convert(batch.events, list[kinds]), Contract)
+    without = msgspec.structs.replace(STORED, extra_keys=None)
+    (plain,) = msgspec.msgpack.decode(packed([without], at_s=1.5, rank=0, encoding="array"))[1]
+    assert plain == ["BlockStored", [1, -2], None, [5, 6, 7, 8], 2, None, "GPU", None]
+
+
+def test_maps_are_tagged_and_leave_out_what_says_nothing() -> None:
+    at_s, events, rank = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=0, encoding="map"))
+    assert (at_s, rank) == (1.5, 0)
+    assert [event["type"] for event in events] == ["AllBlocksCleared", "BlockStored", "BlockRemoved"]
+    assert events[1]["extra_keys"] == [["tenant"], ["tenant"]]
+    (plain,) = msgspec.msgpack.decode(
+        packed([msgspec.structs.replace(STORED, extra_keys=None)], at_s=0.0, rank=0, encoding="map")
+    )[1]
+    assert "extra_keys" not in plain
+
+
+def test_the_published_types_of_vllm_decode_it(modules: None) -> None:
+    peer = published(
+        "vllm",
+        "vllm.distributed.kv_events",
+        {
+            "vllm": {},
+            "vllm.config": {},
+            "vllm.config.kv_events": {"KVEventsConfig": object},
+            "vllm.logger": {"init_logger": nothing},
+            "vllm.utils": {},
+            "vllm.utils.network_utils": dict.fromkeys(
+                ("get_ip", "get_tcp_uri", "is_valid_ipv6_address", "split_zmq_path"), nothing
+            ),
+            "vllm.v1": {},
+            "vllm.v1.core": {},
+            "vllm.v1.core.kv_cache_utils": {"ExternalBlockHash": bytes | int},
+        },
+    )
+    batch = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=3, encoding="map"), type=peer.KVEventBatch)
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
+    same(batch.events, peer)
+    assert batch.events[1].extra_keys == [("tenant",), ("tenant",)]
+    assert peer.ZmqEventPublisher.END_SEQ == END
+    assert {peer.MEDIUM_GPU, peer.MEDIUM_CPU, peer.MEDIUM_STORAGE} == {"GPU", "CPU", "STORAGE"}
+
+
+def test_the_published_types_of_sglang_decode_it(modules: None) -> None:
+    pytest.importorskip("pydantic")
+    peer = published(
+        "sglang",
+        "sglang.srt.disaggregation.kv_events",
+        {
+            "sglang": {},
+            "sglang.srt": {},
+            "sglang.srt.runtime_context": {"get_parallel": nothing},
+            "sglang.srt.utils": {},
+            "sglang.srt.utils.network": {"NetworkAddress": object},
+        },
+    )
+    batch = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=3, encoding="map"), type=peer.KVEventBatch)
+    assert (batch.ts, batch.attn_dp_rank) == (1.5, 3)
+    same(batch.events, peer)
+
+
+class Listener:
+    """A router's two sockets."""
+
+    def __init__(self, publisher: KVEventPublisher, topic: bytes = b"") -> None:
+        self.context = zmq.Context()
+        self.context.linger = 0
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.rcvtimeo = 10_000
+        self.sub.subscribe(topic)
+        self.sub.connect(publisher.address)
+        self.asker = self.context.socket(zmq.DEALER)
+        self.asker.rcvtimeo = 10_000
+        if publisher.replay_address is not None:
+            self.asker.connect(publisher.replay_address)
+
+    def next(self) -> tuple[bytes, int, bytes]:
+        topic, number, payload = self.sub.recv_multipart()
+        return topic, int.from_bytes(number, "big"), payload
+
+    def missed(self, first: int) -> list[tuple[int, bytes]]:
+        self.asker.send_multipart([b"", first.to_bytes(8, "big")])
+        found = []
+        while (frames := self.asker.recv_multipart())[2] != END:
+            empty, _topic, number, payload = frames
+            assert empty == b""
+            found.append((int.from_bytes(number, "big"), payload))
+        return found
+
+    def wait_connected(self, publisher: KVEventPublisher) -> tuple[bytes, int, bytes]:
+        """Publish until the first batch arrives: what was sent before somebody listened is not heard."""
+        self.sub.rcvtimeo = 50
+        while True:
+            publisher.publish([AllBlocksCleared()])
+            try:
+                first = self.next()
+            except zmq.Again:
+                continue
+            self.sub.rcvtimeo = 10_000
+            return first
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher() -> Iterator[KVEventPublisher]:
+    opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv@decode-0", kept_batches=5)
+    yield opened
+    opened.close()
+    assert not opened._thread.is_alive()
+
+
+@pytest.fixture
+def listener(publisher: KVEventPublisher) -> Iterator[Listener]:
+    opened = Listener(publisher, b"kv@")
+    yield opened
+    opened.close()
+
+
+def test_batches_come_with_topic_number_and_payload(publisher: KVEventPublisher, listener: Listener) -> None:
+    topic, number, _ = listener.wait_connected(publisher)
+    assert topic == b"kv@decode-0"
+    publisher.publish(EVENTS)
+    while msgspec.msgpack.decode((batch := listener.next())[2])[1][-1]["type"] != "BlockRemoved":
+        number = batch[1]
+    assert batch[1] == number + 1
+
+
+def test_what_was_missed_can_be_asked_for_and_what_is_not_kept_is_gone(
+    publisher: KVEventPublisher, listener: Listener
+) -> None:
+    for count in range(8):
+        publisher.publish([BlockRemoved([count], "GPU")])
+    # The first answer tells when all were sent: asking is not ordered with publishing.
+    while len(kept := listener.missed(0)) < 5 or kept[-1][0] != 7:
+        pass
+    assert [number for number, _ in kept] == [3, 4, 5, 6, 7]
+    assert [number for number, _ in listener.missed(6)] == [6, 7]
+    assert listener.missed(99) == []
+    assert msgspec.msgpack.decode(kept[0][1])[1] == [{"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"}]
+
+
+def test_a_question_that_is_none_ends_nothing(publisher: KVEventPublisher, listener: Listener) -> None:
+    listener.asker.send_multipart([b"", b"short"])
+    listener.asker.send_multipart([b"x"])
+    publisher.publish(EVENTS)
+    while not listener.missed(0):
+        pass
+
+
+def test_too_many_that_wait_are_dropped_and_leave_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "BATCHES_WAITING_MAX", 0)
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
+    publisher.publish(EVENTS)
+    monkeypatch.setattr(publishing, "BATCHES_WAITING_MAX", 10)
+    publisher.publish(EVENTS)
+    listener = Listener(publisher)
+    while not (found := listener.missed(0)):
+        pass
+    assert [number for number, _ in found] == [1]
+    assert publisher.batches_dropped == 1
+    listener.close()
+    publisher.close()
+
+
+def test_an_endpoint_that_cannot_be_bound_is_named() -> None:
+    with pytest.raises(InvalidConfig, match="cannot be served at 'nonsense'"):
+        KVEventPublisher("nonsense")
+    with pytest.raises(InvalidConfig, match=r"cannot be served at 'tcp://127.0.0.1:bad'"):
+        KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:bad")
+
+
+def test_without_pyzmq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(InvalidConfig, match=r"tidekv\[events\]"):
+        KVEventPublisher("tcp://127.0.0.1:*")
