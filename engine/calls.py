@@ -39,6 +39,8 @@ class Calls:
 
     def __init__(self, *, page_size: int, last_resort: Recompute | None) -> None:
         self.last_resort = last_resort
+        self.on_begin: Callable[[str], None] | None = None
+        """Whoever is to know in whose context a request was asked for."""
         self._page_size = page_size
         self._live: dict[str, LiveCall] = {}
         self._tokens_left: dict[int, TokenRecord] = {}
@@ -62,6 +64,8 @@ class Calls:
         if request.request_id in self._live:
             raise InvalidRequest(f"request {request.request_id!r} is live already; ids are unique until they end")
         live = self._live[request.request_id] = LiveCall(request, record, serial=serial)
+        if self.on_begin is not None:
+            self.on_begin(request.request_id)
         return live.outcome
 
     def holds(self, ready: ReadyRequest) -> bool:

@@ -70,6 +70,10 @@ class Driver:
         """Monotonic seconds, as events carry them. (`loop.time()` of uvloop steps by a millisecond.)"""
         return time.monotonic()
 
+    def watch(self, watcher: Watcher) -> None:
+        """Tell one more of every step from now on, behind the others."""
+        self._watchers = (*self._watchers, watcher)
+
     @property
     def events_taken(self) -> int:
         """Events that the core has taken so far."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tidekv.engine.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
     from tidekv.engine.journal import Replayer
     from tidekv.engine.prefill_peer import PrefillPeer
+    from tidekv.engine.tracing import trace_requests
     from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
     from tidekv.transports.loopback import LoopbackTransport
     from tidekv.transports.nixl import NixlTransport
@@ -60,6 +61,7 @@ __all__ = [
     "RetractedRequest",
     "TidekvError",
     "open_storage",
+    "trace_requests",
 ]
 
 # Imported when they are first asked for: torch takes seconds, which whoever only reads a help text need not wait for.
@@ -82,6 +84,7 @@ _LATER = {
     "Retracted": "tidekv.engine.engine_thread",
     "RetractedRequest": "tidekv.engine.values",
     "open_storage": "tidekv.backends.storage.uri",
+    "trace_requests": "tidekv.engine.tracing",
 }
 
 # Where logs go is the application's business; without this Python would print warnings by itself.
