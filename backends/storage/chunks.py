@@ -58,22 +58,33 @@ class Chunks:
 
     async def get(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
-        found = [(at, slot) for at, key in enumerate(keys) if (slot := self._slot_by_key.get(key)) is not None]
         causes = ["missing"] * len(keys)
+        found = [(at, slot) for at, key in enumerate(keys) if (slot := self._slot_by_key.get(key)) is not None]
+        bad = await self._fetch(found, keys, pages, causes)
+        if bad:
+            await self.forget([(keys[at], slot) for at, slot in bad])
+            # The index is known anew by now: what another process put in place of a page is somewhere else.
+            moved = [(at, new) for at, old in bad if (new := self._slot_by_key.get(keys[at])) not in (None, old)]
+            bad = await self._fetch(moved, keys, pages, causes)
+            if bad:
+                await self.forget([(keys[at], slot) for at, slot in bad])
+        return causes
+
+    async def _fetch(
+        self, found: list[tuple[int, int]], keys: Sequence[bytes], pages: PageIds, causes: list[str]
+    ) -> list[tuple[int, int]]:
+        """Read slots into the pages at some positions and note the causes; return those that hold no such page."""
         if not found:
-            return causes
+            return []
         # In the order of the files, so that neighbors are read at once, in whatever order they are asked for.
         found.sort(key=lambda pair: pair[1])
-        moved = await self._io.fetch(
+        read = await self._io.fetch(
             [keys[at] for at, _ in found], [slot for _, slot in found], [pages[at] for at, _ in found]
         )
-        for (at, _), cause in zip(found, moved, strict=True):
+        for (at, _), cause in zip(found, read, strict=True):
             causes[at] = cause
         self._place.index.touched.extend(slot for at, slot in found if not causes[at])
-        bad = [(keys[at], slot) for at, slot in found if causes[at] in _BAD_PAGE]
-        if bad:
-            await self.forget(bad)
-        return causes
+        return [(at, slot) for at, slot in found if causes[at] in _BAD_PAGE]
 
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds, *, part_pages: int) -> list[str]:
         """Write and publish pages; the cause of a failure for each, empty for a stored one.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -58,7 +58,9 @@ class FileIndex:
         low_water: float,
         writer: WriterLock,
         busy_timeout_s: float,
+        erase: Callable[[Sequence[int]], None],
     ) -> None:
+        """`erase` makes the headers of slots name nothing."""
         self.root = root
         self.geometry = geometry
         self.mirror = Mirror()
@@ -68,6 +70,7 @@ class FileIndex:
         self._capacity_bytes = capacity_bytes
         self._low_water = low_water
         self._writer = writer
+        self._erase = erase
         self._db = connect(root / INDEX_FILE, busy_timeout_s=busy_timeout_s)
         self._seen = -1
         self._data_version = -1
@@ -77,10 +80,14 @@ class FileIndex:
         self._given_up: list[int] = []
         # No writer yet: no slot is ours.
         self._me = -1
-        with self._change() as seq:
-            self._me = int(self._db.execute("INSERT INTO writers(name) VALUES(?)", (writer.name,)).lastrowid or 0)
-            self._take_back_from_the_dead(seq)
-            self._shrink(seq)
+        try:
+            with self._change() as seq:
+                self._me = int(self._db.execute("INSERT INTO writers(name) VALUES(?)", (writer.name,)).lastrowid or 0)
+                self._take_back_from_the_dead(seq)
+                self._shrink(seq)
+        except BaseException:
+            self._db.close()
+            raise
 
     def refresh(self) -> None:
         """Take over what other processes changed."""
@@ -237,6 +244,8 @@ class FileIndex:
         if state == SlotState.WRITING:
             self.mirror.reserve(slots, owner)
         else:
+            # Inside the transaction, since the slot is nobody else's before it ends. A crash before that is a miss.
+            self._erase(sorted(slot for slot in slots if self.mirror.key(slot) is not None))
             for slot in slots:
                 self.mirror.apply(slot, state, owner, None)
 

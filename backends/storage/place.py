@@ -15,6 +15,7 @@ from typing import Final
 
 from tidekv.backends.storage.file_index import INDEX_FILE, FileIndex
 from tidekv.backends.storage.file_options import FileOptions
+from tidekv.backends.storage.rebuild import rebuild
 from tidekv.backends.storage.records import BLOCK_BYTES, HEADER_BYTES, Geometry
 from tidekv.backends.storage.schema import connect, join_namespace, opening, prepare, set_aside
 from tidekv.backends.storage.segments import (
@@ -76,9 +77,9 @@ class Place:
         self._writer.close()
 
     def _open(self, wanted: Geometry) -> tuple[FileIndex, Segments]:
-        options, path = self.options, self.options.root / INDEX_FILE
+        path = self.options.root / INDEX_FILE
         try:
-            prepare(path, busy_timeout_s=options.busy_timeout_s)
+            return self._open_index(path, wanted)
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
@@ -87,7 +88,12 @@ class Place:
                     f"{path} is damaged ({error}); stop every process that uses it, then start again"
                 ) from error
             set_aside(path)
-            prepare(path, busy_timeout_s=options.busy_timeout_s)
+            return self._open_index(path, wanted)
+
+    def _open_index(self, path: Path, wanted: Geometry) -> tuple[FileIndex, Segments]:
+        options = self.options
+        if prepare(path, busy_timeout_s=options.busy_timeout_s):
+            rebuild(path, busy_timeout_s=options.busy_timeout_s)
         number, geometry = join_namespace(path, wanted, busy_timeout_s=options.busy_timeout_s)
         if geometry.segment_bytes > options.capacity:
             raise InvalidConfig(
@@ -96,6 +102,7 @@ class Place:
         directory = namespace_directory(options.root, geometry.namespace)
         directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         self._sweep(path)
+        segments = Segments(directory, geometry)
         index = FileIndex(
             options.root,
             namespace_id=number,
@@ -104,8 +111,9 @@ class Place:
             low_water=options.low_water,
             writer=self._writer,
             busy_timeout_s=options.busy_timeout_s,
+            erase=segments.erase_headers,
         )
-        return index, Segments(directory, geometry)
+        return index, segments
 
     def _sweep(self, path: Path) -> None:
         """Remove segment and probe files that the index does not know, and which would not count against the bound."""

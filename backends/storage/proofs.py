@@ -11,6 +11,7 @@ import numpy as np
 
 from tidekv.backends.storage.records import (
     BODY_BYTES,
+    CHECKSUM_BYTES,
     HEADER_BYTES,
     check_header,
     header_bodies,
@@ -19,7 +20,7 @@ from tidekv.backends.storage.records import (
 )
 from tidekv.backends.storage.segments import Segments, failure_cause, index_of
 
-NO_CHECKSUM: Final = bytes(16)
+NO_CHECKSUM: Final = bytes(CHECKSUM_BYTES)
 """Stands for a page that did not come; its header is not looked at."""
 
 

@@ -33,6 +33,8 @@ _SEGMENT: Final = struct.Struct("<8sIIQ32s")
 _SUM_BYTES: Final = 8
 BODY_BYTES: Final = _HEADER.size
 """The part of a header before its own checksum."""
+KEY_BYTES: Final = 32
+CHECKSUM_BYTES: Final = 16
 _INDEX: Final = slice(12, 16)
 _KEY: Final = slice(56, 88)
 _CHECKSUM: Final = slice(88, 104)
@@ -78,8 +80,8 @@ def header_bodies(
     bodies = np.empty((len(indices), BODY_BYTES), np.uint8)
     bodies[:] = np.frombuffer(blank, np.uint8)
     bodies[:, _INDEX] = np.array(indices, "<u4")[:, None].view(np.uint8)
-    bodies[:, _KEY] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-    bodies[:, _CHECKSUM] = np.frombuffer(b"".join(checksums), np.uint8).reshape(-1, 16)
+    bodies[:, _KEY] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
+    bodies[:, _CHECKSUM] = np.frombuffer(b"".join(checksums), np.uint8).reshape(-1, CHECKSUM_BYTES)
     return bodies
 
 
@@ -116,6 +118,31 @@ def pack_segment(geometry: Geometry) -> bytes:
     """Return the record at the start of a segment file."""
     body = _SEGMENT.pack(_SEGMENT_MAGIC, FORMAT_VERSION, geometry.slots, geometry.page_bytes, geometry.namespace)
     return body + _self_sum(body)
+
+
+def unpack_segment(record: bytes) -> Geometry | None:
+    """Return the geometry that a segment file's record tells; None if it is damaged, foreign or not to be believed."""
+    if len(record) < _SEGMENT.size + _SUM_BYTES:
+        return None
+    _, _, slots, page_bytes, namespace = _SEGMENT.unpack(record[: _SEGMENT.size])
+    geometry = Geometry(namespace=namespace, page_bytes=page_bytes, slots=slots)
+    return geometry if slots and page_bytes and is_segment_of(record, geometry) else None
+
+
+def keys_in(headers: bytes, geometry: Geometry) -> dict[int, bytes]:
+    """Return which key is in which slot of a segment, as its headers tell; damaged and foreign ones are left out."""
+    count = len(headers) // HEADER_BYTES
+    found = np.frombuffer(headers[: count * HEADER_BYTES], np.uint8).reshape(count, HEADER_BYTES)
+    wanted = header_bodies(
+        geometry, indices=range(count), keys=[bytes(KEY_BYTES)] * count, checksums=[bytes(CHECKSUM_BYTES)] * count
+    )
+    named = (found[:, : _KEY.start] == wanted[:, : _KEY.start]).all(axis=1).nonzero()[0].tolist()
+    own_sum = slice(BODY_BYTES, BODY_BYTES + _SUM_BYTES)
+    return {
+        index: found[index, _KEY].tobytes()
+        for index in named
+        if _self_sum(found[index, :BODY_BYTES].data) == found[index, own_sum].tobytes()
+    }
 
 
 def is_segment_of(record: bytes, geometry: Geometry) -> bool:

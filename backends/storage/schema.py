@@ -66,9 +66,9 @@ def opening(root: Path, *, timeout_s: float) -> Iterator[None]:
         os.close(file)
 
 
-def prepare(path: Path, *, busy_timeout_s: float) -> None:
-    """Make the tables if they are not there. sqlite3.DatabaseError if the file is damaged; StorageFailed if it is of
-    another version.
+def prepare(path: Path, *, busy_timeout_s: float) -> bool:
+    """Make the tables if they are not there; True if they were not. sqlite3.DatabaseError if the file is damaged;
+    StorageFailed if it is of another version.
     """
     if not path.exists():
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
@@ -81,6 +81,7 @@ def prepare(path: Path, *, busy_timeout_s: float) -> None:
                 f"{path} is of version {version}, this is version {SCHEMA_VERSION}; use another directory"
             )
         db.execute("SELECT value FROM clock").fetchone()
+        return bool(version == 0)
 
 
 def set_aside(path: Path) -> None:

@@ -6,6 +6,7 @@ it from outside (removed, cut, replaced) shows as an OSError or a short read, wh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -133,6 +134,17 @@ class Segments:
                 content[run.first * HEADER_BYTES : (run.first + run.count) * HEADER_BYTES],
                 self.geometry.header_offset(index_of(first)),
             )
+
+    def erase_headers(self, slots: Sequence[int]) -> None:
+        """Make the headers of slots name nothing, as far as the disk lets us: only a lost index would ask them."""
+        for run in slot_runs(slots):
+            first = slots[run.first]
+            with contextlib.suppress(OSError):
+                write_all(
+                    self.file(segment_of(first), create=False),
+                    memoryview(bytes(run.count * HEADER_BYTES)),
+                    self.geometry.header_offset(index_of(first)),
+                )
 
     def read_pages(self, first: int, pages: Sequence[memoryview]) -> bool:
         """Read neighboring slots of one segment, from slot `first` on, in one call. False if not all of it came."""

@@ -307,36 +307,6 @@ async def test_a_lost_directory_is_made_again_by_probe(files: Rig) -> None:
     assert segment_files(files.root)
 
 
-async def test_a_damaged_index_is_set_aside(files: Rig) -> None:
-    engine = await files.open()
-    await files.put(engine, range(4))
-    await engine.close()
-    index = files.root / "index.sqlite"
-    index.write_bytes(b"not a database at all" * 1000)
-    engine = await files.open()
-    await files.get(engine, range(4))
-    assert all(await files.put(engine, range(4)))
-    assert all(await files.get(engine, range(4)))
-    assert index.with_suffix(".bad").exists()
-
-
-async def test_a_damaged_index_that_somebody_uses_is_refused(files: Rig) -> None:
-    await files.open()
-    (files.root / "index.sqlite").write_bytes(b"not a database at all" * 1000)
-    with pytest.raises(StorageFailed, match="damaged"):
-        await files.open()
-
-
-async def test_an_index_of_another_version_is_refused(files: Rig) -> None:
-    engine = await files.open()
-    await engine.close()
-    db = sqlite3.connect(files.root / "index.sqlite")
-    db.execute("PRAGMA user_version=99")
-    db.close()
-    with pytest.raises(StorageFailed, match="version 99"):
-        await files.open()
-
-
 async def test_a_place_that_is_no_directory_is_refused(files: Rig) -> None:
     files.root.write_text("a file")
     with pytest.raises(StorageFailed, match="cannot be used"):

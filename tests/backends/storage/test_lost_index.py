@@ -1,0 +1,125 @@
+"""The index of a directory lost, damaged or foreign: the segments tell what was there, and nothing wrong comes back."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidekv.backends.storage import records, segments
+from tidekv.states.errors import StorageFailed
+from tidekv.states.shapes import page_ids
+
+# The rig of conftest.py, which test modules cannot import.
+Rig = Any
+
+
+def segment_files(root: Path) -> list[Path]:
+    return sorted(root.glob("*/*.seg"))
+
+
+def only_segment(root: Path) -> Path:
+    """Return the one segment file; the tests here store few pages."""
+    (file,) = segment_files(root)
+    return file
+
+
+def overwrite(file: Path, offset: int, content: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        opened.write(content)
+
+
+def flip(file: Path, offset: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.parametrize("damage", ["removed", "removed with its log", "no database", "damaged inside"])
+async def test_a_lost_index_is_made_again_from_the_segments(files: Rig, damage: str) -> None:
+    engine = await files.open(chunk=4096)
+    assert all(await files.put(engine, range(12)))
+    await files.put(engine, [2], [b"new"])
+    await engine.delete(files.keys([5]))
+    other = await files.open(namespace=b"o" * 32)
+    await files.put(other, [1, 2, 3])
+    await other.close()
+    await engine.close()
+    index = files.root / "index.sqlite"
+    if damage == "no database":
+        index.write_bytes(b"not a database at all" * 1000)
+    elif damage == "damaged inside":
+        overwrite(index, 4096, os.urandom(index.stat().st_size - 4096))
+    else:
+        index.unlink()
+    if damage == "removed":
+        index.with_name("index.sqlite-wal").write_bytes(os.urandom(10_000))
+    (segment,) = segments.namespace_directory(files.root, files.NAMESPACE).glob("*.seg")
+    flip(segment, 4096 + 7 * records.HEADER_BYTES + 60)
+    engine = await files.open()
+    assert engine.statistics().pages == 10, "but for the one deleted and the one whose header is damaged"
+    found = await engine.get_into(files.keys([2]), page_ids([9]), timeout_s=5)
+    assert found == [True]
+    assert files.pool.holds(9, b"new"), "what was replaced does not come back"
+    numbers = [number for number in range(12) if number not in (2, 5, 7)]
+    assert await files.get(engine, numbers) == [True] * 9
+    assert await files.get(engine, [5, 7]) == [False] * 2
+    other = await files.open(namespace=b"o" * 32)
+    assert await files.get(other, [1, 2, 3, 4]) == [True] * 3 + [False]
+    assert all(await files.put(engine, range(12)))
+    assert all(await files.get(engine, range(12)))
+    assert index.with_suffix(".bad").exists() == (not damage.startswith("removed"))
+
+
+async def test_what_was_evicted_does_not_come_back_with_a_new_index(files: Rig) -> None:
+    engine = await files.open(capacity=40 * 4096)
+    for first in range(0, 80, 8):
+        await files.put(engine, range(first, first + 8))
+    there = await engine.exists(files.keys(range(80)), timeout_s=5)
+    await engine.close()
+    (files.root / "index.sqlite").unlink()
+    engine = await files.open(capacity=40 * 4096)
+    assert await engine.exists(files.keys(range(80)), timeout_s=5) == there
+    assert engine.statistics().used_bytes <= 40 * 4096
+
+
+async def test_files_that_only_look_like_segments_make_no_index(files: Rig) -> None:
+    engine = await files.open()
+    await files.put(engine, range(4))
+    await engine.close()
+    segment = only_segment(files.root)
+    elsewhere = files.root / ("ab" * 16)
+    elsewhere.mkdir()
+    (elsewhere / "0000000007.seg").write_bytes(segment.read_bytes())
+    (segment.parent / "0000000008.seg").write_bytes(b"")
+    (segment.parent / "0000000009.seg").write_bytes(os.urandom(9000))
+    (segment.parent / "0000000010.seg").symlink_to(segment)
+    (segment.parent / "holiday.seg").write_bytes(b"mine")
+    (files.root / "index.sqlite").unlink()
+    engine = await files.open()
+    assert engine.statistics().pages == 4
+    assert all(await files.get(engine, range(4)))
+    assert (segment.parent / "holiday.seg").exists()
+
+
+async def test_a_damaged_index_that_somebody_uses_is_refused(files: Rig) -> None:
+    await files.open()
+    (files.root / "index.sqlite").write_bytes(b"not a database at all" * 1000)
+    with pytest.raises(StorageFailed, match="damaged"):
+        await files.open()
+
+
+async def test_an_index_of_another_version_is_refused(files: Rig) -> None:
+    engine = await files.open()
+    await engine.close()
+    db = sqlite3.connect(files.root / "index.sqlite")
+    db.execute("PRAGMA user_version=99")
+    db.close()
+    with pytest.raises(StorageFailed, match="version 99"):
+        await files.open()
