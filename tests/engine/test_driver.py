@@ -1,0 +1,175 @@
+"""The driver: one consumer, turns with an end, errors that stop it loudly or change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tidekv.engine import driver as driver_module
+from tidekv.engine.driver import Driver
+from tidekv.states import commands, events
+from tidekv.states.commands import Command
+from tidekv.states.errors import IllegalEvent
+from tidekv.states.events import Event
+
+
+def flush(call: int) -> events.FlushRequested:
+    return events.FlushRequested(at_s=0.0, call=call, tiers=())
+
+
+class ScriptedCore:
+    """Answers the flush numbered n by forgetting the tokens of n; raises where it is told to."""
+
+    def __init__(self, raises: dict[int, BaseException] | None = None) -> None:
+        self.raises = raises or {}
+        self.taken: list[int] = []
+        self.due_s: float | None = None
+
+    def step(self, event: Event) -> list[Command]:
+        assert isinstance(event, events.FlushRequested)
+        if event.call in self.raises:
+            raise self.raises[event.call]
+        self.taken.append(event.call)
+        return [commands.ForgetTokens(serial=event.call)]
+
+    def next_deadline_s(self) -> float | None:
+        return self.due_s
+
+
+class Watcher:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, str]] = []
+
+    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
+        assert isinstance(event, events.FlushRequested)
+        self.told.append((event.call, len(given), error))
+
+
+class Rig:
+    def __init__(self, core: ScriptedCore, perform: Callable[[Command], None] | None = None) -> None:
+        self.core, self.watcher = core, Watcher()
+        self.performed: list[Command] = []
+        self.broken: list[BaseException] = []
+        self.drains = 0
+        self.driver = Driver(
+            core,  # type: ignore[arg-type]  # It has what the driver asks of a core.
+            perform or self.performed.append,
+            watchers=[self.watcher],
+            on_broken=self.broken.append,
+            after_drain=self._after_drain,
+        )
+
+    def _after_drain(self) -> None:
+        self.drains += 1
+
+    async def caught_up(self) -> None:
+        for _ in range(1000):
+            if self.driver.is_caught_up:
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("events are left that nobody takes")
+
+
+async def test_an_event_that_the_core_refuses_is_told_and_the_next_one_is_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(ScriptedCore({2: IllegalEvent("no such row")}))
+    with caplog.at_level(logging.ERROR, logger="tidekv.engine"):
+        for call in (1, 2, 3):
+            rig.driver.post(flush(call))
+        await rig.caught_up()
+    assert rig.core.taken == [1, 3]
+    assert rig.watcher.told == [(1, 1, ""), (2, 0, "IllegalEvent"), (3, 1, "")]
+    assert (rig.driver.illegal_events, rig.driver.last_illegal) == (1, "no such row")
+    assert "the core refused an event, and changed nothing: no such row" in caplog.text
+    assert (rig.driver.events_taken, rig.broken) == (3, [])
+    rig.driver.stop()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), KeyboardInterrupt()], ids=repr)
+async def test_a_core_that_breaks_is_stepped_no_more_and_everybody_hears_of_it(error: BaseException) -> None:
+    rig = Rig(ScriptedCore({2: error}))
+    for call in (1, 2, 3):
+        rig.driver.post(flush(call))
+    await rig.caught_up()
+    assert rig.core.taken == [1]
+    assert rig.watcher.told == [(1, 1, ""), (2, 0, type(error).__name__)]
+    assert rig.broken == [error]
+    assert rig.drains == 1
+    rig.driver.post(flush(4))
+    rig.driver.take_now(flush(5))
+    assert rig.core.taken == [1]
+
+
+async def test_a_command_that_cannot_be_performed_breaks_the_driver_before_the_next_event() -> None:
+    raised = ZeroDivisionError("of an effect")
+
+    def perform(command: Command) -> None:
+        raise raised
+
+    rig = Rig(ScriptedCore(), perform)
+    rig.driver.post(flush(1))
+    rig.driver.post(flush(2))
+    await rig.caught_up()
+    assert (rig.core.taken, rig.broken) == ([1], [raised])
+
+
+async def test_others_run_between_turns_and_the_order_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "TURN_S_MAX", -1.0)
+    rig = Rig(ScriptedCore())
+    seen: list[int] = []
+    for call in range(5):
+        rig.driver.post(flush(call))
+    for _ in range(5):
+        await asyncio.sleep(0)
+        seen.append(len(rig.core.taken))
+    assert seen == [1, 2, 3, 4, 5]
+    assert rig.core.taken == list(range(5))
+    assert rig.drains == 5
+    rig.driver.stop()
+
+
+async def test_what_is_taken_now_comes_behind_all_that_was_posted_and_in_one_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver_module, "TURN_S_MAX", -1.0)
+    rig = Rig(ScriptedCore())
+    rig.driver.post(flush(1))
+    rig.driver.post(flush(2))
+    rig.driver.take_now(flush(3))
+    assert rig.core.taken == [1, 2, 3]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert rig.core.taken == [1, 2, 3]
+    rig.driver.stop()
+
+
+async def test_the_core_is_stepped_neither_from_within_a_step_nor_from_another_thread() -> None:
+    def perform(command: Command) -> None:
+        rig.driver.take_now(flush(9))
+
+    rig = Rig(ScriptedCore(), perform)
+    rig.driver.post(flush(1))
+    await rig.caught_up()
+    (broken,) = rig.broken
+    assert "not stepped from within a step" in str(broken)
+    other = Rig(ScriptedCore())
+    raised: list[BaseException] = []
+
+    def post() -> None:
+        try:
+            other.driver.post(flush(1))
+        except AssertionError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert len(raised) == 1
+    assert other.driver.is_caught_up
