@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,8 @@ class TierOptions:
     storage_options: Mapping[str, object] | None = None
     engine: EngineConfig | None = None
     transport: Callable[[], NixlTransport] | None = None
+    shows: Callable[[str | None], None] | None = None
+    """Told where the metrics of a decode engine are when it has started, and None when it is about to end."""
 
     def __post_init__(self) -> None:
         for name, least in (("page_size", 1), ("l1_pages", 0), ("l2_pages", 0), ("in_flight_max", 0)):
@@ -230,13 +232,16 @@ async def _decode_worker(
     # Small workloads have short prefixes; what is shown is that L3 works, not when it pays.
     shown = EngineConfig(prefetch_threshold_tokens=result.layout.page_size, default_deadline_s=300.0)
     config = msgspec.structs.replace(tiers.engine or shown, model=model, journal=tiers.journal if cache else None)
+    if tiers.shows is not None:
+        config = msgspec.structs.replace(config, metrics_listen=config.metrics_listen or "127.0.0.1:0")
     # A directory in any case, so that the two ways do not differ in more than they must.
     with tempfile.TemporaryDirectory(prefix="tidekv-", ignore_cleanup_errors=True) as folder:
         storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB", tiers.storage_options) if cache else None
         transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0")
         async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
             started_s = time.perf_counter()
-            yield _Worker(engine, device)
+            with _shown(engine, tiers):
+                yield _Worker(engine, device)
             phase.wall_s = time.perf_counter() - started_s
             await engine.wait_settled()
             phase.held = held_by(engine)
@@ -249,6 +254,18 @@ async def _decode_worker(
         phase.bytes_sent = int(after["bytes_sent"] - before["bytes_sent"])
     result.phases.append(phase)
     result.failures += _contradictions(phase, result.layout)
+
+
+@contextmanager
+def _shown(engine: DecodeEngine, tiers: TierOptions) -> Iterator[None]:
+    if tiers.shows is None:
+        yield
+        return
+    tiers.shows(engine.metrics_address)
+    try:
+        yield
+    finally:
+        tiers.shows(None)
 
 
 async def _ended_rooms(prefill: PrefillProcess | DistantPrefill, phase: Phase) -> Counts | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tidekv.engine.main_job import JobResult
+    from tidekv.engine.seeing.live import LiveView
     from tidekv.engine.workload.phase import Progress
 
 
@@ -45,6 +47,7 @@ def run(
     damage: Annotated[str, typer.Option(help="Overwrite a page from l1, l2, l3 or transfer: the check fails.")] = "",
     journal: Annotated[str, typer.Option(help="Write every event of the decode engine to this file.")] = "",
     plot: Annotated[Path | None, typer.Option(help="Draw time to ready and sources to this .png or .svg file.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Show the engine's requests and pools while it runs.")] = False,
 ) -> None:
     """Serve a workload with a prefill and a decode worker in two processes, verify it, and print what came from where.
 
@@ -55,11 +58,13 @@ def run(
 
     from tidekv.engine import main_job
     from tidekv.engine.main_report import report
+    from tidekv.engine.seeing.live import LiveView
     from tidekv.engine.seeing.plots import check_plot, plot_run, save_plot
     from tidekv.engine.workload.blocks import TraceOptions
     from tidekv.engine.workload.conversations import WorkloadOptions, agent_options, make_workload
 
     check_plot(plot)
+    view = LiveView() if live else None
     tiers = main_job.TierOptions(
         page_size=page_size,
         l1_pages=l1_pages,
@@ -68,6 +73,7 @@ def run(
         in_flight_max=in_flight,
         compare=compare and not damage,
         journal=journal or None,
+        shows=None if view is None else view.watch,
     )
     console = Console()
     passes = (main_job.CACHED, main_job.UNCACHED)[: 1 + tiers.compare]
@@ -79,7 +85,7 @@ def run(
             sessions_max=sessions,
             prompt_tokens_max=prompt_tokens_max,
         )
-        with progress_bars(console, dict.fromkeys(passes, requests or None)) as progress:
+        with progress_bars(console, dict.fromkeys(passes, requests or None), view) as progress:
             result = finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
     else:
         if kind == "agents":
@@ -92,7 +98,7 @@ def run(
                 seed=seed,
             )
         turns = sum(len(conversation.turns) for conversation in make_workload(options).conversations)
-        with progress_bars(console, dict.fromkeys((*passes, main_job.COMPARED), turns)) as progress:
+        with progress_bars(console, dict.fromkeys((*passes, main_job.COMPARED), turns), view) as progress:
             result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
     console.print(report(result, is_model=trace is None))
     if plot is not None:
@@ -123,12 +129,22 @@ def finished(work: Coroutine[object, object, JobResult]) -> JobResult:
 
 
 @contextmanager
-def progress_bars(console: Console, totals: Mapping[str, int | None]) -> Iterator[Progress]:
-    """Show one bar a phase; a phase with an unknown total shows a count."""
+def progress_bars(
+    console: Console, totals: Mapping[str, int | None], view: LiveView | None = None
+) -> Iterator[Progress]:
+    """Show one bar a phase, and below them what `view` sees; a phase with an unknown total shows a count."""
+    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bars:
+    bars = Progress(*columns, console=console)
+    with ExitStack() as shown:
+        if view is None:
+            shown.enter_context(bars)
+        else:
+            shown.enter_context(view)
+            below = partial(view.below, bars)
+            shown.enter_context(Live(get_renderable=below, console=console, refresh_per_second=4))
         tasks = {name: bars.add_task(name, total=total, start=False) for name, total in totals.items()}
 
         def advance(name: str, count: int) -> None:

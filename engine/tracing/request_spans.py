@@ -18,6 +18,8 @@ from tidekv.engine.seeing.stories import Stories
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, TracerProvider
     from opentelemetry.util.types import Attributes
@@ -52,7 +54,7 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
     parts = engine._parts
     if parts.core.books.requests:
         raise InvalidRequest("spans are made of whole requests: call trace_requests before the engine's first one")
-    spans = RequestSpans(parts.core, provider, now_s=parts.driver.clock())
+    spans = RequestSpans(lambda: parts.core, provider, now_s=parts.driver.clock())
     parts.calls.on_begin = spans.begun
     parts.driver.watch(spans)
     return spans
@@ -61,15 +63,16 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
 class RequestSpans:
     """Watches the steps of one core. Never raises into it: what goes wrong here is logged once, and counted."""
 
-    def __init__(self, core: Core, provider: TracerProvider, *, now_s: float) -> None:
-        """`now_s`: what the events' clock says now."""
+    def __init__(self, core_of: Callable[[], Core], provider: TracerProvider, *, now_s: float) -> None:
+        """`core_of` gives the engine's core: it may get another one. `now_s`: what the events' clock says now."""
         self.spans_made = 0
         """Requests that have a span."""
         self.failures = 0
         """Steps at which making spans raised."""
-        self._core = core
+        self._core_of = core_of
+        self._core = core_of()
         self._tracer = provider.get_tracer("tidekv")
-        self._stories = Stories(core.settings.page_size, keep=False)
+        self._stories = Stories(self._core.settings.page_size, keep=False)
         self._unix_ns = time.time_ns() - int(now_s * NS)
         self._parents: dict[str, Context] = {}
         self._seq = 0
@@ -86,6 +89,7 @@ class RequestSpans:
         """See `tidekv.engine.driver.Watcher`."""
         self._seq += 1
         try:
+            self._follow(self._core_of())
             self._stories.take(Step(self._seq, event, given, self._core.moves, error), self._core)
             for story in self._stories.ended:
                 self._emit(story)
@@ -94,6 +98,12 @@ class RequestSpans:
             if not self.failures:
                 LOG.exception("spans could not be made; further failures are only counted")
             self.failures += 1
+
+    def _follow(self, core: Core) -> None:
+        """A new core has none of the requests that the last one had."""
+        if core is not self._core:
+            self._core = core
+            self._stories = Stories(core.settings.page_size, keep=False)
 
     def _emit(self, story: Story) -> None:
         from opentelemetry.trace import Status, StatusCode

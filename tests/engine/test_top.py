@@ -1,0 +1,110 @@
+"""`tidekv top` and the view of `tidekv run --live` look at a running engine."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from typer.testing import CliRunner
+
+from tidekv import InvalidRequest
+from tidekv.engine.cli import app
+from tidekv.engine.seeing import top
+from tidekv.engine.seeing.live import LiveView
+
+PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
+
+
+def printed(renderable: Any) -> str:
+    console = Console(width=160, file=io.StringIO())
+    console.print(renderable)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]  # A StringIO.
+    return text
+
+
+async def test_top_shows_what_a_live_engine_has(make_pair) -> None:
+    async with make_pair(metrics_listen="127.0.0.1:0") as pair:
+        address = pair.engine.metrics_address
+        held = await pair.restore("held", PROMPT)
+        await pair.finish(await pair.restore("done", PROMPT[:20]), PROMPT[:20], [1])
+        await pair.engine.wait_settled()
+        command = [sys.executable, "-m", "tidekv", "top", address, "--once"]
+        once = await asyncio.create_subprocess_exec(
+            *command, stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "160"}
+        )
+        words = (await once.communicate())[0].decode()
+        core = pair.core()
+        assert once.returncode == 0
+        # Requests by state, restores by outcome, pages by condition, tokens by source: as the engine says.
+        assert re.search(r"READY +│ +1 ", words), words
+        assert re.search(r"ready +│ +2 ", words), words
+        row = next(line for line in words.splitlines() if line.startswith("│ device"))
+        cells = [cell.strip() for cell in row.strip("│").split("│")]
+        names = ("owned", "cached", "draining", "free")
+        assert [int(cell) for cell in cells[2:]] == [core[f"device_{name}"] for name in names]
+        assert re.search(r"transfer +│ +42 ", words), words
+        assert re.search(r"l1 +│ +20 ", words), words
+        await pair.engine.finish(held)
+
+
+async def test_top_tells_rates_since_the_last_look(make_pair) -> None:
+    async with make_pair(metrics_listen="127.0.0.1:0") as pair:
+        address = pair.engine.metrics_address
+        await pair.engine.finish(await pair.restore("first", PROMPT))
+        before = await asyncio.to_thread(top.scrape, address)
+        for number in range(4):
+            await pair.engine.finish(await pair.restore(f"r{number}", PROMPT))
+        now = await asyncio.to_thread(top.scrape, address)
+    words = printed(top.show(now, before, 2.0))
+    assert re.search(r"ready +│ +5 +│ +2\.0 ", words), words
+
+
+async def test_live_view_follows_one_engine_and_then_another(make_pair) -> None:
+    with LiveView(interval_s=0.01) as view:
+        assert "no engine is running yet" in printed(view.below(Text("progress")))
+        for number in range(2):
+            async with make_pair(metrics_listen="127.0.0.1:0") as pair:
+                ready = [await pair.restore(f"r{at}", PROMPT[at:]) for at in range(number + 1)]
+                view.watch(pair.engine.metrics_address)
+                # One look may have begun before the engine was named.
+                for _ in range(2):
+                    view.looked.clear()
+                    assert await asyncio.to_thread(view.looked.wait, 10)
+                for request in ready:
+                    await pair.engine.finish(request)
+                view.watch(None)
+            words = printed(view.below(Text("progress")))
+            assert words.startswith("progress")
+            assert re.search(rf"READY +│ +{number + 1} ", words), words
+
+
+async def test_live_view_survives_an_engine_that_is_gone(make_pair) -> None:
+    with LiveView(interval_s=0.01) as view:
+        view.watch("127.0.0.1:9")
+        async with make_pair(metrics_listen="127.0.0.1:0") as pair:
+            view.watch(pair.engine.metrics_address)
+            assert await asyncio.to_thread(view.looked.wait, 10)
+
+
+def test_top_of_what_is_no_engine_is_one_clear_error() -> None:
+    with pytest.raises(InvalidRequest, match=r"no engine answers at '127\.0\.0\.1:9'"):
+        top.scrape("127.0.0.1:9")
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_run_with_live_shows_the_engine_below_its_progress() -> None:
+    arguments = ["run", "--conversations", "2", "--rounds", "2", "--no-compare", "--live"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"}, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "generated tokens equal" in done.output
+    assert "tokens by source" in done.output
+    assert re.search(r"pool +┃ +┃ owned", done.output), done.output
