@@ -366,6 +366,10 @@ class DecodeEngine:
         """
         return self._calls.holds(ready)
 
+    def states(self) -> dict[str, str]:
+        """Where each live request waits, by its id: "PREALLOC" to "READY"."""
+        return {request_id: request.state.value for request_id, request in self._core.books.requests.items()}
+
     @property
     def is_running(self) -> bool:
         """Whether it takes calls: entered, and neither left nor broken. May be read on any thread."""

@@ -1,0 +1,136 @@
+"""A completion service whose decode worker embeds tidekv: `python -m examples.service`.
+
+    curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
+
+This process is the HTTP server and the decode worker; the prefill worker is a child of it, or runs elsewhere
+(`--prefill HOST:PORT`). SIGTERM drains: what was accepted is answered, what comes is told to go elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import AsyncExitStack
+from functools import partial
+from types import FrameType
+from typing import Annotated
+
+import torch
+import typer
+import uvicorn
+import uvloop
+from examples.service.api import Api
+from examples.service.decode import DecodeWorker, decode_worker
+from examples.service.model import load
+from examples.service.prefill import DistantPrefill, PrefillChild, PrefillOptions
+
+from tidekv import DecodeEngine, DevicePool, EngineConfig, HostPool, NixlTransport, open_storage
+from tidekv.engine.workload.model import PagedModel
+
+
+class DrainingServer(uvicorn.Server):
+    """Stops when the worker has drained; a second signal stops it as uvicorn does by itself."""
+
+    def __init__(self, config: uvicorn.Config, worker: DecodeWorker, *, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._drain_timeout_s = drain_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._is_told = asyncio.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in place of uvicorn's own signal handler."""
+        if self._is_told.is_set():
+            self.should_exit = self.force_exit = True
+        self._loop.call_soon_threadsafe(self._is_told.set)
+
+    async def run_until_drained(self, listener: socket.socket) -> None:
+        """Serve until a signal has come and all is answered."""
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(self._stop_when_drained(), name="draining")
+            await self.serve(sockets=[listener])
+            draining.cancel()
+
+    async def _stop_when_drained(self) -> None:
+        await self._is_told.wait()
+        await self._worker.drain(self._drain_timeout_s)
+        self.should_exit = True
+
+
+async def serve(
+    *,
+    host: str,
+    port: int,
+    model: str,
+    prefill: str,
+    page_size: int,
+    device_pages: int,
+    host_pages: int,
+    storage: str,
+    batch_max: int,
+    queue_max: int,
+    drain_timeout_s: float,
+    journal: str,
+) -> None:
+    """Run the service until it is told to stop and has drained."""
+    listener = socket.create_server((host, port))
+    served = await asyncio.to_thread(partial(load, model, page_size=page_size))
+    device = DevicePool.allocate(served.layout, device_pages)
+    engine = DecodeEngine(
+        EngineConfig(
+            model=served.fingerprint,
+            vocabulary=served.vocabulary,
+            queue_max=queue_max,
+            metrics_listen="127.0.0.1:0",
+            journal=journal or None,
+        ),
+        device=device,
+        host=HostPool.allocate(served.layout, host_pages),
+        storage=open_storage(storage) if storage else None,
+        transport=NixlTransport(name="decode-0"),
+    )
+    options = PrefillOptions(model=model, page_size=page_size, num_pages=4 * device_pages)
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(
+            decode_worker(
+                engine,
+                PagedModel(served.llama, device),
+                served,
+                DistantPrefill(prefill) if prefill else PrefillChild(options),
+                device_pages=device_pages,
+                batch_max=batch_max,
+            )
+        )
+        config = uvicorn.Config(Api(worker).app(), lifespan="off", log_level="warning", access_log=False)
+        server = DrainingServer(config, worker, drain_timeout_s=drain_timeout_s)
+        await worker.prefill.is_up.wait()
+        address, bound = listener.getsockname()[:2]
+        print(f"serving {served.name} at http://{address}:{bound}", flush=True)
+        await server.run_until_drained(listener)
+
+
+def main(
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: any.")] = 8000,
+    model: Annotated[str, typer.Option(help="A model directory; empty: a tiny Llama with random weights.")] = "",
+    prefill: Annotated[str, typer.Option(help="Address of a running prefill worker; empty: one of our own.")] = "",
+    page_size: Annotated[int, typer.Option(help="Tokens a page; both workers must have the same.")] = 16,
+    device_pages: Annotated[int, typer.Option(help="Pages of L1, device memory.")] = 256,
+    host_pages: Annotated[int, typer.Option(help="Pages of L2, host memory.")] = 1024,
+    storage: Annotated[str, typer.Option(help="URI of L3, such as file:/var/lib/tidekv?capacity=20GB.")] = "",
+    batch_max: Annotated[int, typer.Option(help="Requests that one step computes at most.")] = 16,
+    queue_max: Annotated[int, typer.Option(help="Requests that wait for admission at most; one more gets 429.")] = 64,
+    drain_timeout_s: Annotated[float, typer.Option(help="How long SIGTERM waits for what was accepted.")] = 30.0,
+    journal: Annotated[str, typer.Option(help="Write every event of the engine to this file.")] = "",
+) -> None:
+    """Serve completions until SIGTERM or Ctrl-C."""
+    options = dict(locals())
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(**options))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,217 @@
+"""The HTTP side: completions as OpenAI's API has them, and what an operator looks at."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import TypeVar
+from urllib.request import urlopen
+
+import msgspec
+from examples.service.completion import Answer, CompletionBody, whole_answer
+from examples.service.decode import DecodeWorker, Generation
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidekv import CapacityError, EngineClosed, InvalidRequest, RequestFailed, TidekvError
+
+RETRY_AFTER_S = 1
+DEFAULT_MAX_TOKENS = 16  # That of OpenAI.
+PAGE = Path(__file__).with_name("status.html")
+T = TypeVar("T")
+
+
+class Api:
+    """The routes of one decode worker."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
+        self._started_at = int(time.time())
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/metrics", self.metrics),
+                Route("/health", self.health),
+                Route("/requests", self.requests),
+                Route("/", self.status_page),
+            ]
+        )
+
+    # --- Completions ---
+
+    async def completions(self, request: Request) -> Response | EventStream:
+        """Answer one or several prompts, whole or as a stream of events."""
+        worker = self._worker
+        if worker.is_draining or not worker.engine.is_running:
+            return _refusal(503, "the service is shutting down", "unavailable")
+        generations: list[Generation] = []
+        is_streamed = False
+        try:
+            body = msgspec.json.decode(await request.body(), type=CompletionBody)
+            body.check(worker.model.name)
+            prompts = body.prompts(worker)
+            if body.stream and len(prompts) > 1:
+                raise InvalidRequest("a stream has one prompt")
+            for prompt in prompts:
+                limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+                generations.append(worker.start(prompt, limit, cache=body.cache, namespace=body.cache_salt))
+            answers = [Answer(generation, worker, index) for index, generation in enumerate(generations)]
+            if body.stream:
+                usage = body.stream_options is not None and body.stream_options.include_usage
+                events = answers[0].events(with_usage=usage)
+                # What goes wrong before the first token still has a status of its own.
+                first = await _unless_disconnected(request.receive, anext(events))
+                is_streamed = True
+                return EventStream(first, events, generations[0])
+            await _unless_disconnected(request.receive, _all_of(answers))
+            return JSONResponse(whole_answer(answers))
+        except (TidekvError, msgspec.MsgspecError, TimeoutError) as error:
+            return _as_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        finally:
+            if not is_streamed:
+                for generation in generations:
+                    generation.cancel()
+
+    async def models(self, request: Request) -> Response:
+        """The one model there is."""
+        model = {"id": self._worker.model.name, "object": "model", "created": self._started_at, "owned_by": "tidekv"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    # --- For operators ---
+
+    async def metrics(self, request: Request) -> Response:
+        """The engine's metrics, and this service's counts, for Prometheus."""
+        text = await asyncio.to_thread(_fetch, f"http://{self._worker.engine.metrics_address}/metrics")
+        counts = [f"service_{name}_total {count}\n" for name, count in sorted(self._worker.counts.items())]
+        return Response(text + "".join(counts), media_type="text/plain; version=0.0.4")
+
+    async def health(self, request: Request) -> Response:
+        """200 while new requests are taken: for load balancers and start scripts."""
+        worker = self._worker
+        status = "draining" if worker.is_draining else "ok" if worker.prefill.is_up.is_set() else "no prefill worker"
+        if not worker.engine.is_running:
+            status = "broken"
+        prefill = {"address": worker.prefill.address, "pid": worker.prefill.pid, "starts": worker.prefill.starts}
+        answer = {"status": status, "model": worker.model.name, "prefill": prefill, "counts": worker.counts}
+        return JSONResponse(answer, status_code=200 if status == "ok" else 503)
+
+    async def requests(self, request: Request) -> Response:
+        """Every live request: where it is in the engine's state machine, and what it has so far."""
+        worker = self._worker
+        states = worker.engine.states()
+        now_s = time.monotonic()
+        live = [
+            {
+                "id": generation.request_id,
+                "phase": generation.phase,
+                # Between two restores a request is not in the machine: its KV is held in host memory.
+                "state": states.get(generation.request_id, "RETRACTED" if generation.retractions else "ARRIVING"),
+                "age_s": round(now_s - generation.arrived_at_s, 3),
+                "prompt_tokens": len(generation.prompt),
+                "output_tokens": len(generation.output),
+                "max_tokens": generation.max_tokens,
+                "retractions": generation.retractions,
+                "sources": generation.sources,
+            }
+            for generation in worker.live.values()
+        ]
+        core = worker.engine.statistics()["core"]
+        assert isinstance(core, dict)
+        conditions = ("owned", "cached", "draining", "free", "total")
+        pools = {pool: {name: core[f"{pool}_{name}"] for name in conditions} for pool in ("device", "host")}
+        return JSONResponse({"requests": live, "pools": pools, "counts": worker.counts, "queue": core["queue"]})
+
+    async def status_page(self, request: Request) -> Response:
+        """A page that shows `/requests`."""
+        return HTMLResponse(PAGE.read_text())
+
+
+async def _all_of(answers: list[Answer]) -> None:
+    for answer in answers:
+        await answer.read()
+
+
+class EventStream:
+    """The response that sends a stream. Its generation is cancelled when the client goes away."""
+
+    def __init__(self, first: str, events: AsyncIterator[str], generation: Generation) -> None:
+        self._first = first
+        self._events = events
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Be an ASGI application for one request."""
+        try:
+            await _unless_disconnected(receive, self._send(send))
+        except ClientDisconnect:
+            pass  # There is nobody to tell.
+        finally:
+            self._generation.cancel()
+
+    async def _send(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_event(send, self._first)
+        try:
+            async for event in self._events:
+                await self._send_event(send, event)
+        except (TidekvError, TimeoutError) as error:
+            # The status is out already: the words come as an event, as OpenAI's own service does it.
+            answer = {"error": {"message": str(error), "type": "server_error"}}
+            await self._send_event(send, f"data: {msgspec.json.encode(answer).decode()}\n\n")
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_event(self, send: Send, event: str) -> None:
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+
+
+async def _unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Await something; raises ClientDisconnect where the client goes away first, with the work cancelled."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait([working, leaving])
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _as_response(error: Exception) -> Response:
+    if isinstance(error, CapacityError):
+        return _refusal(429, f"too many requests: {error}", "rate_limit_error")
+    if isinstance(error, InvalidRequest | msgspec.MsgspecError):
+        return _refusal(400, str(error), "invalid_request_error")
+    if isinstance(error, EngineClosed | TimeoutError | RequestFailed):
+        return _refusal(503, str(error) or "the request took too long", "unavailable")
+    return _refusal(500, str(error), "server_error")
+
+
+def _refusal(status: int, message: str, kind: str) -> Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    answer = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(answer, status_code=status, headers=headers)
+
+
+def _fetch(url: str) -> str:
+    with urlopen(url, timeout=5) as response:
+        return str(response.read().decode())

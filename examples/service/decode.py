@@ -1,0 +1,287 @@
+"""The decode worker: embeds `DecodeEngine`, and generates for all requests that are READY in one batch, step by step.
+
+    restore ──▶ grow ──▶ step ──▶ … ──▶ finish          one task a request; a step is computed for all that want one
+                 │ OutOfPages
+                 └──▶ retract ──▶ resume ──▶ …           what it has goes to host memory, and it waits for admission
+
+A request that nobody wants any more is a cancelled task: it aborts, and its pages come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from examples.service.model import ServedModel
+from examples.service.prefill import DistantPrefill, PrefillChild
+
+from tidekv import (
+    CapacityError,
+    DecodeEngine,
+    DecodeRequest,
+    EngineClosed,
+    InvalidRequest,
+    OutOfPages,
+    ReadyRequest,
+    RequestFailed,
+)
+from tidekv.engine.workload.compute import ComputeThread
+from tidekv.engine.workload.model import DecodeStep, PagedModel
+from tidekv.transports.blocking import settled
+
+RESTORE_DEADLINE_S = 60.0
+PREFILL_TRIES_MAX = 5
+FULL_PAUSE_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One prompt on its way to its answer. Iterate over it to get its tokens; `cancel` it when nobody listens."""
+
+    request_id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    cache: bool
+    namespace: str
+    arrived_at_s: float = field(default_factory=time.monotonic)
+    phase: str = "restoring"
+    output: list[int] = field(default_factory=list)
+    retractions: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+    finish_reason: str = ""
+    told: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] | None = None
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """The tokens as they come. Raises what ended the request."""
+        while (item := await self.told.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def cancel(self) -> None:
+        """Abort it, if it is not over."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def say(self, token: int, *, end_tokens: frozenset[int]) -> None:
+        """One more token."""
+        self.output.append(token)
+        self.told.put_nowait(token)
+        if token in end_tokens:
+            self.finish_reason = "stop"
+        elif len(self.output) == self.max_tokens:
+            self.finish_reason = "length"
+
+
+class Batch:
+    """Computes the steps that are waiting, all at once, again and again."""
+
+    def __init__(self, model: PagedModel, compute: ComputeThread, *, batch_max: int) -> None:
+        self._model = model
+        self._compute = compute
+        self._batch_max = batch_max
+        self._waiting: list[tuple[DecodeStep, asyncio.Future[int]]] = []
+        self._wanted = asyncio.Event()
+
+    async def step(self, step: DecodeStep) -> int:
+        """Compute one token; its KV is written when this returns. A cancelled caller waits for that too: until then
+        the step may be writing to the caller's pages.
+        """
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((step, done))
+        self._wanted.set()
+        return await settled(done)
+
+    async def run(self) -> None:
+        """Compute until cancelled."""
+        while True:
+            await self._wanted.wait()
+            batch, self._waiting = self._waiting[: self._batch_max], self._waiting[self._batch_max :]
+            if not self._waiting:
+                self._wanted.clear()
+            tokens = await self._compute.run(partial(self._choose, [step for step, _ in batch]))
+            for (_, done), token in zip(batch, tokens, strict=True):
+                done.set_result(token)
+
+    def _choose(self, steps: list[DecodeStep]) -> list[int]:
+        return [int(token) for token in self._model.decode_batch(steps).argmax(dim=-1)]
+
+
+class DecodeWorker:
+    """Serves prompts. Made by `decode_worker`, on whose loop all of it is called."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        model: ServedModel,
+        batch: Batch,
+        prefill: PrefillChild | DistantPrefill,
+        tasks: asyncio.TaskGroup,
+        *,
+        device_pages: int,
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.prefill = prefill
+        self.live: dict[str, Generation] = {}
+        self.counts: Counter[str] = Counter()
+        self.is_draining = False
+        self._batch = batch
+        self._tasks = tasks
+        self._device_pages = device_pages
+        self._serial = 0
+
+    def start(self, prompt: Sequence[int], max_tokens: int, *, cache: bool = True, namespace: str = "") -> Generation:
+        """Begin to serve a prompt. Raises InvalidRequest for what never fits."""
+        page_size = self.model.layout.page_size
+        total = len(prompt) + max_tokens
+        if max_tokens < 1 or not prompt:
+            raise InvalidRequest("a request needs a prompt and at least one token of output")
+        if total > self.model.context_tokens or -(-total // page_size) + 1 > self._device_pages:
+            raise InvalidRequest(f"{len(prompt)} + {max_tokens} tokens are more than this worker can ever hold")
+        if max(prompt) >= self.model.vocabulary or min(prompt) < 0:
+            raise InvalidRequest(f"tokens must be from 0 to {self.model.vocabulary - 1}")
+        self._serial += 1
+        generation = Generation(f"cmpl-{self._serial}", prompt, max_tokens, cache, namespace)
+        self.live[generation.request_id] = generation
+        self.counts["requests"] += 1
+        generation.task = self._tasks.create_task(self._serve(generation), name=generation.request_id)
+        generation.task.add_done_callback(partial(self._ended, generation))
+        return generation
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests, and wait until the live ones have ended; those that are late are cancelled.
+
+        `DecodeEngine.drain` would do where nothing can be between two restores, as what was retracted is here.
+        """
+        self.is_draining = True
+        tasks = [generation.task for generation in self.live.values() if generation.task is not None]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    def _ended(self, generation: Generation, task: asyncio.Task[None]) -> None:
+        # Not in the task itself: one that is cancelled before its first step runs no line of its own.
+        del self.live[generation.request_id]
+        if task.cancelled():
+            self.counts["cancelled"] += 1
+            generation.told.put_nowait(EngineClosed("the request was cancelled"))
+
+    async def _serve(self, generation: Generation) -> None:
+        """One request, from its restore to its end, whatever that is."""
+        try:
+            await self._generate(generation)
+            self.counts["finished"] += 1
+            generation.told.put_nowait(None)
+        except Exception as error:
+            self.counts["refused" if isinstance(error, CapacityError) else "failed"] += 1
+            generation.told.put_nowait(error)
+        finally:
+            # Not there any more where it was finished or has failed: that is no error.
+            if self.engine.is_running:
+                await self.engine.abort(generation.request_id)
+
+    async def _generate(self, generation: Generation) -> None:
+        ready = await self._restore(generation)
+        generation.sources = dict(ready.sources)
+        since = [ready.first_token]  # Output since `ready`: what came before is part of its prompt.
+        generation.say(since[-1], end_tokens=self.model.end_tokens)
+        while not generation.finish_reason:
+            generation.phase = "decoding"
+            try:
+                self.engine.grow(ready)
+            except OutOfPages:
+                ready = await self._make_way(generation, ready, since)
+                since = [ready.first_token]
+            else:
+                position = ready.prompt_tokens + len(since) - 1
+                since.append(await self._batch.step(DecodeStep(since[-1], position, ready.pages.tolist())))
+            generation.say(since[-1], end_tokens=self.model.end_tokens)
+        generation.phase = "finishing"
+        await self.engine.finish(ready, since)
+
+    async def _restore(self, generation: Generation) -> ReadyRequest:
+        """Restore prompt and output so far. Where a prefill worker is lost, the next one is waited for."""
+        tries = 0
+        while True:
+            generation.phase = "restoring"
+            async with asyncio.timeout(RESTORE_DEADLINE_S):
+                await self.prefill.is_up.wait()
+            request = DecodeRequest(
+                request_id=generation.request_id,
+                tokens=[*generation.prompt, *generation.output],
+                prefill=self.prefill.address,
+                max_new_tokens=generation.max_tokens,
+                deadline_s=RESTORE_DEADLINE_S,
+                namespace=generation.namespace,
+                cache=generation.cache,
+                prompt="send",
+            )
+            try:
+                return await self.engine.restore(request)
+            except CapacityError:
+                # Who has begun to answer waits; who has not is told to come again.
+                if not generation.output:
+                    raise
+                await asyncio.sleep(FULL_PAUSE_S)
+            except RequestFailed as error:
+                tries += 1
+                if not error.cause.startswith("prefill") or tries == PREFILL_TRIES_MAX:
+                    raise
+                self.counts["prefill_lost"] += 1
+                await asyncio.sleep(FULL_PAUSE_S * 2**tries)
+
+    async def _make_way(self, generation: Generation, ready: ReadyRequest, since: list[int]) -> ReadyRequest:
+        """Give the pages to others, and come back when there is room."""
+        generation.phase = "retracted"
+        generation.retractions += 1
+        self.counts["retractions"] += 1
+        retracted = await self.engine.retract(ready, since)
+        while True:
+            try:
+                return await self.engine.resume(retracted)
+            except CapacityError:
+                # The queue is full of new requests; what is held in host memory stays held.
+                try:
+                    await asyncio.sleep(FULL_PAUSE_S)
+                except asyncio.CancelledError:
+                    self.engine.drop(retracted)
+                    raise
+            except RequestFailed:
+                return await self._restore(generation)
+
+
+@asynccontextmanager
+async def decode_worker(
+    engine: DecodeEngine,
+    pool: PagedModel,
+    model: ServedModel,
+    prefill: PrefillChild | DistantPrefill,
+    *,
+    device_pages: int,
+    batch_max: int,
+) -> AsyncIterator[DecodeWorker]:
+    """A decode worker for as long as the block lasts; what is live at its end is aborted."""
+    with ComputeThread("decode") as compute:
+        batch = Batch(pool, compute, batch_max=batch_max)
+        async with engine, asyncio.TaskGroup() as tasks:
+            own = [tasks.create_task(prefill.run(), name="prefill"), tasks.create_task(batch.run(), name="batch")]
+            worker = DecodeWorker(engine, model, batch, prefill, tasks, device_pages=device_pages)
+            try:
+                yield worker
+            finally:
+                ending = [generation.task for generation in worker.live.values() if generation.task is not None]
+                for task in ending:
+                    task.cancel()
+                if ending:
+                    # They wait for their steps: the batch goes on until the last of them has ended.
+                    await asyncio.wait(ending)
+                for task in own:
+                    task.cancel()

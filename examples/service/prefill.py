@@ -1,0 +1,112 @@
+"""The prefill worker, a process of its own, and whoever keeps one running: `python -m examples.service.prefill`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from functools import partial
+
+import msgspec
+import torch
+import uvloop
+from examples.service.model import load
+
+from tidekv import DevicePool, NixlTransport, PrefillPeer
+from tidekv.engine.workload.compute import ComputeThread
+from tidekv.engine.workload.model import PagedModel
+from tidekv.engine.workload.model_prefill import ModelPrefill
+from tidekv.engine.workload.prefix_pages import PrefixPages
+
+RESTART_PAUSE_S = 0.5
+CHUNK_PAGES = 4
+
+
+class PrefillOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill worker is told, as one JSON argument."""
+
+    model: str = ""
+    listen: str = "127.0.0.1:0"
+    num_pages: int = 1024
+    page_size: int = 16
+
+
+async def serve(options: PrefillOptions) -> None:
+    """Compute prompts and send their KV until SIGTERM, or until whoever started us closes our stdin."""
+    model = load(options.model, page_size=options.page_size)
+    pool = DevicePool.allocate(model.layout, options.num_pages)
+    prefixes = PrefixPages(options.num_pages, options.page_size)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    loop.add_reader(sys.stdin, ended.set)
+    with ComputeThread("prefill") as compute:
+        worker = ModelPrefill(
+            PagedModel(model.llama, pool), prefixes, compute, chunk_tokens=CHUNK_PAGES * options.page_size
+        )
+        # `on_room` runs for each prompt that decode asks for; ModelPrefill.serve shows what it does with a room.
+        async with PrefillPeer(
+            device=pool,
+            transport=NixlTransport(name="prefill-0"),
+            listen=options.listen,
+            model=model.fingerprint,
+            on_room=worker.serve,
+        ) as peer:
+            print(peer.address, flush=True)
+            await ended.wait()
+
+
+class PrefillChild:
+    """Keeps one prefill worker running: when it dies, the next one is started at the same address."""
+
+    def __init__(self, options: PrefillOptions) -> None:
+        self.address = ""
+        self.pid = 0
+        self.starts = 0
+        self.is_up = asyncio.Event()
+        self._options = options
+
+    async def run(self) -> None:
+        """Start workers until cancelled, one after the other; the last one is stopped then."""
+        while True:
+            listen = self.address or self._options.listen
+            options = msgspec.json.encode(msgspec.structs.replace(self._options, listen=listen)).decode()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", __name__, options, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                if line := await process.stdout.readline():
+                    self.address, self.pid = line.decode().strip(), process.pid
+                    self.starts += 1
+                    self.is_up.set()
+                code = await process.wait()
+                print(f"the prefill worker ended with {code}; the next one is started", file=sys.stderr, flush=True)
+            finally:
+                self.is_up.clear()
+                # It ends by itself when its stdin is closed.
+                process.stdin.close()
+                await process.wait()
+            await asyncio.sleep(RESTART_PAUSE_S)
+
+
+class DistantPrefill:
+    """A prefill worker that somebody else keeps running."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.pid = self.starts = 0
+        self.is_up = asyncio.Event()
+        self.is_up.set()
+
+    async def run(self) -> None:
+        """Nothing to do."""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(partial(serve, msgspec.json.decode(sys.argv[1], type=PrefillOptions))())

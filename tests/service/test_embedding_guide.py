@@ -1,0 +1,127 @@
+"""The snippets of docs/embedding.md do what the page says, over NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidekv import DecodeEngine, DecodeRequest, EngineConfig, EngineThread, NixlTransport, PrefillPeer
+from tidekv.states.accounts import PageAccount
+
+pytestmark = pytest.mark.nixl
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "embedding.md").read_text()
+PROMPTS = [[(number * 31 + position) % 1000 for position in range(40)] for number in range(3)]
+OUTPUT = 40
+
+
+def next_token(position: int) -> int:
+    """What our model says at a position, whatever was before."""
+    return 1000 + position
+
+
+@pytest.fixture
+def guide() -> dict[str, Any]:
+    """All names of the page's snippets, run in order."""
+    names: dict[str, Any] = {}
+    for snippet in re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL):
+        exec(compile(snippet, "embedding.md", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def prefill(guide: dict[str, Any]) -> Iterator[str]:
+    """The address of a prefill worker on a loop of its own, whose rooms are served by the page's `answer`."""
+    pool = guide["parts"]("unused")["device"]
+    account = PageAccount("prefill", pool.num_pages)
+
+    async def compute_chunk(tokens: memoryview, start: int, pages: list[int]) -> int:
+        return next_token(start + len(tokens) - 1)
+
+    async def serve(room: Any) -> None:
+        pages = account.take(-(-len(room.tokens) // 4 // 16))
+        await guide["answer"](room, pages.tolist(), compute_chunk, chunk_pages=1)
+        account.give_back(pages)
+
+    told = threading.Event()
+    at: dict[str, Any] = {}
+
+    async def run() -> None:
+        at["loop"], at["ended"] = asyncio.get_running_loop(), asyncio.Event()
+        async with PrefillPeer(device=pool, transport=NixlTransport("prefill-0"), on_room=serve) as peer:
+            at["address"] = peer.address
+            told.set()
+            await at["ended"].wait()
+
+    worker = threading.Thread(target=asyncio.run, args=(run(),), name="prefill of the guide")
+    worker.start()
+    assert told.wait(30)
+    yield at["address"]
+    at["loop"].call_soon_threadsafe(at["ended"].set)
+    worker.join()
+
+
+def expected(prompt: list[int]) -> list[int]:
+    return [next_token(len(prompt) - 1 + number) for number in range(OUTPUT)]
+
+
+async def test_the_async_snippet_answers_and_makes_way(guide: dict[str, Any], prefill: str) -> None:
+    parts = guide["parts"]("decode-0")
+    # Three requests of five pages and a reserve each fit in ten pages only by turns.
+    parts["device"] = type(parts["device"]).allocate(guide["layout"], 10)
+
+    async def step(pages: Any, position: int, token: int) -> int:
+        assert token == next_token(position - 1)
+        assert len(pages) * 16 > position
+        await asyncio.sleep(0)
+        return next_token(position)
+
+    async with DecodeEngine(EngineConfig(), **parts) as engine:
+        outputs = await asyncio.gather(
+            *(
+                guide["generate"](engine, f"r{number}", prompt, prefill, step, OUTPUT)
+                for number, prompt in enumerate(PROMPTS)
+            )
+        )
+        assert outputs == [expected(prompt) for prompt in PROMPTS]
+        await engine.wait_settled()
+        core = engine.statistics()["core"]
+        assert core["device_owned"] == 0  # type: ignore[index]  # Counts by name.
+
+
+def test_the_scheduler_snippet_answers_and_makes_way(guide: dict[str, Any], prefill: str) -> None:
+    parts = guide["parts"]("decode-0")
+    parts["device"] = type(parts["device"]).allocate(guide["layout"], 10)
+
+    def step_batch(running: dict[str, Any], since: dict[str, list[int]]) -> dict[str, int]:
+        for name, ready in running.items():
+            assert len(ready.pages) * 16 >= ready.prompt_tokens + len(since[name])
+        return {name: next_token(ready.prompt_tokens + len(since[name]) - 1) for name, ready in running.items()}
+
+    requests = [
+        DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill=prefill, prompt="send")
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    with EngineThread(EngineConfig(), **parts) as engine:
+        answers = guide["schedule"](engine, requests, step_batch, OUTPUT)
+        assert answers == {f"r{number}": expected(prompt) for number, prompt in enumerate(PROMPTS)}
+        engine.wait_settled()
+        core = engine.statistics()["core"]
+        assert core["device_owned"] == 0  # type: ignore[index]  # Counts by name.
+
+
+def test_every_name_that_the_guide_mentions_is_there() -> None:
+    """Calls in backticks are methods of the class that the page talks about, or of one of the others."""
+    import tidekv
+    from tidekv.transports.outgoing import Room
+
+    places: list[object] = [tidekv, DecodeEngine, EngineThread, PrefillPeer, Room, tidekv.DevicePool, EngineConfig]
+    text = re.sub(r"^```.*?^```$", "", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    for word in re.findall(r"`([^`]+)`", text):
+        for name in re.findall(r"(?:^|\.)([A-Za-z_]+)\(", word):
+            assert any(hasattr(place, name) for place in places), word

@@ -1,0 +1,212 @@
+"""Conversations with the example service: every token equals that of one process, whatever happens around it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.nixl
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+STORY = "It was the best of times, it was the worst of times, it was the age of wisdom. "
+
+
+def prompt_of(number: int, length: int = 64) -> list[int]:
+    """Tokens that no other test has in front."""
+    return [(number * 37 + position * position * 11 + position) % 256 for position in range(length)]
+
+
+def test_a_conversation_is_streamed_cached_and_equal_to_one_process(service, generate) -> None:
+    prompt = list(STORY.encode())
+    for turn in range(3):
+        chunks = list(
+            service.complete(prompt, 20, stream=True, stream_options={"include_usage": True})
+            if turn
+            else service.complete(STORY, 20, stream=True, stream_options={"include_usage": True})
+        )
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        output = [token for choice in choices for token in choice.token_ids]
+        assert output == generate(prompt, 20)
+        assert bytes(output).decode(errors="replace") == "".join(choice.text for choice in choices)
+        assert [choice.finish_reason for choice in choices] == [None] * 19 + ["length"]
+        usage = chunks[-1].usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 20)
+        # The turn before, all but its last token, is in device memory, as far as it fills pages.
+        known = (len(prompt) - 5 - 1) // 16 * 16 if turn else 0
+        assert usage.prompt_tokens_details.cached_tokens == known
+        prompt += [*output, *b"Go on"]
+    assert service.tokens(prompt, 7) == generate(prompt, 7)
+
+
+def test_tokens_are_equal_without_caches_cold_and_warm(service, generate) -> None:
+    prompt = prompt_of(1, 90)
+    expected = generate(prompt, 24)
+    off = {"cache": False, "cache_salt": "nobody else"}
+    for options, cached in ((off, 0), (off, 0), ({}, 0), ({}, 80)):
+        answer = service.complete(prompt, 24, extra_body=options)
+        assert answer.choices[0].token_ids == expected
+        assert answer.usage.prompt_tokens_details.cached_tokens == cached
+
+
+async def test_parallel_requests_of_all_kinds_are_batched_and_equal(service, generate) -> None:
+    prompts = [prompt_of(100 + number, 20 + 7 * number) for number in range(6)]
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def whole(prompt: list[int]) -> list[int]:
+            answer = await client.completions.create(model=service.model, prompt=prompt, max_tokens=30)
+            return answer.choices[0].token_ids
+
+        async def streamed(prompt: list[int]) -> list[int]:
+            stream = await client.completions.create(model=service.model, prompt=prompt, max_tokens=30, stream=True)
+            return [token async for chunk in stream for token in chunk.choices[0].token_ids]
+
+        calls = [(whole, streamed)[number % 2](prompt) for number, prompt in enumerate(prompts)]
+        outputs = await asyncio.gather(*calls)
+        assert outputs == [generate(prompt, 30) for prompt in prompts]
+        several = await client.completions.create(model=service.model, prompt=prompts[:3], max_tokens=30)
+        assert [choice.token_ids for choice in several.choices] == outputs[:3]
+        texts = await client.completions.create(model=service.model, prompt=["one", "two"], max_tokens=4)
+        assert [choice.token_ids for choice in texts.choices] == [generate("one", 4), generate("two", 4)]
+
+
+@pytest.mark.parametrize("how", ["streaming", "waiting for the whole"])
+def test_a_client_that_goes_away_gives_its_pages_back(service, how: str) -> None:
+    before = service.counts().get("cancelled", 0)
+    if how == "streaming":
+        stream = service.complete(prompt_of(2), 500, stream=True)
+        assert len(next(iter(stream)).choices[0].token_ids) == 1
+        (live,) = service.get("/requests")["requests"]
+        assert (live["phase"], live["state"]) == ("decoding", "READY")
+        stream.close()
+    else:
+        body = {"prompt": prompt_of(2), "max_tokens": 500}
+        with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=1.0) as client:
+            client.post(f"{service.url}/v1/completions", json=body)
+    service.wait_idle()
+    assert service.counts()["cancelled"] == before + 1
+
+
+def test_requests_survive_the_death_of_the_prefill_worker(service, generate) -> None:
+    """Killed while one request is generated and others arrive: the next worker serves them, at the same address."""
+    _, before = service.health()
+    stream = service.complete(prompt_of(3), 60, stream=True)
+    tokens = list(next(iter(stream)).choices[0].token_ids)
+    os.kill(before["prefill"]["pid"], signal.SIGKILL)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(service.tokens, prompt_of(30 + number, 100), 12) for number in range(3)]
+        tokens += [token for chunk in stream for token in chunk.choices[0].token_ids]
+        assert tokens == generate(prompt_of(3), 60)
+        assert [call.result() for call in waiting] == [generate(prompt_of(30 + number, 100), 12) for number in range(3)]
+    status, after = service.health()
+    assert (status, after["prefill"]["starts"]) == (200, before["prefill"]["starts"] + 1)
+    assert after["prefill"]["pid"] != before["prefill"]["pid"]
+    service.wait_idle()
+
+
+def test_requests_that_outgrow_memory_are_retracted_and_resumed_with_equal_tokens(service, generate) -> None:
+    prompts = [prompt_of(200 + number, 40) for number in range(5)]
+    before = service.counts().get("retractions", 0)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: service.complete(prompt, 120), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.choices[0].token_ids == generate(prompt, 120)
+    retractions = sum(answer.usage.retractions for answer in answers)
+    assert retractions > 0
+    assert service.counts()["retractions"] == before + retractions
+    service.wait_idle()
+
+
+def test_more_than_the_queue_holds_is_told_to_come_again(service, generate) -> None:
+    prompts = [prompt_of(300 + number, 250) for number in range(24)]
+
+    def ask(prompt: list[int]) -> openai.RateLimitError | list[int]:
+        try:
+            return service.tokens(prompt, 20)
+        except openai.RateLimitError as error:
+            return error
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(ask, prompts))
+        refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
+        assert 0 < len(refused) < len(prompts)
+        assert {error.response.headers["retry-after"] for error in refused} == {"1"}
+        served = next(number for number, answer in enumerate(answers) if isinstance(answer, list))
+        assert answers[served] == generate(prompts[served], 20)
+        # Whoever comes again, as the client does by itself, is served.
+        patient = service.openai.with_options(max_retries=20)
+        again = pool.map(
+            lambda prompt: patient.completions.create(model=service.model, prompt=prompt, max_tokens=1), prompts
+        )
+        assert all(answer.choices[0].finish_reason == "length" for answer in again)
+    service.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [256]}, "from 0 to 255"),
+        ({"prompt": [1, [2]]}, "mixture"),
+        ({"max_tokens": 0}, "at least one token"),
+        ({"max_tokens": 900}, "more than this worker can ever hold"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"n": 2, "stop": "."}, "stop, n"),
+        ({"model": "another"}, "does not exist"),
+        ({"prompt": [[1], [2]], "stream": True}, "one prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_words(service, options: dict[str, object], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        service.openai.completions.create(**{"model": service.model, "prompt": "a", **options})
+
+
+def test_operators_see_the_model_the_metrics_and_the_machine(service) -> None:
+    assert [model.id for model in service.openai.models.list()] == ["tidekv-random-llama"]
+    service.tokens("count me")
+    metrics = httpx.get(f"{service.url}/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    names = {line.split("{")[0].split()[0] for line in metrics.text.splitlines() if not line.startswith("#")}
+    assert {"tidekv_requests_arrived_total", "tidekv_pool_pages", "service_finished_total"} <= names
+    status, health = service.health()
+    assert (status, health["status"]) == (200, "ok")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+def test_the_status_page_shows_the_machine_of_each_live_request(service, tmp_path: Path) -> None:
+    assert BROWSER is not None
+    streams = [service.complete(prompt_of(400 + number), 150, stream=True) for number in range(3)]
+    for stream in streams:
+        next(iter(stream))
+    common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,640"]
+    picture = tmp_path / "status.png"
+    done = subprocess.run(
+        [
+            BROWSER,
+            *common,
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=400",
+            f"--screenshot={picture}",
+            "--dump-dom",
+            service.url,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    for stream in streams:
+        stream.close()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.count('<span class="now ready">') > 0, done.stdout
+    assert "tidekv-random-llama, ok" in done.stdout
+    service.wait_idle()
