@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _CAUSES: Final = {
     -200: "full",
     -600: "foreign",
+    # Another client began to write the same object before we ended.
+    -601: "busy",
     -703: "busy",
     -704: "missing",
     -707: "missing",
