@@ -28,6 +28,8 @@ class LiveCall:
         self.request = request
         self.record = record
         self.serial = serial
+        self.core_serial = serial
+        """The number that the core knows its tokens by: the leader's, where there are ranks."""
         self.outcome: asyncio.Future[ReadyRequest] = asyncio.get_running_loop().create_future()
         self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
         """First token and aux by generation: they come before the core is told."""
@@ -82,6 +84,10 @@ class Calls:
         live = self._live.get(request_id)
         return None if live is None else live.serial
 
+    def adopt(self, request_id: str, core_serial: int) -> None:
+        """The core knows the tokens of this request by another number."""
+        self._live[request_id].core_serial = core_serial
+
     def is_given_back(self, request_id: str) -> bool:
         """Whether finish or retract was called for it, and has no answer yet."""
         return request_id in self._ends
@@ -109,7 +115,7 @@ class Calls:
     def expect(self, ready: ReadyRequest, what: str) -> asyncio.Future[int]:
         """A future for the answer to finish or retract."""
         live = self.ready(ready)
-        self._tokens_left[live.serial] = live.record
+        self._tokens_left[live.core_serial] = live.record
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ends[ready.request_id] = done
         return done
@@ -246,7 +252,7 @@ class Calls:
     def _fail(self, error: RequestFailed) -> None:
         """The request is over; whoever waits for it, or has just given it back, hears why."""
         live = self._live.pop(error.request_id)
-        self._tokens_left.pop(live.serial, None)
+        self._tokens_left.pop(live.core_serial, None)
         for future in (live.outcome, self._ends.pop(error.request_id, None)):
             if future is not None and not future.done():
                 future.set_exception(error)
@@ -271,8 +277,9 @@ class Calls:
             done.set_result(answer)
 
     def _tell_flushed(self, command: commands.TellFlushed) -> None:
-        done = self._flushes.pop(command.call)
-        if not done.done():
+        # The leader alone flushes: its caller waits, those of other ranks do not.
+        done = self._flushes.pop(command.call, None)
+        if done is not None and not done.done():
             done.set_result({"dropped": command.dropped, "spared": command.spared})
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:

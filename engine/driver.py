@@ -47,8 +47,11 @@ class Driver:
         watchers: Sequence[Watcher] = (),
         on_broken: Callable[[BaseException], None],
         after_drain: Callable[[], None],
+        tells_time: bool = True,
     ) -> None:
+        """With `tells_time` False somebody else posts ClockAdvanced: the ranks of an instance have one clock."""
         self._core = core
+        self._tells_time = tells_time
         self._perform = perform
         self._watchers = tuple(watchers)
         self._on_broken = on_broken
@@ -69,6 +72,9 @@ class Driver:
     def clock() -> float:
         """Monotonic seconds, as events carry them. (`loop.time()` of uvloop steps by a millisecond.)"""
         return time.monotonic()
+
+    def check(self) -> None:
+        """Raise where no request can be taken now. Here it always can: there are no ranks to wait for."""
 
     def watch(self, watcher: Watcher) -> None:
         """Tell one more of every step from now on, behind the others."""
@@ -160,7 +166,7 @@ class Driver:
             watcher.stepped(event, commands, type(error).__name__)
 
     def _arm_timer(self) -> None:
-        due = self._core.next_deadline_s()
+        due = self._core.next_deadline_s() if self._tells_time else None
         if due is None or self._broken:
             return
         if self._timer is not None:

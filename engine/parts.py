@@ -11,6 +11,7 @@ import msgspec
 from tidekv.backends.copies import PageCopier
 from tidekv.backends.keys import storage_namespace
 from tidekv.engine.calls import Calls
+from tidekv.engine.closing import Closable, close_in_order
 from tidekv.engine.driver import Driver, Watcher
 from tidekv.engine.effect_group import EffectGroup
 from tidekv.engine.effects import Effects
@@ -19,10 +20,11 @@ from tidekv.engine.kv_events.publisher import KVEventPublisher
 from tidekv.engine.kv_events.watch import KVEventWatcher
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
+from tidekv.engine.rank_driver import RankDriver, settings_digest
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.request import State
 from tidekv.transports.blocking import settled
 from tidekv.transports.receiver import Receiver
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from tidekv.backends.host import HostPool
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
+    from tidekv.engine.rank_group import RankGroup
     from tidekv.engine.values import Recompute
     from tidekv.transports.base import Transport
 
@@ -47,6 +50,7 @@ class Parts:
     """Everything that one engine consists of. Made outside a loop, started and closed on the loop that uses it."""
 
     driver: Driver
+    front: Driver | RankDriver  # Takes what callers, effects and receiver tell.
     effects: Effects
     receiver: Receiver
 
@@ -59,6 +63,7 @@ class Parts:
         storage: Storage | None,
         transport: Transport,
         recompute: Recompute | None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """Nothing is started. Raises InvalidConfig for parts that do not fit each other."""
         if storage is not None and host is None:
@@ -82,6 +87,9 @@ class Parts:
         self.host = host
         self.copier: PageCopier | None = None
         self.storage: Storage | None = None
+        self.ranks: RankDriver | None = None
+        self._rank_group = ranks
+        self._fold: MetricsFold | None = None
         self.journal: Journal | None = None
         self.metrics: MetricsServer | None = None
         self.kv_events: KVEventPublisher | None = None
@@ -123,19 +131,20 @@ class Parts:
         await self.transport.start(poller=self.poller)
         memory = self._device.memory
         await self.transport.register(memory)
-        watchers: list[Watcher] = []
-        if config.journal is not None:
-            # In a thread, to its end: it opens files, and must not be lost to a cancellation once it runs.
-            await settled(asyncio.ensure_future(asyncio.to_thread(self._open_journal, config.journal)))
-            assert self.journal is not None, "it was opened just now"
-            watchers.append(self.journal)
+        if self._rank_group is not None:
+            self.ranks = RankDriver(
+                self._rank_group,
+                settings=settings_digest(self.core.settings, self._identity),
+                calls=self.calls,
+                renew=self._begin_anew,
+                on_broken=self._break,
+            )
         if config.metrics_listen is not None:
-            fold = MetricsFold(self.core)
+            fold = self._fold = MetricsFold(self.core)
             collector = MetricsCollector(
                 fold, page_bytes=memory.page_bytes, statistics=self.statistics, loop_lag=self.watchdog.lag
             )
             self.metrics = MetricsServer(config.metrics_listen, collector)
-            watchers.append(fold)
         if config.kv_events is not None:
             self.kv_events = KVEventPublisher(
                 config.kv_events,
@@ -144,24 +153,20 @@ class Parts:
                 kept_batches=config.kv_events_kept_batches,
                 encoding=config.kv_events_encoding,
             )
-            watchers.append(KVEventWatcher(self.core, self.kv_events.publish))
-        self.driver = Driver(
-            self.core,
-            lambda command: self.effects.perform(command),
-            watchers=watchers,
-            on_broken=self._break,
-            after_drain=self._after_drain,
-        )
+        await self._drive_core()
+        self.front = self.ranks or self.driver
         self.receiver = Receiver(
             self.transport,
             memory=memory,
             identity=self._identity,
-            deliver=self.driver.post,
+            deliver=self.front.post,
             deliver_aux=self.calls.note_aux,
             clock=self.driver.clock,
             lease_s=config.lease_s,
             heartbeat_s=config.heartbeat_s,
             missed_s=config.peer_silence_s,
+            rank=0 if self._rank_group is None else self._rank_group.rank,
+            ranks=1 if self._rank_group is None else self._rank_group.ranks,
         )
         await self.receiver.start()
         if self.host is not None:
@@ -171,7 +176,7 @@ class Parts:
         await self.group.start()
         self.effects = Effects(
             caller=self.calls,
-            post=self.driver.post,
+            post=self.front.post,
             clock=self.driver.clock,
             spawn=self.group.spawn,
             copier=self.copier,
@@ -183,7 +188,38 @@ class Parts:
         if self._first_storage is not None:
             await self._register(self._first_storage)
             self.effects.storage = self._first_storage
-            self.driver.post(events.StorageChanged(at_s=self.driver.clock(), available=True))
+            self.front.post(events.StorageChanged(at_s=self.driver.clock(), available=True))
+        if self.ranks is not None:
+            await self.ranks.start()
+
+    async def _drive_core(self) -> None:
+        """Begin to step the core, and to tell whoever watches it."""
+        if self.config.journal is not None:
+            # In a thread, to its end: it opens files, and must not be lost to a cancellation once it runs.
+            await settled(asyncio.ensure_future(asyncio.to_thread(self._open_journal, self.config.journal)))
+        watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
+        if self.kv_events is not None:
+            watchers.append(KVEventWatcher(self.core, self.kv_events.publish))
+        self.driver = Driver(
+            self.core,
+            lambda command: self.effects.perform(command),
+            watchers=[watcher for watcher in watchers if watcher is not None],
+            on_broken=self._break,
+            after_drain=self._after_drain,
+            tells_time=self.ranks is None,
+        )
+        if self.ranks is not None:
+            self.ranks.attach(self.core, self.driver, has_storage=self.storage is not None)
+
+    async def _begin_anew(self) -> None:
+        """A rank was lost and nothing is in flight: the next group begins with an empty core and a new journal."""
+        self.driver.stop()
+        if self.journal is not None:
+            await settled(asyncio.ensure_future(asyncio.to_thread(self.journal.close)))
+        self.core = Core(self.core.settings)
+        if self._fold is not None:
+            self._fold.follow(self.core)
+        await self._drive_core()
 
     def _open_journal(self, path: str) -> None:
         config = self.config
@@ -199,6 +235,8 @@ class Parts:
         )
 
     def _after_drain(self) -> None:
+        if self.ranks is not None:
+            self.ranks.after_drain()
         self.watchdog.set_busy(not self.core.is_idle)
         self.calls.after_drain()
 
@@ -207,7 +245,7 @@ class Parts:
         if self.broken is not None:
             return
         LOG.critical("the engine stops: it broke", exc_info=error)
-        self.driver.stop()
+        self.front.stop()
         self.broken = error
         self.is_open = False
         self.calls.end_all(f"the engine broke: {type(error).__name__}: {error}")
@@ -235,13 +273,15 @@ class Parts:
         if self.broken is not None:
             return
         for request_id in self.calls.live_ids():
-            self.driver.post(
+            self.front.post(
                 events.AbortRequested(at_s=self.driver.clock(), request_id=request_id, cause="engine closed")
             )
         try:
             async with asyncio.timeout(self.config.close_deadline_s):
                 await self.calls.wait_until(lambda: self.core.is_idle)
                 await self.effects.storage_is_quiet()
+                if self.ranks is not None:
+                    await self.ranks.leave(self.config.close_deadline_s)
         except EngineClosed:
             return  # It broke meanwhile.
         except TimeoutError:
@@ -252,7 +292,8 @@ class Parts:
         self.calls.end_all("the engine was closed")
 
     async def _stop(self) -> None:
-        started = [
+        started: list[Closable | None] = [
+            self.ranks,
             getattr(self, "receiver", None),
             self.copier,
             *self._retired,
@@ -261,22 +302,9 @@ class Parts:
             self.poller,
             self.storage_poller,
         ]
-        failures: list[Exception] = []
-        late: list[asyncio.Task[object]] = []
         if self.group is not None and not await self.group.close(timeout_s=self.config.close_deadline_s):
             LOG.error("effects did not end within %s s of being cancelled", self.config.close_deadline_s)
-        for part in started:
-            if part is None:
-                continue
-            closing: asyncio.Task[object] = asyncio.ensure_future(part.close())
-            closing.set_name(f"closing {type(part).__name__}")
-            if not await self._has_ended(closing, CLOSE_PART_S, failures):
-                late.append(closing)
-        for closing in late:
-            # The pollers are closed by now, which ends what hung in them.
-            if not await self._has_ended(closing, self.config.close_deadline_s, failures):
-                closing.cancel()
-                failures.append(TidekvError(f"{closing.get_name()} did not end within {CLOSE_PART_S:g} s"))
+        failures = await close_in_order(started, part_s=CLOSE_PART_S, late_s=self.config.close_deadline_s)
         self.watchdog.set_busy(False)
         await asyncio.to_thread(self.watchdog.close)
         if self.metrics is not None:
@@ -287,18 +315,6 @@ class Parts:
             await asyncio.to_thread(self.journal.close)
         if failures:
             raise ExceptionGroup("closing the engine", failures)
-
-    @staticmethod
-    async def _has_ended(closing: asyncio.Task[object], timeout_s: float, failures: list[Exception]) -> bool:
-        await asyncio.wait([closing], timeout=timeout_s)
-        if not closing.done():
-            return False
-        error = TidekvError(f"{closing.get_name()} cancelled itself") if closing.cancelled() else closing.exception()
-        if isinstance(error, Exception):
-            failures.append(error)
-        elif error is not None:
-            raise error
-        return True
 
     # --- Storage, while serving ---
 
@@ -351,15 +367,15 @@ class Parts:
 
     def _tell_storage(self, *, available: bool) -> None:
         if self.is_open:
-            self.driver.take_now(events.StorageChanged(at_s=self.driver.clock(), available=available))
+            self.front.take_now(events.StorageChanged(at_s=self.driver.clock(), available=available))
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests."""
-        core = self.core
 
         def is_settled() -> bool:
+            core = self.core
             restoring = any(request.state is not State.READY for request in core.books.requests.values())
-            in_flight = restoring or not self.driver.is_caught_up
+            in_flight = restoring or not self.front.is_caught_up
             return not (
                 in_flight or core.operations_in_flight or core.backups or core.loads or core.rooms.draining_rooms
             )
@@ -380,4 +396,5 @@ class Parts:
             "events_illegal": self.driver.illegal_events,
             "effects_raised": self.effects.raised,
             "loop_held_up": self.watchdog.hold_up_count,
+            "ranks": None if self.ranks is None else self.ranks.statistics(),
         }

@@ -86,10 +86,12 @@ class PrefillPeer:
         host: HostPool | None = None,
         store_settings: PromptStoreSettings | None = None,
         close_deadline_s: float = 5.0,
+        rank: int = 0,
+        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet. Raises InvalidConfig. Leaving the block waits `close_deadline_s` for writes, before it
-        closes the transport under them.
+        closes the transport under them. `rank` of `ranks`: only that rank of a decode instance may dial this one.
         """
         # Peers and NIXL know its addresses only: this reference is what keeps the memory there.
         self._device = device
@@ -112,6 +114,8 @@ class PrefillPeer:
             on_room=self._start_room,
             on_finish=self._store_room,
             lease_s=lease_s,
+            rank=rank,
+            ranks=ranks,
             settings=settings,
         )
 

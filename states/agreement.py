@@ -130,6 +130,10 @@ class Agreement:
         due_s = self._core.next_deadline_s()
         return min([*held, due_s] if due_s is not None else held, default=None)
 
+    def leave(self) -> None:
+        """This rank wants to end; all do when all want to."""
+        self.is_leaving = self._has_news = True
+
     # --- What this rank hears ---
 
     def hear(self, event: Event) -> None:
@@ -269,8 +273,9 @@ class Agreement:
             int(self._has_storage),
             int(self.is_leaving),
         ]
-        numbers = [self.epoch, self.turn + 1, self._ballot.taken]
-        numbers += self._fingerprint.numbers(opening.turn, whole=opening.whole)
+        # What a rank keeps that broke is not to be trusted, nor even to be looked at.
+        parts = [0] * len(PARTS) if self.has_broken else self._fingerprint.numbers(opening.turn, whole=opening.whole)
+        numbers = [self.epoch, self.turn + 1, self._ballot.taken, *parts]
         words = self._ballot.cast(opening.slots)
         head = type(words)("q", facts + equal_words(numbers))
         return head + words

@@ -332,18 +332,18 @@ class Receiver:
     def _event_of(
         self, room: _Room, message: wire.Chunk | wire.Aux | wire.Refused | wire.Failed
     ) -> events.AnyEvent | None:
-        """What a frame means to the core. Raises RemoteProtocolError."""
+        """What a frame means to the core, which knows one writer a room: number 0. Raises RemoteProtocolError."""
         at_s, (request_id, generation) = self._clock(), room.room_key
         if isinstance(message, wire.Chunk | wire.Aux) and message.rank != self._rank:
             raise RemoteProtocolError(f"rank {message.rank} speaks on the link of rank {self._rank}")
         match message:
-            case wire.Chunk(rank=rank, span=span, first=first, count=count, last=last):
+            case wire.Chunk(span=span, first=first, count=count, last=last):
                 room.state.land(span=span, first=first, count=count, last=last)
                 return events.ChunkLanded(
                     at_s=at_s,
                     request_id=request_id,
                     generation=generation,
-                    rank=rank,
+                    rank=0,
                     span=span,
                     first=first,
                     count=count,
@@ -356,7 +356,7 @@ class Receiver:
                 room.state.has_aux = True
                 aux = {**message.aux, "cached_tokens": message.cached} if message.cached else message.aux
                 self._deliver_aux(request_id, generation, message.first_token, aux)
-                return events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=message.rank)
+                return events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=0)
             case wire.Refused(span=span, cause=cause):
                 room.state.refuse(span)
                 return events.RoomRefused(
@@ -387,9 +387,7 @@ class Receiver:
 
     def _tell_drained(self, room_key: RoomKey) -> None:
         request_id, generation = room_key
-        self._deliver(
-            events.RoomDrained(at_s=self._clock(), request_id=request_id, generation=generation, rank=self._rank)
-        )
+        self._deliver(events.RoomDrained(at_s=self._clock(), request_id=request_id, generation=generation, rank=0))
 
     def _tell_failed(self, room_key: RoomKey, cause: str, *, settled: bool) -> None:
         request_id, generation = room_key

@@ -69,6 +69,11 @@ class MetricsFold:
         }
         core.books.index.on_evict.append(self._evict)
 
+    def follow(self, core: Core) -> None:
+        """Count on with another core, which has taken no event."""
+        self.core = core
+        core.books.index.on_evict.append(self._evict)
+
     def stepped(self, event: events.Event, given: list[commands.Command], error: str = "") -> None:
         """Count the step that the core has just made."""
         kind = type(event)
@@ -118,7 +123,12 @@ class MetricsFold:
 
     def _chunk(self, event: events.ChunkLanded) -> None:
         self.pages["delivered"] += event.count
-        self._landed[event.request_id] += event.count
+        request = self.core.request(event.request_id) if event.request_id in self._since else None
+        if request is not None and request.generation == event.generation:
+            self._landed[event.request_id] += event.count
+        else:
+            # Of a room that was left, or of a request that is over.
+            self.pages["wasted"] += event.count
 
     def _promise(self, command: commands.SendPromise) -> None:
         request = self.core.request(command.request_id)

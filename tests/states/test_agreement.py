@@ -483,9 +483,9 @@ def test_a_rank_that_broke_still_votes_and_all_stop() -> None:
 
 def test_ranks_leave_together() -> None:
     ranks = Ranks(2)
-    ranks.agreements[0].is_leaving = True
+    ranks.agreements[0].leave()
     assert not ranks.turn().all_leave
-    ranks.agreements[1].is_leaving = True
+    ranks.agreements[1].leave()
     assert ranks.turn().all_leave
 
 

@@ -1,0 +1,54 @@
+"""Which rank of a decode instance an engine is, and how it finds the others: `DecodeEngine(..., ranks=RankGroup(...))`.
+
+With tensor parallelism each rank has an engine over its slice of the KV. Callers make the same calls on every rank, at
+their own pace: restore, finish and retract of the same request ids with the same tokens. The order is that of rank 0.
+What one rank cannot do, no rank does; where one fails, all fall back alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.votes import RANKS_MAX
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """One rank's place among the ranks of an instance. Raises InvalidConfig for what cannot be.
+
+    Votes and the rank channel are not encrypted: the address belongs to a network that only the ranks can reach.
+    """
+
+    rank: int
+    ranks: int
+    address: str
+    """host:port at which rank 0 listens; the others dial it. The port is not 0: all ranks know it beforehand."""
+    secret: str = ""
+    """Must be the same on all ranks; whoever does not know it is not let in."""
+    silence_s: float = 5.0
+    """A rank that is silent for so long is lost."""
+    vote_timeout_s: float = 10.0
+    """A vote that takes longer has failed; who did not take part is lost."""
+    hold_s: float = 10.0
+    """A call waits for the callers of all ranks so long; then it is refused on all."""
+    form_timeout_s: float = 60.0
+    """Entering the engine waits for the other ranks so long."""
+    group: ProcessGroup | None = None
+    """A gloo group of the same ranks to vote in. None: one is made, and made again after a loss; the embedder's group
+    cannot be, so that after a loss the instance serves no more.
+    """
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= RANKS_MAX or not 0 <= self.rank < self.ranks:
+            raise InvalidConfig(f"rank {self.rank} of {self.ranks}: there are 1 to {RANKS_MAX} ranks, counted from 0")
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise InvalidConfig(f"address must be host:port with a port that all ranks know, not {self.address!r}")
+        for name in ("silence_s", "vote_timeout_s", "hold_s", "form_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")

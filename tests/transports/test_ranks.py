@@ -1,0 +1,206 @@
+"""The rank channel and its votes: several ranks in one process, each with a thread and a gloo group of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+from tidekv.states.agreement import Opening
+from tidekv.states.errors import InvalidConfig, TransferFailed
+from tidekv.transports.ranks import RankChannel
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Owner:
+    """Writes down what its channel tells."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+
+    def group_formed(self, epoch: int) -> None:
+        self.heard.put_nowait(("formed", epoch))
+
+    def turn_opened(self, opening: Opening) -> None:
+        self.heard.put_nowait(("turn", opening))
+
+    def turn_wished(self) -> None:
+        self.heard.put_nowait(("wish",))
+
+    def rank_refused(self, cause: str) -> None:
+        self.heard.put_nowait(("refused", cause))
+
+    def rank_lost(self, rank: int, cause: str) -> None:
+        self.heard.put_nowait(("lost", rank, cause))
+
+    async def expect(self, kind: str) -> tuple[object, ...]:
+        async with asyncio.timeout(20):
+            while (heard := await self.heard.get())[0] != kind:
+                pass
+        return heard
+
+
+class Member:
+    """One rank's channel with its owner."""
+
+    def __init__(self, rank: int, ranks: int, address: str, **fields: object) -> None:
+        self.owner = Owner()
+        self.channel = RankChannel(
+            self.owner,
+            rank=rank,
+            ranks=ranks,
+            address=address,
+            **{"secret": "s", "settings": b"equal", "silence_s": 1.0, "vote_timeout_s": 5.0, **fields},
+        )
+
+    async def begin(self) -> None:
+        await self.channel.start()
+        self.channel.settled()
+
+
+@asynccontextmanager
+async def group(
+    ranks: int, change: Callable[[int], dict[str, object]] = lambda rank: {}
+) -> AsyncIterator[list[Member]]:
+    address = free_address()
+    members = [Member(rank, ranks, address, **change(rank)) for rank in range(ranks)]
+    try:
+        for member in members:
+            await member.begin()
+        yield members
+    finally:
+        for member in members:
+            member.channel.leave()
+        for member in members:
+            await member.channel.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+async def test_ranks_form_a_group_and_vote(ranks: int) -> None:
+    async with group(ranks) as members:
+        for member in members:
+            assert await member.owner.expect("formed") == ("formed", 1)
+        members[0].channel.open_turn(Opening(1, 1, 0.0, 256))
+        for member in members[1:]:
+            _, opening = await member.owner.expect("turn")
+            assert isinstance(opening, Opening)
+        words = [array("q", [rank, -rank, 5]) for rank in range(ranks)]
+        voted = await asyncio.gather(
+            *(member.channel.vote(1, word) for member, word in zip(members, words, strict=True))
+        )
+        assert [list(vote) for vote in voted] == [[0, 1 - ranks, 5]] * ranks
+        assert [member.channel.votes for member in members] == [1] * ranks
+
+
+async def test_a_follower_that_has_news_asks_the_leader_for_a_turn() -> None:
+    async with group(2) as members:
+        for member in members:
+            await member.owner.expect("formed")
+        members[1].channel.wish()
+        await members[0].owner.expect("wish")
+
+
+async def test_a_rank_that_ends_is_named_to_all_and_a_new_epoch_is_formed_when_it_is_back() -> None:
+    async with group(3) as members:
+        for member in members:
+            await member.owner.expect("formed")
+        members[1].channel.leave()
+        await members[1].channel.close()
+        for at in (0, 2):
+            _, rank, _ = await members[at].owner.expect("lost")
+            assert rank == 1
+            members[at].channel.settled()
+        host, port = members[0].channel._host, members[0].channel._port
+        members[1] = Member(1, 3, f"{host}:{port}")
+        await members[1].begin()
+        for member in members:
+            assert await member.owner.expect("formed") == ("formed", 2)
+        votes = [member.channel.vote(1, array("q", [at])) for at, member in enumerate(members)]
+        assert [list(vote) for vote in await asyncio.gather(*votes)] == [[0]] * 3
+
+
+async def test_a_leader_that_ends_is_named_and_its_successor_counts_on() -> None:
+    async with group(2) as members:
+        for member in members:
+            await member.owner.expect("formed")
+        address = f"{members[0].channel._host}:{members[0].channel._port}"
+        members[0].channel.leave()
+        await members[0].channel.close()
+        _, rank, _ = await members[1].owner.expect("lost")
+        assert rank == 0
+        members[1].channel.settled()
+        members[0] = Member(0, 2, address)
+        await members[0].begin()
+        for member in members:
+            assert await member.owner.expect("formed") == ("formed", 2)
+
+
+async def test_a_rank_that_does_not_vote_in_time_is_named() -> None:
+    async with group(3, lambda rank: {"vote_timeout_s": 1.0}) as members:
+        for member in members:
+            await member.owner.expect("formed")
+        # Rank 2 lives, but never enters the vote of turn 1.
+        votes = [members[at].channel.vote(1, array("q", [at])) for at in (0, 1)]
+        for at, vote in enumerate(votes):
+            with pytest.raises(TransferFailed):
+                await vote
+            members[at].channel.vote_failed(1, "timed out")
+        for member in members:
+            _, rank, cause = await member.owner.expect("lost")
+            assert rank == 2
+            assert "did not vote in time" in str(cause)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"secret": "another"}, "secrets differ"),
+        ({"settings": b"other"}, "configured differently"),
+        ({"ranks": 3}, "the leader has 2 ranks"),
+    ],
+)
+async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(change: dict[str, object], words: str) -> None:
+    address = free_address()
+    leader = Member(0, 2, address)
+    fields = {"rank": 1, "ranks": 2, "address": address, **change}
+    stranger = Member(**fields)  # type: ignore[arg-type]  # Fields of both.
+    try:
+        await leader.begin()
+        await stranger.begin()
+        _, cause = await stranger.owner.expect("refused")
+        assert words in str(cause)
+        assert not leader.channel.is_formed
+    finally:
+        await stranger.channel.close()
+        await leader.channel.close()
+
+
+async def test_a_group_of_the_embedder_is_voted_in_and_must_be_gloo_of_these_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        world = distributed.group.WORLD
+        assert world is not None
+        member = Member(0, 1, free_address(), group=world)
+        await member.begin()
+        assert await member.owner.expect("formed") == ("formed", 1)
+        assert list(await member.channel.vote(1, array("q", [4]))) == [4]
+        await member.channel.close()
+        with pytest.raises(InvalidConfig, match="rank 1 of 2 was configured"):
+            Member(1, 2, free_address(), group=world)
+        monkeypatch.setattr(distributed, "get_backend", lambda group: "nccl")
+        with pytest.raises(InvalidConfig, match="gloo group, not in one of 'nccl'"):
+            Member(0, 1, free_address(), group=world)
+    finally:
+        distributed.destroy_process_group()
