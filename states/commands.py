@@ -10,8 +10,8 @@ import msgspec
 from tidekv.states.shapes import PageIds
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A wish."""
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """A wish. Encoded as its name and the values of its fields, in order."""
 
 
 class Operation(Command, frozen=True, kw_only=True):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
+from tidekv.engine.commands.torn import TornOk, refuse_without_events, tell_torn
 from tidekv.states.errors import InvalidRequest
 
 
@@ -19,14 +19,19 @@ def explain(
     journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
     request: Annotated[str | None, typer.Option(help="The request's id; without it, the slowest requests.")] = None,
     slowest: Annotated[int, typer.Option(help="How many, without --request.")] = 3,
+    torn_ok: TornOk = False,
 ) -> None:
-    """Say what was matched where, promised, delivered, wasted, cut and why, and what would have made it faster."""
+    """Say what was matched where, promised, delivered, wasted, cut and why, and what would have made it faster.
+
+    Exit code 2 where the journal is none, is damaged, or lacks its tail; what is there is explained all the same.
+    """
     from tidekv.engine.journal import Replayer
     from tidekv.engine.seeing.explain import explain as words_for
     from tidekv.engine.seeing.stories import read_stories
 
     replayer = Replayer(journal)
     stories = read_stories(replayer)
+    refuse_without_events(replayer)
     if request is not None:
         chosen = stories.named(request)
         if not chosen:
@@ -36,5 +41,4 @@ def explain(
         ended.sort(key=lambda story: story.arrived_at_s - (story.ended_at_s or 0.0))
         chosen = ended[: max(slowest, 0)]
     print("\n\n".join(words_for(story, now_s=stories.last_at_s) for story in chosen))
-    if replayer.torn is not None:
-        print(f"tidekv: {replayer.torn}", file=sys.stderr)
+    tell_torn(replayer, torn_ok=torn_ok)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tidekv.engine.commands.torn import TornOk, refuse_without_events, tell_torn
+
 if TYPE_CHECKING:
     from tidekv.engine.journal import Replayer
 
 DIVERGED = 1
-TORN = 2
 
 
 def register(app: typer.Typer) -> None:
@@ -26,9 +27,7 @@ def replay(
         str | None, typer.Option(help="Write a short journal of the first error or difference to this file.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Try a journal of other event types, too.")] = False,
-    torn_ok: Annotated[
-        bool, typer.Option("--torn-ok", help="A missing tail, as kill -9 leaves it, is no reason for exit code 2.")
-    ] = False,
+    torn_ok: TornOk = False,
 ) -> None:
     """Step a fresh core through a journal and compare every state, plan, lock, page and command.
 
@@ -49,11 +48,11 @@ def replay(
     except ReplayDiverged as diverged:
         print(f"tidekv: {diverged}", file=sys.stderr)
         raise typer.Exit(DIVERGED) from None
+    refuse_without_events(replayer)
     if replayed.torn is not None:
         print(f"identical as far as the journal goes: {replayed.events} events")
-        print(f"tidekv: {replayed.torn}", file=sys.stderr)
-        raise typer.Exit(0 if torn_ok else TORN)
-    if replayed.complete:
+        tell_torn(replayer, torn_ok=torn_ok)
+    elif replayed.complete:
         print(f"identical: {replayed.events} events, final index, pools and counters")
     else:
         print(f"identical: {replayed.events} events, stopped there")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tidekv.engine.commands.torn import TornOk, refuse_without_events, tell_torn
 from tidekv.states.errors import InvalidRequest
 
 NAME_COLUMNS = 60
@@ -24,8 +24,12 @@ def timeline(
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write trace-event JSON for ui.perfetto.dev.")] = None,
     limit: Annotated[int, typer.Option(help="In the terminal, the last so many requests; 0: all.")] = 40,
+    torn_ok: TornOk = False,
 ) -> None:
-    """Show what requests waited for, and what ran for them meanwhile."""
+    """Show what requests waited for, and what ran for them meanwhile.
+
+    Exit code 2 where the journal is none, is damaged, or lacks its tail; what is there is shown all the same.
+    """
     from rich.console import Console
 
     from tidekv.engine.journal import Replayer
@@ -36,6 +40,7 @@ def timeline(
 
     replayer = Replayer(journal)
     told = read_stories(replayer)
+    refuse_without_events(replayer)
     stories = told.all if request is None else told.named(request)
     if request is not None and not stories:
         raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(told.all)} requests")
@@ -55,8 +60,7 @@ def timeline(
         else:
             for story in stories:
                 console.print(one_request(story, now_s=told.last_at_s, width=width))
-    if replayer.torn is not None:
-        print(f"tidekv: {replayer.torn}", file=sys.stderr)
+    tell_torn(replayer, torn_ok=torn_ok)
 
 
 def _write(path: Path, content: bytes) -> None:

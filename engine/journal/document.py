@@ -8,63 +8,79 @@ import sys
 from types import ModuleType
 
 from tidekv.engine.journal import lines
+from tidekv.engine.journal.journal import CLOSE_S, COALESCE_S
+from tidekv.engine.journal.pages import DIGEST_BYTES
 from tidekv.engine.journal.schema import event_types, field_types
 from tidekv.states import events, witness
-from tidekv.states.witness import COMMANDS, POOL_NUMBERS, short_fields
+from tidekv.states.witness import BOOK_NUMBERS, COMMANDS, short_fields
 
 INTRODUCTION = """# The journal
 
 <!-- Generated: python -m tidekv.engine.journal.document > docs/journal.md -->
 
 A journal holds one run of one engine: every event that its core took, and in short what followed from each. It is text,
-one JSON object a line. This is version {version} of the format; `tidekv replay` refuses another one, and
-a journal of other event types, by name.
+one JSON object a line. This is version {version} of the format; a journal of another version, or of other event types,
+is refused by name: the tidekv that wrote it reads it.
 
 **Checksums.** Every line ends in `"crc"`: eight hexadecimal digits, the CRC-32 of the line without `,"crc":"…"`, begun
 with the CRC of the line before (0 for the first). A changed bit, a line that is missing, or two that changed places are
 found at that line.
 
-**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64, made with a key that is drawn for the run and
-thrown away with it (BLAKE2b). They tell which pages are equal, and nothing else. With `journal_tokens` they are the
-tokens themselves, packed as little-endian u32. Texts of errors are written as they are.
+**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64. They tell which pages are equal, and nothing
+else. Each is a SipHash of the page's tokens under the secret that Python draws for itself when a process starts, and
+that is written nowhere. Where Python hashes in another way, or `PYTHONHASHSEED` gives the secret, it is BLAKE2b under a
+secret of the run. With `journal_tokens` keys are the tokens themselves, packed as little-endian u32.
+Texts of errors are written as they are.
 
 **Files.** With `journal_segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal_segments_max` the
-oldest are deleted, and what is left cannot be replayed, since a replay needs the run from its start. What an earlier
-run left under the same name is moved aside, to `NAME.previous`.
+oldest are deleted, and what is left cannot be replayed, since a replay needs the run from its start: it is refused with
+the number of the first segment that is there. What an earlier run left under the same name is moved aside, to
+`NAME.previous`.
 
 **The end.** A run that was closed has an `end` line. After kill -9 there is none, and maybe half a line: all before it
-is good, and at most the last hundredth of a second is missing.
+is good, and at most the last {coalesce_s:g} s are missing. Nobody can tell that from a journal that was cut afterwards.
+So `tidekv replay`, `explain` and `timeline` take all that is there, say on one line of standard error where it ends,
+and exit with code 2; with `--torn-ok` they exit with code 0, unless not even one event is left.
 
-**Replay.** The same events give the same answers, to the last page. So only events are inputs; `gave`, `state` and
-`digest` are there to compare with, and to read.
+**A slow disk.** Writing never holds up the service. What cannot be written in time is dropped, and a `gap` line says
+how many events; a disk that is full ends the journal. Both, and what closing the engine could not write any more
+within {close_s:g} s, is told to the log (`tidekv.journal`).
+
+**Replay.** The same events give the same answers, to the last page. So only events are inputs; `gave` and `state` are
+there to compare with, and to read. Every `gave` is compared word by word, and the final numbers with those of the `end`
+line.
 """
 
 
 def journal_document() -> str:
     """The whole page, as Markdown."""
-    from tidekv.engine.journal.pages import DIGEST_BYTES
-
-    parts = [INTRODUCTION.format(version=lines.JOURNAL_VERSION, digest_bytes=DIGEST_BYTES), "## Lines\n"]
+    words = INTRODUCTION.format(
+        version=lines.JOURNAL_VERSION, digest_bytes=DIGEST_BYTES, coalesce_s=COALESCE_S, close_s=CLOSE_S
+    )
+    parts = [words, "## Lines\n"]
     parts += [
         _section(line, f'`"event": "{line.__struct_config__.tag}"`', lines, skip=())
         for line in (lines.RunLine, lines.SegmentLine, lines.StepsLine, lines.GapLine, lines.EndLine)
     ]
     parts.append(_section(lines.StepRecord, "One of `steps`", lines, skip=()))
     parts.append(_section(witness.Answer, "`gave`", witness, skip=()))
-    parts.append(f"The numbers of `pools` are: {', '.join(f'`{name}`' for name in POOL_NUMBERS)}.\n")
+    parts.append(
+        f"The numbers of `books` are: {', '.join(f'`{name}`' for name in BOOK_NUMBERS)}. `tick` counts uses of the "
+        "index, `next` is the free page that is taken next (-1: none is free), pages are counted by condition, "
+        "`protected` ones are cached and may not go, `receipts` are live locks or pins.\n"
+    )
     parts.append(
         "## Events\n\nFields that have their default are left out. All have `type`, the heading, and `at_s`.\n"
     )
     parts += [_section(kind, f"`{kind.__name__}`", events, skip=("at_s",)) for kind in event_types()]
     parts.append(
-        "## Commands in short\n\nName first, then these fields; of pages their count and the CRC-32 of their ids "
-        "(little-endian i32).\n"
+        "## Commands in short\n\nName first, then these fields, in this order; of pages a pair: their count, and the "
+        "CRC-32 of their ids (little-endian i32). `detail` is empty: it holds words for people.\n"
     )
     for kind in COMMANDS:
-        plain, pages = short_fields(kind)
-        words = [f"`{name}`" for name in plain]
-        words += [f"`{name}`: count, checksum" for name in pages]
-        parts.append(f"- `{kind.__name__}`: {', '.join(words)}")
+        pages = short_fields(kind)[1]
+        fields = [f"`{name}` (pages)" if name in pages else f"`{name}`" for name in kind.__struct_fields__]
+        parts.append(f"- `{kind.__name__}`: {', '.join(fields)}")
     return "\n".join(parts) + "\n"
 
 

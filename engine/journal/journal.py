@@ -1,22 +1,24 @@
-"""The journal of a running engine: a recorder, and a thread that writes what it has noted.
+"""The journal of a running engine: a recorder, and a thread that writes what it has recorded.
 
-Writing never blocks the loop. The thread wakes a few milliseconds after something was noted and writes all that has
-come since, so that a busy engine pays for one wake-up and one line of many events; kill -9 loses those milliseconds at
-most. Behind a disk that is too slow events are dropped, never the service: a `gap` line says how many.
+Writing never blocks the loop. Steps are encoded on the loop, a slice of some at a time: a thread would hold the
+interpreter for just as long, and longer at a stretch, and would find nothing of them in its cache. What takes long is
+left to the thread: prompts of many new pages, and the disk. It wakes a moment after something was noted, encodes what
+is left of a slice, and writes all lines at once; kill -9 loses that moment at most. Behind a disk that is too slow
+events are dropped, never the service: a `gap` line says how many. What is not in the journal at its end is told to the
+log.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import structlog
-
-from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, Recorder
+from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, EncodedSteps, Recorder
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
 
 if TYPE_CHECKING:
@@ -27,9 +29,23 @@ if TYPE_CHECKING:
     from tidekv.states.events import Event
     from tidekv.states.witness import Noted
 
+LOG = logging.getLogger("tidekv.journal")
+
+SLICE_STEPS = 32
+"""So many steps are encoded at once: some tenths of a millisecond's work."""
+SLICE_PAGES_MAX = 512
+"""So many pages are hashed for a slice; with more that are new, the thread encodes."""
 STEPS_WAITING_MAX = 1 << 17
-"""Steps that may wait for the writer; those that come then are dropped."""
-COALESCE_S = 0.01
+"""Steps that may wait to be encoded."""
+BYTES_WAITING_MAX = 64 << 20
+"""Bytes that may wait for the disk, and bytes of page keys that may wait to be encoded. What comes then is dropped."""
+COALESCE_S = 0.1
+"""What is noted waits so long for more, unless there is much."""
+HURRY_BYTES = 1 << 20
+BREATH_S = 0.001
+"""Between two long pieces of work the thread leaves the interpreter to the loop for so long."""
+CLOSE_S = 10.0
+"""How long closing waits for the disk."""
 
 
 class Journal:
@@ -59,23 +75,37 @@ class Journal:
             layout=layout,
             instance=instance,
             started_unix_s=time.time(),
+            breathe=lambda: time.sleep(BREATH_S),
         )
         self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
-        self.events_dropped = 0
         self._note = self._recorder.note
         self._waiting: deque[Noted | int] = deque()
-        """Steps, and counts of steps that were dropped."""
+        """Steps that are not encoded yet, and counts of steps that were dropped."""
+        self._encoded: deque[EncodedSteps | int] = deque()
+        """What is to be written."""
+        self._encoding = threading.Lock()
+        """Whoever has it may take from `_waiting` and add to `_encoded`."""
+        self._is_for_thread = False
+        """Whether the next step has more pages than can be hashed on the loop."""
+        self._is_full = False
         self._missing = 0
+        # Each of these only grows, and is changed by one thread alone, or by who has the lock.
+        self._events_noted = self._events_written = 0
+        self._keys_noted_bytes = self._keys_encoded_bytes = 0
+        self._encoded_bytes = self._taken_bytes = 0
         self._is_awake = False
         self._files = SegmentFiles(
             self.path,
             segment_bytes=segment_bytes,
             segments_max=segments_max,
             run_line=self._recorder.run_line(),
-            begin=lambda number: self._recorder.segment_line(number),
+            begin=self._recorder.segment_line,
         )
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
+        self._has_ended = False
+        self._is_given_up = False
         self._wake = threading.Event()
+        self._hurry = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="tidekv-journal", daemon=True)
         self._thread.start()
@@ -84,83 +114,175 @@ class Journal:
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """Take the step that the core has just made. Never blocks."""
-        waiting = self._waiting
+        self._events_noted += 1
+        if self._failure is not None:
+            return
         noted = self._note(event, given, error)
-        if len(waiting) >= STEPS_WAITING_MAX or self._missing:
-            self._drop_or_go_on(len(waiting))
-        if not self._missing:
-            waiting.append(noted)
+        if self._is_full and not self._has_caught_up():
+            self._missing += 1
+            return
+        if type(event) in WITH_KEYS:
+            self._keys_noted_bytes += len(event.keys)  # type: ignore[attr-defined]  # All kinds of that set have them.
+        self._waiting.append(noted)
+        if len(self._waiting) >= SLICE_STEPS:
+            self._encode_slice()
         if not self._is_awake:
             self._is_awake = True
             self._wake.set()
 
-    def _drop_or_go_on(self, waiting: int) -> None:
-        """The writer is far behind: drop what comes until it has caught up by half, and leave a count in its place."""
-        if waiting > STEPS_WAITING_MAX // 2:
-            self._missing += 1
-            return
+    def _encode_slice(self) -> None:
+        if not self._is_for_thread and self._encoding.acquire(blocking=False):
+            try:
+                self._encode_line(SLICE_PAGES_MAX)
+            except Exception as error:
+                self._end_early(error)
+            finally:
+                self._encoding.release()
+        if self._is_for_thread or self._encoded_bytes - self._taken_bytes > HURRY_BYTES:
+            self._hurry.set()
+        self._is_full = self._waits_more_than(1)
+
+    def _waits_more_than(self, share: float) -> bool:
+        """Whether more waits than that share of what may."""
+        keys_bytes = self._keys_noted_bytes - self._keys_encoded_bytes
+        encoded_bytes = self._encoded_bytes - self._taken_bytes
+        most = max(keys_bytes / BYTES_WAITING_MAX, encoded_bytes / BYTES_WAITING_MAX)
+        return max(most, len(self._waiting) / STEPS_WAITING_MAX) > share
+
+    def _has_caught_up(self) -> bool:
+        """Whether steps may wait again, after there was too much: the count of those that were dropped goes first."""
+        if self._waits_more_than(0.5):
+            return False
         self._waiting.append(self._missing)
-        self._missing = 0
+        self._is_full, self._missing = False, 0
+        return True
 
-    def close(self) -> None:
-        """Write what is waiting and the end record, and close the file. The core is not stepped any more."""
+    @property
+    def events_dropped(self) -> int:
+        """Events that are not in the journal: it could not be written, or not fast enough. Right once it is closed;
+        before that, those that are still to be written are counted as well.
+        """
+        return self._events_noted - self._events_written
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Write what is waiting and the end record, and close the file, within `timeout_s`. The core is not stepped any
+        more. What is missing in the journal then is told to the log.
+        """
         self._closing.set()
+        self._hurry.set()
         self._wake.set()
-        self._thread.join()
-        if self._failure is not None:
-            # The disk has refused already; what is left to be written of the buffer is lost either way.
-            with contextlib.suppress(OSError):
-                self._files.close()
-            structlog.get_logger("tidekv.journal").warning("the journal is incomplete", cause=str(self._failure))
+        self._thread.join(timeout_s)
+        self._is_given_up = self._thread.is_alive()
+        if self._is_given_up:
+            cause = f"the disk has not taken them within {timeout_s:g} s"
+        else:
+            cause = "the disk was too slow" if self._failure is None else str(self._failure)
+        if self.events_dropped or not self._has_ended:
+            LOG.warning(
+                "journal %s is incomplete: %d of %d events are not in it%s: %s",
+                self.path,
+                self.events_dropped,
+                self._events_noted,
+                "" if self._has_ended else ", nor is its end record",
+                cause,
+            )
 
-    # --- On the writer's thread ---
+    # --- Under the lock ---
+
+    def _encode_line(self, pages_max: int) -> int:
+        """Encode what makes one line, with at most so many pages to be hashed; returns how many entries that took."""
+        waiting = self._waiting
+        steps: list[Noted] = []
+        while waiting and len(steps) < STEPS_PER_LINE_MAX:
+            entry = waiting.popleft()
+            if isinstance(entry, int):
+                # Of steps that were dropped: it ends the line.
+                waiting.appendleft(entry)
+                break
+            steps.append(entry)
+        if steps:
+            keys = [_keys_bytes_of(step) for step in steps]
+            encoded = self._recorder.encode(steps, pages_max=pages_max)
+            if encoded.steps < len(steps):
+                waiting.extendleft(reversed(steps[encoded.steps :]))
+                self._is_for_thread = True
+            if encoded.steps:
+                self._keys_encoded_bytes += sum(keys[: encoded.steps])
+                self._encoded_bytes += len(encoded.json)
+                self._encoded.append(encoded)
+            return encoded.steps
+        if waiting:
+            self._encoded.append(waiting.popleft())  # type: ignore[arg-type]  # The count that was put back.
+            return 1
+        return 0
+
+    # --- On the journal's thread ---
 
     def _write_all(self) -> None:
         while not self._closing.is_set():
             self._wake.wait()
-            self._closing.wait(COALESCE_S)
+            self._hurry.wait(COALESCE_S)
             self._wake.clear()
+            self._hurry.clear()
             # Before looking: what is noted from now on sets the event again.
             self._is_awake = False
             self._guard(self._write_waiting)
         self._guard(self._write_waiting)
         self._guard(self._write_end)
+        try:
+            self._files.close()
+        except OSError as error:
+            # Some disks say only now that they have not taken what they took.
+            self._failure, self._has_ended = self._failure or error, False
 
     def _guard(self, write: Callable[[], None]) -> None:
-        """A disk that is full or gone ends the journal, never the service."""
-        if self._failure is None:
+        if self._failure is None and not self._is_given_up:
             try:
                 write()
-            except OSError as error:
-                self._failure = error
-        if self._failure is not None:
-            self.events_dropped += len(self._waiting)
-            self._waiting.clear()
+            except Exception as error:
+                self._end_early(error)
+
+    def _end_early(self, error: Exception) -> None:
+        """A disk that is full or gone ends the journal, never the service; and so does a mistake of ours."""
+        self._failure = error
+        self._waiting.clear()
+        self._encoded.clear()
+        words = None if isinstance(error, OSError) else error
+        LOG.warning("journal %s ends here, the engine goes on: %s", self.path, error, exc_info=words)
 
     def _write_waiting(self) -> None:
-        files, recorder, waiting = self._files, self._recorder, self._waiting
-        while waiting:
-            files.rotate_if_full()
-            steps: list[Noted] = []
-            missing = 0
-            while waiting and not missing and len(steps) < STEPS_PER_LINE_MAX:
-                entry = waiting.popleft()
-                if isinstance(entry, int):
-                    missing = entry
-                else:
-                    steps.append(entry)
-            if steps:
-                files.write(recorder.steps_line(steps))
-            if missing:
-                self._write_gap(missing)
-        files.flush()
-
-    def _write_gap(self, missing: int) -> None:
-        self.events_dropped += missing
-        self._files.write(self._recorder.gap_line(missing))
+        # Not more than there is now: what comes meanwhile makes longer lines later.
+        left = len(self._waiting)
+        while left > 0 and not self._is_given_up:
+            with self._encoding:
+                self._is_for_thread = False
+                taken = self._encode_line(sys.maxsize)
+            left = left - taken if taken else 0
+            if left > 0 and not self._closing.is_set():
+                time.sleep(BREATH_S)
+        encoded = self._encoded
+        while encoded and not self._is_given_up:
+            self._files.rotate_if_full()
+            entry = encoded.popleft()
+            if isinstance(entry, int):
+                self._files.write(self._recorder.gap_line(entry))
+                continue
+            parts, count = [entry], entry.steps
+            while encoded and isinstance(part := encoded[0], EncodedSteps) and count + part.steps <= STEPS_PER_LINE_MAX:
+                encoded.popleft()
+                parts.append(part)
+                count += part.steps
+            self._files.write(self._recorder.steps_line(parts))
+            self._events_written += count
+            self._taken_bytes += sum([len(part.json) for part in parts])
 
     def _write_end(self) -> None:
         if self._missing:
-            self._write_gap(self._missing)
+            self._files.write(self._recorder.gap_line(self._missing))
         self._files.write(self._recorder.end_line())
-        self._files.close()
+        self._has_ended = True
+
+
+def _keys_bytes_of(step: Noted) -> int:
+    """How many bytes of page keys a step holds."""
+    return len(step.took.keys) if type(step.took) in WITH_KEYS else 0  # type: ignore[attr-defined]  # All of these do.

@@ -12,11 +12,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from tidekv.states.events import AnyEvent, Event
+from tidekv.states.events import AnyEvent
 from tidekv.states.settings import CoreSettings
-from tidekv.states.witness import Answer
 
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 """The version of this format. A journal of another one is refused."""
 
 SUFFIX_BYTES = len(b',"crc":"00000000"}')
@@ -40,7 +39,7 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     packages: dict[str, str]
     """Versions of Python and of what the run used."""
     page_keys: str
-    """"digests": keys are keyed digests of the pages' tokens, the key is thrown away; "tokens": packed tokens."""
+    """"digests": keys are keyed digests of the pages' tokens, the keys are never written; "tokens": packed tokens."""
     core: CoreSettings
     """The settings of the core; pool sizes are in here. `key_bytes` is that of the keys in this journal."""
     config: dict[str, object]
@@ -62,30 +61,17 @@ class SegmentLine(Line, frozen=True, kw_only=True, tag="segment"):
     previous_crc: str
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One event that the core took, and what followed from it."""
 
     seq: int
     """Counted from 0, without gaps."""
     took: AnyEvent
     """The event. Of `keys`, the first `same_pages` pages are left out: they are those of the request's arrival."""
-    same_pages: int = 0
-    state: str = ""
-    """Where the event's request is now; left out for events of no request, and where the request is over."""
     gave: msgspec.Raw
     """What followed: an `Answer` of tidekv.states.witness."""
-    digest: int | None = None
-    """Rolls over the books of every step so far, recency and free lists included; left out where they are as before."""
-
-
-class StepWritten(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A StepRecord on its way to the file: the same names, and what encodes to the same."""
-
-    seq: int
-    took: Event
-    gave: Answer
-    digest: int | None = None
     state: str = ""
+    """Where the event's request is now; left out for events of no request, and where the request is over."""
     same_pages: int = 0
 
 

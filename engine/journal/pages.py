@@ -1,48 +1,74 @@
 """Page keys for a journal: keyed digests instead of tokens, so that it tells nobody what users wrote.
 
-Each page's digest is over its tokens alone: the index asks pages for equality and for nothing else. It is keyed twice,
-by the secret that Python's own hash (SipHash) draws for each process, and by bytes that are drawn for each run and go
-in front; neither is ever written. Without them, nobody can find out by guessing which prompts were served. A proper
-keyed hash from hashlib costs five times as much, most of it in the call; it is used where Python's hash is no SipHash.
+Each page's digest is over its tokens alone: the index asks pages for equality and for nothing else. It is keyed by the
+secret that Python draws for its own hash (SipHash) when a process starts, and that nobody writes anywhere. Without it,
+nobody can find out by guessing which prompts were served. Where that hash is no SipHash, or its secret was given from
+outside, a keyed hash of hashlib is used under a secret of the run: it costs several times as much.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import struct
 import sys
 from array import array
+from collections.abc import Callable
 
 DIGEST_BYTES = 8
-IS_SIPHASH = sys.hash_info.algorithm.startswith("siphash") and sys.hash_info.width == 8 * DIGEST_BYTES
+IS_SECRET = (
+    sys.hash_info.algorithm.startswith("siphash")
+    and sys.hash_info.width == 8 * DIGEST_BYTES
+    and os.environ.get("PYTHONHASHSEED", "random") in ("", "random")
+    and not sys.flags.ignore_environment
+)
+"""Whether Python's hash of bytes is keyed by a secret."""
 CONVERSATIONS_MAX = 16
 """So many prompts that begin with the same page are remembered: a conversation grows, and is hashed once."""
 REMEMBERED_BYTES_MAX = 32 << 20
+BLOCK_PAGES = 1024
+"""Half a millisecond's work."""
 
 
 class PageDigests:
     """Digests of pages whose keys are `key_bytes` wide."""
 
-    def __init__(self, key_bytes: int) -> None:
+    def __init__(self, key_bytes: int, breathe: Callable[[], None] | None = None) -> None:
+        """`breathe` is called between every BLOCK_PAGES pages of one prompt that have to be hashed."""
         self._width = key_bytes
+        self._breathe = breathe
         self._key = secrets.token_bytes(16)
+        self._split = struct.Struct(f"{key_bytes}s").iter_unpack
         self._remembered: dict[bytes, list[tuple[bytes, bytes]]] = {}
         """By first page: keys and digests of prompts, the last used one last."""
         self._remembered_bytes = 0
+        self.hashed = 0
+        """Pages that were hashed so far."""
 
-    def of(self, keys: bytes, known: bytes = b"") -> bytes:
-        """One digest of DIGEST_BYTES for each page's key. `known` are those of the first pages."""
+    def of(self, keys: bytes, known: bytes = b"", *, pages_max: int = sys.maxsize) -> bytes | None:
+        """One digest of DIGEST_BYTES for each page's key. `known` are those of the first pages.
+
+        None, and nothing is done, where more than `pages_max` pages would have to be hashed.
+        """
         if not keys:
             return b""
-        prompts = self._remembered.setdefault(keys[: self._width], [])
-        at = 0
+        prompts = self._remembered.get(keys[: self._width], ())
+        found = -1
         if not known:
             for at in range(len(prompts) - 1, -1, -1):
                 if keys.startswith(prompts[at][0]):
-                    known = prompts[at][1]
-                    self._forget(prompts, at)
+                    known, found = prompts[at][1], at
                     break
-        digests = known + self._hash(keys[len(known) // DIGEST_BYTES * self._width :])
+        first = len(known) // DIGEST_BYTES * self._width
+        if len(keys) - first > pages_max * self._width:
+            return None
+        digests = known + self._hash(keys[first:])
+        self.hashed += (len(keys) - first) // self._width
+        if not isinstance(prompts, list):
+            prompts = self._remembered[keys[: self._width]] = []
+        if found >= 0:
+            self._forget(prompts, found)
         if len(prompts) >= CONVERSATIONS_MAX:
             self._forget(prompts, 0)
         prompts.append((keys, digests))
@@ -61,8 +87,20 @@ class PageDigests:
             self._forget(prompts, -1)
 
     def _hash(self, keys: bytes) -> bytes:
-        width, key = self._width, self._key
-        if not IS_SIPHASH:
-            pages = [key + keys[at : at + width] for at in range(0, len(keys), width)]
-            return b"".join([hashlib.blake2b(page, digest_size=DIGEST_BYTES).digest() for page in pages])
-        return array("q", [hash(key + keys[at : at + width]) for at in range(0, len(keys), width)]).tobytes()
+        block_bytes = BLOCK_PAGES * self._width
+        if len(keys) <= block_bytes:
+            return self._hash_block(keys)
+        blocks = []
+        for at in range(0, len(keys), block_bytes):
+            blocks.append(self._hash_block(keys[at : at + block_bytes]))
+            if self._breathe is not None:
+                self._breathe()
+        return b"".join(blocks)
+
+    def _hash_block(self, keys: bytes) -> bytes:
+        if not IS_SECRET:
+            width, key = self._width, self._key
+            pages = [keys[at : at + width] for at in range(0, len(keys), width)]
+            return b"".join([hashlib.blake2b(page, digest_size=DIGEST_BYTES, key=key).digest() for page in pages])
+        # Each page comes as a tuple of one: its hash is a mix of the page's, and no loop of Python's is needed.
+        return array("q", map(hash, self._split(keys))).tobytes()

@@ -78,7 +78,8 @@ class JournalReader:
         body = line if unsealed is None else unsealed[0]
         start = _start_of(body)
         # Version 1 had no checksums; of later ones, a header whose checksum is wrong was changed.
-        is_another = start.version == 1 if unsealed is None else start.version != JOURNAL_VERSION
+        has_checksum = b'"crc":"' in line
+        is_another = start.version != JOURNAL_VERSION if unsealed is not None or not has_checksum else False
         if start.event == "run" and is_another:
             raise JournalRefused(
                 f"journal {str(self.path)!r} has version {start.version}, this tidekv reads version "
@@ -89,7 +90,7 @@ class JournalReader:
                 f"{str(self.path)!r} is a later segment of a journal: name its first file, without the number"
             )
         if unsealed is None:
-            if line.startswith(RUN_BEGINS) or b'"crc":"' in line:
+            if line.startswith(RUN_BEGINS) or has_checksum:
                 cause = "the header was changed" if line.endswith(b"\n") else "the header is cut off"
                 raise self._damaged(1, cause)
             raise JournalRefused(f"{str(self.path)!r} is no tidekv journal: its first line is not a run record")

@@ -1,37 +1,41 @@
 """Turns the steps of one core into journal lines. No thread, no clock of its own, no policy: whoever calls it writes.
 
-Two halves: `note` belongs to the thread that steps the core and takes what may change after the step; `lines` may run
-elsewhere and later, and does the costly rest (digests of page keys, JSON, checksums).
+Three parts: `note` belongs to the thread that steps the core and takes what may change after the step; `encode` is most
+of the work (digests of page keys, JSON); lines add the checksums. The last two may run elsewhere and later.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import structlog
 
 from tidekv.engine.journal.final import final_state
-from tidekv.engine.journal.lines import JOURNAL_VERSION, StepWritten, seal
+from tidekv.engine.journal.lines import JOURNAL_VERSION, seal
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
-from tidekv.engine.journal.schema import code_checksum, event_types, package_versions, schema_checksum
-from tidekv.states.events import (
-    NO_DEADLINE,
-    AbortRequested,
-    Event,
-    FinishRequested,
-    RequestArrived,
-    RetractRequested,
-)
-from tidekv.states.request import State
-from tidekv.states.witness import NOTHING, Noted, Witness
+from tidekv.engine.journal.schema import code_checksum, package_versions, schema_checksum
+from tidekv.states.events import NO_DEADLINE, FinishRequested, RequestArrived, RetractRequested
+from tidekv.states.witness import Noted, Witness, encode_pages
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
 
 STEPS_PER_LINE_MAX = 128
+ARRIVED_MIN = 256
+"""Keys of so many requests are kept before those that are over are looked for."""
+
+
+class EncodedSteps(NamedTuple):
+    """Steps on their way to a line."""
+
+    steps: int
+    """How many."""
+    json: bytes
+    """A list of them."""
 
 
 class Recorder:
@@ -46,20 +50,20 @@ class Recorder:
         layout: Mapping[str, object] | None = None,
         instance: str = "",
         started_unix_s: float = 0.0,
+        breathe: Callable[[], None] | None = None,
     ) -> None:
+        """`breathe` is called now and then while long prompts are hashed, to leave the interpreter to others."""
         self.run = secrets.token_hex(8)
         self._core = core
-        self._witness = Witness(core)
-        self.note = self._witness.note
+        self.note = Witness(core).note
         """Takes the step that the core has just made; see Witness.note."""
         self.events = 0
         """Events that are in the lines so far."""
         self._crc = 0
-        self._digests = None if with_tokens else PageDigests(core.settings.key_bytes)
+        self._digests = None if with_tokens else PageDigests(core.settings.key_bytes, breathe)
         self._arrived: dict[str, tuple[bytes, bytes]] = {}
-        self._digest = 0
-        self._states: dict[str, str] = {}
-        self._encode = msgspec.json.Encoder().encode
+        self._arrived_max = ARRIVED_MIN
+        self._encode = msgspec.json.Encoder(enc_hook=encode_pages).encode
         self._line = b""
         # structlog renders and chains each line; where lines go is the caller's business.
         self._log = structlog.wrap_logger(
@@ -82,7 +86,28 @@ class Recorder:
             "started_unix_s": started_unix_s,
         }
 
-    # --- Anywhere, one thread at a time, in order ---
+    # --- One thread at a time, in the order of the steps ---
+
+    def encode(self, noted: Sequence[Noted], *, pages_max: int = sys.maxsize) -> EncodedSteps:
+        """Steps as they will be written, up to the first that would need more than `pages_max` pages to be hashed, all
+        in all. Each of them once: what was encoded has digests in place of its keys.
+        """
+        left, count = pages_max, len(noted)
+        for at, step in enumerate(noted):
+            if type(step.took) in WITH_KEYS:
+                hashed = self._hide_tokens(step, left)
+                if hashed is None:
+                    count, noted = at, noted[:at]
+                    break
+                left -= hashed
+        try:
+            return EncodedSteps(count, self._encode(noted))
+        except UnicodeEncodeError:
+            # Half a character, as names of files in the words of an error may hold it: JSON has no word for that.
+            plain = msgspec.to_builtins(noted, enc_hook=encode_pages)
+            return EncodedSteps(count, self._encode(_with_whole_characters(plain)))
+
+    # --- One thread at a time, in the order of the lines ---
 
     def run_line(self) -> bytes:
         """The first line."""
@@ -99,13 +124,10 @@ class Recorder:
             previous_crc=f"{self._crc:08x}",
         )
 
-    def steps_line(self, noted: Sequence[Noted]) -> bytes:
-        """One line of steps: at most STEPS_PER_LINE_MAX."""
-        first_seq = self.events
-        self.events += len(noted)
-        # Each is encoded at once: what lives for a line only would still be looked at by every garbage collection.
-        encode, record = self._encode, self._record
-        steps = b",".join([encode(record(seq, step)) for seq, step in enumerate(noted, first_seq)])
+    def steps_line(self, parts: Sequence[EncodedSteps]) -> bytes:
+        """One line of steps."""
+        self.events += sum([part.steps for part in parts])
+        steps = b",".join([part.json[1:-1] for part in parts])
         return self._say("steps", steps=msgspec.Raw(b"[%b]" % steps))
 
     def gap_line(self, events: int) -> bytes:
@@ -126,56 +148,57 @@ class Recorder:
         return self._line
 
     def _render(self, logger: object, method: str, fields: Mapping[str, object]) -> bytes:
-        body = self._encode({"event": fields["event"], **fields})
-        line, self._crc = seal(body, self._crc)
+        line, self._crc = seal(self._encode({"event": fields["event"], **fields}), self._crc)
         return line
 
-    def _record(self, seq: int, noted: Noted) -> StepWritten:
-        event, given, moves, _, books, error = noted
-        states = self._states
-        if not (given or moves or books or error):
-            # Most events are of this kind; all of them are of a request.
-            return StepWritten(seq, event, NOTHING, None, states.get(event.request_id, ""))  # type: ignore[attr-defined]
-        before = self._digest
-        answer = self._witness.answer(noted)
-        digest = self._digest = self._witness.digest
-        kind = type(event)
-        same_pages, state = 0, ""
-        if kind in _WITH_KEYS:
-            event, same_pages = self._without_tokens(event)
-        for request_id, moved_to in moves:
-            if moved_to is _FAILED:
-                del states[request_id]
-                self._arrived.pop(request_id, None)
-            else:
-                states[request_id] = moved_to._value_
-        if kind in _OF_REQUESTS:
-            request_id = event.request_id  # type: ignore[attr-defined]  # All kinds of that set have one.
-            if kind in _LAST and not moves and not error:
-                states.pop(request_id, None)
-            else:
-                state = states.get(request_id, "")
-        return StepWritten(seq, event, answer, None if digest == before else digest, state, same_pages)
-
-    def _without_tokens(self, event: Event) -> tuple[Event, int]:
+    def _hide_tokens(self, step: Noted, pages_max: int) -> int | None:
+        """Put digests in place of the keys; returns how many pages were hashed, None where that would be too many."""
+        event = step.took
         assert isinstance(event, RequestArrived | FinishRequested | RetractRequested)
         if isinstance(event, RequestArrived):
-            written = event.keys if self._digests is None else self._digests.of(event.keys)
+            keys = known = b""
+        else:
+            # What was finished begins with what has arrived, whose pages are known and not written again.
+            keys, known = self._arrived.get(event.request_id, (b"", b""))
+            if not event.keys.startswith(keys):
+                keys = known = b""
+        written: bytes | None = event.keys
+        hashed = 0
+        if self._digests is not None:
+            before = self._digests.hashed
+            written = self._digests.of(event.keys, known, pages_max=pages_max)
+            hashed = self._digests.hashed - before
+        if written is None:
+            return None
+        if isinstance(event, RequestArrived):
+            if len(self._arrived) > self._arrived_max:
+                self._forget_the_dead()
             self._arrived[event.request_id] = (event.keys, written)
             deadline_at_s = NO_DEADLINE if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s
-            return msgspec.structs.replace(event, keys=written, deadline_at_s=deadline_at_s), 0
-        # What was finished begins with what has arrived, whose pages are known and not written again.
-        keys, known = self._arrived.pop(event.request_id, (b"", b""))
-        if not event.keys.startswith(keys):
-            keys = known = b""
-        written = event.keys if self._digests is None else self._digests.of(event.keys, known)
-        same_pages = len(keys) // self._core.settings.key_bytes
-        return msgspec.structs.replace(event, keys=written[len(known) :]), same_pages
+            step.took = msgspec.structs.replace(event, keys=written, deadline_at_s=deadline_at_s)
+        else:
+            self._arrived.pop(event.request_id, None)
+            step.same_pages = len(keys) // self._core.settings.key_bytes
+            step.took = msgspec.structs.replace(event, keys=written[len(known) :])
+        return hashed
+
+    def _forget_the_dead(self) -> None:
+        """Drop the keys of requests that failed or were aborted. Where an event of one is still to come, it is written
+        with all its keys.
+        """
+        requests = self._core.books.requests
+        self._arrived = {name: keys for name, keys in self._arrived.items() if name in requests}
+        self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
-_OF_REQUESTS = frozenset(kind for kind in event_types() if "request_id" in kind.__struct_fields__)
-# Reading a member off its class is a slow property in Python 3.11.
-_FAILED = State.FAILED
-# What ends a READY request; before that, an abort shows as a move.
-_LAST = frozenset((FinishRequested, RetractRequested, AbortRequested))
-_WITH_KEYS = frozenset((RequestArrived, FinishRequested, RetractRequested))
+WITH_KEYS = frozenset((RequestArrived, FinishRequested, RetractRequested))
+
+
+def _with_whole_characters(value: object) -> object:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_with_whole_characters(name): _with_whole_characters(field) for name, field in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_whole_characters(entry) for entry in value]
+    return value

@@ -11,7 +11,7 @@ from typing import get_args
 
 from tidekv import states
 from tidekv.states.events import AnyEvent, Event
-from tidekv.states.witness import COMMANDS, POOL_NUMBERS, short_fields
+from tidekv.states.witness import BOOK_NUMBERS, COMMANDS, short_fields
 
 PACKAGES = ("tidekv", "transitions", "msgspec", "torch", "nixl")
 CHECKSUM_BYTES = 8
@@ -26,8 +26,8 @@ def event_types() -> tuple[type[Event], ...]:
 def schema_checksum() -> str:
     """Changes with every event type, field or short form."""
     words = [(kind.__name__, _fields(kind)) for kind in event_types()]
-    words += [(kind.__name__, repr(short_fields(kind))) for kind in COMMANDS]
-    return _checksum(repr((words, POOL_NUMBERS)).encode())
+    words += [(kind.__name__, repr((kind.__struct_fields__, short_fields(kind)[1]))) for kind in COMMANDS]
+    return _checksum(repr((words, BOOK_NUMBERS)).encode())
 
 
 @lru_cache(maxsize=1)

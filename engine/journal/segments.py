@@ -10,14 +10,12 @@ import os
 import re
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from tidekv.states.errors import InvalidConfig
 
 PREVIOUS = ".previous"
-BUFFER_BYTES = 1 << 17
-"""What is written between two flushes goes out in one call."""
 FILE_MODE = 0o600
 """Nobody else reads a journal: it may hold prompts."""
 
@@ -45,6 +43,8 @@ def place_of_run(path: str, *, instance: str, run: str) -> Path:
         if place.is_dir():
             started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             return place / f"{re.sub('[^A-Za-z0-9._-]', '_', instance) or 'tidekv'}-{started}-{run[:8]}.journal"
+        if place.exists() and not place.is_file():
+            raise InvalidConfig(f"journal {path!r} is no regular file: name a file or a directory")
         if place.exists() or segment_numbers(place):
             _move_aside(place)
     except OSError as error:
@@ -61,8 +61,9 @@ def _move_aside(first: Path) -> None:
             segment_path(first, number).rename(segment_path(aside, number))
 
 
-def _open_own(path: Path) -> BinaryIO:
-    return open(path, "wb", buffering=BUFFER_BYTES, opener=lambda name, flags: os.open(name, flags, FILE_MODE))
+def _open_own(path: Path) -> FileIO:
+    # Without a buffer: a line is long enough, and a thread that hangs in a write holds no lock that others wait for.
+    return FileIO(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
 
 
 class SegmentFiles:
@@ -79,10 +80,10 @@ class SegmentFiles:
         self._segment_bytes = segment_bytes
         self._segments_max = segments_max
         self._begin = begin
+        self._written = 0
         try:
-            self._file: BinaryIO = _open_own(first)
-            self._written = self._file.write(run_line)
-            self._file.flush()
+            self._file = _open_own(first)
+            self.write(run_line)
         except OSError as error:
             raise InvalidConfig(f"journal {str(first)!r} cannot be written: {error}") from error
 
@@ -93,19 +94,20 @@ class SegmentFiles:
         # Opened first: where that fails, the old file goes on, and the chain is not broken by a line without a place.
         fresh = _open_own(segment_path(self._first, self.number + 1))
         self._file.close()
-        self._file, self.number = fresh, self.number + 1
-        self._written = self._file.write(self._begin(self.number))
+        self._file, self.number, self._written = fresh, self.number + 1, 0
+        self.write(self._begin(self.number))
         if self._segments_max:
             segment_path(self._first, self.number - self._segments_max).unlink(missing_ok=True)
 
     def write(self, line: bytes) -> None:
-        """Append a line."""
-        self._written += self._file.write(line)
-
-    def flush(self) -> None:
-        """Hand over to the system what was written: the death of this process does not lose it any more."""
-        self._file.flush()
+        """Append a line, and hand it over to the system: the death of this process does not lose it any more."""
+        rest = memoryview(line)
+        while rest:
+            written = self._file.write(rest)
+            assert written is not None, "the file blocks: it takes something, or raises"
+            self._written += written
+            rest = rest[written:]
 
     def close(self) -> None:
-        """Flush and close."""
+        """Close the file."""
         self._file.close()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tidekv.engine.journal import Recorder
+from tidekv.engine.metrics import MetricsFold
 from tidekv.engine.simulation.faults import FAULTS, Chosen
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
@@ -19,6 +20,7 @@ from tidekv.states.core import Core
 from tidekv.states.policy import changed_policy, policy_of
 from tidekv.states.request import State
 from tidekv.states.settings import CoreSettings
+from tidekv.states.witness import Noted
 
 LINE_STEPS = 5
 # A raise that is put into a rule from outside is no event: no journal can hold it.
@@ -33,7 +35,9 @@ class Tape:
         self._core = core
         self._recorder = Recorder(core)
         self._lines = [self._recorder.run_line()]
-        self._noted: list[object] = []
+        self._noted: list[Noted] = []
+        self.fold = MetricsFold(core)
+        """What a running engine would serve to Prometheus."""
         self.steps: list[tuple[events.Event, str]] = []
         """Each event with the commands that followed, as they were: pages may change hands later."""
         self._step, core.step = core.step, self.step  # type: ignore[method-assign]  # What it tapes.
@@ -43,8 +47,10 @@ class Tape:
             given = self._step(event)
         except Exception as error:
             self._noted.append(self._recorder.note(event, [], type(error).__name__))
+            self.fold.stepped(event, [], type(error).__name__)
             raise
         self._noted.append(self._recorder.note(event, given))
+        self.fold.stepped(event, given)
         self.steps.append((event, repr(given)))
         if len(self._noted) == LINE_STEPS:
             self._flush()
@@ -52,7 +58,7 @@ class Tape:
 
     def _flush(self) -> None:
         if self._noted:
-            self._lines.append(self._recorder.steps_line(self._noted))  # type: ignore[arg-type]
+            self._lines.append(self._recorder.steps_line([self._recorder.encode(self._noted)]))
             self._noted = []
 
     def end(self) -> Path:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from tidekv import InvalidConfig, JournalDamaged, JournalRefused, Replayer
 from tidekv.engine.journal import Journal
@@ -93,30 +92,28 @@ def test_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         Journal(str(tmp_path / "nowhere" / "j"), Core(SETTINGS))
 
 
-def test_events_that_the_writer_could_not_take_are_a_gap_and_no_divergence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "STEPS_WAITING_MAX", 3)
-    path = tmp_path / "j"
-    _, journal = write(path, 50)
-    assert journal.events_dropped > 0
-    with pytest.raises(JournalDamaged, match="were never written"):
-        Replayer(path).run()
+def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with pytest.raises(InvalidConfig, match="no regular file"):
+        Journal(str(path), Core(SETTINGS))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["fifo"]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_full_disk_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
+def test_half_a_character_in_a_text_does_not_end_the_journal(tmp_path: Path) -> None:
     core = Core(SETTINGS)
-    path = tmp_path / "j"
-    journal = Journal(str(path), core)
-    with open("/dev/full", "wb", buffering=0) as full:
-        os.dup2(full.fileno(), journal._files._file.fileno())
-    with capture_logs() as logs:
-        for number in range(20):
-            event = events.AbortRequested(at_s=number, request_id="nobody")
-            journal.stepped(event, core.step(event))
-        journal.close()
-    assert [entry["event"] for entry in logs] == ["the journal is incomplete"]
+    journal = Journal(str(tmp_path / "j"), core)
+    cause = os.fsdecode(b"no file caf\xe9")
+    for event in (
+        events.RequestArrived(at_s=1, request_id="r", serial=1, keys=b"aabb", prompt_tokens=4),
+        events.AbortRequested(at_s=2, request_id="r", cause=cause),
+        events.WriterLost(at_s=3, writer="w", cause=cause),
+    ):
+        journal.stepped(event, core.step(event))
+    journal.close()
+    steps = list(Replayer(journal.path).steps())
+    assert journal.events_dropped == 0
+    assert [step.event.cause for step in steps[1:]] == ["no file caf?"] * 2  # type: ignore[attr-defined]
 
 
 def test_killed_process_leaves_a_journal_that_replays_as_far_as_it_goes(tmp_path: Path) -> None:

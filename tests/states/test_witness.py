@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import zlib
 
+import msgspec
+import pytest
+
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.witness import COMMANDS, NOTHING, POOL_NUMBERS, Answer, Witness, short_fields
+from tidekv.states.shapes import page_ids
+from tidekv.states.witness import BOOK_NUMBERS, COMMANDS, NOTHING, Answer, Noted, Witness, encode_pages, short_fields
+
+ENCODE = msgspec.json.Encoder(enc_hook=encode_pages).encode
 
 EIGHT = b"abcdefgh"
 
@@ -17,42 +23,51 @@ class Seen:
     def __init__(self, **settings: int) -> None:
         self.rig = Rig(**settings)
         self.witness = Witness(self.rig.core)
-        self.answers: list[Answer] = []
+        self.noted: list[Noted] = []
         step = self.rig.core.step
 
         def stepped(event: events.Event) -> list[commands.Command]:
             given = step(event)
-            self.answers.append(self.witness.answer(self.witness.note(event, given)))
+            self.noted.append(self.witness.note(event, given))
             return given
 
         self.rig.core.step = stepped  # type: ignore[method-assign]  # What it watches.
 
-    def pools(self) -> dict[str, int]:
+    @property
+    def answers(self) -> list[Answer]:
+        return [noted.gave for noted in self.noted]
+
+    def books(self) -> dict[str, int]:
         return dict(
-            zip(POOL_NUMBERS, next(answer.pools for answer in reversed(self.answers) if answer.pools), strict=True)
+            zip(BOOK_NUMBERS, next(answer.books for answer in reversed(self.answers) if answer.books), strict=True)
         )
+
+    def short(self, at: int) -> dict[str, list[list[object]]]:
+        """An answer as it is written."""
+        found: dict[str, list[list[object]]] = msgspec.json.decode(ENCODE(self.answers[at]))
+        return found
 
 
 def test_moves_commands_and_books_are_written_in_short() -> None:
     seen = Seen(device_pages=10)
     seen.rig.arrive("a", EIGHT)
     promise = seen.rig.take(commands.SendPromise)
-    (arrived,) = seen.answers
-    assert list(arrived.moves) == [("a", "PREALLOC"), ("a", "MATCH"), ("a", "TRANSFER")]
-    (short,) = arrived.commands
-    assert short[0] == "SendPromise"
-    assert short[-2:] == (8, zlib.crc32(promise.pages))
-    pools = seen.pools()
-    assert (pools["device_free"], pools["device_owned"], pools["device_cached"]) == (2, 8, 0)
+    arrived = seen.short(0)
+    assert arrived["moves"] == [["a", "PREALLOC"], ["a", "MATCH"], ["a", "TRANSFER"]]
+    (short,) = arrived["commands"]
+    assert short == ["SendPromise", "a", promise.generation, 0, 8, 0, [8, zlib.crc32(promise.pages)], False]
+    books = seen.books()
+    assert (books["device_free"], books["device_owned"], books["device_cached"]) == (2, 8, 0)
     seen.rig.promised(promise)
     # Nothing that matters happened: nothing is written.
     assert seen.answers[-1] is NOTHING
     seen.rig.aux(promise)
     seen.rig.chunk(promise)
-    (received, ready) = seen.answers[-1].commands
+    (received, ready) = seen.short(-1)["commands"]
     assert (received[0], ready[0]) == ("SendReceived", "TellReady")
-    assert ready[-4:] == (8, zlib.crc32(seen.rig.take(commands.TellReady).pages), 0, zlib.crc32(b""))
-    assert seen.pools()["device_cached"] == 8
+    pages = [8, zlib.crc32(seen.rig.take(commands.TellReady).pages)]
+    assert ready[3:] == [pages, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}, [0, zlib.crc32(b"")]]
+    assert seen.books()["device_cached"] == 8
 
 
 def test_what_is_evicted_is_written_with_its_tier() -> None:
@@ -66,17 +81,40 @@ def test_what_is_evicted_is_written_with_its_tier() -> None:
 def test_an_error_and_a_different_order_of_free_pages_are_seen() -> None:
     seen = Seen()
     noted = seen.witness.note(events.ClockAdvanced(at_s=0.0), [], "IllegalEvent")
-    assert seen.witness.answer(noted).error == "IllegalEvent"
-    digest = seen.witness.digest
+    assert noted.gave.error == "IllegalEvent"
     account = seen.rig.core.books.device
     taken = account.take(2)
     account.give_back(taken[::-1])
-    seen.witness.answer(seen.witness.note(events.ClockAdvanced(at_s=0.0), []))
-    assert seen.witness.digest != digest
+    noted = seen.witness.note(events.ClockAdvanced(at_s=0.0), [])
+    assert noted.gave.books[BOOK_NUMBERS.index("device_next")] == taken[1]
+    assert seen.witness.note(events.ClockAdvanced(at_s=0.0), []).gave == NOTHING
 
 
-def test_every_command_has_a_short_form_with_all_its_fields_but_free_text() -> None:
+def test_steps_are_numbered_and_say_where_their_request_is() -> None:
+    seen = Seen()
+    seen.rig.arrive("a", EIGHT)
+    seen.rig.wait_until(1.0)
+    seen.rig.abort("a")
+    assert [step.seq for step in seen.noted] == [0, 1]
+    assert [step.state and step.state.value for step in seen.noted] == ["TRANSFER", None]
+
+
+def test_every_command_is_written_with_all_its_fields_but_free_text() -> None:
     for kind in COMMANDS:
         plain, pages = short_fields(kind)
         assert set(plain) | set(pages) | {"detail"} >= set(kind.__struct_fields__), kind
         assert all(name.endswith(("pages", "reserve")) for name in pages), kind
+    witness = Seen().witness
+    failed = commands.TellFailed(request_id="a", cause="because", detail="Traceback, line 7")
+    dropped = commands.TellDropped(request_id="b")
+    given: list[commands.Command] = [dropped, failed]
+    answer = witness.note(events.ClockAdvanced(at_s=0.0), given).gave
+    short = msgspec.json.decode(ENCODE(answer))["commands"]
+    assert short == [["TellDropped", "b"], ["TellFailed", "a", "because", ""]]
+    assert given == [dropped, failed]
+
+
+def test_only_pages_have_a_short_form() -> None:
+    assert encode_pages(page_ids((3, 1))) == (2, zlib.crc32(page_ids((3, 1))))
+    with pytest.raises(NotImplementedError, match="object"):
+        ENCODE(object())

@@ -1,0 +1,33 @@
+"""What commands do with a journal whose tail is missing: show what is there, say where it ends, exit with code 2."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from tidekv.engine.journal import Replayer
+
+TORN = 2
+
+TornOk: TypeAlias = Annotated[
+    bool, typer.Option("--torn-ok", help="A missing tail, as kill -9 leaves it, is no reason for exit code 2.")
+]
+
+
+def refuse_without_events(replayer: Replayer) -> None:
+    """Call it at the journal's end, before anything is printed. Raises JournalDamaged where it was cut before the
+    first event: then there is nothing to show, whatever is allowed.
+    """
+    if replayer.torn is not None and not replayer.events:
+        raise replayer.torn
+
+
+def tell_torn(replayer: Replayer, *, torn_ok: bool) -> None:
+    """Say on standard error where the tail is missing, if it is, and exit with TORN unless that is allowed."""
+    if replayer.torn is not None:
+        print(f"tidekv: {replayer.torn}", file=sys.stderr)
+        if not torn_ok:
+            raise typer.Exit(TORN)

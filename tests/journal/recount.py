@@ -1,0 +1,112 @@
+"""Every counter that is scraped, once more: from the steps of a journal, and without the code that counts live."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tidekv import Replayer
+from tidekv.engine.metrics import MetricsFold
+from tidekv.states import commands, events
+from tidekv.states.request import State
+
+Samples = dict[tuple[str, str], float]
+BY_CAUSE = ("tidekv_cuts_total", "tidekv_declined_pages_total")
+"""Causes are not recounted: tests inject them, and say which."""
+
+
+def scraped(text: str) -> tuple[set[str], Samples]:
+    """Names of the families, and values by name and by the values of the labels."""
+    families = list(text_string_to_metric_families(text))
+    samples = {
+        (sample.name, " ".join(value for name, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    return {family.name for family in families}, samples
+
+
+def counters_of(samples: Samples) -> Samples:
+    """Those that can be recounted."""
+    endings = ("_total", "_count", "_sum")
+    return {key: value for key, value in samples.items() if key[0].endswith(endings) and key[0] not in BY_CAUSE}
+
+
+def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Samples:
+    """All counters once more, from what the steps of the journal say."""
+    names = {
+        commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
+        commands.ProbeStorage: "probe", commands.CopyToDevice: "copy_to_device", commands.CopyToHost: "copy_to_host",
+        commands.Recompute: "recompute",
+    }  # fmt: skip
+    counts: Counter[tuple[str, str]] = Counter({("tidekv_requests_arrived_total", ""): 0})
+    begun: dict[int, tuple[str, float]] = {}
+    states: dict[str, tuple[str, float]] = {}
+    arrived: dict[str, float] = {}
+    landed: dict[str, int] = defaultdict(int)
+    rooms: dict[str, int] = {}
+    sizes = replayer.core.settings.page_size
+
+    def add(family: str, label: str, value: float = 1) -> None:
+        counts[f"tidekv_{family}", label] += value
+
+    replayer.core.books.index.on_evict.append(lambda node, tier: add("evicted_pages_total", tier, node.page_count))
+    for step in replayer.steps():
+        event = step.event
+        fold.stepped(event, step.commands, step.error)
+        add("events_total", type(event).__name__)
+        if isinstance(event, events.RequestArrived) and not step.error:
+            add("requests_arrived_total", "")
+        if isinstance(event, events.ChunkLanded):
+            add("pages_total", "delivered", event.count)
+            if rooms.get(event.request_id) == event.generation:
+                landed[event.request_id] += event.count
+            else:
+                add("pages_total", "wasted", event.count)
+        if getattr(event, "op", None) in begun:
+            name, at_s = begun.pop(event.op)
+            add("call_seconds_count", name)
+            add("call_seconds_sum", name, event.at_s - at_s)
+            if getattr(event, "error", "") or isinstance(event, events.CommandRaised):
+                add("calls_failed_total", name)
+            elif name in ("fetch", "store"):
+                good = max(event.good if name == "fetch" else event.stored, 0)
+                add("pages_total", "fetched" if name == "fetch" else "stored", good)
+        for request_id, state in step.moves:
+            if request_id in states:
+                was, since_s = states.pop(request_id)
+                add("state_seconds_count", was)
+                add("state_seconds_sum", was, event.at_s - since_s)
+            else:
+                arrived[request_id] = event.at_s
+            if state in (State.READY, State.FAILED, State.PREALLOC):
+                rooms.pop(request_id, None)
+            if state is State.READY:
+                add("ready_seconds_count", "ready")
+                add("ready_seconds_sum", "ready", event.at_s - arrived[request_id])
+                landed.pop(request_id, None)
+            elif state is not State.FAILED:
+                states[request_id] = (state.value, event.at_s)
+            if state in (State.FAILED, State.PREALLOC) and request_id in landed:
+                add("pages_total", "wasted", landed.pop(request_id))
+        for command in step.commands:
+            if type(command) in names:
+                begun[command.op] = (names[type(command)], event.at_s)
+            elif isinstance(command, commands.SendPromise):
+                rooms[command.request_id] = command.generation
+                add("pages_total", "promised", -(-command.promised_tokens // sizes))
+                add("pages_total", "asked", len(command.pages))
+            elif isinstance(command, commands.SendExtend):
+                add("pages_total", "extended", len(command.pages))
+            elif isinstance(command, commands.TellReady):
+                add("requests_ended_total", "ready")
+                for source, tokens in command.sources.items():
+                    add("tokens_total", source, tokens)
+                    add("bytes_total", source, tokens * page_bytes / sizes)
+            elif isinstance(command, commands.TellFailed):
+                add("requests_ended_total", command.cause)
+    for name, value in replayer.core.books.counters.items():
+        add("core_total", name, value)
+    return dict(counts)

@@ -1,0 +1,56 @@
+"""Metrics and journal never disagree, whatever fails: live, replayed, and counted once more in another way."""
+
+from __future__ import annotations
+
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tidekv import Replayer
+from tidekv.engine.metrics import MetricsCollector, MetricsFold
+from tidekv.engine.seeing.stories import Stories
+from tidekv.states.load import LOAD_CAUSES
+from tidekv.states.request import DECLINED
+
+RECOUNT = runpy.run_path(str(Path(__file__).with_name("recount.py")))
+scraped, counters_of, recount = (RECOUNT[name] for name in ("scraped", "counters_of", "recount"))
+PAGE_BYTES = 1024
+
+
+def samples_of(fold: MetricsFold):  # type: ignore[no-untyped-def]  # As recount.py says.
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(fold, page_bytes=PAGE_BYTES))
+    return scraped(generate_latest(registry).decode())[1]
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_live_replayed_and_recounted_metrics_are_the_same(simulate, seed: int) -> None:
+    tape = simulate(seed, 80)
+    live = samples_of(tape.fold)
+    replayer = Replayer(tape.path)
+    again = MetricsFold(replayer.core)
+    naive = recount(replayer, again, page_bytes=PAGE_BYTES)
+    replayed = samples_of(again)
+    assert replayed == live
+    assert counters_of(replayed) == pytest.approx(naive)
+    # Nothing is kept of requests that are over.
+    assert not again._since or replayer.core.books.requests
+    assert set(again._landed) <= set(replayer.core.books.requests)
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_cuts_by_cause_are_those_that_stories_tell(simulate, seed: int) -> None:
+    replayer = Replayer(simulate(seed, 80).path)
+    fold, stories = MetricsFold(replayer.core), Stories(replayer.header.core.page_size)
+    for step in replayer.steps():
+        fold.stepped(step.event, step.commands, step.error)
+        stories.take(step, replayer.core)
+    told = Counter(work.cause for story in stories.all for work in story.works if work.kind == "span" and work.span)
+    assert sum(fold.cuts.values()) == sum(told.values()) == replayer.core.books.counters.get("extends", 0)
+    assert set(fold.cuts) <= {*LOAD_CAUSES, "fetch_failed", "start_raised"}
+    declined = sum(plan.declined_pages for story in stories.all for plan in story.plans)
+    assert sum(fold.declined.values()) == declined
+    assert set(fold.declined) <= set(DECLINED)

@@ -1,0 +1,221 @@
+"""A disk that hangs or refuses: the loop never waits for it, memory is bounded, and what is missing is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tidekv import JournalDamaged, Replayer
+from tidekv.engine.journal import Journal
+from tidekv.engine.journal import journal as journal_module
+from tidekv.engine.journal.lines import EndLine, GapLine, StepsLine, unseal
+from tidekv.engine.journal.reader import _DECODER
+from tidekv.states import events
+from tidekv.states.core import Core
+from tidekv.states.settings import CoreSettings
+
+SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16)
+BYTES_MAX = 100_000
+SLICE_BYTES = 20_000
+"""More than any line of a slice has."""
+
+
+class HangingDisk:
+    """What a journal writes behind its header goes into a pipe that nobody reads, until `works`."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._path = journal.path
+        self._read_end, write_end = os.pipe()
+        os.dup2(write_end, journal._files._file.fileno())
+        os.close(write_end)
+        self._reader: threading.Thread | None = None
+
+    def works(self) -> None:
+        self._reader = threading.Thread(target=self._drain)
+        self._reader.start()
+
+    def _drain(self) -> None:
+        with self._path.open("ab") as file:
+            while content := os.read(self._read_end, 1 << 16):
+                file.write(content)
+
+    def end(self) -> None:
+        """Everything that was written is in the file."""
+        if self._reader is not None:
+            self._reader.join()
+        os.close(self._read_end)
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core(SETTINGS)
+
+
+@pytest.fixture
+def journal(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
+    monkeypatch.setattr(journal_module, "HURRY_BYTES", 10_000)
+    monkeypatch.setattr(journal_module, "BYTES_WAITING_MAX", BYTES_MAX)
+    yield Journal(str(tmp_path / "j"), core)
+
+
+def step(core: Core, journal: Journal, count: int, keys: bytes = b"aabbcc") -> None:
+    """Requests that arrive and are aborted."""
+    for _ in range(count):
+        number = core.statistics().get("requests_arrived", 0)
+        for event in (
+            events.RequestArrived(at_s=1, request_id="r", serial=number, keys=keys, prompt_tokens=len(keys)),
+            events.AbortRequested(at_s=1, request_id="r"),
+        ):
+            journal.stepped(event, core.step(event))
+
+
+def lines_of(path: Path) -> list[object]:
+    """Every line, checked."""
+    found: list[object] = []
+    crc = 0
+    for line in path.read_bytes().splitlines():
+        unsealed = unseal(line, crc)
+        assert unsealed is not None
+        body, crc = unsealed
+        found.append(_DECODER.decode(body))
+    return found
+
+
+def test_loop_goes_on_while_the_disk_hangs_and_what_does_not_fit_is_a_gap(core: Core, journal: Journal) -> None:
+    disk = HangingDisk(journal)
+    # Far more than a pipe holds and than may wait. It all returns, though nothing is read.
+    step(core, journal, 4000)
+    assert journal._encoded_bytes - journal._taken_bytes <= BYTES_MAX + SLICE_BYTES
+    assert len(journal._waiting) < journal_module.SLICE_STEPS
+    assert journal._missing > 2000
+    disk.works()
+    journal.close()
+    journal._thread.join()
+    disk.end()
+    lines = lines_of(journal.path)
+    gaps = [line.events for line in lines if isinstance(line, GapLine)]
+    written = sum(len(line.steps) for line in lines if isinstance(line, StepsLine))
+    assert sum(gaps) == journal.events_dropped > 0
+    assert written + sum(gaps) == 8000
+    assert isinstance(lines[-1], EndLine)
+    assert lines[-1].events == 8000
+    with pytest.raises(JournalDamaged, match="were never written"):
+        Replayer(journal.path).run()
+
+
+def test_after_a_gap_the_journal_goes_on_with_the_right_numbers(core: Core, journal: Journal) -> None:
+    disk = HangingDisk(journal)
+    step(core, journal, 4000)
+    disk.works()
+    while journal._missing:
+        step(core, journal, 1)
+    step(core, journal, 5)
+    journal.close()
+    disk.end()
+    seq = 0
+    for line in lines_of(journal.path):
+        if isinstance(line, StepsLine):
+            assert [record.seq for record in line.steps] == list(range(seq, seq + len(line.steps)))
+            seq += len(line.steps)
+        elif isinstance(line, GapLine):
+            seq += line.events
+    assert seq == journal._events_noted
+
+
+def test_long_prompts_are_hashed_by_the_thread_and_wait_for_it_within_bounds(core: Core, journal: Journal) -> None:
+    disk = HangingDisk(journal)
+    # More pages than may be hashed on the loop, each time others.
+    prompts = [bytes(Random(number).randbytes(4000)) for number in range(200)]
+    for keys in prompts:
+        step(core, journal, 1, keys)
+        assert journal._keys_noted_bytes - journal._keys_encoded_bytes <= BYTES_MAX + SLICE_BYTES * 8
+    assert journal.events_dropped > 0
+    disk.works()
+    journal.close()
+    disk.end()
+    assert journal._keys_noted_bytes == journal._keys_encoded_bytes
+    assert any(isinstance(line, GapLine) for line in lines_of(journal.path))
+
+
+def test_prompts_of_any_length_are_in_the_journal_in_their_order(core: Core, tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "j"), core)
+    words = Random(1)
+    long = words.randbytes(5000)
+    prompts = [long[: words.randrange(2, 5000, 2)] for _ in range(150)] + [words.randbytes(3000) for _ in range(20)]
+    words.shuffle(prompts)
+    for keys in prompts:
+        step(core, journal, 1, keys)
+    journal.close()
+    steps = list(Replayer(journal.path).steps())
+    assert [len(step.event.keys) // 8 for step in steps[::2]] == [len(keys) // 2 for keys in prompts]  # type: ignore[attr-defined]
+
+
+def test_closing_does_not_wait_for_ever_and_says_what_is_missing(
+    core: Core, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = HangingDisk(journal)
+    step(core, journal, 2000)
+    with caplog.at_level(logging.WARNING, "tidekv.journal"):
+        journal.close(timeout_s=0.05)
+    (message,) = caplog.messages
+    assert f"{journal.events_dropped} of 4000 events are not in it, nor is its end record" in message
+    assert "within 0.05 s" in message
+    assert str(journal.path) in message
+    # Should the disk come back, nothing that would look like an end is written.
+    disk.works()
+    journal._thread.join()
+    disk.end()
+    replayed = Replayer(journal.path).run()
+    assert replayed.torn is not None
+    assert 0 < replayed.events < 4000
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_ends_the_journal_and_not_the_run(
+    core: Core, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        os.dup2(full.fileno(), journal._files._file.fileno())
+    with caplog.at_level(logging.WARNING, "tidekv.journal"):
+        step(core, journal, 10)
+        journal.close()
+    now, end = caplog.messages
+    assert "ends here, the engine goes on: [Errno 28]" in now
+    assert "20 of 20 events are not in it, nor is its end record: [Errno 28]" in end
+
+
+def test_mistake_of_the_writer_ends_the_journal_with_its_traceback(
+    core: Core, journal: Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal._recorder, "encode", lambda steps, pages_max: 1 // 0)
+    with caplog.at_level(logging.WARNING, "tidekv.journal"):
+        step(core, journal, 10)
+        journal.close()
+    assert "ends here" in caplog.messages[0]
+    assert caplog.records[0].exc_info is not None
+    assert journal.events_dropped == 20
+
+
+async def test_engine_serves_and_closes_while_its_journal_hangs(
+    make_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = Journal.close
+    monkeypatch.setattr(Journal, "close", lambda self: close(self, timeout_s=0.05))
+    async with asyncio.timeout(30), make_pair(journal=str(tmp_path / "j")) as pair:
+        journal = pair.engine._parts.journal
+        disk = HangingDisk(journal)
+        for number in range(200):
+            prompt = [number, *range(40)]
+            await pair.finish(await pair.restore(f"r{number}", prompt), prompt, [1, 2])
+    assert journal._thread.is_alive()
+    assert journal.events_dropped > 0
+    disk.works()
+    await asyncio.to_thread(journal._thread.join)
+    disk.end()
