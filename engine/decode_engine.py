@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tidekv.backends.keys import Tokens
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
+    from tidekv.engine.rank_group import RankGroup
+    from tidekv.states.core import Core
     from tidekv.transports.base import Transport
 
 TOKEN_BYTES = 4
@@ -49,26 +51,31 @@ class DecodeEngine:
         storage: Storage | None = None,
         transport: Transport,
         recompute: Recompute | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """Nothing is started. Raises InvalidConfig for parts that do not fit each other.
 
         `recompute` is the last resort: where no prefill of a request's list can send what is missing, it computes that
-        on this machine, and the request is READY all the same.
+        on this machine, and the request is READY all the same. `ranks`: it is one of several engines that
+        decide as one.
         """
         self.config = config
         self.layout = device.layout
-        self._parts = Parts(config, device=device, host=host, storage=storage, transport=transport, recompute=recompute)
-        self._core = self._parts.core
+        self._parts = Parts(
+            config, device=device, host=host, storage=storage, transport=transport, recompute=recompute, ranks=ranks
+        )
         self._calls = self._parts.calls
         self._serial = 0
 
     async def __aenter__(self) -> Self:
-        """Start: poller, transport, pools, storage. Raises what they raise, with everything stopped again; EngineClosed
-        for an engine that was entered before.
-        """
+        """Start all parts. Raises what they raise, with everything stopped again; EngineClosed if entered before."""
         await self._parts.start()
-        self._driver = self._parts.driver
+        self._driver = self._parts.front
         return self
+
+    @property
+    def _core(self) -> Core:
+        return self._parts.core
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -91,6 +98,7 @@ class DecodeEngine:
         return await self._submit(request, pack_tokens(request.tokens, vocabulary=limit))
 
     async def _submit(self, request: DecodeRequest, packed: bytes) -> ReadyRequest:
+        self._driver.check()
         settings = self._core.settings
         tokens = len(packed) // TOKEN_BYTES
         needed = settings.pages_of(tokens) + settings.growth_reserve_pages
