@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 import urllib.request
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tidekv import DecodeRequest, Replayer, RequestFailed, open_storage
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.metrics.collector import CONDITIONS, LIVE, POOLS
-from tidekv.states import commands, events
 from tidekv.states.errors import CopyFailed, StorageFailed
 from tidekv.states.request import DECLINED, State
 from tidekv.states.shapes import PageIds
@@ -28,7 +26,9 @@ OF_THE_PROCESS = {
     # What no event tells: these are of the running process, and of nothing that can be replayed.
     "tidekv_engine", "tidekv_loop_lag_seconds", "tidekv_poller_cpu_seconds", "tidekv_poller_rounds",
 }  # fmt: skip
-Samples = dict[tuple[str, str], float]
+# Shared with the tests of simulated runs; test files cannot import one another.
+RECOUNT = runpy.run_path(str(Path(__file__).parents[1] / "journal" / "recount.py"))
+scraped, counters_of, recount = (RECOUNT[name] for name in ("scraped", "counters_of", "recount"))
 
 
 class MoodyStorage:
@@ -134,16 +134,14 @@ async def test_every_counter_follows_from_the_journal(make_pair, tmp_path: Path)
 
     replayer = Replayer(path)
     again = MetricsFold(replayer.core)
-    naive = recount(replayer, again)
+    naive = recount(replayer, again, page_bytes=pair.device.memory.page_bytes)
     registry = CollectorRegistry()
     registry.register(MetricsCollector(again, page_bytes=pair.device.memory.page_bytes))
     replayed_families, replayed = scraped(generate_latest(registry).decode())
     # The same families and the same numbers, but for what is of the process.
     assert families - replayed_families == OF_THE_PROCESS
     assert {key: live[key] for key in replayed} == pytest.approx(replayed)
-    counters = {key: value for key, value in replayed.items() if key[0].endswith(("_total", "_count", "_sum"))}
-    by_cause = ("tidekv_cuts_total", "tidekv_declined_pages_total")
-    assert {key: value for key, value in counters.items() if key[0] not in by_cause} == pytest.approx(naive)
+    assert counters_of(replayed) == pytest.approx(naive)
     # Causes are those that were injected.
     assert {cause: count for (name, cause), count in live.items() if name == "tidekv_cuts_total"} == {
         "copy_failed": 1, "fetch_failed": 1, "fetch_late": 1, "fetch_short": 1,
@@ -160,18 +158,6 @@ def fetch_text(url: str) -> str:
         return str(answer.read().decode())
 
 
-def scraped(text: str) -> tuple[set[str], Samples]:
-    """Names of the families, and values by name and by the values of the labels."""
-    families = list(text_string_to_metric_families(text))
-    samples = {
-        (sample.name, " ".join(value for name, value in sorted(sample.labels.items()))): sample.value
-        for family in families
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    }
-    return {family.name for family in families}, samples
-
-
 def exported(statistics: dict[str, int]) -> set[str]:
     """Names of `Core.statistics` that have a metric. A name without one makes the test above fail."""
     gauges = {f"{pool}_{condition}" for pool in POOLS for condition in CONDITIONS}
@@ -185,73 +171,3 @@ def exported(statistics: dict[str, int]) -> set[str]:
     }  # fmt: skip
     assert {"extends", "copies_failed", "l3_breaker_opened", "l3_declined_pages", "pages_stored"} <= set(statistics)
     return (gauges | counters) & set(statistics)
-
-
-def recount(replayer: Replayer, fold: MetricsFold) -> Samples:
-    """All counters once more, from what the steps of the journal say."""
-    names = {
-        commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
-        commands.ProbeStorage: "probe", commands.CopyToDevice: "copy_to_device", commands.CopyToHost: "copy_to_host",
-    }  # fmt: skip
-    counts: Counter[tuple[str, str]] = Counter({("tidekv_requests_arrived_total", ""): 0})
-    begun: dict[int, tuple[str, float]] = {}
-    states: dict[str, tuple[str, float]] = {}
-    arrived: dict[str, float] = {}
-    landed: dict[str, int] = defaultdict(int)
-    sizes = replayer.core.settings.page_size
-
-    def add(family: str, label: str, value: float = 1) -> None:
-        counts[f"tidekv_{family}", label] += value
-
-    replayer.core.books.index.on_evict.append(lambda node, tier: add("evicted_pages_total", tier, node.page_count))
-    for step in replayer.steps():
-        event = step.event
-        fold.stepped(event, step.commands, step.error)
-        add("events_total", type(event).__name__)
-        if isinstance(event, events.RequestArrived):
-            add("requests_arrived_total", "")
-        if isinstance(event, events.ChunkLanded):
-            add("pages_total", "delivered", event.count)
-            landed[event.request_id] += event.count
-        if getattr(event, "op", None) in begun:
-            name, at_s = begun.pop(event.op)
-            add("call_seconds_count", name)
-            add("call_seconds_sum", name, event.at_s - at_s)
-            if getattr(event, "error", "") or isinstance(event, events.CommandRaised):
-                add("calls_failed_total", name)
-            elif name in ("fetch", "store"):
-                good = event.good if name == "fetch" else event.stored
-                add("pages_total", "fetched" if name == "fetch" else "stored", good)
-        for request_id, state in step.moves:
-            if request_id in states:
-                was, since_s = states.pop(request_id)
-                add("state_seconds_count", was)
-                add("state_seconds_sum", was, event.at_s - since_s)
-            else:
-                arrived[request_id] = event.at_s
-            if state is State.READY:
-                add("ready_seconds_count", "ready")
-                add("ready_seconds_sum", "ready", event.at_s - arrived[request_id])
-                landed.pop(request_id, None)
-            elif state is not State.FAILED:
-                states[request_id] = (state.value, event.at_s)
-            if state in (State.FAILED, State.PREALLOC) and landed.pop(request_id, 0):
-                raise AssertionError("no room of this run is left after something landed")
-        for command in step.commands:
-            if type(command) in names:
-                begun[command.op] = (names[type(command)], event.at_s)
-            elif isinstance(command, commands.SendPromise):
-                add("pages_total", "promised", -(-command.promised_tokens // sizes))
-                add("pages_total", "asked", len(command.pages))
-            elif isinstance(command, commands.SendExtend):
-                add("pages_total", "extended", len(command.pages))
-            elif isinstance(command, commands.TellReady):
-                add("requests_ended_total", "ready")
-                for source, tokens in command.sources.items():
-                    add("tokens_total", source, tokens)
-                    add("bytes_total", source, tokens * int(str(replayer.header.layout["page_bytes"])) / sizes)
-            elif isinstance(command, commands.TellFailed):
-                add("requests_ended_total", command.cause)
-    for name, value in replayer.core.books.counters.items():
-        add("core_total", name, value)
-    return dict(counts)
