@@ -130,6 +130,16 @@ def test_double_free_names_pool_page_and_condition(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 200])
+def test_more_pages_than_there_are_cannot_be_given_back(count: int) -> None:
+    account = PageAccount("device", count)
+    pages = account.take(count)
+    with pytest.raises(BrokenInvariant, match="page 0 is named twice"):
+        account.give_back(pages + pages[:1])
+    assert account.owned == count
+    account.check()
+
+
+@pytest.mark.parametrize("count", [3, 200])
 def test_page_named_twice_is_refused_and_nothing_changes(count: int) -> None:
     account = PageAccount("device", 256)
     pages = account.take(count)

@@ -16,6 +16,9 @@ from tidekv.states.errors import (
     InvalidConfig,
     JournalDamaged,
     PeerMismatch,
+    RankBroken,
+    RankLost,
+    RanksDiverged,
     RemoteProtocolError,
     ReplayDiverged,
     RequestFailed,
@@ -35,6 +38,12 @@ def test_errors_carry_their_fields_and_words_built_from_them() -> None:
     assert (differs.field, str(differs)) == ("dtype", "peer differs in dtype: ours is 'a', theirs is 'b'")
     damaged = JournalDamaged(path="j", line=3, cause="torn")
     assert (damaged.line, str(damaged)) == (3, "journal damaged at j:3: torn")
+    broken, lost = RankBroken(rank=1), RankLost(rank=2, cause="no answer within 2 s")
+    assert (broken.rank, lost.rank, lost.cause) == (1, 2, "no answer within 2 s")
+    assert "the engine of rank 1 broke" in str(broken)
+    assert str(lost) == "rank 2 is lost: no answer within 2 s"
+    apart = RanksDiverged(turn=9, parts=("index", "free pages"))
+    assert (apart.turn, str(apart)) == (9, "ranks differ at turn 9 in: index, free pages")
     diverged = ReplayDiverged(seq=7, event="E", recorded="x", replayed="y", hint="look")
     assert (diverged.seq, str(diverged).splitlines()[1:]) == (7, ["  recorded: x", "  replayed: y", "  look"])
 
