@@ -1,0 +1,125 @@
+"""A storage engine for callers that are no coroutines: a loop on a thread of its own, and pages to pass through.
+
+Reads and writes go through staging pages, one set for each direction, so that a read never waits for a write. Calls
+may come from any thread; those of one direction wait for one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Final, TypeVar
+
+import torch
+
+from tidekv.backends.host import HostPool
+from tidekv.backends.keys import storage_namespace
+from tidekv.backends.layout import KVLayout
+from tidekv.backends.storage.base import Storage
+from tidekv.engine.poller import PollerThread
+from tidekv.states.errors import EngineClosed
+from tidekv.states.shapes import page_ids
+
+BATCH_BYTES: Final = 64 << 20
+BATCH_PAGES_MAX: Final = 128
+T = TypeVar("T")
+
+
+class StorageThread:
+    """Owns the storage, its poller, its loop and the staging pages, until `close`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        layout: KVLayout,
+        model: str,
+        rank: int = 0,
+        ranks: int = 1,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Start the thread and register. Raises what the engine raises, with everything stopped again.
+
+        Pages are shared with whoever has the same model, layout and rank: a decode engine with
+        `EngineConfig(model=…)`.
+        """
+        self.layout = layout
+        self._storage = storage
+        self._timeout_s = timeout_s
+        self._batch = max(1, min(BATCH_BYTES // layout.page_bytes, BATCH_PAGES_MAX))
+        self._pool = HostPool.allocate(layout, 2 * self._batch, pin=False)
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._poller = PollerThread(name="tidekv-shared-storage-poller")
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tidekv-shared-storage", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._register(storage_namespace(layout.identity(model), rank=rank, ranks=ranks)))
+        except BaseException:
+            self.close()
+            raise
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the keys, from the first on, are probably there."""
+        found = self._call(self._storage.exists(keys, timeout_s=self._timeout_s))
+        return found.index(False) if False in found else len(found)
+
+    def get(self, keys: Sequence[bytes], take: Callable[[int, torch.Tensor], None]) -> list[bool]:
+        """Read pages, and hand each verified one to `take`, by its number, as tensor [page_bytes] that is ours."""
+        good: list[bool] = []
+        with self._reading:
+            for first in range(0, len(keys), self._batch):
+                batch = keys[first : first + self._batch]
+                pages = page_ids(range(len(batch)))
+                found = self._call(self._storage.get_into(batch, pages, timeout_s=self._timeout_s))
+                for page, is_there in enumerate(found):
+                    if is_there:
+                        take(first + page, self._pool.buffer[page])
+                good += found
+        return good
+
+    def put(self, keys: Sequence[bytes], give: Callable[[int, torch.Tensor], None]) -> list[bool]:
+        """Write pages; `give` fills the tensor [page_bytes] of each, by its number."""
+        good: list[bool] = []
+        with self._writing:
+            for first in range(0, len(keys), self._batch):
+                batch = keys[first : first + self._batch]
+                for page in range(len(batch)):
+                    give(first + page, self._pool.buffer[self._batch + page])
+                pages = page_ids(range(self._batch, self._batch + len(batch)))
+                good += self._call(self._storage.put_from(batch, pages, timeout_s=self._timeout_s))
+        return good
+
+    def clear(self) -> int:
+        """Forget every page of this namespace; returns how many there were."""
+        return self._call(self._storage.clear())
+
+    def close(self) -> None:
+        """Wait for the calls that run, and give everything back. Closing again does nothing."""
+        with self._reading, self._writing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            try:
+                self._finish(self._storage.close())
+            finally:
+                self._finish(self._poller.close())
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+
+    async def _register(self, namespace: bytes) -> None:
+        self._poller.start()
+        await self._storage.register(self._pool.memory, self._pool.page, namespace=namespace, poller=self._poller)
+
+    def _call(self, work: Coroutine[object, object, T]) -> T:
+        if self._is_closed:
+            work.close()
+            raise EngineClosed("this storage is closed")
+        return self._finish(work)
+
+    def _finish(self, work: Coroutine[object, object, T]) -> T:
+        # To its end: pages are the call's until it returns, and it bounds itself by its timeout.
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
