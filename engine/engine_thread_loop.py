@@ -184,9 +184,12 @@ class EngineLoop:
             async with self.engine:
                 self._close("")
                 self._started.set_result(None)
-                if not self._wants_stop:
-                    await self._stop.wait()
-                self._close("the engine's thread is closing")
+                try:
+                    if not self._wants_stop:
+                        await self._stop.wait()
+                finally:
+                    # However it ends: nobody may call a loop that is about to be closed.
+                    self._close("the engine's thread is closing")
                 self._take_orders()
         finally:
             # What waited for the engine has heard of its end by now; what is left are calls of the embedder's own.
