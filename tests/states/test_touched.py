@@ -42,9 +42,11 @@ class WatchedRig(Rig):
         self.changes = 0
 
     def step(self, event_type: type[events.Event], **fields: object) -> list[commands.Command]:
-        before = seen(self.index)
+        before, cuts_before = seen(self.index), {node: node.page_count for node in self.index.nodes()}
         wishes = super().step(event_type, **fields)
         after = seen(self.index)
+        for node in self.index.nodes():
+            assert cuts_before.get(node) == node.page_count or node in self.touched, node
         for page in before.keys() | after.keys():
             was, now = before.get(page), after.get(page)
             # Another storage is no change of a node: what the last one had is forgotten everywhere at once.
