@@ -14,7 +14,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "segment": Size(minimum_bytes=1 << 16),
     "chunk": Size(minimum_bytes=1 << 12),
     "low_water": Number(0.1, 1.0),
-    "io": Choice("nixl", "threads"),
+    "io": Choice("threads", "nixl"),
     "queue": Choice("aio", "uring"),
     "threads": Number(1, 64),
     "busy_timeout_s": Number(0.0, 60.0),
@@ -27,8 +27,8 @@ class FileOptions:
 
     `capacity`: bytes of all segment files together, of every namespace. `segment`: bytes of one file, about; larger
     where there would be too many. `chunk`: bytes of one transfer, about. `low_water`: the part of the pages that stays
-    when room is made. `io`: how pages move. `queue`: what NIXL uses for it. `threads`: workers for checksums (and
-    pages, with io=threads). `busy_timeout_s`: how long to wait for another process to finish with the index.
+    when room is made. `io`: how pages move. `queue`: what NIXL uses for it. `threads`: workers for pages and their
+    checksums (with io=nixl, for checksums only). `busy_timeout_s`: how long to wait for another process to finish with the index.
     """
 
     root: Path
@@ -36,7 +36,7 @@ class FileOptions:
     segment: int = 256 << 20
     chunk: int = 8 << 20
     low_water: float = 0.95
-    io: str = "nixl"
+    io: str = "threads"
     queue: str = "aio"
     threads: int = 2
     busy_timeout_s: float = 2.0

@@ -73,7 +73,7 @@ def test_options_come_from_the_query_and_the_mapping() -> None:
         ("file://server/path", {}, "on this machine"),
         ("file:/a#b", {}, "fragment"),
         ("file:/a%00b", {}, "zero byte"),
-        ("file:/a?io=magic", {}, "option io must be one of nixl, threads, not 'magic'"),
+        ("file:/a?io=magic", {}, "option io must be one of threads, nixl, not 'magic'"),
         ("file:/a?low_water=2", {}, "a number from 0.1 to 1.0"),
         ("file:/a?low_water=nan", {}, "a number from 0.1 to 1.0"),
         ("file:/a?threads=2.5", {}, "an int from 1 to 64, not '2.5'"),
