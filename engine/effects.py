@@ -112,6 +112,7 @@ class Effects:
         spawn: Callable[[Awaitable[None], str], None],
         copier: PageCopier | None,
         receiver: Receiver,
+        keys_put: Callable[[int], tuple[str, bytes]],
         page_size: int,
         store_timeout_s: float,
         query_timeout_s: float,
@@ -125,6 +126,7 @@ class Effects:
         self._spawn = spawn
         self._copier = copier
         self._receiver = receiver
+        self._keys_put = keys_put
         self._page_size = page_size
         self._store_timeout_s = store_timeout_s
         self._query_timeout_s = query_timeout_s
@@ -203,8 +205,15 @@ class Effects:
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
 
     def _store(self, command: commands.StorePages) -> None:
-        record = self._caller.tokens_left(command.serial)
+        record = self._caller.tokens_left(command.serial) if command.serial else self._record_put(command.op)
         self._use_storage(self._run_store(self._need_storage(), record, command), f"store {command.op}")
+
+    def _record_put(self, op: int) -> TokenRecord:
+        """The tokens of pages whose request is long gone: they are the keys that the core knows the pages by."""
+        namespace, packed = self._keys_put(op)
+        return TokenRecord(
+            packed, page_size=self._page_size, namespace=namespace, addresses=(), sends_prompt=False, cache=True
+        )
 
     async def _run_store(self, storage: Storage, record: TokenRecord, command: commands.StorePages) -> None:
         stored, error = 0, ""

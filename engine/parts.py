@@ -181,6 +181,7 @@ class Parts:
             spawn=self.group.spawn,
             copier=self.copier,
             receiver=self.receiver,
+            keys_put=self.core.keys_put,
             page_size=self.core.settings.page_size,
             store_timeout_s=config.store_timeout_s,
             query_timeout_s=config.query_deadline_s,

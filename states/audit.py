@@ -14,6 +14,7 @@ from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.backups import Backup
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
+from tidekv.states.lookahead import AheadRun
 from tidekv.states.request import Request, State
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.table import PROGRESS_GUARDS
@@ -43,7 +44,8 @@ def audit_core(core: Core) -> None:
         _require(not can_move, f"{request} could move on, and was not looked at")
     books = core.books
     _require(
-        not (books.dirty or books.homeless or books.unfilled or books.settled_loads or books.out), "a step left work"
+        not (books.dirty or books.homeless or books.unfilled or books.settled_loads or books.ahead_over or books.out),
+        "a step left work",
     )
     waiting = {request for request in core.books.requests.values() if request.state is State.PREALLOC}
     _require(set(core.queue) == waiting and len(core.queue) == len(waiting), "the queue is not who waits for admission")
@@ -61,6 +63,10 @@ def _loads_of(core: Core) -> dict[Load, None]:
     loads.update(dict.fromkeys(load for draining in core.rooms.quarantine for load in draining.loads))
     loads.update(dict.fromkeys(core.loads.settled_voids))
     return loads
+
+
+def _runs_of(core: Core) -> list[AheadRun]:
+    return [run for request in core.books.requests.values() if request.ahead is not None for run in request.ahead.runs]
 
 
 def _check_device_pages(core: Core) -> None:
@@ -87,6 +93,8 @@ def _check_host_pages(core: Core, loads: dict[Load, None]) -> None:
             owned += owner.host_pages
     for backup in core.backups:
         owned += backup.host_pages
+    for run in _runs_of(core):
+        owned += run.host_pages
     _check_pages(core.books.host, owned, page_ids())
 
 
@@ -105,7 +113,7 @@ def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> Non
 def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
     receipts: list[Receipt | None] = list(core.backups.held)
     for request in core.books.requests.values():
-        receipts += (request.lock, request.pin)
+        receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
     for holder in (*loads, *core.backups):
         receipts += (holder.lock, holder.pin)
     held = [receipt for receipt in receipts if receipt is not None]
@@ -148,7 +156,7 @@ def _check_loads(core: Core, loads: dict[Load, None]) -> None:
 
 
 def _check_operations(core: Core, loads: dict[Load, None]) -> None:
-    backups = set(core.backups)
+    backups, runs = set(core.backups), set(_runs_of(core))
     for op, owner in core.books.operations.items():
         if isinstance(owner, Request):
             _require(core.books.requests.get(owner.request_id) is owner, f"an operation is of {owner}, which is gone")
@@ -157,8 +165,22 @@ def _check_operations(core: Core, loads: dict[Load, None]) -> None:
             _require(owner in loads and owner.op == op, "an operation is of a load that does not know it")
         elif isinstance(owner, Backup):
             _require(owner in backups, "an operation is of a backup that is over")
+        elif isinstance(owner, AheadRun):
+            _require(owner in runs and owner.op == op, "an operation is of a read ahead that does not know it")
+            _require(not owner.is_landed, "a read ahead has landed, and is waited for")
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
     _require(set(core.books.storage.fetching) == fetching, "it is not known which loads wait for a fetch")
+    reading = [run for run in runs if not run.is_landed]
+    late = [owner for owner in core.books.operations.values() if isinstance(owner, LateFetch)]
+    in_flight = sum(load.page_count for load in fetching)
+    in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
+    storage = core.books.storage
+    _require(storage.ahead_in_flight == len(reading), f"{len(reading)} reads ahead are under way")
+    _require(storage.pages_in_flight == in_flight, f"{in_flight} pages are fetched, not {storage.pages_in_flight}")
+    taken = sum(request.ahead.taken for request in core.books.requests.values() if request.ahead is not None)
+    _require(core.lookahead.pages == taken, f"{taken} host pages were taken ahead, not {core.lookahead.pages}")
+    for run in reading:
+        _require(core.books.operations.get(run.op) is run, "a read ahead waits for an operation that is over")
     for load in core.loads:
         if load.stage in (Stage.FETCHING, Stage.COPYING):
             _require(core.books.operations.get(load.op) is load, "a load waits for an operation that is over")
@@ -167,6 +189,8 @@ def _check_operations(core: Core, loads: dict[Load, None]) -> None:
 def _check_request(core: Core, request: Request) -> None:
     holds = request.lock is not None
     _require(holds == (request.state is not State.PREALLOC), f"{request} has no lock, or one before its grant")
+    early = request.state in (State.PREALLOC, State.MATCH)
+    _require(early or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
     _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")
     if request.state is State.READY:
         _require(request.room is None and not request.loads, f"{request} still waits for something")

@@ -5,6 +5,9 @@ host pages, under a device receipt; when the copy is done the host pages join th
 the host but not in storage is put there, under a host receipt. Host pages are taken as far as eviction gives them: a
 backup that finds no room stops there, and nothing else suffers.
 
+With write-back (`tidekv.states.write_back`) a finished request is not backed up. Copies and puts begin by themselves,
+for leaves that are about to be evicted, and each ends after its one step.
+
 Ranges are counted in pages from the root, never in nodes: nodes split while a copy runs.
 """
 
@@ -18,24 +21,45 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tidekv.states.books import Books
     from tidekv.states.index import Node, Receipt
     from tidekv.states.request import Request
 
 STORE_DEADLINE_S = 60.0
+AHEAD_MAX = 4
+"""Copies ahead of eviction under way at once, and as many puts. What they hold cannot be evicted meanwhile."""
 
 
 class Backup:
-    """What is under way for the path of one finished or retracted request."""
+    """What is under way for the path of one finished or retracted request, or (no request) of a leaf that is about to
+    be evicted.
+    """
 
-    __slots__ = ("first", "host_pages", "leaf", "lock", "op", "pin", "request_id", "retracts", "serial", "storing")
+    __slots__ = (
+        "brought",
+        "copies_ahead",
+        "first",
+        "host_pages",
+        "leaf",
+        "lock",
+        "op",
+        "pin",
+        "request_id",
+        "retracts",
+        "serial",
+        "storing",
+    )
 
-    def __init__(self, request: Request, leaf: Node, *, retracts: bool) -> None:
-        self.request_id = request.request_id
-        self.serial = request.serial
+    def __init__(self, request: Request | None, leaf: Node, *, retracts: bool = False) -> None:
+        self.request_id = "" if request is None else request.request_id
+        self.serial = 0 if request is None else request.serial
         self.leaf = leaf
+        self.copies_ahead = False
+        """Whether it copies what is about to be evicted, for no request."""
+        self.brought = False
+        """Whether some page has another copy by it."""
         self.retracts = retracts
         self.lock: Receipt | None = None
         self.pin: Receipt | None = None
@@ -74,12 +98,48 @@ class Backups:
 
     def begin(self, request: Request, leaf: Node, *, retracts: bool = False) -> None:
         """Back up the path that ends at `leaf`. With `retracts`, hold it in host memory and tell the caller."""
+        if self._books.settings.write == "back" and not retracts:
+            self._books.renew_write_credit()
+            self._books.say(ForgetTokens(serial=request.serial))
+            return
         backup = Backup(request, leaf, retracts=retracts)
-        self._live[backup] = None
         if retracts:
             self._retracting[request.request_id] = backup
+        self._start(backup, self._begin)
+
+    def copy_ahead(self, leaf: Node) -> None:
+        """Copy to the host what the path to `leaf` has on the device alone, unless too much is under way already, or a
+        part of the same.
+        """
+        path = self._books.index.path(leaf)
+        if any(node.void or node.load is not None for node in path):
+            # What is above it is not there yet, or will never be.
+            return
+        head = next((node for node in path if node.host is None), None)
+        ahead = [backup for backup in self._live if backup.copies_ahead]
+        if head is None or len(ahead) >= AHEAD_MAX:
+            return
+        if any(head in self._books.index.path(backup.leaf) for backup in ahead):
+            return
+        backup = Backup(None, leaf)
+        backup.copies_ahead = True
+        self._start(backup, self._begin)
+
+    def put_ahead(self, leaf: Node) -> None:
+        """Put the path to `leaf`, all of which is on the host, in storage, unless too much is under way already."""
+        if sum(not (backup.serial or backup.copies_ahead) for backup in self._live) < AHEAD_MAX:
+            self._start(Backup(None, leaf), self._begin_put)
+
+    def keys_put(self, op: int) -> tuple[str, bytes]:
+        """Namespace and keys, from the first page on, of what the put `op` of no request puts."""
+        backup = self._books.operations[op]
+        assert isinstance(backup, Backup)
+        return backup.leaf.namespace, b"".join(node.edge for node in self._books.index.path(backup.leaf))
+
+    def _start(self, backup: Backup, begin: Callable[[Backup], None]) -> None:
+        self._live[backup] = None
         try:
-            self._begin(backup, leaf)
+            begin(backup)
         except BrokenInvariant:
             raise
         except Exception:
@@ -87,12 +147,19 @@ class Backups:
             self._books.count("transitions_raised")
             self.abandon(backup)
 
-    def _begin(self, backup: Backup, leaf: Node) -> None:
+    def _begin_put(self, backup: Backup) -> None:
+        self._pin(backup, backup.leaf)
+        self._put_in_turn(backup)
+
+    def _begin(self, backup: Backup) -> None:
+        leaf = backup.leaf
         backup.lock = self._books.index.lock(leaf)
         # What is on the host already must stay there: a copy can only join the tree below its parent's.
         self._pin(backup, self._host_leaf(leaf))
         backup.first, count = self._without_host(leaf)
         count = self._books.make_host_room(count)
+        if backup.copies_ahead:
+            self._books.write_credit -= count
         if count:
             self._copy(backup, count)
         else:
@@ -115,6 +182,7 @@ class Backups:
         for node, first in self._ranges(backup.leaf):
             if backup.first <= first and first + node.page_count <= end:
                 self._books.index.mark_stored(node)
+                backup.brought = True
         self._end(backup)
 
     def abandon(self, backup: Backup) -> None:
@@ -152,7 +220,7 @@ class Backups:
     @property
     def next_waiting(self) -> Backup | None:
         """Whose put may begin, since no fetch is under way any more."""
-        return None if self._books.storage.fetching else next(iter(self._waiting), None)
+        return next(iter(self._waiting)) if self._waiting and not self._books.storage.holds_puts else None
 
     def put_now(self, backup: Backup) -> None:
         """Wait for fetches no longer."""
@@ -191,6 +259,7 @@ class Backups:
                 # The host may have had room for a part of this node only.
                 index.give_host(node if len(ours) == node.page_count else index.split(node, len(ours)), ours)
                 self._books.count("pages_backed_up", len(ours))
+                backup.brought = True
             backup.host_pages = backup.host_pages[len(ours) :]
 
     def _copied(self, backup: Backup) -> None:
@@ -198,14 +267,19 @@ class Backups:
         host_leaf = self._host_leaf(backup.leaf)
         if backup.retracts:
             self._tell_retracted(backup, host_leaf)
-        self._pin(backup, host_leaf if books.storage.is_usable else None)
+        puts = books.storage.is_usable and books.settings.write != "back"
+        self._pin(backup, host_leaf if puts else None)
         self._unlock(backup)
         if backup.pin is None:
             self._end(backup)
             return
         assert host_leaf is not None
         backup.leaf = host_leaf
-        if books.storage.fetching and books.settings.put_wait_s and self._without_storage(host_leaf)[1]:
+        self._put_in_turn(backup)
+
+    def _put_in_turn(self, backup: Backup) -> None:
+        books = self._books
+        if books.settings.put_wait_s and books.storage.holds_puts and self._without_storage(backup.leaf)[1]:
             self._waiting[backup] = None
             backup.op = books.begin(backup, deadline_s=books.settings.put_wait_s)
         else:
@@ -223,9 +297,11 @@ class Backups:
 
     def _end(self, backup: Backup) -> None:
         self._pin(backup, None)
-        self._books.say(ForgetTokens(serial=backup.serial))
+        if backup.serial:
+            self._books.say(ForgetTokens(serial=backup.serial))
         del self._live[backup]
         self._books.pages_freed = True
+        self._books.write_due |= backup.brought
 
     def _tell_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
         held = 0 if host_leaf is None else host_leaf.depth_pages

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from tidekv.states.backups import Backup
     from tidekv.states.commands import Command
     from tidekv.states.load import LateFetch, LateRecompute, Load
+    from tidekv.states.lookahead import AheadRun
     from tidekv.states.request import Request
     from tidekv.states.settings import CoreSettings
 
-    Owner: TypeAlias = Request | Load | LateFetch | LateRecompute | Backup | StorageUse
+    Owner: TypeAlias = Request | AheadRun | Load | LateFetch | LateRecompute | Backup | StorageUse
 
 
 class Books:
@@ -47,6 +48,14 @@ class Books:
         """Void loads that nobody writes to any more: their pages can be freed."""
         self.pages_freed = True
         """Whether something happened that may let a waiting request in."""
+        self.ahead_due = False
+        """Whether somebody who waits may fetch ahead that could not before."""
+        self.ahead_over: dict[Request, None] = {}
+        """Requests whose plan is made: what was fetched ahead for them is let go of."""
+        self.write_due = False
+        """Whether something happened that may leave too little that can be evicted without losing it."""
+        self.write_credit = 0
+        """Pages that may be copied ahead of eviction before somebody takes or leaves pages again."""
         self.counters: dict[str, int] = {}
         self._operation = 0
         self._deadlines: list[tuple[float, int, Owner, int]] = []
@@ -55,7 +64,8 @@ class Books:
     @property
     def has_work(self) -> bool:
         """Whether a step has consequences that are not drawn yet."""
-        return bool(self.homeless or self.unfilled or self.dirty or self.settled_loads or self.pages_freed)
+        due = self.pages_freed or self.ahead_due or self.ahead_over or self.write_due
+        return bool(due or self.homeless or self.unfilled or self.dirty or self.settled_loads)
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter of what happened."""
@@ -97,6 +107,11 @@ class Books:
         if op:
             return self.operations.get(op) is owner
         return self.requests.get(getattr(owner, "request_id", "")) is owner
+
+    def renew_write_credit(self) -> None:
+        """Somebody took pages or left some, or it is to be done in another way: look at what is evicted next."""
+        self.write_due = True
+        self.write_credit = int(self.settings.device_pages * self.settings.write_back_ahead)
 
     def make_device_room(self, count: int) -> bool:
         """Evict until `count` device pages are free; False, and nothing evicted, where that cannot be."""

@@ -55,7 +55,10 @@ class CopyToHost(Operation, frozen=True, kw_only=True):
 
 
 class StorePages(Operation, frozen=True, kw_only=True):
-    """Put host pages, which are pages [first, …) of the tokens that request `serial` left, in storage → PagesStored."""
+    """Put host pages, which are pages [first, …) of the tokens that request `serial` left, in storage → PagesStored.
+
+    With serial 0 no request is behind it: what the pages hold is asked of `Core.keys_put` when it is started.
+    """
 
     serial: int
     first: int

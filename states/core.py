@@ -20,6 +20,7 @@ from tidekv.states.errors import BrokenInvariant, IllegalEvent
 from tidekv.states.events import Event
 from tidekv.states.load import Load
 from tidekv.states.loads import Loads
+from tidekv.states.lookahead import Lookahead
 from tidekv.states.queue import Queue
 from tidekv.states.request import Request, State
 from tidekv.states.restore import Restore
@@ -27,6 +28,7 @@ from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
 from tidekv.states.statistics import count_core
 from tidekv.states.table import PROGRESS_GUARDS, build_machine
+from tidekv.states.write_back import WriteBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +56,9 @@ class Core:
         self.rooms = Rooms(self.books)
         self.loads = Loads(self.books, self.rooms)
         self.backups = Backups(self.books)
-        self.restore = Restore(self.books, self.rooms, self.loads)
+        self.write_back = WriteBack(self.books, self.backups)
+        self.lookahead = Lookahead(self.books)
+        self.restore = Restore(self.books, self.rooms, self.loads, self.lookahead)
         self.serving = Serving(self.books, self.restore, self.backups)
         self.moves: list[tuple[str, State]] = []
         """The changes of state that the last step made, in order: request and where it is now."""
@@ -118,6 +122,12 @@ class Core:
     def statistics(self) -> dict[str, int]:
         """Counts of now, and counters since the start."""
         return count_core(self)
+
+    def keys_put(self, op: int) -> tuple[str, bytes]:
+        """Namespace and keys, from the first page on, of what StorePages `op` puts: for those of no request's tokens
+        (serial 0), when they are started.
+        """
+        return self.backups.keys_put(op)
 
     def check(self) -> None:
         """Recount everything from scratch; BrokenInvariant says what does not add up."""
@@ -263,10 +273,25 @@ class Core:
                 self._progress(request)
             elif (backup := self.backups.next_waiting) is not None:
                 self.backups.put_now(backup)
-            else:
+            elif books.pages_freed or books.settled_loads:
                 self.insist(self.loads.free_settled_voids)
                 books.pages_freed = False
                 self._admit()
+            else:
+                self._work_ahead()
+
+    def _work_ahead(self) -> None:
+        """Everything else is done: bring nearer what will be needed, and save what will be evicted."""
+        books = self.books
+        while books.ahead_over:
+            request, _ = books.ahead_over.popitem()
+            self.insist(partial(self.lookahead.drop, request))
+        if books.ahead_due:
+            books.ahead_due = False
+            for request in self.queue.candidates(books.now_s) if books.settings.lookahead_pages_max else ():
+                self.insist(partial(self.lookahead.start, request), partial(self.lookahead.abandon, request))
+        if books.write_due:
+            self.insist(self.write_back.look)
 
     def _fill(self, load: Load) -> None:
         """Have a sharer of a failed load extend into it. A raise is the sharer's that was to."""

@@ -124,6 +124,16 @@ class EvictionQueue:
             self._stale_count -= node.parent is None
         return None
 
+    def first(self, page_count: int) -> list[Node]:
+        """List the ready nodes of the lowest priorities, until they hold so many pages. They stay in the queue."""
+        nodes: list[Node] = []
+        while page_count > 0 and (node := self.pop()) is not None:
+            nodes.append(node)
+            page_count -= node.page_count
+        for node in nodes:
+            self.push(node)
+        return nodes
+
     def forget(self, node: Node) -> None:
         """Take note that a node left the tree: its entry, if any, is swept once there are many such."""
         if node.node_id not in self._queued:

@@ -24,8 +24,8 @@ from tidekv.states.dropping import Dropping, EvictionHook
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.eviction import LRU, EvictionPolicy
 from tidekv.states.index_check import check_index
-from tidekv.states.insertion import insert_prefix
-from tidekv.states.node import Inserted, Load, Match, Node, Receipt, TierName
+from tidekv.states.insertion import insert_host_pages, insert_prefix
+from tidekv.states.node import Inserted, Load, Match, Node, Receipt, TierName, redeem
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.tree import PageTree
@@ -162,7 +162,7 @@ class PrefixIndex:
 
     def unlock(self, receipt: Receipt) -> None:
         """Give back a receipt of `lock`."""
-        node = _redeem(receipt, "device")
+        node = redeem(receipt, "device")
         node.anchored -= 1
         self.device_tier.receipts -= 1
         self.device_tier.unguard(node)
@@ -185,7 +185,7 @@ class PrefixIndex:
 
     def unpin(self, receipt: Receipt) -> None:
         """Give back a receipt of `pin`."""
-        node = _redeem(receipt, "host")
+        node = redeem(receipt, "host")
         node.host_anchored -= 1
         self.host_tier.receipts -= 1
         self.host_tier.unguard(node)
@@ -206,6 +206,13 @@ class PrefixIndex:
         if len(pages) != count:
             raise BrokenInvariant(f"{len(pages)} pages were given for {count} keys")
         return insert_prefix(self.tree, self.device_tier, self.tree.root(namespace), keys, pages, priority)
+
+    def insert_host(self, node: Node, keys: bytes, pages: PageIds) -> tuple[Node, PageIds]:
+        """Enter host pages for the keys that follow `node`; tells where they end, and which stay the caller's."""
+        self.tree.require(node)
+        if node.host is None or len(pages) != self._count_pages(keys):
+            raise BrokenInvariant(f"{len(pages)} host pages cannot be entered below {node}")
+        return insert_host_pages(self.tree, self.host_tier, node, keys, pages)
 
     def insert_pending(
         self,
@@ -358,6 +365,10 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} cannot lose its device pages: none, guarded, or needed by a child")
         return self._dropping.withdraw(node)
 
+    def first_to_go(self, tier: TierName, count: int) -> list[Node]:
+        """List the leaves of a tier that eviction would take first, until they hold `count` pages; takes none."""
+        return (self.device_tier if tier == "device" else self.host_tier).queue.first(count)
+
     def evict_device(self, count: int) -> int:
         """Free at least `count` device pages, or all that are evictable; returns how many. What is in host memory too
         stays there; of the last victim no more is taken than is needed.
@@ -387,12 +398,3 @@ class PrefixIndex:
         if rest:
             raise BrokenInvariant(f"{len(keys)} bytes are no whole number of keys of {self.tree.key_bytes}")
         return count
-
-
-def _redeem(receipt: Receipt, kind: TierName) -> Node:
-    if receipt.kind != kind:
-        raise BrokenInvariant(f"{receipt} is no {kind} receipt")
-    if receipt.released:
-        raise BrokenInvariant(f"{receipt} was given back before")
-    receipt.released = True
-    return receipt.node

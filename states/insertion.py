@@ -6,7 +6,7 @@ import numpy as np
 
 from tidekv.states.node import Inserted, Node
 from tidekv.states.shapes import PageIds, page_ids
-from tidekv.states.tiers import DeviceTier
+from tidekv.states.tiers import DeviceTier, HostTier
 from tidekv.states.tree import PageTree
 
 
@@ -61,6 +61,38 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
         tier.attach(node, pages[first:])
     table += pages[len(table) :]
     return Inserted(node, table, len(fresh), duplicates, rejected)
+
+
+def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, pages: PageIds) -> tuple[Node, PageIds]:
+    """Enter host pages, the caller's until now, for `keys` below `node`, which has host pages itself.
+
+    Returns where they end now, and which are still the caller's: the tree has others for the same keys, or void pages
+    are in the way.
+    """
+    width, count, first = tree.key_bytes, len(pages), 0
+    unused = page_ids()
+    while first < count:
+        child = node.children.get(keys[first * width : (first + 1) * width])
+        if child is None:
+            break
+        if child.void:
+            return node, unused + pages[first:]
+        shared = tree.shared_pages(child.edge, keys, first * width)
+        node = child if shared == child.page_count else tree.split(child, shared)
+        ours = pages[first : first + shared]
+        if node.host is not None:
+            unused += ours
+        else:
+            tier.account.to_cache(ours)
+            tier.attach(node, ours)
+            if node.load is not None:
+                tier.guard(node)
+        first += shared
+    if first < count:
+        tier.account.to_cache(pages[first:])
+        node = tree.add_child(node, keys[first * width :], priority=0)
+        tier.attach(node, pages[first:])
+    return node, unused
 
 
 def _not_of_tree(tree: PageTree, node: Node, keys: bytes, pages: PageIds, first: int) -> PageIds:

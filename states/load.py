@@ -35,7 +35,21 @@ LOAD_CAUSES = {
 class Load:
     """A run of pages of the tree under load. Pages [first, first + page_count) of every prompt that shares it."""
 
-    __slots__ = ("cause", "filler", "first", "host_pages", "lock", "nodes", "op", "pin", "sharers", "stage", "tier")
+    __slots__ = (
+        "begun_at_s",
+        "cause",
+        "filler",
+        "first",
+        "host_pages",
+        "lock",
+        "nodes",
+        "op",
+        "pin",
+        "queued_pages",
+        "sharers",
+        "stage",
+        "tier",
+    )
 
     def __init__(self, *, first: int, tier: str, stage: Stage) -> None:
         self.first = first
@@ -44,6 +58,9 @@ class Load:
         self.tier = tier
         self.stage = stage
         self.op = 0
+        self.begun_at_s = 0.0
+        """When its fetch began, with so many pages under way, its own included."""
+        self.queued_pages = 0
         self.cause = ""
         """One of `LOAD_CAUSES`, where it failed."""
         self.pin: Receipt | None = None

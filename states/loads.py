@@ -62,17 +62,17 @@ class Loads:
 
     # --- Starting ---
 
-    def begin_copy(self, first: int, nodes: list[Node], pages: PageIds) -> Load:
-        """Load nodes that are in host memory alone into `pages`, the caller's until now."""
-        load = Load(first=first, tier="l2", stage=Stage.COPYING)
+    def begin_copy(self, first: int, nodes: list[Node], pages: PageIds, *, tier: str = "l2") -> Load:
+        """Load nodes that are in host memory alone into `pages`, the caller's until now. `tier` brought them there."""
+        load = Load(first=first, tier=tier, stage=Stage.COPYING)
         with ExitStack() as undo:
             undo.callback(self.abandon, load)
             for node in nodes:
                 at = node.depth_pages - node.page_count - first
                 self._books.index.give_device(node, pages[at : at + node.page_count], load)
                 load.nodes.append(node)
-            self._hold(load)
-            self._start_copy(load)
+            self.hold(load)
+            self.start_copy(load)
             undo.pop_all()
         return load
 
@@ -86,7 +86,7 @@ class Loads:
             undo.callback(self.abandon, load)
             load.nodes.append(books.index.insert_pending(parent, request.namespace, keys, pages, load))
             load.host_pages = books.host.take(len(pages))
-            self._hold(load)
+            self.hold(load)
             load.op = books.begin(load, deadline_s=deadline_s)
             books.say(
                 FetchPages(
@@ -97,7 +97,8 @@ class Loads:
                     timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
                 )
             )
-            books.storage.fetching[load] = None
+            books.storage.fetch_began(load, len(pages))
+            load.begun_at_s, load.queued_pages = books.now_s, books.storage.pages_in_flight
             undo.pop_all()
         return load
 
@@ -105,7 +106,7 @@ class Loads:
         """Undo the begin of a load in the step that it began in: its device pages are the caller's again."""
         books = self._books
         self._live.pop(load, None)
-        books.storage.fetching.pop(load, None)
+        books.storage.fetch_over(load)
         books.operations.pop(load.op, None)
         self._let_go_of_source(load)
         self._unlock(load)
@@ -119,11 +120,13 @@ class Loads:
         load.sharers[request] = page_count
         request.loads[load] = None
 
-    def _hold(self, load: Load) -> None:
+    def hold(self, load: Load) -> None:
+        """Lock the nodes of a new load, which lives from now on."""
         load.lock = self._books.index.lock(load.nodes[-1])
         self._live[load] = None
 
-    def _start_copy(self, load: Load) -> None:
+    def start_copy(self, load: Load) -> None:
+        """Copy to the device what is on the host: the pages of the load's own, or those of its nodes."""
         source = load.host_pages
         if not source:
             load.pin = self._books.index.pin(load.nodes[-1])
@@ -134,7 +137,7 @@ class Loads:
         load.op = self._books.begin(load, deadline_s=self._books.settings.copy_deadline_s)
         self._books.say(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
         load.stage = Stage.COPYING
-        self._books.storage.fetching.pop(load, None)
+        self._books.storage.fetch_over(load)
         for request in load.sharers:
             self._books.dirty[request] = None
 
@@ -143,7 +146,9 @@ class Loads:
     def fetched(self, load: Load, good: int) -> None:
         """The fetch ended with its first `good` pages verified; the rest, if any, has failed."""
         good = max(0, min(good, load.page_count))
-        if good < load.page_count:
+        if good == load.page_count:
+            self._books.storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
+        else:
             self._books.count("l3_pages_short", load.page_count - good)
             rest = load if good == 0 else self._split_load(load, good)
             rest.cause = "fetch_short"
@@ -152,7 +157,7 @@ class Loads:
                 return
         self._publish_host(load)
         if load.sharers:
-            self._start_copy(load)
+            self.start_copy(load)
         else:
             # The bytes are in host memory and nobody waits for them on the device.
             self._give_up(load)
@@ -172,7 +177,7 @@ class Loads:
                 self._cut_fetch(load)
 
     def _cut_fetch(self, load: Load) -> None:
-        self._books.operations[load.op] = LateFetch(load.host_pages)
+        self._books.storage.fetch_given_up(load.op, load.host_pages)
         load.host_pages = page_ids()
         self._fail(load)
 
@@ -273,7 +278,7 @@ class Loads:
 
     def _fail(self, load: Load) -> None:
         load.stage = Stage.FAILED
-        self._books.storage.fetching.pop(load, None)
+        self._books.storage.fetch_over(load)
         self._books.unfilled[load] = None
         for request in load.sharers:
             self._books.dirty[request] = None
@@ -290,7 +295,7 @@ class Loads:
                 self._books.index.set_void(node)
         self._unlock(load)
         load.stage = Stage.VOID
-        self._books.storage.fetching.pop(load, None)
+        self._books.storage.fetch_over(load)
         self._books.count("loads_void")
         for request in load.sharers:
             self._books.homeless.setdefault(request, cause)
@@ -379,5 +384,10 @@ class Loads:
         if not index.has_host(parent):
             return
         for node in load.nodes:
-            index.give_host(node, load.host_pages[: node.page_count])
+            ours = load.host_pages[: node.page_count]
+            if node.host is None:
+                index.give_host(node, ours)
+            else:
+                # The same pages were fetched ahead for somebody else meanwhile.
+                self._books.host.give_back(ours)
             load.host_pages = load.host_pages[node.page_count :]

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 
 TierName = Literal["device", "host"]
@@ -168,3 +169,13 @@ def make_root(node_id: int, namespace: str) -> Node:
     root.device = page_ids()
     root.host = page_ids()
     return root
+
+
+def redeem(receipt: Receipt, kind: TierName) -> Node:
+    """Mark a receipt as given back, and return its node. Raises BrokenInvariant for a wrong one."""
+    if receipt.kind != kind:
+        raise BrokenInvariant(f"{receipt} is no {kind} receipt")
+    if receipt.released:
+        raise BrokenInvariant(f"{receipt} was given back before")
+    receipt.released = True
+    return receipt.node

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.states import events, steps
 from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
+from tidekv.states.lookahead import AheadRun
 from tidekv.states.request import Request, State
 from tidekv.states.storage_use import StorageUse
 
@@ -27,7 +28,7 @@ Outcome: TypeAlias = (
     | events.Recomputed
     | events.CommandRaised
 )
-OUTCOMES: tuple[type[events.Event], ...] = Outcome.__args__  # type: ignore[attr-defined]  # A union's members.
+OUTCOMES: tuple[type[events.Event], ...] = Outcome.__args__
 OF_STORAGE = (events.StorageAnswered, events.PagesFetched, events.PagesStored)
 
 
@@ -45,8 +46,11 @@ def operation_ended(core: Core, event: Outcome) -> None:
         _request_ended(core, owner, event, error)
     elif isinstance(owner, Load):
         _load_ended(core, owner, event, error)
+    elif isinstance(owner, AheadRun):
+        good = event.good if isinstance(event, events.PagesFetched) else 0
+        core.insist(partial(core.lookahead.landed, owner, good), partial(core.lookahead.abandon, owner.request))
     elif isinstance(owner, LateFetch):
-        core.insist(partial(books.host.give_back, owner.host_pages))
+        core.insist(partial(books.storage.late_fetch_ended, owner))
         books.pages_freed = True
     elif isinstance(owner, LateRecompute):
         core.insist(partial(books.device.give_back, owner.device_pages))
@@ -92,6 +96,9 @@ def time_passed(core: Core, event: events.ClockAdvanced) -> None:
             _request_is_late(core, owner, op, event.at_s)
         elif isinstance(owner, Load):
             _load_is_late(core, owner)
+        elif isinstance(owner, AheadRun):
+            core.insist(partial(books.storage.note, failed=True))
+            core.insist(partial(core.lookahead.is_late, owner))
         elif isinstance(owner, StorageUse):
             core.insist(owner.probe)
         else:
@@ -113,6 +120,7 @@ def _request_is_late(core: Core, request: Request, op: int, at_s: float) -> None
 def _load_is_late(core: Core, load: Load) -> None:
     if load.stage is Stage.FETCHING:
         core.insist(partial(core.books.storage.note, failed=True))
+        core.books.storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
         core.loads.fetch_is_late(load)
     else:
         assert load.stage is Stage.COPYING, "a load that waits for no operation of its own has no deadline"

@@ -14,7 +14,7 @@ import msgspec
 from tidekv.states.errors import InvalidConfig
 
 PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]
-WritePolicy = Literal["through", "selective"]
+WritePolicy = Literal["through", "selective", "back"]
 
 FETCH_TIMEOUT_MAX_S = 3600.0
 """No storage call is told to start reads for longer than this."""
@@ -39,15 +39,29 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """
     fetch_pages_per_s: float = 0.0
     """Pages that plans may fetch in a second, of which one second's worth can be saved up. 0: no limit."""
+    fetch_deadline_share: float = 1.0
+    """A plan fetches no more than what, at the pace that storage has shown lately, lands within this share of the time
+    that it may take. 0: as much as storage has, however slow it is.
+    """
+    lookahead_pages_max: int = 0
+    """Host pages that requests which wait for device memory may fill from storage ahead of their admission, over all
+    of them. 0: none.
+    """
     write: WritePolicy = "through"
-    """What is put in storage when a request is finished. "through": all that is not there. "selective": pages that
-    were part of at least `write_hits_min` prompts.
+    """When pages go to host memory and storage. "through": all of a request when it is finished. "selective": its pages
+    that were part of at least `write_hits_min` prompts are put in storage, all go to the host. "back": nothing when it
+    is finished; what is about to be evicted from the device is copied to the host, and what is about to be evicted from
+    there is put in storage.
     """
     write_hits_min: int = 2
     write_tokens_min: int = 0
     """Shorter prefixes are not put in storage."""
+    write_back_ahead: float = 0.1
+    """With "back": of each pool, so large a share is free, or can be freed without losing anything."""
     put_wait_s: float = 1.0
     """Puts give way to fetches: one waits until no fetch is under way, but no longer than this. 0: it never waits."""
+    put_fetch_s_max: float = 0.0
+    """While fetches take longer than this on average, puts wait as if one were under way. 0: however long they take."""
     breaker_failures: int = 8
     """After so many failures or lates of storage in a row it is asked nothing until a probe has succeeded. 0: never."""
     breaker_backoff_s: float = 1.0
@@ -56,18 +70,24 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._one_of("prefetch", ("timeout", "best_effort", "wait_complete"))
-        self._one_of("write", ("through", "selective"))
+        self._one_of("write", ("through", "selective", "back"))
         for name in (
             "prefetch_threshold_tokens",
             "fetch_pages_in_flight_max",
             "fetch_pages_per_s",
+            "fetch_deadline_share",
+            "lookahead_pages_max",
             "write_hits_min",
             "write_tokens_min",
             "put_wait_s",
+            "put_fetch_s_max",
+            "write_back_ahead",
             "breaker_failures",
         ):
             if not getattr(self, name) >= 0:
                 raise InvalidConfig(f"{name} must be at least 0, not {getattr(self, name)!r}")
+        if not self.write_back_ahead <= 1:
+            raise InvalidConfig(f"write_back_ahead must be at most 1, the whole pool, not {self.write_back_ahead!r}")
         for name in ("prefetch_base_s", "prefetch_per_ki_token_s", "breaker_backoff_s", "breaker_backoff_max_s"):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import RequestArrived
     from tidekv.states.index import Receipt
     from tidekv.states.load import Load
+    from tidekv.states.lookahead import Ahead
     from tidekv.states.rooms import Room
 
 
@@ -49,6 +50,7 @@ class Request:
     """
 
     __slots__ = (
+        "ahead",
         "arrival",
         "arrived_at_s",
         "attempts",
@@ -122,6 +124,8 @@ class Request:
         """Whether storage was asked since it waits for admission, or need not be."""
         self.stored_first = 0
         self.stored_found = 0
+        self.ahead: Ahead | None = None
+        """What is fetched for it while it waits for device pages."""
         self.trouble = ""
         """Why it fell back last, in words. Nothing is decided by it, nor by `declined`."""
         self.forget_plan()

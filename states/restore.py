@@ -16,6 +16,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from tidekv.states.adoption import Adoption
 from tidekv.states.commands import QueryStorage, Recompute, TellReady
 from tidekv.states.load import LateRecompute, Load, Stage
 from tidekv.states.node import Match
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tidekv.states.books import Books
     from tidekv.states.index import Node, Receipt
     from tidekv.states.loads import Loads
+    from tidekv.states.lookahead import Lookahead
     from tidekv.states.request import Request
     from tidekv.states.rooms import Rooms
 
@@ -52,8 +54,10 @@ class Plan:
 class Restore:
     """The steps of a restore."""
 
-    def __init__(self, books: Books, rooms: Rooms, loads: Loads) -> None:
+    def __init__(self, books: Books, rooms: Rooms, loads: Loads, lookahead: Lookahead) -> None:
         self._books = books
+        self._lookahead = lookahead
+        self._adoption = Adoption(books, loads)
         self._rooms = rooms
         self._loads = loads
         self._insertions = 0
@@ -77,6 +81,7 @@ class Restore:
         """Storage has answered, or is too late with its answer."""
         request.query_op = 0
         request.stored_found = max(0, min(found, request.full_pages - request.stored_first))
+        self._books.ahead_due = True
 
     def grant(self, request: Request) -> bool:
         """Match, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
@@ -118,12 +123,13 @@ class Restore:
         plan = Plan(match, request.own[surplus:])
         request.declined = ("", 0)
         shared = self._loads_on(plan.node)
-        said = len(books.out)
+        said, adopted = len(books.out), 0
         with ExitStack() as undo:
             undo.callback(lambda: books.out.__delitem__(slice(said, None)))
             if request.restore_limit < 2:
                 self._load_from_host(request, plan, undo)
             if request.restore_limit < 1:
+                adopted = self._adopt_reads(request, plan, undo)
                 self._load_from_storage(request, plan, undo)
             lock = books.index.lock(plan.node)
             undo.callback(books.index.unlock, lock)
@@ -136,6 +142,7 @@ class Restore:
             undo.callback(books.device.take, surplus)
             op = self._ask_for_rest(request, plan, lock)
             undo.pop_all()
+        self._lookahead.adopted(request, adopted)
         request.lock, request.pin, request.own = lock, None, plan.own
         request.matched, request.promised, request.recompute_op = match.device_pages, plan.end, op
         for load, page_count in (*shared.items(), *((load, load.page_count) for load in plan.loads)):
@@ -146,6 +153,9 @@ class Restore:
         request.source_pages["l1"] = plan.end - waiting - sum(request.source_pages.values())
         if plan.loads:
             self._insertions += 1
+        if request.ahead is not None:
+            # What was fetched ahead is held by loads now, or of no use.
+            books.ahead_over[request] = None
 
     def _ask_for_rest(self, request: Request, plan: Plan, lock: Receipt) -> int:
         """Promise to prefill what the plan covers, or ask the caller for the rest; returns the operation of that."""
@@ -210,17 +220,38 @@ class Restore:
         return loads
 
     def _load_from_host(self, request: Request, plan: Plan, undo: ExitStack) -> None:
-        """Start copies of the matched host pages, in runs of whole nodes."""
+        """Start copies of the matched host pages, in runs of whole nodes that one tier has brought."""
         run: list[Node] = []
+        ahead = request.ahead
         path = [node for node in self._books.index.path(plan.host_node) if node.depth_pages > plan.end]
         for node in path:
             run.append(node)
             count = node.depth_pages - plan.end
-            if count >= self._books.settings.copy_run_pages or node is path[-1]:
-                load = self._loads.begin_copy(plan.end, run, plan.own[:count])
+            bounds = () if ahead is None else (ahead.first, ahead.joined)
+            if count >= self._books.settings.copy_run_pages or node is path[-1] or node.depth_pages in bounds:
+                is_ahead = ahead is not None and ahead.first <= plan.end < ahead.joined
+                tier = "l3" if is_ahead else "l2"
+                load = self._loads.begin_copy(plan.end, run, plan.own[:count], tier=tier)
                 undo.callback(self._loads.abandon, load)
                 plan.add(load, node, count)
                 run = []
+
+    def _adopt_reads(self, request: Request, plan: Plan, undo: ExitStack) -> int:
+        """Go on with the reads that were begun ahead, as far as they fit the plan; returns how many."""
+        adopted = 0
+        width = self._books.settings.key_bytes
+        left_s = request.deadline_at_s - self._books.now_s
+        for run in self._lookahead.usable_runs(request):
+            count = len(run.host_pages)
+            keys = request.keys[run.first * width : (run.first + count) * width]
+            if run.first != plan.end or keys[:width] in plan.node.children:
+                break
+            deadline_s = self._books.settings.prefetch_deadline_s(count, left_s)
+            load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s)
+            undo.callback(self._adoption.disown, load, run)
+            plan.add(load, load.nodes[-1], count)
+            adopted += 1
+        return adopted
 
     def _load_from_storage(self, request: Request, plan: Plan, undo: ExitStack) -> None:
         """Start fetches of what storage said it has, as far as host pages can be had."""
@@ -228,7 +259,8 @@ class Restore:
         settings = books.settings
         found_to = request.stored_first + request.stored_found
         count = found_to - plan.end if request.stored_first <= plan.end else 0
-        allowed = books.storage.allowance(count) if books.storage.is_usable else 0
+        deadline_s = settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - books.now_s)
+        allowed = books.storage.allowance(count, deadline_s) if books.storage.is_usable else 0
         threshold = max(settings.prefetch_threshold_tokens, 1)
         if count * settings.page_size < threshold:
             beyond = request.stored_found if request.stored_first > plan.end else 0
@@ -242,7 +274,6 @@ class Restore:
             books.count("l3_declined_pages", count - allowed)
             request.declined = ("limit", count - allowed)
             found_to = plan.end + allowed
-        deadline_s = settings.prefetch_deadline_s(count, request.deadline_at_s - books.now_s)
         width = settings.key_bytes
         while plan.end < found_to:
             first_key = request.keys[plan.end * width : (plan.end + 1) * width]
@@ -320,6 +351,7 @@ class Restore:
         Where this raised, it can be called again, and goes on from there.
         """
         books = self._books
+        self._lookahead.drop(request)
         for load in list(request.loads):
             self._loads.leave(load, request)
         if request.room is not None:
@@ -346,5 +378,6 @@ class Restore:
 
     def fall_back(self, request: Request) -> None:
         """A transition raised: trust fewer tiers. The first time no storage, the second time no host memory either."""
+        self._lookahead.drop(request)
         for load in list(request.loads):
             self._loads.cut(load)

@@ -30,6 +30,7 @@ def count_core(core: Core) -> dict[str, int]:
         "host_protected": books.index.host_protected,
         "queue": len(core.queue),
         "loads": len(core.loads),
+        "lookahead_pages": core.lookahead.pages,
         "backups": len(core.backups),
         "operations": core.operations_in_flight,
         "l3_breaker_open": int(books.storage.is_open),

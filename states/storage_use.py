@@ -1,7 +1,7 @@
 """Whether storage is asked at all, and for how many pages: limits on fetches, and the breaker.
 
-The breaker counts failures and lates in a row. At the limit it opens: nothing more is asked, requests go on without
-storage. After a back-off, storage is probed; a probe that succeeds closes it, one that fails doubles the back-off.
+The breaker (`tidekv.states.breaker`) counts failures and lates in a row. While it is open nothing is asked, and
+requests go on without storage; its waits and probes are operations of the core.
 
     closed ──failures in a row──▶ open, waiting ──back-off is over──▶ open, probing ──StorageProbed──▶ closed
                                         ▲                                │ with an error
@@ -13,13 +13,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from tidekv.states.breaker import Breaker
 from tidekv.states.commands import ProbeStorage
 from tidekv.states.load import LateFetch
+from tidekv.states.pace import FetchPace
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
     from tidekv.states.events import PolicyChanged, StorageChanged
     from tidekv.states.load import Load
+    from tidekv.states.shapes import PageIds
 
 
 class StorageUse:
@@ -27,14 +30,18 @@ class StorageUse:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._failures = 0
-        self._backoff_s = 0.0
+        self._breaker = Breaker()
+        self._pace = FetchPace()
         self._level_pages = 0.0
         self._level_at_s = float("-inf")
         self.op = 0
         """The wait for the next probe, or the probe; 0 while the breaker is closed."""
-        self.fetching: dict[Load, None] = {}
-        """Loads whose fetch somebody waits for."""
+        self.fetching: dict[Load, int] = {}
+        """Loads whose fetch somebody waits for, and how many pages each fetches."""
+        self.pages_in_flight = 0
+        """Pages that storage writes to: of loads, of look-ahead, and of fetches that nobody waits for any more."""
+        self.ahead_in_flight = 0
+        """Fetches of look-ahead that have not ended."""
 
     @property
     def is_open(self) -> bool:
@@ -49,14 +56,20 @@ class StorageUse:
     def policy_changed(self, event: PolicyChanged) -> None:
         """Go on by other policies."""
         self._books.settings = self._books.settings.with_policy(event.policy)
+        self._books.ahead_due = True
+        self._books.renew_write_credit()
 
     # --- Limits ---
 
-    def allowance(self, wanted: int) -> int:
-        """How many of `wanted` pages a plan may fetch now."""
+    def allowance(self, wanted: int, deadline_s: float) -> int:
+        """How many of `wanted` pages a plan may fetch now, if they may take `deadline_s`."""
         settings = self._books.settings
         if settings.fetch_pages_in_flight_max:
-            wanted = min(wanted, max(0, settings.fetch_pages_in_flight_max - self._pages_in_flight()))
+            wanted = min(wanted, max(0, settings.fetch_pages_in_flight_max - self.pages_in_flight))
+        page_s = self._pace.page_s(self._books.now_s)
+        fitting = settings.fetch_deadline_share * deadline_s / page_s if page_s else float("inf")
+        if settings.fetch_deadline_share and fitting < wanted + self.pages_in_flight:
+            wanted = max(0, int(fitting) - self.pages_in_flight)
         if settings.fetch_pages_per_s:
             wanted = min(wanted, int(self._level()))
         return wanted
@@ -73,9 +86,38 @@ class StorageUse:
         self._level_pages, self._level_at_s = min(grown, max(rate, 1.0)), now_s
         return self._level_pages
 
-    def _pages_in_flight(self) -> int:
-        late = (owner for owner in self._books.operations.values() if isinstance(owner, LateFetch))
-        return sum(load.page_count for load in self.fetching) + sum(len(fetch.host_pages) for fetch in late)
+    # --- Fetches under way ---
+
+    @property
+    def holds_puts(self) -> bool:
+        """Whether puts are to wait: something is fetched, or fetches take too long as it is."""
+        if self.fetching or self.ahead_in_flight:
+            return True
+        bound_s = self._books.settings.put_fetch_s_max
+        return bound_s > 0 and self._pace.fetch_s(self._books.now_s) > bound_s
+
+    def fetch_began(self, load: Load, page_count: int) -> None:
+        """Storage writes to the host pages of a load from now on, which waits for it."""
+        self.fetching[load] = page_count
+        self.pages_in_flight += page_count
+
+    def fetch_over(self, load: Load) -> None:
+        """The load waits for no fetch (any more)."""
+        self.pages_in_flight -= self.fetching.pop(load, 0)
+
+    def fetch_given_up(self, op: int, host_pages: PageIds) -> None:
+        """Nobody waits for this fetch: it keeps its host pages until it ends."""
+        self._books.operations[op] = LateFetch(host_pages)
+        self.pages_in_flight += len(host_pages)
+
+    def late_fetch_ended(self, fetch: LateFetch) -> None:
+        """A fetch that nobody waited for is over."""
+        self._books.host.give_back(fetch.host_pages)
+        self.pages_in_flight -= len(fetch.host_pages)
+
+    def note_pace(self, *, begun_at_s: float, pages: int) -> None:
+        """A fetch, at whose begin so many pages were under way, has brought everything, or is late."""
+        self._pace.note(taken_s=self._books.now_s - begun_at_s, pages=pages, now_s=self._books.now_s)
 
     # --- The breaker ---
 
@@ -83,17 +125,21 @@ class StorageUse:
         """Another storage is attached, or none: what the last one did, and what it holds, is forgotten."""
         self._books.storage_available = event.available
         self._books.operations.pop(self.op, None)
-        self.op = self._failures = 0
+        self.op = 0
+        self._breaker.close()
+        self._pace.forget()
         if event.available:
             self._books.index.forget_stored()
+        self._books.renew_write_credit()
 
     def note(self, *, failed: bool) -> None:
         """A call to storage has ended, or is late."""
-        failures = self._failures + 1 if failed else 0
-        if failures >= self._books.settings.breaker_failures > 0 and self.is_usable:
-            self._wait(self._books.settings.breaker_backoff_s)
+        settings = self._books.settings
+        limit = settings.breaker_failures if self._books.storage_available else 0
+        self._breaker.note(failed=failed, failures_max=limit, backoff_s=settings.breaker_backoff_s)
+        if self._breaker.is_open and not self.op:
+            self._wait()
             self._books.count("l3_breaker_opened")
-        self._failures = failures
 
     def probe(self) -> None:
         """The back-off is over."""
@@ -108,13 +154,14 @@ class StorageUse:
 
     def probed(self, error: str) -> None:
         """Storage has answered the probe."""
-        if error:
-            self._wait(min(2 * self._backoff_s, self._books.settings.breaker_backoff_max_s))
+        self._breaker.probed(failed=bool(error), backoff_max_s=self._books.settings.breaker_backoff_max_s)
+        if self._breaker.is_open:
             self._books.count("l3_probes_failed")
+            self._wait()
         else:
             self._books.count("l3_breaker_closed")
-            self.op = self._failures = 0
+            self.op = 0
+            self._books.renew_write_credit()
 
-    def _wait(self, backoff_s: float) -> None:
-        self.op = self._books.begin(self, deadline_s=backoff_s)
-        self._backoff_s = backoff_s
+    def _wait(self) -> None:
+        self.op = self._books.begin(self, deadline_s=self._breaker.backoff_s)

@@ -16,6 +16,7 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
         return StoragePolicy(
             prefetch_threshold_tokens=threshold,
             prefetch_base_s=0.1,
+            lookahead_pages_max=random.choice((0, 1000)),
             put_wait_s=0.0,
             breaker_failures=0,
         )
@@ -25,10 +26,14 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
         prefetch_base_s=0.1,
         fetch_pages_in_flight_max=random.choice((0, 0, 3, 12)),
         fetch_pages_per_s=random.choice((0.0, 0.0, 2.0, 500.0)),
-        write=random.choice(("through", "through", "selective")),
+        fetch_deadline_share=random.choice((0.0, 1.0, 1.0, 0.05)),
+        lookahead_pages_max=random.choice((0, 4, 16, 1000)),
+        write=random.choice(("through", "selective", "back", "back")),
+        write_back_ahead=random.choice((0.1, 0.3, 1.0)),
         write_hits_min=random.choice((1, 2)),
         write_tokens_min=random.choice((0, 0, 3 * page_size)),
         put_wait_s=random.choice((0.0, 0.02, 1.0)),
+        put_fetch_s_max=random.choice((0.0, 0.0, 0.004)),
         breaker_failures=random.choice((0, 0, 1, 6)),
         breaker_backoff_s=0.05,
         breaker_backoff_max_s=0.4,

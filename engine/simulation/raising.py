@@ -27,6 +27,7 @@ INDEX_CALLS = (
     "pin",
     "unpin",
     "insert",
+    "insert_host",
     "insert_pending",
     "give_device",
     "give_host",

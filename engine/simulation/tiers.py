@@ -129,7 +129,7 @@ class SimulatedStorage:
             world.outcomes.raised(command.op)
             return
         who = f"put {command.op}"
-        wanted = world.tokens_left(command.serial)[command.first : command.first + len(command.host_pages)]
+        wanted = world.tags_put(command)[command.first : command.first + len(command.host_pages)]
         world.host.expect(command.host_pages, wanted, who)
         found = world.host.begin_read(command.host_pages, who)
         delay = self._delay(world, "store_is_late", 60.0, "store_is_stuck")
@@ -147,7 +147,8 @@ class SimulatedStorage:
         while self._present and faults.hits("storage_forgets"):
             for tag in self._random.sample(list(self._present), k=1 + len(self._present) // 4):
                 del self._present[tag]
-        world.tokens_left(command.serial)
+        if command.serial:
+            world.tokens_left(command.serial)
         world.outcomes.tell(
             lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error), command.op
         )

@@ -193,6 +193,13 @@ class World:
             raise Violation(f"the tokens of request number {serial} were forgotten while somebody needs them")
         return self._left[serial]
 
+    def tags_put(self, command: commands.StorePages) -> list[int]:
+        """The tags of the prompt whose pages are put."""
+        if command.serial:
+            return self.tokens_left(command.serial)
+        namespace, keys = self.core.keys_put(command.op)
+        return self.contents.tags(namespace, keys, self.settings.key_bytes)
+
     def lose_writer(self, writer: str) -> None:
         """Tell that a peer is out of reach."""
         event = events.WriterLost(at_s=self.now_s, writer=writer, cause="injected")

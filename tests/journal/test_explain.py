@@ -59,6 +59,8 @@ NO_CAUSE = {
     "frames_foreign", "chunks_foreign", "chunks_repeated", "calls_late",
     # Storage is asked again: nothing went wrong any more.
     "l3_breaker_closed",
+    # What is written back or dropped belongs to nobody who is served, and what was fetched ahead is no trouble.
+    "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead",
 }  # fmt: skip
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tidekv.engine.simulation import SimulationFailed, simulate
-from tidekv.states.backups import Backups
+from tidekv.states.backups import Backup, Backups
 from tidekv.states.books import Books
 from tidekv.states.index import Node
 from tidekv.states.load import Load, Stage
 from tidekv.states.loads import Loads
+from tidekv.states.lookahead import Ahead, Lookahead
 from tidekv.states.request import Request
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Room, Rooms
@@ -201,6 +202,56 @@ def an_aborted_request_keeps_its_reserve(patch: pytest.MonkeyPatch) -> None:
 
     original = Restore.leave
     patch.setattr(Restore, "leave", leave)
+
+
+@mutant
+def write_back_frees_a_device_page_before_its_copy(patch: pytest.MonkeyPatch) -> None:
+    def begin(self: Backups, backup: Backup) -> None:
+        original(self, backup)
+        if backup.copies_ahead and backup.lock is not None:
+            self._books.index.unlock(backup.lock)
+            backup.lock = None
+
+    original = Backups._begin
+    patch.setattr(Backups, "_begin", begin)
+
+
+@mutant
+def write_back_names_its_pages_by_the_leaf_alone(patch: pytest.MonkeyPatch) -> None:
+    def keys_put(self: Backups, op: int) -> tuple[str, bytes]:
+        backup: Any = self._books.operations[op]  # Any: the owner of an operation.
+        return backup.leaf.namespace, backup.leaf.edge
+
+    patch.setattr(Backups, "keys_put", keys_put)
+
+
+@mutant
+def look_ahead_forgets_its_host_pages(patch: pytest.MonkeyPatch) -> None:
+    def cut(self: Lookahead, ahead: Ahead, at: int) -> None:
+        for run in ahead.runs[at:]:
+            if not run.is_landed and self._books.operations.pop(run.op, None) is not None:
+                self._is_over(run)
+        del ahead.runs[at:]
+
+    patch.setattr(Lookahead, "_cut", cut)
+
+
+@mutant
+def look_ahead_frees_host_pages_that_are_still_written(patch: pytest.MonkeyPatch) -> None:
+    def cut(self: Lookahead, ahead: Ahead, at: int) -> None:
+        for run in ahead.runs[at:]:
+            if not run.is_landed and self._books.operations.pop(run.op, None) is not None:
+                self._is_over(run)
+            self._books.host.give_back(run.host_pages)
+        del ahead.runs[at:]
+
+    patch.setattr(Lookahead, "_cut", cut)
+
+
+@mutant
+def look_ahead_shows_pages_whose_read_failed(patch: pytest.MonkeyPatch) -> None:
+    original = Lookahead.landed
+    patch.setattr(Lookahead, "landed", lambda self, run, good: original(self, run, len(run.host_pages)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

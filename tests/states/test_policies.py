@@ -73,7 +73,7 @@ def test_best_effort_cuts_nothing_that_has_landed_before_the_transfer() -> None:
 
 
 def test_wait_complete_has_no_deadline_of_its_own_but_half_of_the_callers() -> None:
-    rig = stored_rig(prefetch="wait_complete")
+    rig = stored_rig(prefetch="wait_complete", fetch_deadline_share=0.0)
     promise = ask(rig, "a", TOKENS, 6)
     rig.chunk(promise)
     rig.aux(promise)
@@ -327,5 +327,5 @@ def test_wrong_policies_are_refused_by_name(changes: dict[str, object], words: s
 
 
 def test_a_policy_is_checked_however_it_is_made() -> None:
-    with pytest.raises(InvalidConfig, match="one of through, selective"):
+    with pytest.raises(InvalidConfig, match="one of through, selective, back"):
         StoragePolicy(write="never")  # type: ignore[arg-type]  # That is the point.

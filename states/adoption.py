@@ -1,0 +1,55 @@
+"""Reads that were begun ahead go on as loads: who waited for device pages has them now, and waits for the read.
+
+AheadRun, under way         ──adopt──▶ a load that is FETCHING, by the same operation
+AheadRun, landed, no parent ──adopt──▶ a load that is COPYING from the run's host pages, which are free after that
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from tidekv.states.load import Load, Stage
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.books import Books
+    from tidekv.states.loads import Loads
+    from tidekv.states.lookahead import AheadRun
+    from tidekv.states.node import Node
+
+
+class Adoption:
+    """Turns reads ahead into loads, and back."""
+
+    def __init__(self, books: Books, loads: Loads) -> None:
+        self._books = books
+        self._loads = loads
+
+    def adopt(self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float) -> Load:
+        """Make a read a load of a new child of `parent`, into `pages`, the caller's until now. `disown` undoes it."""
+        books = self._books
+        load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
+        with ExitStack() as undo:
+            undo.callback(self.disown, load, run)
+            load.nodes.append(books.index.insert_pending(parent, run.request.namespace, keys, pages, load))
+            load.host_pages = run.host_pages
+            self._loads.hold(load)
+            if run.is_landed:
+                self._loads.start_copy(load)
+            else:
+                load.op = run.op
+                load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
+                books.operations[load.op] = load
+                books.remind(load, books.now_s + deadline_s, op=load.op)
+                books.storage.fetching[load] = len(pages)
+            undo.pop_all()
+        return load
+
+    def disown(self, load: Load, run: AheadRun) -> None:
+        """Undo an adoption, in the step that it was made in: the read is its request's again."""
+        load.host_pages = page_ids()
+        self._books.storage.fetching.pop(load, None)
+        self._loads.abandon(load)
+        if not run.is_landed:
+            self._books.operations[run.op] = run
