@@ -6,6 +6,9 @@ fails a request: what cannot be stored is dropped and counted. Room and put run 
 
     room.finish ──▶ ask what is there ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
                                                    └──▶ put the batch ──▶ host pages free again
+
+Storage that fails again and again is left alone by the same rule as on a decode worker (`tidekv.states.breaker`):
+prompts that finish meanwhile are not stored, and a probe finds out when it can be used again.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.keys import page_digests, storage_namespace
 from tidekv.states.accounts import PageAccount
+from tidekv.states.breaker import Breaker
 from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.transports.tasks import OwnedTasks
 
@@ -47,13 +51,23 @@ class PromptStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     hold_s: float = 1.0
     """A room's pages are lent for so long at most; what is not in host memory by then is not stored."""
     put_timeout_s: float = 30.0
+    breaker_failures: int = 8
+    """After so many failures of storage in a row nothing is stored until a probe has succeeded. 0: never."""
+    breaker_backoff_s: float = 1.0
+    breaker_backoff_max_s: float = 30.0
+    """The first probe comes after `breaker_backoff_s`, each further one after twice the time, up to this."""
     close_wait_s: float = 2.0
     """Closing waits for what is on its way for so long, and then for what cannot be stopped."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_pages", "rooms_max", "hold_s", "put_timeout_s", "close_wait_s"):
+        for name in ("batch_pages", "rooms_max", "hold_s", "put_timeout_s", "close_wait_s", *_BACKOFFS):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0, not {getattr(self, name)!r}")
+        if self.breaker_failures < 0:
+            raise InvalidConfig(f"breaker_failures must be at least 0, not {self.breaker_failures!r}")
+
+
+_BACKOFFS = ("breaker_backoff_s", "breaker_backoff_max_s")
 
 
 class PromptStore:
@@ -82,6 +96,7 @@ class PromptStore:
         self._bounce = PageAccount("bounce", self._host.num_pages)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
+        self._breaker = Breaker()
         self._copier: PageCopier | None = None
         self._rooms = 0
         self._closing = False
@@ -119,7 +134,12 @@ class PromptStore:
 
     def statistics(self) -> dict[str, int]:
         """Counts of pages and prompts, all named store_…."""
-        return {"store_rooms": self._rooms, "store_bounce_free": self._bounce.free, **self.counts}
+        return {
+            "store_rooms": self._rooms,
+            "store_bounce_free": self._bounce.free,
+            "store_breaker_open": int(self._breaker.is_open),
+            **self.counts,
+        }
 
     def keep(self, room: Room) -> None:
         """Store a finished prompt, beside everything else; raises nothing."""
@@ -128,6 +148,8 @@ class PromptStore:
             return
         if room.tokens is None:
             self.counts["store_rooms_without_tokens"] += 1
+        elif self._breaker.is_open:
+            self.counts["store_rooms_skipped"] += 1
         elif self._rooms >= self.settings.rooms_max:
             self.counts["store_rooms_declined"] += 1
         else:
@@ -148,7 +170,7 @@ class PromptStore:
             self.counts["store_pages_late"] += len(pages)
             return
         first = asking.result()
-        while first < len(pages):
+        while first < len(pages) and not self._breaker.is_open:
             batch = pages[first : first + min(self.settings.batch_pages, self._bounce.total)]
             host_pages = await self._take(len(batch), until_s)
             if host_pages is None:
@@ -158,6 +180,8 @@ class PromptStore:
             if put is None:
                 return
             first += len(batch)
+        if first < len(pages):
+            self.counts["store_pages_skipped"] += len(pages) - first
 
     async def _count_present(self, keys: list[bytes]) -> int:
         """Ask how many of the pages, from the first on, are there. With no answer nothing is worth a try: all."""
@@ -165,7 +189,9 @@ class PromptStore:
             flags = await self._storage.exists(keys, timeout_s=self.settings.hold_s)
         except Exception as error:
             self._note_failure(len(keys), error)
+            self._note_use(failed=True)
             return len(keys)
+        self._note_use(failed=False)
         present = next((at for at, flag in enumerate(flags) if not flag), len(flags))
         self.counts["store_pages_present"] += present
         return present
@@ -201,7 +227,9 @@ class PromptStore:
             stored = sum(await self._storage.put_from(keys, host_pages, timeout_s=self.settings.put_timeout_s))
         except Exception as error:
             self._note_failure(len(keys), error)
+            self._note_use(failed=True)
             return
+        self._note_use(failed=False)
         self.counts["store_pages_put"] += stored
         self.counts["store_pages_failed"] += len(keys) - stored
 
@@ -210,6 +238,27 @@ class PromptStore:
         if not isinstance(error, TidekvError):
             # An engine's own failures are counted; anything else is a bug, whose traceback must not be lost.
             LOG.error("writing a prompt through to storage raised", exc_info=error)
+
+    def _note_use(self, *, failed: bool) -> None:
+        """A call to storage has ended: too many failures in a row, and it is left alone until a probe succeeds."""
+        was_open = self._breaker.is_open
+        settings = self.settings
+        self._breaker.note(failed=failed, failures_max=settings.breaker_failures, backoff_s=settings.breaker_backoff_s)
+        if self._breaker.is_open and not was_open:
+            self.counts["store_breaker_opened"] += 1
+            if not self._closing:
+                self._tasks.spawn(self._probe(), name="probe storage")
+
+    async def _probe(self) -> None:
+        while self._breaker.is_open:
+            await asyncio.sleep(self._breaker.backoff_s)
+            failed = False
+            try:
+                await self._storage.probe()
+            except Exception as error:
+                failed = True
+                self._note_failure(0, error)
+            self._breaker.probed(failed=failed, backoff_max_s=self.settings.breaker_backoff_max_s)
 
     def _give_room_back(self, room: Room, _: asyncio.Task[None]) -> None:
         self._rooms -= 1
