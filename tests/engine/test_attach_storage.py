@@ -54,6 +54,10 @@ async def test_a_hundred_swaps_under_traffic_fail_nobody_and_leak_nothing(make_p
                     await turned.wait()
             done.set()
 
+        # The first request opens the connection to prefill, whose tasks stay.
+        await pair.finish(await pair.restore("first", PROMPT), PROMPT, [1])
+        await pair.engine.wait_settled()
+        tasks = len(asyncio.all_tasks())
         async with asyncio.TaskGroup() as group:
             threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
             group.create_task(swap())
@@ -64,6 +68,8 @@ async def test_a_hundred_swaps_under_traffic_fail_nobody_and_leak_nothing(make_p
         assert pair.engine.statistics()["storage"] is None
         assert threading.active_count() <= threads
         assert len(os.listdir("/proc/self/fd")) <= files
+        await pair.engine.wait_settled()
+        assert len(asyncio.all_tasks()) <= tasks
         assert "transitions_raised" not in pair.core()
         assert pair.engine.statistics()["effects_raised"] == 0
         await pair.assert_nothing_held()
@@ -106,6 +112,71 @@ async def test_an_attach_that_fails_leaves_the_old_storage_in_use(make_pair) -> 
         assert again.sources["l3"] == 20
         await pair.finish(again, PROMPT, [1])
         await pair.assert_nothing_held()
+
+
+def own_threads() -> int:
+    """Threads that somebody of ours has started: not those of the loop's pool, which grows as it likes."""
+    return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
+
+
+class HalfOpen:
+    """A file engine that is open when opening it goes wrong after all."""
+
+    def __init__(self, uri: str) -> None:
+        self._storage = open_storage(uri)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+    async def register(self, *arguments: object, **named: object) -> None:
+        await self._storage.register(*arguments, **named)
+        raise StorageFailed("the last step failed")
+
+
+async def test_attaching_that_fails_half_way_a_hundred_times_under_traffic_is_undone(make_pair, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    done = asyncio.Event()
+    async with make_pair(
+        device_pages=32, host_pages=48, storage=open_storage("memory:?capacity=1MiB"), journal=str(journal)
+    ) as pair:
+        from_storage = 0
+
+        async def converse(number: int) -> None:
+            nonlocal from_storage
+            turn = 0
+            while not done.is_set():
+                tokens = [number] * 7 + [turn % 5] * 8
+                ready = await pair.restore(f"c{number}t{turn}", tokens)
+                from_storage += ready.sources["l3"]
+                await pair.finish(ready, tokens, [1])
+                await pair.engine.flush()
+                turn += 1
+
+        async def fail_to_attach() -> None:
+            with pytest.raises(StorageFailed, match="the last step failed"):
+                await pair.engine.attach_storage(HalfOpen(f"file:{tmp_path}/pages?io=threads&capacity=4MiB"))
+
+        old = pair.engine._parts.storage
+        # The first request and the first attach leave a connection and the loop's own threads behind.
+        await pair.finish(await pair.restore("first", PROMPT), PROMPT, [1])
+        for _ in range(3):
+            await fail_to_attach()
+        await pair.engine.wait_settled()
+        threads, files, tasks = own_threads(), len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(converse(number))
+            for _ in range(100):
+                await fail_to_attach()
+                assert pair.engine._parts.storage is old
+            done.set()
+        assert from_storage > 0
+        assert own_threads() <= threads
+        assert len(os.listdir("/proc/self/fd")) <= files
+        await pair.assert_nothing_held()
+        assert len(asyncio.all_tasks()) <= tasks
+        assert pair.engine.statistics()["effects_raised"] == 0
+    assert Replayer(next(journal.iterdir()) if journal.is_dir() else journal).run().complete
 
 
 async def test_a_cancelled_attach_leaves_the_old_storage_in_use(make_pair) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tidekv import InvalidConfig, Replayer, open_storage
 from tidekv.states.errors import StorageFailed
+from tidekv.states.policy import POLICY_FIELDS
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 
@@ -23,7 +25,14 @@ async def test_policies_change_while_requests_run(make_pair, tmp_path: Path) -> 
         {"put_wait_s": 0.0, "fetch_pages_in_flight_max": 0},
         {"write": "through", "write_tokens_min": 16, "breaker_failures": 1},
         {"prefetch": "timeout", "prefetch_threshold_tokens": 8},
+        {"write": "back", "write_back_ahead": 0.5},
+        {"lookahead_pages_max": 16, "fetch_deadline_share": 0.5},
+        {"prefetch_base_s": 0.5, "prefetch_per_ki_token_s": 0.5, "prefetch_threshold_tokens": 0},
+        {"put_wait_s": 0.01, "put_fetch_s_max": 0.001},
+        {"breaker_failures": 4, "breaker_backoff_s": 0.5, "breaker_backoff_max_s": 1.0},
+        {"lookahead_pages_max": 0, "fetch_deadline_share": 0.0, "write_back_ahead": 1.0},
     ]
+    assert {name for change in changes for name in change} == set(POLICY_FIELDS)
     storage = open_storage("memory:?capacity=1MiB")
     async with make_pair(device_pages=32, host_pages=32, storage=storage, journal=str(journal)) as pair:
         changed = 0
@@ -42,9 +51,9 @@ async def test_policies_change_while_requests_run(make_pair, tmp_path: Path) -> 
                     await pair.engine.flush()
 
         async with asyncio.TaskGroup() as group:
-            for number in range(4):
+            for number in range(6):
                 group.create_task(converse(number))
-        assert changed == 32
+        assert changed == 48
         await pair.assert_nothing_held()
     assert Replayer(journal).run().complete
 
@@ -62,6 +71,73 @@ async def test_a_policy_is_told_and_a_wrong_one_changes_nothing(make_pair) -> No
     with pytest.raises(InvalidConfig, match="best_effort"):
         async with make_pair(prefetch="sometimes"):
             pass
+
+
+async def test_write_back_writes_what_is_evicted_and_it_comes_back_from_every_tier(make_pair, tmp_path: Path) -> None:
+    """No request lives when its pages are put: their keys are those that a request with the same prompt asks for."""
+    journal = tmp_path / "run.journal"
+    storage = open_storage("memory:?capacity=4MiB")
+    async with make_pair(
+        device_pages=24,
+        host_pages=24,
+        storage=storage,
+        journal=str(journal),
+        namespace="tenant",
+        write="back",
+        write_back_ahead=1.0,
+    ) as pair:
+        prompts = [[number] * 12 + [number + 50] * 10 for number in range(12)]
+        for number, prompt in enumerate(prompts):
+            await pair.finish(await pair.restore(f"w{number}", prompt), prompt, [1])
+            await pair.engine.wait_settled()
+        core = pair.core()
+        assert core["pages_backed_up"] > 24
+        assert core["pages_stored"] > 24
+        assert "l1_pages_dropped" not in core
+        assert "l2_pages_dropped" not in core
+        sources: Counter[str] = Counter()
+        for number, prompt in enumerate(prompts):
+            ready = await pair.restore(f"r{number}", prompt)
+            sources.update(ready.sources)
+            await pair.finish(ready, prompt, [1])
+            await pair.engine.wait_settled()
+        # All full pages of all prompts came from some cache.
+        assert sources["transfer"] == 12 * 2
+        assert sources["l3"] > 0
+        await pair.assert_nothing_held()
+    assert Replayer(journal).run().complete
+
+
+async def test_who_waits_for_memory_has_its_pages_fetched_ahead(make_pair, tmp_path: Path) -> None:
+    journal = tmp_path / "run.journal"
+    storage = open_storage("memory:?capacity=4MiB")
+    async with make_pair(
+        device_pages=24, host_pages=24, storage=storage, journal=str(journal), lookahead_pages_max=16
+    ) as pair:
+        await pair.finish(await pair.restore("past", PROMPT), PROMPT, [1])
+        await pair.engine.wait_settled()
+        await pair.engine.flush()
+        big = await pair.restore("big", [7] * 84)
+        waiting = asyncio.create_task(pair.restore("again", PROMPT))
+        await pair.engine._calls.wait_until(lambda: pair.engine._core.books.host.cached == 5)
+        assert not waiting.done()
+        await pair.engine.abort("big")
+        again = await waiting
+        assert again.sources == {"l1": 0, "l2": 0, "l3": 20, "transfer": 2}
+        assert len(big.pages) == 21
+        await pair.finish(again, PROMPT, [1])
+        # Who gives up while it waits leaves nothing behind.
+        await pair.engine.wait_settled()
+        await pair.engine.flush()
+        await pair.restore("big2", [7] * 84)
+        waiting = asyncio.create_task(pair.restore("gone", PROMPT))
+        await pair.engine._calls.wait_until(lambda: pair.engine._core.books.host.cached == 5)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await pair.engine.abort("big2")
+        await pair.assert_nothing_held()
+    assert Replayer(journal).run().complete
 
 
 class Failing:
