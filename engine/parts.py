@@ -181,7 +181,7 @@ class Parts:
             spawn=self.group.spawn,
             copier=self.copier,
             receiver=self.receiver,
-            keys_put=self.core.keys_put,
+            keys_put=lambda op: self.core.keys_put(op),
             page_size=self.core.settings.page_size,
             store_timeout_s=config.store_timeout_s,
             query_timeout_s=config.query_deadline_s,
@@ -376,10 +376,8 @@ class Parts:
         def is_settled() -> bool:
             core = self.core
             restoring = any(request.state is not State.READY for request in core.books.requests.values())
-            in_flight = restoring or not self.front.is_caught_up
-            return not (
-                in_flight or core.operations_in_flight or core.backups or core.loads or core.rooms.draining_rooms
-            )
+            in_flight = core.operations_in_flight or core.backups or core.loads or core.rooms.draining_rooms
+            return self.front.is_caught_up and not (restoring or in_flight)
 
         await self.calls.wait_until(is_settled)
 

@@ -64,7 +64,12 @@ class RankTiers:
         if self._raises(command.op):
             return
         error, who = self._error("storage_fails"), f"put {command.op}"
-        wanted = self._rank.records[command.serial][command.first : command.first + len(command.host_pages)]
+        if command.serial:
+            tags = self._rank.records[command.serial]
+        else:
+            namespace, keys = self._rank.core.keys_put(command.op)
+            tags = self._rank.world.contents.tags(namespace, keys, self._rank.world.settings.page_size)
+        wanted = tags[command.first : command.first + len(command.host_pages)]
         self._rank.host.expect(command.host_pages, wanted, who)
         found = self._rank.host.begin_read(command.host_pages, who)
 
