@@ -55,11 +55,12 @@ def fetch_raises(play: Play) -> None:
     play.bring_everything("r1")
 
 
-@says(LOAD_CAUSES["transfer_done"], "extend 1", "READY", counts="l3_fetches_cut")
+@says(LOAD_CAUSES["transfer_done"], "extend 1", "2 pages fetched too late", "READY", counts="l3_fetches_cut")
 def fetch_is_cut_since_the_transfer_is_done(play: Play) -> None:
     play.change_policy(prefetch="best_effort")
-    play.plan_with_storage("r1", found=2)
+    fetch = play.plan_with_storage("r1", found=2)
     play.bring_everything("r1")
+    play.take(events.PagesFetched, op=fetch.op, good=2)
 
 
 @says("the fetch from storage failed: disk on fire", "2 under load by another", "READY")

@@ -10,7 +10,7 @@ from tidekv.engine.seeing.explain import explain
 from tidekv.engine.seeing.stories import read_stories
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4, 5, 6, 8, 10, 12])
+@pytest.mark.parametrize("seed", [1, 2, 4, 5, 6])
 def test_whatever_fails_in_a_run_has_a_cause(simulate, seed: int) -> None:
     told = read_stories(Replayer(simulate(seed, 80).path))
     assert len(told.all) >= 80
