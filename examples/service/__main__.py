@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from contextlib import AsyncExitStack
 from functools import partial
 from types import FrameType
 from typing import Annotated
@@ -75,39 +74,37 @@ async def serve(
 ) -> None:
     """Run the service until it is told to stop and has drained."""
     listener = socket.create_server((host, port))
-    served = await asyncio.to_thread(partial(load, model, page_size=page_size))
-    device = DevicePool.allocate(served.layout, device_pages)
-    engine = DecodeEngine(
-        EngineConfig(
-            model=served.fingerprint,
-            vocabulary=served.vocabulary,
-            queue_max=queue_max,
-            metrics_listen="127.0.0.1:0",
-            journal=journal or None,
-        ),
-        device=device,
-        host=HostPool.allocate(served.layout, host_pages),
-        storage=open_storage(storage) if storage else None,
-        transport=NixlTransport(name="decode-0"),
-    )
     options = PrefillOptions(model=model, page_size=page_size, num_pages=4 * device_pages)
-    async with AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(
-            decode_worker(
-                engine,
-                PagedModel(served.llama, device),
-                served,
-                DistantPrefill(prefill) if prefill else PrefillChild(options),
-                device_pages=device_pages,
-                batch_max=batch_max,
-            )
+    prefill_worker = DistantPrefill(prefill) if prefill else PrefillChild(options)
+    async with asyncio.TaskGroup() as tasks:
+        # It loads the model while we do.
+        keeping = tasks.create_task(prefill_worker.run(), name="prefill")
+        served = await asyncio.to_thread(partial(load, model, page_size=page_size))
+        device = DevicePool.allocate(served.layout, device_pages)
+        engine = DecodeEngine(
+            EngineConfig(
+                model=served.fingerprint,
+                vocabulary=served.vocabulary,
+                queue_max=queue_max,
+                metrics_listen="127.0.0.1:0",
+                journal=journal or None,
+            ),
+            device=device,
+            host=HostPool.allocate(served.layout, host_pages),
+            storage=open_storage(storage) if storage else None,
+            transport=NixlTransport(name="decode-0"),
         )
-        config = uvicorn.Config(Api(worker).app(), lifespan="off", log_level="warning", access_log=False)
-        server = DrainingServer(config, worker, drain_timeout_s=drain_timeout_s)
-        await worker.prefill.is_up.wait()
-        address, bound = listener.getsockname()[:2]
-        print(f"serving {served.name} at http://{address}:{bound}", flush=True)
-        await server.run_until_drained(listener)
+        pool = PagedModel(served.llama, device)
+        async with decode_worker(
+            engine, pool, served, prefill_worker, device_pages=device_pages, batch_max=batch_max
+        ) as worker:
+            config = uvicorn.Config(Api(worker).app(), lifespan="off", log_level="warning", access_log=False)
+            server = DrainingServer(config, worker, drain_timeout_s=drain_timeout_s)
+            await prefill_worker.is_up.wait()
+            address, bound = listener.getsockname()[:2]
+            print(f"serving {served.name} at http://{address}:{bound}", flush=True)
+            await server.run_until_drained(listener)
+        keeping.cancel()
 
 
 def main(

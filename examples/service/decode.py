@@ -272,7 +272,7 @@ async def decode_worker(
     with ComputeThread("decode") as compute:
         batch = Batch(pool, compute, batch_max=batch_max)
         async with engine, asyncio.TaskGroup() as tasks:
-            own = [tasks.create_task(prefill.run(), name="prefill"), tasks.create_task(batch.run(), name="batch")]
+            computing = tasks.create_task(batch.run(), name="batch")
             worker = DecodeWorker(engine, model, batch, prefill, tasks, device_pages=device_pages)
             try:
                 yield worker
@@ -283,5 +283,4 @@ async def decode_worker(
                 if ending:
                     # They wait for their steps: the batch goes on until the last of them has ended.
                     await asyncio.wait(ending)
-                for task in own:
-                    task.cancel()
+                computing.cancel()

@@ -1,4 +1,8 @@
-"""The prefill worker, a process of its own, and whoever keeps one running: `python -m examples.service.prefill`."""
+"""The prefill worker, a process of its own, and whoever keeps one running.
+
+On another machine: `python -m examples.service.prefill '{"listen": "0.0.0.0:7000"}'`, with the options of
+`PrefillOptions`; and `python -m examples.service --prefill HOST:7000`.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,12 @@ class PrefillOptions(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:0"
     num_pages: int = 1024
     page_size: int = 16
+    ends_with_stdin: bool = False
+    """Stop when whoever started us closes our stdin: also when that dies of a kill -9."""
 
 
 async def serve(options: PrefillOptions) -> None:
-    """Compute prompts and send their KV until SIGTERM, or until whoever started us closes our stdin."""
+    """Compute prompts and send their KV until SIGTERM."""
     model = load(options.model, page_size=options.page_size)
     pool = DevicePool.allocate(model.layout, options.num_pages)
     prefixes = PrefixPages(options.num_pages, options.page_size)
@@ -40,7 +46,8 @@ async def serve(options: PrefillOptions) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    loop.add_reader(sys.stdin, ended.set)
+    if options.ends_with_stdin:
+        loop.add_reader(sys.stdin, ended.set)
     with ComputeThread("prefill") as compute:
         worker = ModelPrefill(
             PagedModel(model.llama, pool), prefixes, compute, chunk_tokens=CHUNK_PAGES * options.page_size
@@ -71,9 +78,10 @@ class PrefillChild:
         """Start workers until cancelled, one after the other; the last one is stopped then."""
         while True:
             listen = self.address or self._options.listen
-            options = msgspec.json.encode(msgspec.structs.replace(self._options, listen=listen)).decode()
+            options = msgspec.structs.replace(self._options, listen=listen, ends_with_stdin=True)
+            command = (sys.executable, "-m", __name__, msgspec.json.encode(options).decode())
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", __name__, options, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+                *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
             )
             assert process.stdin is not None
             assert process.stdout is not None

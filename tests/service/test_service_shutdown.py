@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -14,7 +19,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "To be, or not to be, that is the question. " * 8
 
 
@@ -40,6 +46,18 @@ def model_directory(tmp_path: Path) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+@contextmanager
+def distant_prefill(model: Path) -> Iterator[str]:
+    """A prefill worker that is nobody's child; gives its address."""
+    options = json.dumps({"model": str(model)})
+    command = [sys.executable, "-m", "examples.service.prefill", options]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.terminate()
+        assert process.wait(60) == 0
 
 
 def is_alive(pid: int) -> bool:
@@ -76,7 +94,7 @@ def test_sigterm_answers_what_was_accepted_and_the_next_service_finds_the_kv(
         deadline = time.monotonic() + 30
         while is_alive(health["prefill"]["pid"]):
             assert time.monotonic() < deadline
-    with serving(tmp_path / "log", *options) as service:
+    with distant_prefill(model_directory) as at, serving(tmp_path / "log", *options, "--prefill", at) as service:
         again = service.complete(PROMPT, 8)
         assert again.choices[0].text == known.choices[0].text
         assert again.usage.sources["l3"] > 300
