@@ -145,7 +145,7 @@ class Parts:
                 fold, page_bytes=memory.page_bytes, statistics=self.statistics, loop_lag=self.watchdog.lag
             )
             self.metrics = MetricsServer(config.metrics_listen, collector)
-        if config.kv_events is not None:
+        if config.kv_events is not None and (self._rank_group is None or self._rank_group.rank == 0):
             self.kv_events = KVEventPublisher(
                 config.kv_events,
                 replay=config.kv_events_replay,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from tidekv.engine.configuration.addresses import check_address
@@ -51,6 +52,10 @@ def _problems(loaded: Loaded) -> Iterator[tuple[str, str]]:
             yield "engine.journal", f"there is no directory {directory}"
         elif not os.access(directory, os.W_OK):
             yield "engine.journal", f"this user may not write in {directory}"
+    if engine.kv_events is not None and find_spec("zmq") is None:
+        yield "engine.kv_events", "KV events need pyzmq: pip install 'tidekv[events]'"
+    if engine.kv_events_replay is not None and engine.kv_events is None:
+        yield "engine.kv_events_replay", "there is nothing to ask for again: engine.kv_events is not set"
     if engine.heartbeat_s * 2 > engine.peer_silence_s:
         yield "engine.heartbeat_s", f"two heartbeats must fit in peer_silence_s ({engine.peer_silence_s:g})"
     if engine.heartbeat_s * 2 > engine.lease_s:

@@ -161,6 +161,7 @@ def test_a_value_that_is_replaced_is_not_looked_at() -> None:
         (("transport.secret_file=/nowhere/secret",), "transport.secret_file: cannot be read"),
         (("engine.heartbeat_s=1.5",), "engine.heartbeat_s: two heartbeats must fit in peer_silence_s (2)"),
         (("transport.secret=a", "transport.secret_file=b"), "secret and secret_file are both given"),
+        (("engine.kv_events_replay=tcp://*:5558",), "engine.kv_events_replay: there is nothing to ask for again"),
         (("engine.queue_max=0",), "engine.queue_max: queue_max must be at least 1"),
         (("cache.device=tpu",), "cache.device: device must be cpu, cuda or cuda:N"),
     ],
@@ -221,3 +222,9 @@ def test_every_default_survives_being_written_to_a_file_and_read_again(tmp_path:
     loaded = load(file, environment=NOTHING)
     assert json.loads(json.dumps(msgspec.to_builtins(loaded.configuration))) == tables
     assert all(loaded.is_given(path) for path in all_options())
+
+
+def test_kv_events_without_their_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("engine.kv_events=tcp://*:5557",)
+    monkeypatch.setattr("tidekv.engine.configuration.check.find_spec", lambda name: None)
+    assert "engine.kv_events: KV events need pyzmq: pip install 'tidekv[events]'" in said(settings=settings)

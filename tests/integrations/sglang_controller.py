@@ -6,7 +6,10 @@
 the controller prefetch the pages of the same tokens, and writes what came. Both in tidekv's order of a page.
 
 TIDEKV_TEST_SGLANG names an unpacked wheel of sglang 0.5.23, TIDEKV_TEST_SGLANG_PACKAGES a directory with what it
-imports and tests do not have: pip install --no-deps --target DIR psutil orjson pybase64 triton dill apache-tvm-ffi==0.1.11.
+imports and tests do not have:
+
+    pip install --no-deps --target DIR psutil orjson pybase64 triton dill apache-tvm-ffi==0.1.11
+
 What is only imported and never used here is replaced by nothing.
 """
 
