@@ -13,7 +13,7 @@ from tidekv.states.request import State
 
 POOLS = ("device", "host")
 CONDITIONS = ("free", "owned", "cached", "draining", "total", "evictable", "protected")
-LIVE = ("queue", "loads", "backups", "operations", "rooms", "rooms_draining", "requests_retracted")
+LIVE = ("queue", "loads", "lookahead_pages", "backups", "operations", "rooms", "rooms_draining", "requests_retracted")
 POLLERS = {"poller": "transport", "storage_poller": "storage"}
 
 

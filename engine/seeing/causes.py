@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CONSEQUENCES = {
     "query": "the plan was made without storage",
     "fetch": "the pages were asked of prefill by an extend",
+    "ahead": "the plan goes by what has landed ahead of it",
     "copy": "the pages were asked of prefill by an extend",
     "late copy": "the pages were given up, since the copy may still write to them",
     "backup": "the pages are not kept in host memory",
@@ -89,6 +90,7 @@ def declined_words(request: Request, core: Core) -> str:
     elif cause == "limit":
         limits = ("fetch_pages_in_flight_max", "fetch_pages_per_s")
         detail = ", ".join(f"{name} is {getattr(policy, name):g}" for name in limits if getattr(policy, name))
+        detail = detail or f"at its pace no more lands in time: fetch_deadline_share is {policy.fetch_deadline_share:g}"
     return f"{count} pages that storage has were declined: {DECLINED[cause]}{f' ({detail})' if detail else ''}"
 
 
@@ -121,6 +123,8 @@ def unstored_words(core: Core, kept_tokens: int) -> str:
         return breaker_words(core)
     if kept_tokens < settings.write_tokens_min:
         return f"its {kept_tokens} tokens are fewer than write_tokens_min, {settings.write_tokens_min}"
+    if settings.write == "back":
+        return "write is back: what is about to be evicted is put, and nothing before"
     if settings.write == "selective":
         return f"write is selective: pages that were part of fewer than {settings.write_hits_min} prompts are not put"
     return ""

@@ -94,7 +94,7 @@ def _works(story: Story) -> list[str]:
     for work in story.works:
         name = {
             "query": f"Asked storage for pages {_pages(work)}: it has {work.good}",
-            "fetch": f"Fetched pages {_pages(work)} from storage: {work.good} came",
+            "fetch": f"Fetched pages {_pages(work)} from storage{' ahead' if work.ahead else ''}: {work.good} came",
             "copy": f"Copied pages {_pages(work)} from host to device",
             "backup": f"Backed up pages {_pages(work)} to the host",
             "store": f"Put pages {_pages(work)} in storage: {work.good} were stored",

@@ -24,6 +24,7 @@ from tidekv.engine.seeing.story import Plan, Story, Work
 from tidekv.states import commands, events
 from tidekv.states.backups import STORE_DEADLINE_S, Backup
 from tidekv.states.load import LateFetch, Load, Stage
+from tidekv.states.lookahead import AheadRun
 from tidekv.states.policy import StoragePolicy, policy_of
 from tidekv.states.request import State
 
@@ -140,9 +141,8 @@ class Stories:
         elif isinstance(event, events.RetractedDropped):
             self._given_away.pop(event.request_id, None)
         elif isinstance(event, events.PolicyChanged):
-            words = policy_words(self._policy or policy_of(core.settings), event.policy)
+            self._note_all(at_s, policy_words(self._policy or policy_of(core.settings), event.policy))
             self._policy = event.policy
-            self._note_all(at_s, words)
         elif isinstance(event, events.StorageChanged):
             self._note_all(at_s, "storage was attached" if event.available else "storage was detached")
 
@@ -169,7 +169,7 @@ class Stories:
         if late:
             work.wasted = work.good if work.kind in ("fetch", "copy") else 0
         elif work.trouble:
-            self._tell_trouble(work, stories, CONSEQUENCES[work.kind], at_s, core)
+            self._tell_trouble(work, stories, CONSEQUENCES["ahead" if work.ahead else work.kind], at_s, core)
 
     def _give_up_late(self, at_s: float, core: Core) -> None:
         for op, (work, stories) in list(self._open.items()):
@@ -186,7 +186,7 @@ class Stories:
             elif not isinstance(owner, LateFetch) and not (isinstance(owner, Load) and owner.stage is Stage.VOID):
                 continue
             work.trouble = LATE[work.kind]
-            consequence = CONSEQUENCES.get(f"late {work.kind}") or CONSEQUENCES[work.kind]
+            consequence = CONSEQUENCES.get(f"late {work.kind}") or CONSEQUENCES["ahead" if work.ahead else work.kind]
             self._tell_trouble(work, stories, consequence, at_s, core)
 
     def _give_up_cut(self, core: Core) -> None:
@@ -253,7 +253,8 @@ class Stories:
         self._begin(command.op, Work("query", command.first, command.count, at_s), [story])
 
     def _fetch(self, command: commands.FetchPages, at_s: float, core: Core) -> None:
-        work = Work("fetch", command.first, len(command.host_pages), at_s)
+        ahead = isinstance(core.books.operations.get(command.op), AheadRun)
+        work = Work("fetch", command.first, len(command.host_pages), at_s, ahead=ahead)
         self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
 
     def _copy(self, command: commands.CopyToDevice, at_s: float, core: Core) -> None:
@@ -372,8 +373,7 @@ class Stories:
         self._give_back(command.request_id, "retracted", at_s)
 
     def _dropped(self, command: commands.TellDropped, at_s: float, core: Core) -> None:
-        story = self._live[command.request_id]
-        self._by_serial.pop(story.serial, None)
+        self._by_serial.pop(self._live[command.request_id].serial, None)
         self._give_back(command.request_id, "dropped", at_s)
 
     def _forget_tokens(self, command: commands.ForgetTokens, at_s: float, core: Core) -> None:

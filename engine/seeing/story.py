@@ -31,6 +31,8 @@ class Work:
     span: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
     """When how many pages of a span landed."""
+    ahead: bool = False
+    """Whether it was fetched ahead of the request's admission."""
     cause: str = ""
     """Why a part of the promise was taken back, where this is the span for it."""
 

@@ -268,11 +268,16 @@ def nothing_is_put(name: str, word: str, **policy: object) -> None:
         play.arrive("r1")
         if "breaker_failures" in policy:
             play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="gone")
-        play.back_up()
+        if policy.get("write") == "back":
+            play.bring_everything("r1")
+            play.finish()
+        else:
+            play.back_up()
 
 
 nothing_is_put("nothing_is_put_while_the_breaker_is_open", "the breaker is open", breaker_failures=1)
 nothing_is_put("nothing_is_put_by_selective_writes", "write is selective", write="selective")
+nothing_is_put("nothing_is_put_before_it_is_evicted", "write is back", write="back")
 nothing_is_put("nothing_is_put_of_short_prompts", "its 8 tokens are fewer than write_tokens_min, 9", write_tokens_min=9)
 
 # --- Bugs of ours: they raise in the replay, too ---

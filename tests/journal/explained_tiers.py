@@ -168,6 +168,40 @@ def too_much_is_fetched_in_a_second(play: Play) -> None:
     play.plan_with_storage("r1")
 
 
+@says(
+    "3 pages that storage has were declined", DECLINED["limit"], "(at its pace no more lands in time: fetch_deadline_sh"
+)
+def storage_is_too_slow_for_more(play: Play) -> None:
+    play.change_policy(prefetch_threshold_tokens=2)
+    fetch = play.plan_with_storage("r0", tokens=b"zz", found=1)
+    play.at_s += 0.08
+    play.take(events.PagesFetched, op=fetch.op, good=1)
+    play.bring_everything("r0")
+    play.arrive("r1")
+    play.answer_queries(found=4)
+
+
+@says("Fetched pages [0, 4) from storage ahead: 0 came", causes.LATE["fetch"], causes.CONSEQUENCES["ahead"], "READY")
+def fetch_ahead_is_late(play: Play) -> None:
+    play.change_policy(lookahead_pages_max=4)
+    answered_and_waiting(play)
+    play.wait_for_clock()
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=0)
+    play.take(events.AbortRequested, request_id="big")
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.bring_everything("r1")
+
+
+@says("the fetch from storage failed: disk on fire; the plan goes by what has landed ahead of it", "READY")
+def fetch_ahead_fails(play: Play) -> None:
+    play.change_policy(lookahead_pages_max=4)
+    answered_and_waiting(play)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=0, error="disk on fire")
+    play.take(events.AbortRequested, request_id="big")
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.bring_everything("r1")
+
+
 @says("2 pages that storage has were declined", DECLINED["no_host_page"], "READY", counts="l3_declined_pages")
 def host_is_short(play: Play) -> None:
     play.plan_with_storage("r0", tokens=b"zzzzzzzz")
