@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tidekv.engine.simulation import FAULTS, SimulationFailed, simulate
@@ -33,6 +35,14 @@ def test_without_faults_every_request_is_ready(seed: int) -> None:
 def test_no_fault_of_a_tier_fails_a_request(fault: str) -> None:
     report = simulate(7, 150, [fault])
     assert report.ends == {"READY": 150}
+
+
+def test_some_runs_write_back_and_fetch_ahead() -> None:
+    reached = Counter[str]()
+    for seed in range(301, 309):
+        reached.update(simulate(seed, 100, "none").counters)
+    for name in ("pages_fetched_ahead", "pages_backed_up", "pages_stored", "l1_pages_dropped", "l3_declined_pages"):
+        assert reached[name], name
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
