@@ -55,7 +55,13 @@ def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType
     cuts = Table("cause", "times", title="extends by cause")
     for (cause,), count in now.get("tidekv_cuts_total", {}).items():
         cuts.add_row(cause, f"{count:.0f}")
-    return Group(_pools(now), Columns([states, ended, sources, cuts]))
+    declined = Table("cause", "pages", title="storage declined")
+    for (cause,), count in now.get("tidekv_declined_pages_total", {}).items():
+        declined.add_row(cause, f"{count:.0f}")
+    lines: list[RenderableType] = [_pools(now), Columns([states, ended, sources, cuts, declined])]
+    if now.get("tidekv_storage_breaker_open", {}).get((), 0):
+        lines.append(Text("storage is left alone: the breaker is open", "bold red"))
+    return Group(*lines)
 
 
 def _pools(now: Sample) -> RenderableType:

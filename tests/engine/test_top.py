@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
-from tidekv import InvalidRequest
+from tidekv import InvalidRequest, open_storage
 from tidekv.engine.cli import app
 from tidekv.engine.seeing import top
 from tidekv.engine.seeing.live import LiveView
+from tidekv.states.errors import StorageFailed
 
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
 
@@ -65,6 +66,21 @@ async def test_top_tells_rates_since_the_last_look(make_pair) -> None:
         now = await asyncio.to_thread(top.scrape, address)
     words = printed(top.show(now, before, 2.0))
     assert re.search(r"ready +│ +5 +│ +2\.0 ", words), words
+
+
+async def test_top_tells_that_storage_is_left_alone(make_pair) -> None:
+    storage = open_storage("memory:?capacity=64MiB")
+    async with make_pair(metrics_listen="127.0.0.1:0", storage=storage, breaker_failures=1) as pair:
+        words = printed(top.show(await asyncio.to_thread(top.scrape, pair.engine.metrics_address), None, 0.0))
+        assert "breaker" not in words
+
+        async def fail(keys: object, *, timeout_s: float) -> list[bool]:
+            raise StorageFailed("the index is gone")
+
+        storage.exists = fail  # type: ignore[method-assign]  # The engine under it stays whole.
+        await pair.engine.finish(await pair.restore("r1", PROMPT))
+        words = printed(top.show(await asyncio.to_thread(top.scrape, pair.engine.metrics_address), None, 0.0))
+        assert "storage is left alone: the breaker is open" in words
 
 
 async def test_live_view_follows_one_engine_and_then_another(make_pair) -> None:
