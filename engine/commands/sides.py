@@ -68,7 +68,7 @@ def prefill(
         async with prefill_worker(
             order,
             listen=section.listen,
-            transport=_transport(loaded, "prefill-0"),
+            transport=_transport(loaded, "prefill-0", listens=True),
             lease_s=section.lease_s,
             close_deadline_s=section.close_deadline_s,
         ) as (peer, _, _):
@@ -144,7 +144,7 @@ def decode(
         compare=False,
         journal=chosen.engine.journal,
         engine=chosen.engine,
-        transport=_transport(loaded, "decode-0"),
+        transport=_transport(loaded, "decode-0", listens=False),
     )
     turns = sum(len(conversation.turns) for conversation in make_workload(options).conversations)
     console = Console()
@@ -183,10 +183,14 @@ def _pools(loaded: Loaded, page_bytes: int) -> tuple[int, int]:
     return loaded.configuration.cache.pool_pages(page_bytes, device=memory, host=memory)
 
 
-def _transport(loaded: Loaded, name: str) -> Callable[[], NixlTransport]:
+def _transport(loaded: Loaded, name: str, *, listens: bool) -> Callable[[], NixlTransport]:
     """Return what makes this worker's transport: one each time, since a transport is used once."""
+    from tidekv.engine.configuration.tls import dial_context, listen_context
+
     section = loaded.configuration.transport
     secret = section.read_secret()
+    listen_tls = listen_context(section) if listens else None
+    dial_tls = None if listens else dial_context(section)
 
     def make() -> NixlTransport:
         from tidekv.transports.nixl import NixlTransport
@@ -194,6 +198,8 @@ def _transport(loaded: Loaded, name: str) -> Callable[[], NixlTransport]:
         return NixlTransport(
             section.name or name,
             secret=secret,
+            listen_tls=listen_tls,
+            dial_tls=dial_tls,
             backends=section.backends,
             progress_delay_us=section.progress_delay_us,
             call_timeout_s=section.call_timeout_s,

@@ -11,6 +11,7 @@ from tidekv.engine.configuration.addresses import check_address
 from tidekv.engine.configuration.load import Loaded
 from tidekv.engine.configuration.sizes import parse_memory
 from tidekv.engine.configuration.sources import Mistake
+from tidekv.engine.configuration.tls import check_files
 from tidekv.states.errors import InvalidConfig
 
 
@@ -39,6 +40,10 @@ def _problems(loaded: Loaded) -> Iterator[tuple[str, str]]:
         config.transport.read_secret()
     except InvalidConfig as error:
         yield "transport.secret_file", str(error).removeprefix("transport.secret_file ")
+    try:
+        check_files(config.transport)
+    except InvalidConfig as error:
+        yield f"transport.{str(error).partition(' ')[0]}", str(error)
     engine = config.engine
     if engine.metrics_listen is not None:
         try:

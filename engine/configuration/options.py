@@ -22,6 +22,10 @@ HIDDEN: Final = "********"
 _UNITS: Final = {
     "_s": "seconds",
     "_us": "microseconds",
+    "_s_max": "seconds",
+    "_share": "a share",
+    "_ahead": "a share of each pool",
+    "_pages_max": "pages",
     "_bytes": "bytes",
     "_pages": "pages",
     "_tokens": "tokens",

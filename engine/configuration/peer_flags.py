@@ -19,9 +19,13 @@ FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "--hicache-write-policy write_through_selective",
         "engine.write",
-        '`write = "selective"` with `write_hits_min`; it holds for storage only.',
+        '`write = "selective"` with `write_hits_min`; all pages go to the host, these to storage.',
     ),
-    ("--hicache-write-policy write_back", "", "Not there: nothing is written to storage at eviction."),
+    (
+        "--hicache-write-policy write_back",
+        "engine.write",
+        '`write = "back"` with `write_back_ahead`: what is about to be evicted is written first.',
+    ),
     ("--hicache-io-backend, --hicache-mem-layout", "", "Not there: L2 is page first, and one kind of copy serves it."),
     (
         "--hicache-storage-backend file",

@@ -75,6 +75,16 @@ class TransportSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """What both ends must know; empty: everybody may connect. Also by TIDEKV_SECRET."""
     secret_file: str = ""
     """A file that holds the secret, as secrets are mounted; instead of `secret`."""
+    tls_certificate: str = ""
+    """PEM file with this worker's certificate, and its key unless `tls_key` has it. Prefill listens under TLS if it is
+    given; decode shows it to a prefill that asks for one.
+    """
+    tls_key: str = ""
+    """PEM file with the certificate's key, without a password."""
+    tls_authority: str = ""
+    """PEM file with the certificates that a peer's must be signed by. Decode dials under TLS if it is given; prefill
+    then takes nobody without a certificate. Bulk data is not under TLS.
+    """
     backends: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"UCX": {}})
     """NIXL plugins to use, each with its own options."""
     progress_delay_us: int = 20_000
@@ -90,6 +100,8 @@ class TransportSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         for name in ("call_timeout_s", "close_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+        if self.tls_key and not self.tls_certificate:
+            raise InvalidConfig("tls_key is given without tls_certificate")
         if self.secret and self.secret_file:
             raise InvalidConfig("secret and secret_file are both given: give one")
 
