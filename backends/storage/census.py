@@ -38,7 +38,9 @@ def file_holdings(root: Path) -> list[Holding]:
     """Return the namespaces of a directory of the `file:` engine. Blocks, and changes nothing."""
     path = root / "index.sqlite"
     if not path.is_file():
-        raise StorageFailed(f"{root} is no storage directory: it has no index.sqlite")
+        raise StorageFailed(
+            f"{root} is no storage directory: it has no index.sqlite; an engine that serves from it makes one anew"
+        )
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
             rows = db.execute(

@@ -245,9 +245,8 @@ class FileIndex:
             self.mirror.reserve(slots, owner)
         else:
             # Inside the transaction, since the slot is nobody else's before it ends. A crash before that is a miss.
-            self._erase(sorted(slot for slot in slots if self.mirror.key(slot) is not None))
-            for slot in slots:
-                self.mirror.apply(slot, state, owner, None)
+            self._erase(self.mirror.keyed(slots))
+            self.mirror.free(slots)
 
     def _total_bytes(self) -> int:
         return int(self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM segments WHERE retired=0").fetchone()[0])

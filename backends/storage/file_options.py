@@ -28,7 +28,8 @@ class FileOptions:
     `capacity`: bytes of all segment files together, of every namespace. `segment`: bytes of one file, about; larger
     where there would be too many. `chunk`: bytes of one transfer, about. `low_water`: the part of the pages that stays
     when room is made. `io`: how pages move. `queue`: what NIXL uses for it. `threads`: workers for pages and their
-    checksums (with io=nixl, for checksums only). `busy_timeout_s`: how long to wait for another process to finish with the index.
+    checksums (with io=nixl, for checksums only). `busy_timeout_s`: how long to wait for another process to finish with
+    the index.
     """
 
     root: Path

@@ -52,10 +52,6 @@ class Mirror:
         """Return the writer that has a slot reserved; 0 for none."""
         return self._owner_by_slot.get(slot, 0)
 
-    def key(self, slot: int) -> bytes | None:
-        """Return the key that is published in a slot."""
-        return self._key_by_slot.get(slot)
-
     def forget_all(self) -> None:
         """Start over, to be told everything anew."""
         self.slot_by_key.clear()
@@ -113,6 +109,17 @@ class Mirror:
         """Take over that free slots are reserved by a writer."""
         self._free.difference_update(slots)
         self._owner_by_slot.update(dict.fromkeys(slots, owner))
+
+    def free(self, slots: Collection[int]) -> None:
+        """Take over that slots are free, whatever was in them; those of segments that are gone stay unknown."""
+        known = [slot for slot in slots if segment_of(slot) in self.slots_by_segment]
+        for slot in known:
+            self._clear(slot)
+        self._free.update(known)
+
+    def keyed(self, slots: Collection[int]) -> list[int]:
+        """Return those slots in which a page is published, in order."""
+        return sorted(self._key_by_slot.keys() & slots)
 
     def publish(self, key_by_slot: Mapping[int, bytes]) -> None:
         """Take over that pages are published in slots that were reserved, under keys that no other slot has."""

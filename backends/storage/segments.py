@@ -10,11 +10,13 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from tidekv.backends.storage.records import BLOCK_BYTES, HEADER_BYTES, Geometry, is_segment_of, pack_segment
 
@@ -59,16 +61,15 @@ class Run:
     count: int
 
 
-def slot_runs(slots: Sequence[int]) -> Iterator[Run]:
+def slot_runs(slots: Sequence[int]) -> list[Run]:
     """Cut a batch of slots into runs of neighbors, in batch order."""
     if not slots:
-        return
-    first = 0
-    for position, (left, right) in enumerate(pairwise(slots), start=1):
-        if right != left + 1 or segment_of(left) != segment_of(right):
-            yield Run(first, position - first)
-            first = position
-    yield Run(first, len(slots) - first)
+        return []
+    # By numpy: a loop over many slots would keep the interpreter from the event loop.
+    found = np.array(slots, np.int64)
+    breaks = (np.diff(found) != 1) | (found[1:] & (SLOTS_PER_SEGMENT_MAX - 1) == 0)
+    firsts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
+    return [Run(first, end - first) for first, end in pairwise(firsts)]
 
 
 class ForeignFile(OSError):
