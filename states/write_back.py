@@ -67,9 +67,10 @@ class WriteBack:
 
     def _note_eviction(self, node: Node, tier: TierName) -> None:
         books = self._books
-        if tier == "device":
-            books.renew_write_credit()
-        books.write_due = True
+        if books.settings.write == "back":
+            books.write_due = True
+            if tier == "device":
+                books.renew_write_credit()
         if node.void or books.index.tree.is_stored(node):
             return
         if tier == "host" and node.device is None:
