@@ -180,17 +180,18 @@ class DecodeEngine:
         self._check_open()
         self._calls.ready(ready)
         page_size = self.layout.page_size
-        taken = grow_from_reserve(ready, tokens, page_size=page_size)
-        if taken is None:
-            needed = pages_needed(ready, tokens, page_size=page_size)
+        needed = pages_needed(ready, tokens, page_size=page_size)
+        if needed > len(ready.reserve):
             self._tell_growth(ready, 0, wanted=needed - len(ready.reserve))
-            taken = grow_from_reserve(ready, tokens, page_size=page_size)
-        if taken is None:
+        if needed > len(ready.reserve):
             raise OutOfPages(
                 f"request {ready.request_id!r} needs {needed} more device pages; {len(ready.reserve)} can be had"
             )
-        if taken:
-            self._tell_growth(ready, len(taken))
+        if needed:
+            # Before it takes them: a request that is lost while this is told has grown by nothing.
+            self._tell_growth(ready, needed)
+        taken = grow_from_reserve(ready, tokens, page_size=page_size)
+        assert taken is not None, "what was told is there"
         return taken
 
     def note_growth(self, ready: ReadyRequest, page_count: int) -> None:
