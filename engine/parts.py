@@ -200,7 +200,7 @@ class Parts:
             await settled(asyncio.ensure_future(asyncio.to_thread(self._open_journal, self.config.journal)))
         watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
         if self.kv_events is not None:
-            watchers.append(KVEventWatcher(self.core, self.kv_events.publish))
+            watchers.append(KVEventWatcher(self.core, self.kv_events))
         self.driver = Driver(
             self.core,
             lambda command: self.effects.perform(command),

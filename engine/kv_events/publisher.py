@@ -2,7 +2,7 @@
 
 A batch has three frames: topic, sequence number (8 bytes, big-endian), payload. Who sees a gap in the numbers sends the
 first missing one to the ROUTER socket, and gets each batch from there on as (empty, topic, number, payload), and then
-(empty, empty, -1, empty). What is no longer kept, or was dropped, is not among them: then start anew.
+(empty, empty, -1, empty). What is no longer kept is not among them.
 
 The loop's thread only appends to a queue. One thread does the rest; it sleeps while there is nothing to do.
 """
@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from tidekv.engine.kv_events.messages import Encoding, KVEvent, packed
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import zmq
 
 LOG = logging.getLogger("tidekv.kv_events")
-BATCHES_WAITING_MAX: Final = 100_000
+BATCHES_WAITING_MAX: Final = 10_000
 END: Final = (-1).to_bytes(8, "big", signed=True)
 CLOSE_TIMEOUT_S: Final = 5.0
 LINGER_MS: Final = 200
@@ -55,9 +55,8 @@ class KVEventPublisher:
         self._encoding: Encoding = encoding
         self._rank = rank
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept_batches)
-        self._waiting: deque[tuple[int, float, Sequence[KVEvent]]] = deque()
+        self._waiting: deque[tuple[float, Callable[[], Sequence[KVEvent]]]] = deque()
         self._next = 0
-        self.batches_dropped = 0
         # A context of its own: two engines in a process share nothing.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.linger = LINGER_MS
@@ -78,16 +77,17 @@ class KVEventPublisher:
         self._thread = threading.Thread(target=self._run, name="tidekv-kv-events", daemon=True)
         self._thread.start()
 
-    def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queue one batch; never blocks. Where too many wait, it is dropped: its number is missing, as listeners see.
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer batches wait than may."""
+        return len(self._waiting) < BATCHES_WAITING_MAX
+
+    def publish(self, make: Callable[[], Sequence[KVEvent]]) -> None:
+        """Queue a batch, whose events are made in the thread that sends them; none are no batch. Never blocks.
 
         Call it from one thread only.
         """
-        number, self._next = self._next, self._next + 1
-        if len(self._waiting) >= BATCHES_WAITING_MAX:
-            self.batches_dropped += 1
-            return
-        self._waiting.append((number, time.time(), events))
+        self._waiting.append((time.time(), make))
         try:
             self._wake.send(b"", self._zmq.NOBLOCK)
         except self._zmq.Again:
@@ -141,7 +141,11 @@ class KVEventPublisher:
             if self._router is not None and self._router in ready:
                 self._replay(self._router)
 
-    def _send(self, number: int, at_s: float, events: Sequence[KVEvent]) -> None:
+    def _send(self, at_s: float, make: Callable[[], Sequence[KVEvent]]) -> None:
+        events = make()
+        if not events:
+            return
+        number, self._next = self._next, self._next + 1
         payload = packed(events, at_s=at_s, rank=self._rank, encoding=self._encoding)
         self._kept.append((number, payload))
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from random import Random
 
@@ -10,6 +10,7 @@ import pytest
 
 from tidekv.backends.keys import page_digests
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
+from tidekv.engine.kv_events.tell import KVEventTeller, Seen
 from tidekv.engine.kv_events.watch import KVEventWatcher
 from tidekv.engine.simulation.rig import Rig
 from tidekv.engine.simulation.simulate import draw_settings
@@ -22,19 +23,32 @@ from tidekv.states.settings import CoreSettings
 Held = dict[str, set[int]]
 
 
-class ByteWatcher(KVEventWatcher):
+class ByteTeller(KVEventTeller):
     """For cores whose tokens are bytes: a page's key is as wide as the page has tokens."""
 
-    def _digests_of(self, node: Node) -> list[bytes]:
-        before = node.namespace.encode() if node.parent.is_root else self._told[node.parent].digests[-1]
-        width, found = self._tree.key_bytes, []
-        for start in range(0, len(node.edge), width):
-            before = sha256(before + node.edge[start : start + width]).digest()
+    def _digests_of(self, node: Seen) -> list[bytes]:
+        before = self._told[node.parent_id].digests[-1] if node.parent_id else node.namespace.encode()
+        found = []
+        for start in range(0, len(node.edge), self._key_bytes):
+            before = sha256(before + node.edge[start : start + self._key_bytes]).digest()
             found.append(before)
         return found
 
     def _tokens_of(self, edge: bytes) -> list[int]:
         return list(edge)
+
+
+class AtOnce:
+    """An outlet that makes events in the call, and says whether there is room."""
+
+    def __init__(self, take: Callable[[Sequence[KVEvent]], None]) -> None:
+        self._take = take
+        self.has_room = True
+
+    def publish(self, make: Callable[[], Sequence[KVEvent]]) -> None:
+        assert self.has_room
+        if events := make():
+            self._take(events)
 
 
 class Router:
@@ -89,25 +103,32 @@ def truth(core: Core) -> Held:
     return held
 
 
-def watched_world(seed: int, requests: int) -> tuple[Router, int]:
+def watched_world(seed: int, requests: int, *, jams: bool = False) -> tuple[Router, int]:
     """Run a world with all faults on; after each step the router knows what there is."""
     random = Random(f"settings {seed}")
     settings = draw_settings(random)
     world = World(seed=seed, requests=requests, faults="all", settings=settings)
     router = Router(settings.page_size)
-    watcher = ByteWatcher(world.core, router.take)
+    outlet = AtOnce(router.take)
+    teller = ByteTeller(page_size=settings.page_size, key_bytes=settings.key_bytes)
+    watcher = KVEventWatcher(world.core, outlet, teller=teller)
     step, steps = world.core.step, 0
 
     def stepped(event: events.Event) -> list[commands.Command]:
         nonlocal steps
         given = step(event)
-        watcher.stepped(event, given)
         steps += 1
+        outlet.has_room = not jams or steps % 50 > 20
+        watcher.stepped(event, given)
+        if not outlet.has_room:
+            return given
         assert router.held == truth(world.core), f"step {steps}: {event}"
         return given
 
     world.core.step = stepped
     world.run(random.randint(2, 16))
+    outlet.has_room = True
+    watcher.stepped(events.ClockAdvanced(at_s=0.0), [])
     assert router.held == truth(world.core)
     return router, steps
 
@@ -118,6 +139,12 @@ def test_a_router_knows_what_there_is_whatever_happens(seed: int) -> None:
     kinds = {type(event) for event in router.told}
     assert steps > 100
     assert BlockStored in kinds
+
+
+@pytest.mark.parametrize("seed", [40, 41])
+def test_a_router_is_told_anew_after_changes_were_lost(seed: int) -> None:
+    router, _ = watched_world(seed, 60, jams=True)
+    assert sum(isinstance(event, AllBlocksCleared) for event in router.told) > 2
 
 
 def test_the_same_run_gives_the_same_events() -> None:
@@ -149,7 +176,7 @@ class Desk:
         self.core = Core(CoreSettings(page_size=2, key_bytes=8, device_pages=16, host_pages=16))
         self.index = self.core.books.index
         self.batches: list[Sequence[KVEvent]] = []
-        self.watcher = KVEventWatcher(self.core, self.batches.append)
+        self.watcher = KVEventWatcher(self.core, AtOnce(self.batches.append))
         assert self.batches == [[AllBlocksCleared()]]
         self.batches.clear()
 
@@ -233,8 +260,8 @@ def test_one_node_alone_is_looked_at_where_one_was_touched(monkeypatch: pytest.M
         desk.put(token, token)
     desk.told()
     looked: list[Node] = []
-    media_of = desk.watcher._media_of
-    monkeypatch.setattr(desk.watcher, "_media_of", lambda node: looked.append(node) or media_of(node))
+    seen = desk.watcher._seen
+    monkeypatch.setattr(desk.watcher, "_seen", lambda node: looked.append(node) or seen(node))
     desk.put(50, 50)
     assert len(desk.told()) == 1
     assert len(looked) == 1
