@@ -20,8 +20,8 @@ DIGEST_BYTES = 8
 IS_SECRET = (
     sys.hash_info.algorithm.startswith("siphash")
     and sys.hash_info.width == 8 * DIGEST_BYTES
-    and os.environ.get("PYTHONHASHSEED", "random") in ("", "random")
-    and not sys.flags.ignore_environment
+    and bool(sys.flags.hash_randomization)
+    and (bool(sys.flags.ignore_environment) or os.environ.get("PYTHONHASHSEED", "") in ("", "random"))
 )
 """Whether Python's hash of bytes is keyed by a secret."""
 CONVERSATIONS_MAX = 16

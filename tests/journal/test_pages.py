@@ -1,0 +1,73 @@
+"""Digests in place of page keys: equal for equal pages, and of no use to whoever has only the journal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidekv.engine.journal import pages as pages_module
+from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
+
+WIDTH = 4
+PROMPTS = st.lists(st.lists(st.sampled_from([b"aaaa", b"bbbb", b"cccc"]), max_size=9), min_size=1, max_size=12)
+
+
+@given(prompts=PROMPTS, is_secret=st.booleans())
+def test_digests_are_equal_just_where_pages_are(prompts: list[list[bytes]], is_secret: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages_module, "IS_SECRET", is_secret)
+        patch.setattr(pages_module, "CONVERSATIONS_MAX", 3)
+        patch.setattr(pages_module, "REMEMBERED_BYTES_MAX", 100)
+        patch.setattr(pages_module, "BLOCK_PAGES", 2)
+        digests = PageDigests(WIDTH)
+        seen: dict[bytes, bytes] = {}
+        for prompt in prompts:
+            found = digests.of(b"".join(prompt))
+            assert found is not None
+            assert len(found) == DIGEST_BYTES * len(prompt)
+            for at, page in enumerate(prompt):
+                digest = found[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+                assert seen.setdefault(page, digest) == digest
+        assert len(set(seen.values())) == len(seen)
+
+
+def test_too_many_new_pages_are_left_for_later() -> None:
+    digests = PageDigests(WIDTH)
+    assert digests.of(b"aaaabbbbcccc", pages_max=2) is None
+    assert digests.hashed == 0
+    first = digests.of(b"aaaabbbb", pages_max=2)
+    assert first is not None
+    # What was hashed before is not hashed again.
+    both = digests.of(b"aaaabbbbccccdddd", pages_max=2)
+    assert both is not None
+    assert both.startswith(first)
+    assert digests.hashed == 4
+
+
+def test_long_prompts_leave_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_module, "BLOCK_PAGES", 2)
+    breaths: list[None] = []
+    PageDigests(WIDTH, lambda: breaths.append(None)).of(b"aaaabbbbccccdddd")
+    assert len(breaths) == 2
+
+
+@pytest.mark.parametrize("seed", ["random", "7"])
+def test_digests_of_two_processes_have_nothing_in_common(seed: str) -> None:
+    script = "from tidekv.engine.journal.pages import PageDigests; print(PageDigests(4).of(b'aaaabbbb').hex())"
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert len(found[0]) == len(found[1]) == 2 * 2 * DIGEST_BYTES
+    assert not {found[0][:16], found[0][16:]} & {found[1][:16], found[1][16:]}
