@@ -335,6 +335,8 @@ class EngineThread:
             LOG.exception("on_done of request %r raised", ticket.live.request_id)
 
     async def _abort(self, live: Live) -> None:
+        if not self._tickets.is_live(live):
+            return  # It ended by itself, and its id may be another request's.
         was_ready = live.ready is not None
         await self._engine.abort(live.request_id)
         if was_ready:

@@ -109,6 +109,10 @@ class Tickets:
                 self._live.pop(ticket.live.request_id, None)
             return is_open
 
+    def is_live(self, live: Live) -> bool:
+        """Whether a request is not over."""
+        return self._live.get(live.request_id) is live
+
     def forget(self, live: Live) -> None:
         """A request is over, and its id free."""
         with self._lock:

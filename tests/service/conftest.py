@@ -112,9 +112,9 @@ def serving() -> Serving:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One with little memory: 40 pages of 16 tokens on the device, and eight places in the queue."""
+    """One with little memory: 24 pages of 16 tokens on the device, and eight places in the queue."""
     log = tmp_path_factory.mktemp("service") / "log"
-    with run_service(log, "--device-pages", "40", "--host-pages", "512", "--queue-max", "8") as running:
+    with run_service(log, "--device-pages", "24", "--host-pages", "512", "--queue-max", "8") as running:
         yield running
 
 

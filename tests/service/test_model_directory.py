@@ -1,19 +1,14 @@
-"""A service with a model directory and storage: it drains when it is told to stop, and what it knew is there again."""
+"""The example service with a model directory, storage, and a prefill worker that is nobody's child."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -60,41 +55,16 @@ def distant_prefill(model: Path) -> Iterator[str]:
         assert process.wait(60) == 0
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_sigterm_answers_what_was_accepted_and_the_next_service_finds_the_kv(
+def test_a_model_directory_is_served_with_a_prefill_worker_that_runs_elsewhere(
     serving, model_directory: Path, tmp_path: Path
 ) -> None:
     options = ("--model", str(model_directory), "--storage", f"file:{tmp_path / 'kv'}?capacity=64MiB")
-    with serving(tmp_path / "log", *options) as service:
-        assert service.model == "tiny-llama"
-        known = service.complete(PROMPT, 8)
-        stream = service.complete(PROMPT, 400, stream=True)
-        first = next(iter(stream)).choices[0]
-        _, health = service.health()
-        service.process.send_signal(signal.SIGTERM)
-        with httpx.Client(base_url=service.url) as client:
-            while (answer := client.get("/health")).status_code == 200:
-                pass
-            assert answer.json()["status"] == "draining"
-            with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
-                service.tokens(PROMPT)
-            assert refused.value.status_code == 503
-            assert refused.value.response.headers["retry-after"] == "1"
-        choices = [first, *(choice for chunk in stream for choice in chunk.choices)]
-        assert sum(len(choice.token_ids) for choice in choices) == 400
-        assert choices[-1].finish_reason == "length"
-        assert service.process.wait(60) == 0
-        deadline = time.monotonic() + 30
-        while is_alive(health["prefill"]["pid"]):
-            assert time.monotonic() < deadline
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_directory)
     with distant_prefill(model_directory) as at, serving(tmp_path / "log", *options, "--prefill", at) as service:
-        again = service.complete(PROMPT, 8)
-        assert again.choices[0].text == known.choices[0].text
-        assert again.usage.sources["l3"] > 300
+        assert service.model == "tiny-llama"
+        answer = service.complete(PROMPT, 12)
+        assert answer.usage.prompt_tokens == len(tokenizer.encode(PROMPT))
+        assert answer.choices[0].text == tokenizer.decode(answer.choices[0].token_ids)
+        stream = service.complete(PROMPT, 12, stream=True)
+        assert "".join(choice.text for chunk in stream for choice in chunk.choices) == answer.choices[0].text
+        assert service.complete(PROMPT, 1).usage.prompt_tokens_details.cached_tokens > 300
