@@ -23,6 +23,7 @@ from tidekv.states.errors import (
     ReplayDiverged,
     RequestFailed,
 )
+from tidekv.states.policy import StoragePolicy
 from tidekv.states.sending import SenderRoom
 from tidekv.states.settings import CoreSettings
 from tidekv.states.shapes import PoolMemory, Segment, page_ids
@@ -160,3 +161,10 @@ def test_rooms_are_counted_and_listed() -> None:
     rig.arrive("a", b"abcd")
     assert len(rig.core.rooms) == 1
     assert [room.key for room in rig.core.rooms] == [("a", 0)]
+
+
+@pytest.mark.parametrize("ahead", [1.01, float("inf"), float("nan")])
+def test_no_more_than_the_whole_pool_is_written_back_ahead(ahead: float) -> None:
+    with pytest.raises(InvalidConfig, match="write_back_ahead must be at"):
+        StoragePolicy(write_back_ahead=ahead)
+    assert StoragePolicy(write_back_ahead=1.0).write_back_ahead == 1.0
