@@ -32,6 +32,7 @@ def show(
     """Print the value of every option, and where it came from. Passwords are hidden. Exit code 2 for mistakes."""
     import msgspec
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from tidekv.engine.configuration import load
@@ -48,7 +49,8 @@ def show(
         return
     table = Table("option", "value", "from")
     for path, value, origin in rows:
-        table.add_row(path, value if isinstance(value, str) else msgspec.json.encode(value).decode(), origin)
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        table.add_row(path, escape(text), escape(origin))
     Console().print(table)
 
 

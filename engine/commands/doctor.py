@@ -25,6 +25,7 @@ def doctor(
     """
     import msgspec
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from tidekv.engine.doctor.examine import examine
@@ -37,7 +38,7 @@ def doctor(
         table = Table("check", "", "found", "advice")
         for finding in findings:
             color = colors[finding.level]
-            table.add_row(finding.check, f"[{color}]{finding.level}[/]", finding.found, finding.advice)
+            table.add_row(finding.check, f"[{color}]{finding.level}[/]", escape(finding.found), escape(finding.advice))
         Console().print(table)
     if any(finding.level == "bad" for finding in findings):
         raise typer.Exit(1)

@@ -81,7 +81,10 @@ def test_the_command_shows_checks_and_prints_the_schema(tmp_path: Path) -> None:
     assert found["engine.ageing_s"] == {"value": 5.0, "from": "default"}
     assert set(found) == set(all_options())
     assert "hush" not in shown.stdout
-    table = run("config", "show", "--given", environment={"TIDEKV_CONFIG": str(file)})
+    named = ("--set", "transport.name=[red]one", "--set", "prefill.listen=[::1]:7000")
+    table = run("config", "show", "--given", *named, environment={"TIDEKV_CONFIG": str(file)})
+    assert "[red]one" in table.stdout
+    assert "[::1]:7000" in table.stdout
     assert "engine.queue_max" in table.stdout
     assert "engine.ageing_s" not in table.stdout
     good = run("config", "check", "--config", str(file))
