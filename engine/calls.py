@@ -41,6 +41,8 @@ class Calls:
 
     def __init__(self, *, page_size: int, last_resort: Recompute | None) -> None:
         self.last_resort = last_resort
+        self.drop_cause = "aborted"
+        """Why a READY request is dropped, if it is: a caller's abort, unless a rank is lost."""
         self.on_begin: Callable[[str], None] | None = None
         """Whoever is to know in whose context a request was asked for."""
         self._page_size = page_size
@@ -247,7 +249,7 @@ class Calls:
         self._fail(RequestFailed(command.request_id, command.cause, command.detail))
 
     def _tell_dropped(self, command: commands.TellDropped) -> None:
-        self._fail(RequestFailed(command.request_id, "aborted"))
+        self._fail(RequestFailed(command.request_id, self.drop_cause))
 
     def _fail(self, error: RequestFailed) -> None:
         """The request is over; whoever waits for it, or has just given it back, hears why."""

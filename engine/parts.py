@@ -16,11 +16,13 @@ from tidekv.engine.driver import Driver, Watcher
 from tidekv.engine.effect_group import EffectGroup
 from tidekv.engine.effects import Effects
 from tidekv.engine.journal import Journal
+from tidekv.engine.journal_opening import open_journal
 from tidekv.engine.kv_events.publisher import KVEventPublisher
 from tidekv.engine.kv_events.watch import KVEventWatcher
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.rank_driver import RankDriver, settings_digest
+from tidekv.engine.rank_driver import RankDriver
+from tidekv.engine.rank_group import RankGroup, settings_digest
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from tidekv.backends.host import HostPool
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
-    from tidekv.engine.rank_group import RankGroup
     from tidekv.engine.values import Recompute
     from tidekv.transports.base import Transport
 
@@ -195,9 +196,13 @@ class Parts:
 
     async def _drive_core(self) -> None:
         """Begin to step the core, and to tell whoever watches it."""
-        if self.config.journal is not None:
-            # In a thread, to its end: it opens files, and must not be lost to a cancellation once it runs.
-            await settled(asyncio.ensure_future(asyncio.to_thread(self._open_journal, self.config.journal)))
+        self.journal = await open_journal(
+            self.config,
+            self.core,
+            identity=self._identity,
+            page_bytes=self._device.memory.page_bytes,
+            instance=self.transport.instance,
+        )
         watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
         if self.kv_events is not None:
             watchers.append(KVEventWatcher(self.core, self.kv_events))
@@ -221,19 +226,6 @@ class Parts:
         if self._fold is not None:
             self._fold.follow(self.core)
         await self._drive_core()
-
-    def _open_journal(self, path: str) -> None:
-        config = self.config
-        self.journal = Journal(
-            path,
-            self.core,
-            with_tokens=config.journal_tokens,
-            config=msgspec.to_builtins(config),
-            layout={**msgspec.to_builtins(self._identity), "page_bytes": self._device.memory.page_bytes},
-            instance=self.transport.instance,
-            segment_bytes=config.journal_segment_bytes,
-            segments_max=config.journal_segments_max,
-        )
 
     def _after_drain(self) -> None:
         if self.ranks is not None:
@@ -350,6 +342,8 @@ class Parts:
             if old is not None:
                 is_told = True
                 self._tell_storage(available=False)
+                # With ranks, the core hears of it when all of them do.
+                await self.calls.wait_until(lambda: not self.core.books.storage_available)
                 await self.effects.storage_is_quiet()
             if not self.is_open:
                 raise EngineClosed("the engine was closed while storage was attached")
@@ -362,9 +356,10 @@ class Parts:
 
     async def _register(self, storage: Storage) -> None:
         assert self.host is not None
-        await storage.register(
-            self.host.memory, self.host.page, namespace=storage_namespace(self._identity), poller=self.storage_poller
-        )
+        group = self._rank_group
+        place = {} if group is None else {"rank": group.rank, "ranks": group.ranks}
+        namespace = storage_namespace(self._identity, **place)
+        await storage.register(self.host.memory, self.host.page, namespace=namespace, poller=self.storage_poller)
 
     def _tell_storage(self, *, available: bool) -> None:
         if self.is_open:

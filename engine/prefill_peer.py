@@ -105,7 +105,9 @@ class PrefillPeer:
         self._was_entered = False
         self._store: PromptStore | None = None
         if storage is not None:
-            self._store = PromptStore(storage, device=device, host=host, model=model, settings=store_settings)
+            self._store = PromptStore(
+                storage, device=device, host=host, model=model, settings=store_settings, rank=rank, ranks=ranks
+            )
         self._sender = Sender(
             transport,
             memory=device.memory,

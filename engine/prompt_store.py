@@ -81,6 +81,8 @@ class PromptStore:
         host: HostPool | None,
         model: str,
         settings: PromptStoreSettings | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         """Nothing is opened yet. Every page of `host` is the store's. Raises InvalidConfig."""
         if not isinstance(device, DevicePool):
@@ -93,6 +95,7 @@ class PromptStore:
         self._device = device
         self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
         self._identity = device.layout.identity(model)
+        self._namespace = storage_namespace(self._identity, rank=rank, ranks=ranks)
         self._bounce = PageAccount("bounce", self._host.num_pages)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
@@ -105,9 +108,7 @@ class PromptStore:
         """Make storage ready. Raises InvalidConfig, StorageFailed; `close` then gives back what was opened by then."""
         self._copier = PageCopier(self._device, self._host, poller)
         self._copier.start()
-        await self._storage.register(
-            self._host.memory, self._host.page, namespace=storage_namespace(self._identity), poller=poller
-        )
+        await self._storage.register(self._host.memory, self._host.page, namespace=self._namespace, poller=poller)
 
     async def wait_stored(self) -> None:
         """Wait until every prompt finished so far is in storage, or was given up."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import hashlib
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,7 +22,7 @@ import msgspec
 
 from tidekv.states import commands, events
 from tidekv.states.agreement import LEADER, Agreement, Decision, Opening
-from tidekv.states.errors import InvalidConfig, RankBroken, RankLost, RanksDiverged
+from tidekv.states.errors import InvalidConfig, InvalidRequest, RankBroken, RankLost, RanksDiverged
 from tidekv.states.questions import LOST_RANK
 from tidekv.transports.ranks import RankChannel
 from tidekv.transports.tasks import OwnedTasks
@@ -37,14 +35,13 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.settings import CoreSettings
-    from tidekv.states.shapes import Identity
     from tidekv.states.votes import Words
 
-LOG = logging.getLogger("tidekv.engine")
 EPOCH_GENERATIONS = 1 << 44
 """Rooms of one epoch of a group: a generation is never used again, whoever led before."""
 TIMER_MIN_S = 0.001
+LAST_VOTE_S = 0.1
+"""A vote that all ranks have taken part in ends on all of them within this."""
 
 
 class Phase(enum.Enum):
@@ -92,6 +89,7 @@ class RankDriver:
         self._loop = asyncio.get_running_loop()
         self._openings: deque[Opening] = deque()
         self._in_turn = False
+        self._is_voting = False
         self._is_called = False
         self._has_wished = False
         self._is_wished = False
@@ -99,7 +97,6 @@ class RankDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._formed: asyncio.Future[None] = self._loop.create_future()
         self._left: asyncio.Future[None] = self._loop.create_future()
-        self._epochs = 0
 
     def attach(self, core: Core, driver: Driver, *, has_storage: bool) -> None:
         """Begin with this core, which has taken no event, and its driver, which tells this object of every step."""
@@ -161,12 +158,17 @@ class RankDriver:
     @property
     def is_caught_up(self) -> bool:
         """Whether the core has taken everything that this rank and its callers have told so far."""
-        return self._driver.is_caught_up and not self._in_turn and not self._agreement.has_news
+        has_news = self._agreement.has_news and self._phase is not Phase.FORMING
+        return self._driver.is_caught_up and not self._in_turn and not has_news
 
     def post(self, event: Event) -> None:
-        """Something happened on this rank, or a caller wants something: the others will hear of it."""
+        """Something happened on this rank, or a caller wants something: the others will hear of it. Raises
+        InvalidRequest for what rank 0 alone may ask.
+        """
         if self._phase is Phase.CLOSED:
             return
+        if isinstance(event, events.FlushRequested | events.PolicyChanged) and self._group.rank != LEADER:
+            raise InvalidRequest(f"flush and change_policy are for all ranks: call them on rank {LEADER} alone")
         if isinstance(event, events.RequestArrived):
             event = msgspec.structs.replace(
                 event, generation=event.generation + self._channel.epoch * EPOCH_GENERATIONS
@@ -258,7 +260,7 @@ class RankDriver:
             self._arm(due_s, now_s)
 
     def _vote(self, opening: Opening) -> None:
-        self._in_turn = True
+        self._in_turn = self._is_voting = True
         self._has_wished = False
         self.turns += 1
         self._clock_offset_s = opening.at_s - self.clock()
@@ -266,6 +268,7 @@ class RankDriver:
         vote.add_done_callback(partial(self._voted, opening))
 
     def _voted(self, opening: Opening, vote: asyncio.Future[Words]) -> None:
+        self._is_voting = False
         failed = None if vote.cancelled() else vote.exception()
         if self._phase is not Phase.VOTING or opening.epoch != self._channel.epoch or vote.cancelled():
             return
@@ -340,6 +343,7 @@ class RankDriver:
 
     async def _begin_anew(self) -> None:
         await self._renew()
+        self._calls.after_drain()
         if self._group.group is None:
             self._channel.settled()
 
@@ -352,7 +356,7 @@ class RankDriver:
         self._openings.clear()
         self._in_turn = self._has_wished = self._is_wished = False
         self.lost = None
-        LOG.info("rank %s: the group of epoch %s is formed", self._group.rank, epoch)
+        self._calls.drop_cause = "aborted"
         if not self._formed.done():
             self._formed.set_result(None)
         self._heard()
@@ -374,23 +378,23 @@ class RankDriver:
 
     def rank_lost(self, rank: int, cause: str) -> None:
         """See `RankOwner`."""
+        if self._phase is Phase.FORMING:
+            # Nothing is in flight, and all try again.
+            self._channel.settled()
+        elif self._phase is Phase.VOTING:
+            # What the ranks agreed on last may reach this rank a moment later than the end of another.
+            self._loop.call_later(LAST_VOTE_S if self._is_voting else 0.0, self._lose, RankLost(rank=rank, cause=cause))
+
+    def _lose(self, lost: RankLost) -> None:
         if self._phase is not Phase.VOTING:
-            # It was lost while the group was forming: nothing is in flight, and all try again.
-            if self._phase is Phase.FORMING:
-                self._channel.settled()
             return
         if self._agreement.is_leaving and not self._left.done():
-            # The others may have seen the end of the last vote a moment before this rank does.
             self._left.set_result(None)
         self._phase = Phase.ALONE
-        self._in_turn = False
-        self.lost = RankLost(rank=rank, cause=cause)
+        self._in_turn = self._is_voting = False
+        self.lost = lost
+        self._calls.drop_cause = str(lost)
         self._formed = self._loop.create_future()
         for refusal in self._agreement.go_solo():
-            self._refuse(msgspec.structs.replace(refusal, cause=str(self.lost)))
+            self._refuse(msgspec.structs.replace(refusal, cause=str(lost)))
         self._ask_for_turn()
-
-
-def settings_digest(settings: CoreSettings, identity: Identity) -> bytes:
-    """A digest of everything that must be configured alike on all ranks."""
-    return hashlib.sha256(msgspec.msgpack.encode((settings, identity))).digest()

@@ -7,14 +7,20 @@ What one rank cannot do, no rank does; where one fails, all fall back alike.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.votes import RANKS_MAX
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from tidekv.states.settings import CoreSettings
+    from tidekv.states.shapes import Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +58,8 @@ class RankGroup:
         for name in ("silence_s", "vote_timeout_s", "hold_s", "form_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+
+
+def settings_digest(settings: CoreSettings, identity: Identity) -> bytes:
+    """A digest of everything that must be configured alike on all ranks."""
+    return hashlib.sha256(msgspec.msgpack.encode((settings, identity))).digest()

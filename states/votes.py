@@ -19,6 +19,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 if TYPE_CHECKING:
     from tidekv.states.questions import Question
 
@@ -90,18 +92,20 @@ class Ballot:
     def cast(self, count: int) -> Words:
         """This rank's words for a vote of so many slots, which is the leader's count."""
         self.has_news = False
-        return array("q", (self._words if len(self._words) == count else (list(self._words) + [0] * count)[:count]))
+        if len(self._words) == count:
+            return self._words[:]
+        return array("q", (list(self._words) + [0] * count)[:count])
 
     def take(self, reduced: Sequence[int]) -> list[Question]:
         """Note what the ranks said together; returns the questions whose answer has changed, oldest first."""
         changed: dict[Question, None] = {}
-        agreed, owners = self._agreed, self._owners
-        for slot, word in enumerate(reduced):
-            if word != agreed[slot]:
-                agreed[slot] = word
-                owner = owners[slot]
-                assert owner is not None, "ranks that compared the same have the same questions"
-                changed[owner] = None
+        # Most words are as they were: numpy finds the others in microseconds, a loop would take half a millisecond.
+        words = np.asarray(reduced, dtype=np.int64)
+        for slot in np.flatnonzero(words != np.frombuffer(self._agreed, dtype=np.int64)).tolist():
+            self._agreed[slot] = int(words[slot])
+            owner = self._owners[slot]
+            assert owner is not None, "ranks that compared the same have the same questions"
+            changed[owner] = None
         return sorted(changed, key=lambda question: question.number)
 
     def _grow(self) -> None:

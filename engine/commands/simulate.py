@@ -10,6 +10,9 @@ import typer
 
 from tidekv.states.errors import InvalidConfig
 
+RANKS_MAX = 8
+"""More ranks than one machine has accelerators show nothing new."""
+
 
 def register(app: typer.Typer) -> None:
     """Add `simulate` to the command line."""
@@ -22,10 +25,12 @@ def simulate(
     requests: Annotated[int, typer.Option(help="Requests of each seed.")] = 1000,
     faults: Annotated[str, typer.Option(help="all, none, or names of faults, separated by commas.")] = "all",
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Ranks of one instance that must decide alike; 0: a single core.")] = 0,
 ) -> None:
     """Serve requests in virtual time with seeded faults at every boundary, and check every invariant on the way.
 
-    Exit code 1 if something was seen that must never happen; the seed that shows it again is printed.
+    Exit code 1 if something was seen that must never happen; the seed that shows it again is printed. With --ranks,
+    every rank has tiers and faults of its own, and may lag or die; faults are "all" or "none" then.
     """
     from rich.console import Console
     from rich.progress import track
@@ -34,8 +39,10 @@ def simulate(
     from tidekv.engine.simulation.campaign import run_campaign
     from tidekv.engine.simulation.faults import FAULTS
 
-    if seeds < 1 or requests < 1 or jobs < 0:
-        raise InvalidConfig("seeds and requests must be at least 1, jobs at least 0")
+    if seeds < 1 or requests < 1 or jobs < 0 or not 0 <= ranks <= RANKS_MAX:
+        raise InvalidConfig(f"seeds and requests must be at least 1, jobs at least 0, ranks 0 to {RANKS_MAX}")
+    if ranks and faults not in ("all", "none"):
+        raise InvalidConfig("with ranks, faults are all or none")
     chosen = faults if faults in ("all", "none") else [name.strip() for name in faults.split(",")]
     unknown = [] if isinstance(chosen, str) else [name for name in chosen if name not in FAULTS]
     if unknown:
@@ -51,6 +58,7 @@ def simulate(
         requests=requests,
         faults=chosen,
         jobs=jobs or os.cpu_count() or 1,
+        ranks=ranks,
         progress=lambda: next(ticks, None),
     )
     table = Table(title="faults injected, and how requests ended")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tidekv.engine.simulation.faults import FAULTS, Chosen
+from tidekv.engine.simulation.rank import FAULTS as RANK_FAULTS
+from tidekv.engine.simulation.ranks import RanksFailed, RanksReport, simulate_ranks
 from tidekv.engine.simulation.simulate import Report, SimulationFailed, simulate
 
 
@@ -37,12 +39,18 @@ def run_campaign(
     requests: int,
     faults: Chosen = "all",
     jobs: int = 1,
+    ranks: int = 0,
     progress: Callable[[], object] | None = None,
 ) -> Campaign:
-    """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A seed that fails stops no other."""
+    """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A seed that fails stops no other.
+
+    With `ranks`, that many cores serve each request together.
+    """
     campaign = Campaign()
+    if ranks:
+        campaign.faults = Counter(dict.fromkeys(RANK_FAULTS, 0))
     began_s = time.perf_counter()
-    for outcome, cpu_s in _outcomes(range(first_seed, first_seed + seeds), requests, faults, jobs):
+    for outcome, cpu_s in _outcomes(range(first_seed, first_seed + seeds), requests, faults, jobs, ranks):
         campaign.seeds += 1
         campaign.cpu_s += cpu_s
         if isinstance(outcome, str):
@@ -52,15 +60,18 @@ def run_campaign(
             campaign.events += outcome.events
             campaign.ends.update(outcome.ends)
             campaign.faults.update(outcome.faults)
-            campaign.counters.update(outcome.counters)
+            if isinstance(outcome, Report):
+                campaign.counters.update(outcome.counters)
         if progress is not None:
             progress()
     campaign.wall_s = time.perf_counter() - began_s
     return campaign
 
 
-def _outcomes(seeds: range, requests: int, faults: Chosen, jobs: int) -> Iterator[tuple[Report | str, float]]:
-    one = partial(_run_seed, requests=requests, faults=faults)
+def _outcomes(
+    seeds: range, requests: int, faults: Chosen, jobs: int, ranks: int
+) -> Iterator[tuple[Report | RanksReport | str, float]]:
+    one = partial(_run_seed, requests=requests, faults=faults, ranks=ranks)
     if jobs == 1:
         yield from map(one, seeds)
         return
@@ -69,10 +80,14 @@ def _outcomes(seeds: range, requests: int, faults: Chosen, jobs: int) -> Iterato
         yield from pool.map(one, seeds, chunksize=4)
 
 
-def _run_seed(seed: int, *, requests: int, faults: Chosen) -> tuple[Report | str, float]:
+def _run_seed(seed: int, *, requests: int, faults: Chosen, ranks: int) -> tuple[Report | RanksReport | str, float]:
     began_s = time.process_time()
     try:
-        outcome: Report | str = simulate(seed, requests, faults)
-    except SimulationFailed as failure:
+        outcome: Report | RanksReport | str
+        if ranks:
+            outcome = simulate_ranks(seed, ranks, requests, with_faults=faults != "none")
+        else:
+            outcome = simulate(seed, requests, faults)
+    except (SimulationFailed, RanksFailed) as failure:
         outcome = str(failure)
     return outcome, time.process_time() - began_s

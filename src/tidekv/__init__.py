@@ -12,6 +12,9 @@ from tidekv.states.errors import (
     JournalDamaged,
     JournalRefused,
     OutOfPages,
+    RankBroken,
+    RankLost,
+    RanksDiverged,
     ReplayDiverged,
     RequestFailed,
     TidekvError,
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from tidekv.engine.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
     from tidekv.engine.journal import Replayer
     from tidekv.engine.prefill_peer import PrefillPeer
+    from tidekv.engine.rank_group import RankGroup
     from tidekv.engine.tracing import trace_requests
     from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
     from tidekv.transports.loopback import LoopbackTransport
@@ -52,6 +56,10 @@ __all__ = [
     "NixlTransport",
     "OutOfPages",
     "PrefillPeer",
+    "RankBroken",
+    "RankGroup",
+    "RankLost",
+    "RanksDiverged",
     "ReadyRequest",
     "ReplayDiverged",
     "Replayer",
@@ -78,6 +86,7 @@ _LATER = {
     "LoopbackTransport": "tidekv.transports.loopback",
     "NixlTransport": "tidekv.transports.nixl",
     "PrefillPeer": "tidekv.engine.prefill_peer",
+    "RankGroup": "tidekv.engine.rank_group",
     "ReadyRequest": "tidekv.engine.values",
     "Replayer": "tidekv.engine.journal",
     "Restored": "tidekv.engine.engine_thread",

@@ -26,7 +26,17 @@ from tidekv.engine.rank_group import RankGroup
 from tidekv.engine.values import ReadyRequest
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.states.errors import InvalidConfig, InvalidRequest, RankLost, RequestFailed, StorageFailed
+from tidekv.states.errors import (
+    BrokenInvariant,
+    EngineClosed,
+    InvalidConfig,
+    InvalidRequest,
+    RankBroken,
+    RankLost,
+    RanksDiverged,
+    RequestFailed,
+    StorageFailed,
+)
 from tidekv.states.shapes import PageIds
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.outgoing import Room
@@ -264,6 +274,68 @@ async def test_votes_end_when_ranks_are_idle_and_one_vote_serves_many_requests()
         quiet = [member.statistics()["votes"] for member in members]
         await asyncio.sleep(0.3)
         assert [member.statistics()["votes"] for member in members] == quiet
+
+
+async def test_only_the_leader_flushes_and_changes_policies() -> None:
+    async with instance(2) as members:
+        with pytest.raises(InvalidRequest, match="call them on rank 0"):
+            await members[1].engine.flush()
+        with pytest.raises(InvalidRequest, match="call them on rank 0"):
+            members[1].engine.change_policy(breaker_failures=3)
+        members[0].engine.change_policy(breaker_failures=3)
+        await finish_all(members, await restore_all(members, "a"))
+        await settle(members)
+        assert [member.engine.policy.breaker_failures for member in members] == [3, 3]
+
+
+async def test_storage_is_used_while_all_ranks_have_one() -> None:
+    async with instance(2) as members:
+        await finish_all(members, await restore_all(members, "warm"))
+        await settle(members)
+        await members[0].engine.flush()
+        await members[1].engine.detach_storage()
+        readies = await restore_all(members, "without")
+        assert readies[0].sources["l3"] == 0
+        await finish_all(members, readies)
+        await members[1].engine.attach_storage("memory:?capacity=64MiB")
+        await settle(members)
+        assert all(member.engine._core.books.storage_available for member in members)
+
+
+async def test_a_rank_whose_core_breaks_stops_all_by_its_number() -> None:
+    address = free_address()
+    members = [Rank(rank, 2, address) for rank in range(2)]
+    await asyncio.gather(*(member.enter() for member in members))
+    readies = await restore_all(members, "a")
+
+    def broken(event: object) -> None:
+        raise BrokenInvariant("planted")
+
+    members[1].engine._core.step = broken  # type: ignore[method-assign, assignment]  # The fault of this test.
+    ends = await asyncio.gather(
+        *(member.engine.finish(ready) for member, ready in zip(members, readies, strict=True)), return_exceptions=True
+    )
+    # Rank 0 had taken the finish before it could hear of anything.
+    assert isinstance(ends[1], EngineClosed)
+    with pytest.raises(EngineClosed, match="rank 1 broke"):
+        async with asyncio.timeout(10):
+            await members[0].engine._calls.wait_until(lambda: False)
+    for member, what in zip(members, (RankBroken, BrokenInvariant), strict=True):
+        with pytest.raises(what):
+            await member.life.aclose()
+
+
+async def test_ranks_that_keep_different_pages_stop_with_the_name_of_what_differs() -> None:
+    address = free_address()
+    members = [Rank(rank, 2, address) for rank in range(2)]
+    await asyncio.gather(*(member.enter() for member in members))
+    free = members[1].engine._core.books.device.free_pages
+    free[0], free[1] = free[1], free[0]
+    with pytest.raises(EngineClosed, match=r"ranks differ at turn [0-9]+ in: device pool"):
+        await restore_all(members, "a")
+    for member in members:
+        with pytest.raises(RanksDiverged):
+            await member.life.aclose()
 
 
 async def test_a_request_that_one_caller_never_makes_fails_with_its_rank() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidekv.engine.simulation.campaign import run_campaign
 from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
 from tidekv.engine.simulation.ranks import RanksFailed, simulate_ranks
 from tidekv.states import agreement, events
@@ -75,3 +76,11 @@ def test_a_rank_that_counts_its_own_progress_alone_is_seen(monkeypatch: pytest.M
     monkeypatch.setattr(agreement.Agreement, "decide", decide)
     with pytest.raises(RanksFailed):
         simulate_ranks(2, 2, 60)
+
+
+def test_a_campaign_serves_every_request_on_all_ranks() -> None:
+    campaign = run_campaign(first_seed=40, seeds=3, requests=10, ranks=2)
+    assert campaign.requests == 30
+    assert sum(campaign.ends.values()) == 30
+    assert set(campaign.faults) == set(FAULTS)
+    assert campaign.failures == []

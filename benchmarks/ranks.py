@@ -1,0 +1,162 @@
+"""What agreeing costs: one vote beside a bare gloo all_reduce of the same size, and how many there are.
+
+    python benchmarks/ranks.py --ranks 2 --requests 256 --votes 2000
+
+Every rank is a process. Three kinds alternate in blocks, so that all of them see the same machine: the bare all_reduce
+in a plain loop; a vote of `VoteThread`, awaited on an event loop; and a whole turn of real cores with that many
+requests in flight, frames left out: casting, voting, deciding. Figures are medians of rank 0, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import multiprocessing
+import socket
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from tidekv.states import events
+from tidekv.states.agreement import Agreement, Opening
+from tidekv.states.core import Core
+from tidekv.states.settings import CoreSettings
+from tidekv.transports.vote_thread import VoteThread
+
+BLOCK = 100
+
+
+def settings() -> CoreSettings:
+    """Room for all requests at once."""
+    return CoreSettings(page_size=16, key_bytes=64, device_pages=8192, host_pages=64)
+
+
+class Turns:
+    """A core with requests in flight, whose rooms come on a little in each turn."""
+
+    def __init__(self, requests: int) -> None:
+        self.core = Core(settings())
+        # Without frames every rank names the calls itself, as the leader does.
+        self.agreement = Agreement(self.core, rank=0)
+        self._names = [f"r{number}" for number in range(requests)]
+        self._turn = 0
+        for serial, name in enumerate(self._names):
+            keys = bytes(64) + serial.to_bytes(64, "little") * 7
+            self.agreement.hear(
+                events.RequestArrived(at_s=0.0, request_id=name, serial=serial, keys=keys, prompt_tokens=128)
+            )
+
+    def opening(self) -> Opening:
+        """What the leader's frame says: every rank makes it here, from the same calls."""
+        return self.agreement.open_turn(float(self._turn))
+
+    def hear(self) -> None:
+        """One outcome for each of a few requests."""
+        self._turn += 1
+        name = self._names[self._turn % len(self._names)]
+        self.agreement.hear(events.PromiseSent(at_s=0.0, request_id=name, generation=0, writer="p", ranks=1))
+
+    def decide(self, words: array[int]) -> None:
+        """Have the core take what was decided."""
+        for event in self.agreement.decide(words).events:
+            self.agreement.stepped(event, self.core.step(event))
+
+
+async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -> dict[str, float]:
+    """One rank's part; medians in seconds."""
+    store = distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=60)
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    bare = distributed.ProcessGroupGloo(distributed.PrefixStore("bare", store), rank, ranks, options)
+    minimum = distributed.AllreduceOptions()
+    minimum.reduceOp = distributed.ReduceOp.MIN
+    thread = VoteThread(rank=rank, ranks=ranks, host="127.0.0.1", timeout_s=60.0)
+    thread.start()
+    await thread.form(1, port)
+    turns = Turns(requests)
+    turns.opening()
+    turns.decide(await thread.reduce(turns.agreement.cast()))
+    turns.opening()
+    words = len(turns.agreement.cast())
+    times: dict[str, list[float]] = {"bare": [], "vote": [], "turn": []}
+
+    def time_bare() -> None:
+        tensor = torch.zeros(words, dtype=torch.int64)
+        for _ in range(BLOCK):
+            began_s = time.perf_counter()
+            bare.allreduce([tensor], minimum).wait()
+            times["bare"].append(time.perf_counter() - began_s)
+
+    async def time_votes() -> None:
+        vector = array("q", bytes(8 * words))
+        for _ in range(BLOCK):
+            began_s = time.perf_counter()
+            await thread.reduce(vector)
+            times["vote"].append(time.perf_counter() - began_s)
+
+    async def time_turns() -> None:
+        for _ in range(BLOCK):
+            turns.hear()
+            began_s = time.perf_counter()
+            turns.opening()
+            reduced = await thread.reduce(turns.agreement.cast())
+            turns.decide(reduced)
+            times["turn"].append(time.perf_counter() - began_s)
+
+    gc.collect()
+    gc.freeze()
+    for _ in range(votes // BLOCK):
+        time_bare()
+        await time_votes()
+        await time_turns()
+    found = {kind: statistics.median(values) for kind, values in times.items()}
+    await thread.close()
+    return {**found, "words": words}
+
+
+def work(rank: int, ranks: int, port: int, votes: int, requests: int, tell: Callable[[object], None]) -> None:
+    """A rank's process."""
+    torch.set_num_threads(1)
+    found = asyncio.run(measure(rank, ranks, port, votes, requests))
+    if rank == 0:
+        tell(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=256, help="requests in flight")
+    parser.add_argument("--votes", type=int, default=2000, help="of each kind")
+    given = parser.parse_args()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    workers = [
+        context.Process(target=work, args=(rank, given.ranks, port, given.votes, given.requests, answers.put))
+        for rank in range(given.ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    found = answers.get()
+    for worker in workers:
+        worker.join()
+    bare = found["bare"]
+    print(f"{given.ranks} ranks, {given.requests} requests in flight, {found['words']} words of 8 bytes a vote")
+    for kind, words in (
+        ("bare", "bare all_reduce"),
+        ("vote", "vote, awaited on the loop"),
+        ("turn", "turn: cast, vote, decide"),
+    ):
+        print(f"{words:28} {1e6 * found[kind]:8.0f} us  {found[kind] / bare:5.2f} x")
+
+
+if __name__ == "__main__":
+    main()
