@@ -21,7 +21,7 @@ from tidekv.states.shapes import PageIds, page_ids
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 REQUESTS = 120
-SEEDS_MAX = 60
+SEEDS_MAX = 160
 MUTANTS: dict[str, Mutant] = {}
 
 
@@ -62,8 +62,8 @@ def a_load_forgets_to_unlock(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def pages_are_published_before_their_copy(patch: pytest.MonkeyPatch) -> None:
-    def begin_copy(self: Loads, first: int, nodes: list[Node], pages: PageIds) -> Load:
-        load = original(self, first, nodes, pages)
+    def begin_copy(self: Loads, first: int, nodes: list[Node], pages: PageIds, *, tier: str) -> Load:
+        load = original(self, first, nodes, pages, tier=tier)
         for node in load.nodes:
             self._books.index.set_load(node, None)
         return load
