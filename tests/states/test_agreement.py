@@ -704,3 +704,9 @@ def test_a_room_that_is_left_asks_for_the_last_of_its_writers() -> None:
     assert room.is_over
     room.close(ballot)
     assert ballot.taken == 0
+
+
+def test_a_rank_with_another_number_of_slots_votes_in_the_leaders_shape() -> None:
+    ballot = Ballot()
+    assert len(ballot.cast(2 * SLOTS_MIN)) == 2 * SLOTS_MIN
+    assert len(ballot.cast(16)) == 16
