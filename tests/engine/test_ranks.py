@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from tidekv import (
     KVLayout,
     LoopbackTransport,
     PrefillPeer,
+    Replayer,
     open_storage,
 )
 from tidekv.backends.keys import pack_tokens
@@ -72,7 +74,9 @@ class MoodyStorage:
 class Rank:
     """One rank: an engine, its pools, and a prefill rank on a network of their own."""
 
-    def __init__(self, rank: int, ranks: int, address: str, *, host_pages: int = 128, **fields: object) -> None:
+    def __init__(
+        self, rank: int, ranks: int, address: str, *, host_pages: int = 128, journals: str = "", **fields: object
+    ) -> None:
         self.network = LoopbackNetwork()
         self.device = DevicePool.allocate(LAYOUT, 64)
         self.kv = SyntheticKV(self.device)
@@ -92,7 +96,11 @@ class Rank:
         )
         group = {"silence_s": 1.0, "hold_s": 2.0, "form_timeout_s": 20.0, **fields}
         self.engine = DecodeEngine(
-            EngineConfig(prefetch_threshold_tokens=0, close_deadline_s=2.0),
+            EngineConfig(
+                prefetch_threshold_tokens=0,
+                close_deadline_s=2.0,
+                journal=f"{journals}/rank-{rank}.jsonl" if journals else None,
+            ),
             device=self.device,
             host=HostPool.allocate(LAYOUT, host_pages),
             storage=self.storage,
@@ -243,6 +251,21 @@ async def test_a_copy_that_cannot_be_started_on_one_rank_cuts_the_plan_on_all(mo
         assert readies[0].sources["transfer"] == len(PROMPT)
         await finish_all(members, readies)
         await settle(members)
+
+
+async def test_the_journal_of_each_rank_holds_the_same_events_and_replays(tmp_path: Path) -> None:
+    async with instance(2, journals=str(tmp_path)) as members:
+        await finish_all(members, await restore_all(members, "warm"))
+        await settle(members)
+        await members[0].engine.flush(("l1",))
+        members[1].storage.fault = "nothing"
+        await finish_all(members, await restore_all(members, "again"))
+        await settle(members)
+        books = members[0].books()
+    for rank in range(2):
+        replayer = Replayer(tmp_path / f"rank-{rank}.jsonl")
+        assert replayer.run().complete
+        assert list(replayer.core.books.device.free_pages) == books[1]
 
 
 async def test_an_abort_on_one_rank_ends_the_request_on_all() -> None:
