@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,14 +45,22 @@ def model_directory(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def distant_prefill(model: Path) -> Iterator[str]:
-    """A prefill worker that is nobody's child; gives its address."""
-    options = json.dumps({"model": str(model)})
+def distant_prefill(model: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A prefill worker that is nobody's child, on its way: where it will listen, and how to wait until it does."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = json.dumps({"model": str(model), "listen": address})
     command = [sys.executable, "-m", "examples.service.prefill", options]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.terminate()
+
+        def wait() -> None:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == address
+
+        try:
+            yield address, wait
+        finally:
+            process.terminate()
         assert process.wait(60) == 0
 
 
@@ -60,7 +69,11 @@ def test_a_model_directory_is_served_with_a_prefill_worker_that_runs_elsewhere(
 ) -> None:
     options = ("--model", str(model_directory), "--storage", f"file:{tmp_path / 'kv'}?capacity=64MiB")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_directory)
-    with distant_prefill(model_directory) as at, serving(tmp_path / "log", *options, "--prefill", at) as service:
+    with (
+        distant_prefill(model_directory) as (address, wait),
+        serving(tmp_path / "log", *options, "--prefill", address) as service,
+    ):
+        wait()
         assert service.model == "tiny-llama"
         answer = service.complete(PROMPT, 12)
         assert answer.usage.prompt_tokens == len(tokenizer.encode(PROMPT))

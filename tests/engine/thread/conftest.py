@@ -115,7 +115,7 @@ def running_rig(
         on_room=SyntheticPrefill(pool, chunk_pages=3).serve if answers else ignore_room,
     )
     thread = EngineThread(
-        EngineConfig(**{"prefetch_threshold_tokens": 0, **config}),
+        EngineConfig(**{"prefetch_threshold_tokens": 0, "close_deadline_s": 2.0, **config}),
         device=device,
         host=HostPool.allocate(LAYOUT, host_pages) if host_pages else None,
         transport=LoopbackTransport("decode-0", network),
