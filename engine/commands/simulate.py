@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,8 @@ from tidekv.states.errors import InvalidConfig
 
 RANKS_MAX = 8
 """More ranks than one machine has accelerators show nothing new."""
+SMALLEST_MAX = 3
+"""Of so many seeds that fail, the smallest run is looked for: that takes some seconds each."""
 
 
 def register(app: typer.Typer) -> None:
@@ -26,11 +29,14 @@ def simulate(
     faults: Annotated[str, typer.Option(help="all, none, or names of faults, separated by commas.")] = "all",
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
     ranks: Annotated[int, typer.Option(help="Ranks of one instance that must decide alike; 0: a single core.")] = 0,
+    without: Annotated[str, typer.Option(help="Names of faults that are drawn but never strike.")] = "",
+    journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),
 ) -> None:
     """Serve requests in virtual time with seeded faults at every boundary, and check every invariant on the way.
 
-    Exit code 1 if something was seen that must never happen; the seed that shows it again is printed. With --ranks,
-    every rank has tiers and faults of its own, and may lag or die; faults are "all" or "none" then.
+    Exit code 1 if something was seen that must never happen. For the first such seeds, the smallest run that shows it
+    is looked for; its command is printed, and its journal written. With --ranks, every rank has tiers and faults of its
+    own, and may lag or die; faults are "all" or "none" then.
     """
     from rich.console import Console
     from rich.progress import track
@@ -38,14 +44,17 @@ def simulate(
 
     from tidekv.engine.simulation.campaign import run_campaign
     from tidekv.engine.simulation.faults import FAULTS
+    from tidekv.engine.simulation.smallest import find_smallest
 
     if seeds < 1 or requests < 1 or jobs < 0 or not 0 <= ranks <= RANKS_MAX:
         raise InvalidConfig(f"seeds and requests must be at least 1, jobs at least 0, ranks 0 to {RANKS_MAX}")
-    if ranks and faults not in ("all", "none"):
+    if ranks and (faults not in ("all", "none") or without):
         raise InvalidConfig("with ranks, faults are all or none")
-    chosen = faults if faults in ("all", "none") else [name.strip() for name in faults.split(",")]
-    unknown = [] if isinstance(chosen, str) else [name for name in chosen if name not in FAULTS]
-    if unknown:
+    if not journals.is_dir():
+        raise InvalidConfig(f"there is no directory {str(journals)!r} to write journals to")
+    chosen = faults if faults in ("all", "none") else _names(faults)
+    left_out = _names(without)
+    if unknown := [name for name in (*left_out, *([] if isinstance(chosen, str) else chosen)) if name not in FAULTS]:
         raise InvalidConfig(f"no faults named {', '.join(unknown)}; there are: all, none, {', '.join(FAULTS)}")
     first = secrets.randbelow(2**31) if seed == -1 else seed
     console = Console()
@@ -59,6 +68,7 @@ def simulate(
         faults=chosen,
         jobs=jobs or os.cpu_count() or 1,
         ranks=ranks,
+        without=left_out,
         progress=lambda: next(ticks, None),
     )
     table = Table(title="faults injected, and how requests ended")
@@ -76,9 +86,22 @@ def simulate(
         "CPU second",
         soft_wrap=True,
     )
-    for failure in campaign.failures:
+    for failure in campaign.failures.values():
         console.print(failure, soft_wrap=True, markup=False)
     if campaign.failures:
+        for seed in [] if ranks else list(campaign.failures)[:SMALLEST_MAX]:
+            smallest = find_smallest(seed, requests, chosen, journals / f"simulation-{seed}.journal", without=left_out)
+            console.print(
+                f"seed {seed} fails like this with {smallest.requests} requests and {len(smallest.struck)} kinds of "
+                f"faults ({', '.join(smallest.struck)}), too: {smallest.what.splitlines()[0]}\n"
+                f"  journal of {smallest.events} events: {smallest.journal}\n  again: {smallest.command}",
+                soft_wrap=True,
+                markup=False,
+            )
         console.print(f"VIOLATIONS in {len(campaign.failures)} of {campaign.seeds} seeds")
         raise typer.Exit(1)
     console.print("no violation")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

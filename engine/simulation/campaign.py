@@ -5,15 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from tidekv.engine.simulation.faults import FAULTS, Chosen
 from tidekv.engine.simulation.rank import FAULTS as RANK_FAULTS
 from tidekv.engine.simulation.ranks import RanksFailed, RanksReport, simulate_ranks
 from tidekv.engine.simulation.simulate import Report, SimulationFailed, simulate
+
+Outcome: TypeAlias = "tuple[Report | RanksReport | str, float]"
+"""What a seed found, or the words of its failure, and its CPU time in seconds."""
 
 
 @dataclass(slots=True)
@@ -28,8 +32,8 @@ class Campaign:
     ends: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAULTS, 0)))
     counters: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    """One text for each seed that saw what must never happen."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """What each seed says that saw what must never happen."""
 
 
 def run_campaign(
@@ -40,6 +44,7 @@ def run_campaign(
     faults: Chosen = "all",
     jobs: int = 1,
     ranks: int = 0,
+    without: Sequence[str] = (),
     progress: Callable[[], object] | None = None,
 ) -> Campaign:
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A seed that fails stops no other.
@@ -50,11 +55,13 @@ def run_campaign(
     if ranks:
         campaign.faults = Counter(dict.fromkeys(RANK_FAULTS, 0))
     began_s = time.perf_counter()
-    for outcome, cpu_s in _outcomes(range(first_seed, first_seed + seeds), requests, faults, jobs, ranks):
+    one = partial(_run_seed, requests=requests, faults=faults, ranks=ranks, without=without)
+    numbers = range(first_seed, first_seed + seeds)
+    for seed, (outcome, cpu_s) in zip(numbers, _outcomes(numbers, jobs, one), strict=True):
         campaign.seeds += 1
         campaign.cpu_s += cpu_s
         if isinstance(outcome, str):
-            campaign.failures.append(outcome)
+            campaign.failures[seed] = outcome
         else:
             campaign.requests += outcome.requests
             campaign.events += outcome.events
@@ -68,10 +75,7 @@ def run_campaign(
     return campaign
 
 
-def _outcomes(
-    seeds: range, requests: int, faults: Chosen, jobs: int, ranks: int
-) -> Iterator[tuple[Report | RanksReport | str, float]]:
-    one = partial(_run_seed, requests=requests, faults=faults, ranks=ranks)
+def _outcomes(seeds: range, jobs: int, one: Callable[[int], Outcome]) -> Iterator[Outcome]:
     if jobs == 1:
         yield from map(one, seeds)
         return
@@ -80,14 +84,14 @@ def _outcomes(
         yield from pool.map(one, seeds, chunksize=4)
 
 
-def _run_seed(seed: int, *, requests: int, faults: Chosen, ranks: int) -> tuple[Report | RanksReport | str, float]:
+def _run_seed(seed: int, *, requests: int, faults: Chosen, ranks: int, without: Sequence[str]) -> Outcome:
     began_s = time.process_time()
     try:
         outcome: Report | RanksReport | str
         if ranks:
             outcome = simulate_ranks(seed, ranks, requests, with_faults=faults != "none")
         else:
-            outcome = simulate(seed, requests, faults)
+            outcome = simulate(seed, requests, faults, without=without)
     except (SimulationFailed, RanksFailed) as failure:
         outcome = str(failure)
     return outcome, time.process_time() - began_s

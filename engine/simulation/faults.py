@@ -6,7 +6,7 @@ everything on at once never reaches the states that need one kind to be rare.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from random import Random
 from typing import Literal
 
@@ -92,11 +92,13 @@ Chosen = Literal["all", "none"] | Iterable[str]
 class Faults:
     """The faults of one run: `hits` says whether one strikes now, and counts it."""
 
-    def __init__(self, random: Random, chosen: Chosen) -> None:
+    def __init__(self, random: Random, chosen: Chosen, without: Collection[str] = ()) -> None:
+        """`without` are kinds that are drawn like all others, and never strike: but for that the run stays the same."""
         names = list(FAULTS) if chosen == "all" else [] if chosen == "none" else sorted(chosen)
-        if unknown := [name for name in names if name not in FAULTS]:
+        if unknown := [name for name in (*names, *without) if name not in FAULTS]:
             raise InvalidConfig(f"there is no fault {unknown[0]!r}; there are {', '.join(FAULTS)}")
         self._random = random
+        self._without = frozenset(without)
         self.counts: dict[str, int] = dict.fromkeys(names, 0)
         share = random.choice((0.1, 0.3, 0.6, 1.0)) if chosen == "all" else 1.0
         self._rates = {name: random.choice((0.002, 0.01, 0.05, 0.2)) for name in names if random.random() < share}
@@ -106,7 +108,7 @@ class Faults:
     def hits(self, name: str) -> bool:
         """Tell whether this kind strikes now."""
         rate = self._rates.get(name)
-        if rate is None or self.is_over or self._random.random() >= rate:
+        if rate is None or self.is_over or self._random.random() >= rate or name in self._without:
             return False
         self.counts[name] += 1
         return True

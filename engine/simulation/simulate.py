@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from random import Random
 
 import msgspec
@@ -42,20 +43,31 @@ class SimulationFailed(TidekvError):
             "the last events and what followed from each:\n" + "\n".join(recent)
         )
         self.seed = seed
+        self.what = f"{type(what).__name__}: {what}"
         self.recent = recent
 
 
 def simulate(
-    seed: int, requests: int, faults: Chosen = "all", settings: CoreSettings | None = None, clients: int | None = None
+    seed: int,
+    requests: int,
+    faults: Chosen = "all",
+    settings: CoreSettings | None = None,
+    clients: int | None = None,
+    *,
+    without: Collection[str] = (),
+    watch: Callable[[World], None] | None = None,
 ) -> Report:
     """Serve so many requests in virtual time, with faults drawn from the seed, and check everything on the way.
 
-    `faults` is "all", "none", or names of `FAULTS`; without `settings` those are drawn from the seed, too. Raises
+    `faults` is "all", "none", or names of `FAULTS`; those of `without` are drawn like the others, but never strike.
+    Without `settings` those are drawn from the seed, too. `watch` sees the world before it begins. Raises
     SimulationFailed with what is needed to see it again.
     """
     random = Random(f"settings {seed}")
     drawn = settings or draw_settings(random)
-    world = World(seed=seed, requests=requests, faults=faults, settings=drawn)
+    world = World(seed=seed, requests=requests, faults=faults, settings=drawn, without=without)
+    if watch is not None:
+        watch(world)
     try:
         world.run(clients or random.randint(2, CLIENTS_MAX))
     except Exception as error:

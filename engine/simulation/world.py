@@ -23,7 +23,7 @@ from tidekv.states import commands, events
 from tidekv.states.core import Core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from tidekv.states.settings import CoreSettings
 
@@ -34,12 +34,20 @@ PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost")
 class World:
     """One run: one core, and everything it talks to."""
 
-    def __init__(self, *, seed: int, requests: int, faults: Chosen, settings: CoreSettings) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        requests: int,
+        faults: Chosen,
+        settings: CoreSettings,
+        without: Collection[str] = (),
+    ) -> None:
         self._random = random = Random(seed)
         self.settings = settings
         self.core = Core(settings)
         self.schedule = Schedule()
-        self.faults = Faults(random, faults)
+        self.faults = Faults(random, faults, without)
         self.contents = Contents()
         self.device = SimulatedPool(self.core.books.device)
         self.host = SimulatedPool(self.core.books.host)
@@ -60,7 +68,7 @@ class World:
         self.prompt_tokens_max = max(1, (settings.device_pages * 3 // 5 - settings.growth_reserve_pages)) * (
             settings.page_size
         )
-        self._arrivals_left = requests
+        self.arrivals_left = requests
         self._ids = 0
         self._serials = 0
         self._callers: dict[str, Caller] = {}
@@ -142,9 +150,9 @@ class World:
 
     def take_arrival(self) -> bool:
         """Whether one more request may be made. Now and then the world itself goes wrong at this moment."""
-        if not self._arrivals_left:
+        if not self.arrivals_left:
             return False
-        self._arrivals_left -= 1
+        self.arrivals_left -= 1
         if self.faults.hits("peer_crashes"):
             self.schedule.after(self.delay(), self._random.choice(self.peers).crash)
         if self.faults.hits("peer_is_partitioned"):

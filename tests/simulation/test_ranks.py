@@ -83,4 +83,4 @@ def test_a_campaign_serves_every_request_on_all_ranks() -> None:
     assert campaign.requests == 30
     assert sum(campaign.ends.values()) == 30
     assert set(campaign.faults) == set(FAULTS)
-    assert campaign.failures == []
+    assert campaign.failures == {}

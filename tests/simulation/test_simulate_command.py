@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -54,6 +56,8 @@ def test_a_fresh_seed_is_printed_and_gives_the_same_run_again() -> None:
         (["--faults", "meteor"], "no faults named meteor; there are: all, none, "),
         (["--seeds", "0"], "at least 1"),
         (["--requests", "0"], "at least 1"),
+        (["--without", "meteor"], "no faults named meteor"),
+        (["--journals", "/nowhere"], "no directory"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(arguments: list[str], words: str) -> None:
@@ -63,15 +67,23 @@ def test_what_makes_no_sense_is_refused_by_name(arguments: list[str], words: str
 
 
 def test_a_violation_is_printed_with_the_seed_that_repeats_it_and_stops_no_other_seed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def forgets(self: Loads, load: object) -> None:
         load.lock = None  # type: ignore[attr-defined]  # A load's.
 
     monkeypatch.setattr(Loads, "_unlock", forgets)
-    done = simulate("--seed", "1", "--seeds", "3", "--requests", "60")
+    done = simulate("--seed", "1", "--seeds", "3", "--requests", "60", "--journals", str(tmp_path))
     assert done.exit_code == 1
     (failed, seeds) = re.findall(r"VIOLATIONS in (\d+) of (\d+) seeds", done.output)[0]
     assert (int(failed) > 0, seeds) == (True, "3")
     assert len(re.findall(r"^seed \d+, 60 requests, faults 'all': ", done.output, re.MULTILINE)) == int(failed)
     assert "the last events and what followed from each" in done.output
+    seed, smaller = re.findall(r"^seed (\d+) fails like this with (\d+) requests", done.output, re.MULTILINE)[0]
+    assert int(smaller) <= 60
+    assert (tmp_path / f"simulation-{seed}.journal").is_file()
+    again = re.search(rf"again: tidekv simulate (--seed {seed} .*)$", done.output, re.MULTILINE)
+    assert again is not None
+    repeated = simulate(*shlex.split(again[1]), "--journals", str(tmp_path))
+    assert repeated.exit_code == 1
+    assert f"seed {seed}, {smaller} requests" in repeated.output
