@@ -73,3 +73,24 @@ async def test_a_killed_rank_is_named_and_all_serve_again_when_it_is_back() -> N
         assert all(one.ends == {"finished": 30} for one in served), served
         assert len({one.books for one in served}) == 1
         assert all(one.statistics["epoch"] == 2 for one in served)
+
+
+async def test_a_stopped_rank_is_named_by_its_silence_and_joins_again_when_it_goes_on() -> None:
+    async with instance(2, fault_rate=0.0) as members:
+        await serve_all(members, Serve(1, 20))
+        for member in members:
+            member.tell(Serve(2, 300))
+        await asyncio.sleep(0.3)
+        pid = members[1].process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        served = await members[0].hear()
+        os.kill(pid, signal.SIGCONT)
+        assert isinstance(served, Served)
+        assert all("rank 1 is lost: silent for" in cause for cause in served.causes), served.causes
+        awake = await members[1].hear()
+        assert isinstance(awake, Served)
+        assert all("is lost" in cause for cause in awake.causes), awake.causes
+        served = await serve_all(members, Serve(3, 30))
+        assert all(one.ends == {"finished": 30} for one in served), served
+        assert len({one.books for one in served}) == 1
