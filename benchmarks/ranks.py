@@ -3,14 +3,13 @@
     python benchmarks/ranks.py --ranks 2 --requests 256 --votes 2000
 
 Every rank is a process. Three kinds alternate in blocks, so that all of them see the same machine: the bare all_reduce
-in a plain loop; a vote of `VoteThread`, awaited on an event loop; and a whole turn of real cores with that many
+in a plain loop; a vote of `VoteThread`, awaited on uvloop; and a whole turn of real cores with that many
 requests in flight, frames left out: casting, voting, deciding. Figures are medians of rank 0, in microseconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import multiprocessing
 import socket
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+import uvloop
 from torch import distributed
 
 from tidekv.states import events
@@ -124,7 +124,7 @@ async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -
 def work(rank: int, ranks: int, port: int, votes: int, requests: int, tell: Callable[[object], None]) -> None:
     """A rank's process."""
     torch.set_num_threads(1)
-    found = asyncio.run(measure(rank, ranks, port, votes, requests))
+    found = uvloop.run(measure(rank, ranks, port, votes, requests))
     if rank == 0:
         tell(found)
 
