@@ -48,7 +48,7 @@ def nixl(_: str) -> list[Finding]:
         advice = "Unset UCX_TLS and UCX_NET_DEVICES, or name devices that exist."
         return [Finding("nixl", "bad", f"UCX does not start: {error}", advice)]
     if "POSIX" not in plugins:
-        return [Finding("nixl", "warn", f"plugins: {listed}; POSIX is missing", "Storage in files will be slower.")]
+        return [Finding("nixl", "warn", f"plugins: {listed}; POSIX is missing", "Storage needs it with io=nixl only.")]
     return [Finding("nixl", "ok", f"UCX starts; plugins: {listed}")]
 
 
