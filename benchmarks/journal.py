@@ -19,6 +19,7 @@ import threading
 import time
 from array import array
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
@@ -31,28 +32,63 @@ from tidekv.engine.workload.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.states.commands import Command
 from tidekv.states.events import Event
 
-PAGE_SIZE = 16
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", page_size=PAGE_SIZE)
 VOCABULARY = 32000
 WATCHED_BLOCKS = 5
-ORDER = PrefillOrder(
-    name="prefill-0",
-    fingerprint="synthetic",
-    layout=LAYOUT,
-    num_pages=8192,
-    chunk_tokens=16 * PAGE_SIZE,
-    vocabulary=VOCABULARY,
-)
+DEVICE_TOKENS, HOST_TOKENS = 1 << 17, 1 << 18
+OUTPUT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is served, and how its KV lies in memory."""
+
+    layout: KVLayout
+    conversations: int
+    turns: int
+    turn_tokens: int
+
+    @property
+    def requests(self) -> int:
+        """Requests of a block."""
+        return self.conversations * self.turns
+
+    @property
+    def order(self) -> PrefillOrder:
+        """What the prefill worker needs to know."""
+        return PrefillOrder(
+            name="prefill-0",
+            fingerprint="synthetic",
+            layout=self.layout,
+            num_pages=DEVICE_TOKENS // self.layout.page_size,
+            chunk_tokens=256,
+            vocabulary=VOCABULARY,
+        )
+
+    def prompts(self, block: int) -> list[list[tuple[array[int], array[int]]]]:
+        """Prompt and output of each turn of each conversation of a block."""
+        words = random.Random(block)
+        talks = []
+        for _ in range(self.conversations):
+            said, talk = array("I"), []
+            for _ in range(self.turns):
+                said = said + array("I", words.choices(range(VOCABULARY), k=self.turn_tokens))
+                output = array("I", words.choices(range(VOCABULARY), k=OUTPUT_TOKENS))
+                talk.append((said, output))
+                said = said + output
+            talks.append(talk)
+        return talks
 
 
 class Side:
     """One of the two engines, and what its blocks took."""
 
-    def __init__(self, name: str, journal: str | None) -> None:
+    def __init__(self, name: str, load: Load, journal: str | None) -> None:
+        self.load = load
+        layout = load.layout
         self.engine = DecodeEngine(
             EngineConfig(model="synthetic", journal=journal),
-            device=DevicePool.allocate(LAYOUT, 8192),
-            host=HostPool.allocate(LAYOUT, 16384),
+            device=DevicePool.allocate(layout, DEVICE_TOKENS // layout.page_size),
+            host=HostPool.allocate(layout, HOST_TOKENS // layout.page_size),
             transport=NixlTransport(name=name),
         )
         self.requests = 0
@@ -72,28 +108,24 @@ class Side:
 
         journal.stepped = watched  # type: ignore[method-assign]  # What it watches.
 
-    async def serve(self, address: str, block: int, *, conversations: int, turns: int, turn_tokens: int) -> None:
+    async def serve(self, address: str, block: int) -> None:
         """Serve every turn of every conversation of a block; the conversations run side by side."""
+        talks = self.load.prompts(block)
 
         async def converse(number: int) -> None:
-            words = random.Random(f"{block} {number}")
-            said: list[int] = []
-            for turn in range(turns):
-                said += [words.randrange(VOCABULARY) for _ in range(turn_tokens)]
-                output = array("I", [words.randrange(VOCABULARY) for _ in range(64)])
+            for turn, (prompt, output) in enumerate(talks[number]):
                 name = f"b{block}-c{number}-{turn}"
                 ready = await self.engine.restore(
-                    DecodeRequest(request_id=name, tokens=array("I", said), prefill=address, prompt="send")
+                    DecodeRequest(request_id=name, tokens=prompt, prefill=address, prompt="send")
                 )
                 self.engine.grow(ready, len(output))
                 await self.engine.finish(ready, output)
-                said += output
                 self.requests += 1
 
         gc.collect()
         started_s, writer_s = time.process_time(), _writer_cpu_s()
         async with asyncio.TaskGroup() as group:
-            for number in range(conversations):
+            for number in range(len(talks)):
                 group.create_task(converse(number))
         await self.engine.wait_settled()
         # What the journal still has to write belongs to this block; the other engine waits just as long.
@@ -110,22 +142,20 @@ def _writer_cpu_s() -> float:
     return 0.0
 
 
-async def measure(pairs: int, *, conversations: int, turns: int, turn_tokens: int) -> None:
+async def measure(pairs: int, load: Load) -> None:
     """Print a table of the pairs, and check that what was measured replays."""
-    block_requests = conversations * turns
+    block_requests = load.requests
     with tempfile.TemporaryDirectory(prefix="tidekv-") as folder:
         path = Path(folder) / "run.journal"
         async with AsyncExitStack() as stack:
-            prefill = await stack.enter_async_context(PrefillProcess(ORDER))
-            off, on = Side("decode-off", None), Side("decode-on", str(path))
+            prefill = await stack.enter_async_context(PrefillProcess(load.order))
+            off, on = Side("decode-off", load, None), Side("decode-on", load, str(path))
             for side in (off, on):
                 await stack.enter_async_context(side.engine)
             for pair in range(-1, pairs):
                 for side in (on, off) if pair % 2 else (off, on):
                     await prefill.counts(forget=True)
-                    await side.serve(
-                        prefill.address, pair, conversations=conversations, turns=turns, turn_tokens=turn_tokens
-                    )
+                    await side.serve(prefill.address, pair)
                 if pair < 0:
                     # The first pair warms everything up.
                     off.block_s, on.block_s = [], []
@@ -134,9 +164,7 @@ async def measure(pairs: int, *, conversations: int, turns: int, turn_tokens: in
             on.writer_s = 0.0
             for block in range(pairs, pairs + WATCHED_BLOCKS):
                 await prefill.counts(forget=True)
-                await on.serve(
-                    prefill.address, block, conversations=conversations, turns=turns, turn_tokens=turn_tokens
-                )
+                await on.serve(prefill.address, block)
             watched_s, on.block_s = sum(on.block_s[pairs:]), pair_s
             events = int(str(on.engine.statistics()["events"]))
         journal_bytes = path.stat().st_size
@@ -149,6 +177,8 @@ async def measure(pairs: int, *, conversations: int, turns: int, turn_tokens: in
         costs = [f"{side.block_s[pair] / block_requests * 1e6:.0f}" for side in (off, on)]
         table.add_row(str(pair), *costs, f"{ratio:+.1%}")
     console = Console(width=120)
+    page_kib = load.layout.page_bytes / 1024
+    console.print(f"pages of {load.layout.page_size} tokens and {page_kib:g} KiB")
     console.print(table)
     low, middle, high = statistics.quantiles(grown, n=4)
     console.print(
@@ -174,15 +204,25 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--turn-tokens", type=int, default=192)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--kv-heads", type=int, default=1)
+    parser.add_argument("--head-dim", type=int, default=16)
     options = parser.parse_args()
-    uvloop.run(
-        measure(
-            options.pairs,
-            conversations=options.conversations,
-            turns=options.turns,
-            turn_tokens=options.turn_tokens,
-        )
+    layout = KVLayout(
+        num_layers=options.layers,
+        num_kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        dtype="bfloat16",
+        page_size=options.page_size,
     )
+    load = Load(
+        layout=layout,
+        conversations=options.conversations,
+        turns=options.turns,
+        turn_tokens=options.turn_tokens,
+    )
+    uvloop.run(measure(options.pairs, load))
 
 
 if __name__ == "__main__":
