@@ -56,7 +56,7 @@ async def prefill_has_its_pages_back(prefill: Any) -> None:
 async def test_killed_and_restarted_on_its_storage_it_serves_the_same_bytes(
     tmp_path: Path, spawn_decode: Any, prefill_over_nixl: Any, prompt: Any, at_work: str
 ) -> None:
-    storage = f"file:{tmp_path}?capacity=64MiB"
+    storage = f"file:{tmp_path}?capacity=64MiB&io=nixl"
     first = prompt(1, 20)
     second = [*first, *OUTPUT, *prompt(2, 10)]
     async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=1.0) as prefill:
@@ -101,7 +101,7 @@ async def test_interrupted_in_the_middle_of_restores_it_ends_by_itself(
     tmp_path: Path, spawn_decode: Any, prefill_over_nixl: Any, prompt: Any
 ) -> None:
     async with asyncio.timeout(LIMIT_S), prefill_over_nixl() as prefill:
-        child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB")
+        child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB&io=nixl")
         await take_turn(child, "warm", prompt(0, 8), prefill)
         prefill.gate.close_gate(after_checks=1)
         for number in range(1, 8):
@@ -124,7 +124,7 @@ async def test_interrupted_while_its_writer_hangs_it_ends_in_time_and_reports_wh
     tmp_path: Path, spawn_decode: Any, prefill_over_nixl: Any, prompt: Any
 ) -> None:
     async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=1.0) as prefill:
-        child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB", close_deadline_s=0.5)
+        child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB&io=nixl", close_deadline_s=0.5)
         prefill.gate.close_gate(after_checks=1)
         child.line.say(turn("r1", prompt(1, 20), prefill))
         await prefill.gate.halted.wait()
@@ -140,7 +140,7 @@ async def test_stopped_for_longer_than_its_lease_it_goes_on_with_right_bytes(
     tmp_path: Path, spawn_decode: Any, prefill_over_nixl: Any, prompt: Any
 ) -> None:
     async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=1.0) as prefill:
-        child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB")
+        child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB&io=nixl")
         await take_turn(child, "warm", prompt(0, 8), prefill)
         prefill.gate.close_gate(after_checks=1)
         child.line.say(turn("r1", prompt(1, 20), prefill))
