@@ -6,6 +6,8 @@ Both are configured by a file, environment variables and flags; see `tidekv.engi
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +43,7 @@ def prefill(
     page_size: PageSize = None,
     pages: Annotated[int | None, typer.Option(help="Pages of the KV pool (default 1024).")] = None,
 ) -> None:
-    """Run a prefill worker with the small model until Ctrl-C."""
+    """Run a prefill worker with the small model until Ctrl-C or SIGTERM."""
     flags = {
         "prefill.listen": ("--listen", listen),
         "transport.secret": ("--secret", secret),
@@ -76,17 +78,25 @@ def prefill(
                 f"prefill worker at {peer.address}, model {order.fingerprint}; Ctrl-C ends it", soft_wrap=True
             )
             try:
-                await asyncio.get_running_loop().create_future()
+                await _told_to_end()
             finally:
                 counts = peer.statistics()
                 console.print(f"sent {counts['pages_sent']:,} pages, {counts['bytes_sent']:,} bytes")
 
     torch.set_num_threads(1)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            runner.run(serve())
-        except KeyboardInterrupt:
-            console.print("ended")
+    # It may be interrupted while it starts.
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+    console.print("ended")
+
+
+async def _told_to_end() -> None:
+    """Wait for SIGTERM, or for Ctrl-C where that is not ignored, as a shell has it for jobs in the background."""
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, told.set)
+    await told.wait()
 
 
 def decode(

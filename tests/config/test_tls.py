@@ -86,7 +86,7 @@ def test_both_sides_work_under_tls_by_configuration(tmp_path: Path) -> None:
         )
         assert served.returncode == 0, served.stdout + served.stderr
         assert plain.returncode == 2, plain.stdout + plain.stderr
-        prefill.send_signal(signal.SIGINT)
+        prefill.send_signal(signal.SIGTERM)
         prefill.communicate(timeout=30)
     finally:
         if prefill.poll() is None:

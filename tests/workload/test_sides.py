@@ -46,7 +46,7 @@ def test_a_decode_worker_finds_a_prefill_worker_that_runs_already() -> None:
         )
         assert stranger.returncode == 2, stranger.stdout + stranger.stderr
         assert "failed" in stranger.stderr
-        prefill.send_signal(signal.SIGINT)
+        prefill.send_signal(signal.SIGTERM)
         said, _ = prefill.communicate(timeout=30)
         assert "ended" in said
         assert prefill.returncode == 0
