@@ -237,6 +237,8 @@ def run_child(
     """What a child runs: its role, until the role is over, or Ctrl-C."""
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # A shell's job in the background ignores it, and all its children would.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     async def run() -> None:
         await role(Line(connection), msgspec.msgpack.decode(order, type=kind))
