@@ -106,8 +106,6 @@ class Raising:
         self._random = random
         self._faults = faults
         self._places = Places(core) if faults.is_on("rule_raises") else None
-        self.has_raised = False
-        """Whether a rule was made to raise in this run."""
 
     def begin_step(self) -> None:
         """A step begins: maybe one of its calls is to raise."""
@@ -117,5 +115,4 @@ class Raising:
     def end_step(self) -> None:
         """A step is over: whatever was to raise and was not reached does not raise in the next one."""
         if self._places is not None:
-            self.has_raised |= not self._places.left
             self._places.left = 0

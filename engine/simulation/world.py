@@ -15,7 +15,7 @@ from tidekv.engine.simulation.faults import Chosen, Faults
 from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
 from tidekv.engine.simulation.policies import draw_policy
 from tidekv.engine.simulation.prefill import Peer
-from tidekv.engine.simulation.raising import Raising
+from tidekv.engine.simulation.raising import Injected, Raising
 from tidekv.engine.simulation.rooms import Frames, RoomsOut
 from tidekv.engine.simulation.schedule import Schedule
 from tidekv.engine.simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
@@ -318,7 +318,7 @@ class World:
         allowed = {
             "aborted": caller.has_aborted,
             "deadline": caller.deadline_at_s <= self.now_s,
-            "internal error": self.raising.has_raised,
+            "internal error": Injected.__name__ in command.detail,
             "recompute failed": caller.recompute_failed,
             **dict.fromkeys(PREFILL_CAUSES, caller.losses >= len(caller.prefills) * self.settings.attempts_per_prefill),
         }
