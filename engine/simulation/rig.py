@@ -183,6 +183,31 @@ class Rig:
 
     # --- Whole stories ---
 
+    def settle(self) -> list[commands.Command]:
+        """Let all that is in flight end well, storage having nothing; returns what callers were told."""
+        told: list[commands.Command] = []
+        while self.pending:
+            pending, self.pending = self.pending, []
+            for wish in pending:
+                match wish:
+                    case commands.QueryStorage():
+                        self.answer(wish, 0)
+                    case commands.FetchPages():
+                        self.fetched(wish)
+                    case commands.CopyToDevice() | commands.CopyToHost():
+                        self.copied(wish)
+                    case commands.StorePages():
+                        self.stored(wish)
+                    case commands.SendPromise():
+                        self.serve(wish)
+                    case commands.SendExtend():
+                        self.chunk(wish)
+                    case commands.SendAbort():
+                        self.drained(wish)
+                    case _:
+                        told.append(wish)
+        return told
+
     def make_ready(self, request_id: str, tokens: bytes, **fields: object) -> commands.TellReady:
         """Restore a prompt that needs nothing but prefill; storage, if it is asked, has nothing."""
         self.arrive(request_id, tokens, **fields)

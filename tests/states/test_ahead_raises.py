@@ -17,30 +17,6 @@ BIG = bytes(range(128, 152))
 Story = Callable[[], tuple[Rig, Callable[[], object]]]
 
 
-def settle(rig: Rig) -> None:
-    """Let everything that is in flight go on and end well."""
-    while rig.pending:
-        pending, rig.pending = rig.pending, []
-        for wish in pending:
-            match wish:
-                case commands.QueryStorage():
-                    rig.answer(wish, 0)
-                case commands.FetchPages():
-                    rig.fetched(wish)
-                case commands.CopyToDevice() | commands.CopyToHost():
-                    rig.copied(wish)
-                case commands.StorePages():
-                    rig.stored(wish)
-                case commands.SendPromise():
-                    rig.serve(wish)
-                case commands.SendExtend():
-                    rig.chunk(wish)
-                case commands.SendAbort():
-                    rig.drained(wish)
-                case _:
-                    pass
-
-
 def waiting() -> tuple[Rig, commands.QueryStorage]:
     rig = Rig(device_pages=24, host_pages=16, lookahead_pages_max=100, fetch_run_pages=3)
     rig.attach_storage()
@@ -140,11 +116,11 @@ def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
         places.left = raised
         step()
         calls, places.left = places.count if places.left else raised, 0
-        settle(rig)
+        rig.settle()
         for name in ("a", "big"):
             if rig.core.request(name) is not None:
                 rig.abort(name)
-                settle(rig)
+                rig.settle()
         rig.expect_nothing_held()
         assert rig.core.books.storage.pages_in_flight == 0
         assert rig.core.lookahead.pages == 0
@@ -225,14 +201,14 @@ def test_who_was_faster_is_in_the_way_of_a_read_that_was_begun_ahead() -> None:
     for query in rig.take_all(commands.QueryStorage):
         rig.answer(query, 2)
     rig.abort("big")
-    settle(rig)
+    rig.settle()
     for fetch in runs:
         rig.fetched(fetch)
-    settle(rig)
+    rig.settle()
     for name in ("a", "b"):
         if rig.core.request(name) is not None:
             rig.abort(name)
-    settle(rig)
+    rig.settle()
     rig.expect_nothing_held()
     assert rig.core.books.storage.pages_in_flight == 0
 

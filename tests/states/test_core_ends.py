@@ -13,26 +13,6 @@ EIGHT = b"abcdefgh"
 WITH_ROOM = (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 
 
-def settle(rig: Rig) -> None:
-    """Let everything that is in flight end well."""
-    while rig.pending:
-        pending, rig.pending = rig.pending, []
-        for wish in pending:
-            match wish:
-                case commands.QueryStorage():
-                    rig.answer(wish, 0)
-                case commands.FetchPages():
-                    rig.fetched(wish)
-                case commands.CopyToDevice() | commands.CopyToHost():
-                    rig.copied(wish)
-                case commands.StorePages():
-                    rig.stored(wish)
-                case commands.SendAbort():
-                    rig.drained(wish)
-                case _:
-                    pass
-
-
 def end_big(rig: Rig) -> None:
     """Give back what `Rig.bring` filled the device with."""
     if rig.core.request("big") is not None:
@@ -51,7 +31,7 @@ def test_an_abort_is_told_once_and_leaves_nothing(state: State) -> None:
     rig.abort("a")
     rig.step(events.RoomFailed, request_id="a", generation=0, cause="gone", settled=True)
     end_big(rig)
-    settle(rig)
+    rig.settle()
     rig.expect_nothing_held()
 
 
@@ -76,7 +56,7 @@ def test_a_deadline_is_told_once_and_leaves_nothing(state: State) -> None:
     assert (failed.cause, failed.detail) == ("deadline", f"in {state.value}")
     rig.step(events.RoomFailed, request_id="a", generation=0, cause="gone", settled=True)
     end_big(rig)
-    settle(rig)
+    rig.settle()
     rig.expect_nothing_held()
     assert rig.core.next_deadline_s() is None
 
@@ -115,7 +95,7 @@ def test_a_lost_room_fails_the_request_where_no_other_prefill_is_left(state: Sta
     assert rig.take(commands.TellFailed).cause == loss
     rig.take(commands.SendAbort)
     rig.step(events.WriterDead, writer="prefill.1")
-    settle(rig)
+    rig.settle()
     rig.expect_nothing_held()
 
 

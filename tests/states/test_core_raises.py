@@ -22,32 +22,6 @@ EIGHT = b"abcdefgh"
 Step = Callable[[Rig], object]
 
 
-def settle(rig: Rig) -> list[commands.Command]:
-    """Let everything that is in flight go on and end well; returns what callers were told."""
-    told: list[commands.Command] = []
-    while rig.pending:
-        pending, rig.pending = rig.pending, []
-        for wish in pending:
-            match wish:
-                case commands.QueryStorage():
-                    rig.answer(wish, 0)
-                case commands.FetchPages():
-                    rig.fetched(wish)
-                case commands.CopyToDevice() | commands.CopyToHost():
-                    rig.copied(wish)
-                case commands.StorePages():
-                    rig.stored(wish)
-                case commands.SendPromise():
-                    rig.serve(wish)
-                case commands.SendExtend():
-                    rig.chunk(wish)
-                case commands.SendAbort():
-                    rig.drained(wish)
-                case _:
-                    told.append(wish)
-    return told
-
-
 def three_tiers(rig: Rig) -> commands.QueryStorage:
     """Request "a" finds two pages on the device, two on the host, two in storage, and waits for storage's answer."""
     rig.attach_storage()
@@ -190,7 +164,7 @@ def resumed(rig: Rig) -> Step:
     rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
     rig.copied(rig.take(commands.CopyToHost))
     rig.take(commands.TellRetracted)
-    settle(rig)
+    rig.settle()
     rig.arrive("a", EIGHT + b"i")
     query = rig.take_all(commands.QueryStorage)
     if query:
@@ -241,7 +215,7 @@ def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
         places.left = raised
         step(rig)
         calls, places.left = places.count if places.left else raised, 0
-        told = settle(rig)
+        told = rig.settle()
         ends = {type(wish).__name__ for wish in told if getattr(wish, "request_id", "") == "a"}
         assert ends & set(story.ends) or "" in story.ends, (raised, told)
         assert not {READY, FAILED} <= ends, f"call {raised}: the request ended twice"
@@ -250,7 +224,7 @@ def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
                 rig.abort(name)
         if rig.core.statistics()["requests_retracted"]:
             rig.step(events.RetractedDropped, request_id="a")
-        settle(rig)
+        rig.settle()
         rig.expect_nothing_held()
     assert raised > 1, "the step made no call at all"
 
@@ -288,7 +262,7 @@ def plan_raising_at(place: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     with monkeypatch.context() as patch:
         patch.setattr(Restore, "fix_plan", fix_plan)
         rig.answer(query, 2)
-    assert any(isinstance(wish, commands.TellReady) for wish in settle(rig))
+    assert any(isinstance(wish, commands.TellReady) for wish in rig.settle())
     return bool(tries)
 
 
@@ -334,7 +308,7 @@ def test_the_third_raise_fails_the_request_and_shows_where(monkeypatch: pytest.M
     assert failed.cause == "internal error"
     assert "RuntimeError: fix_plan is broken" in failed.detail
     assert "Traceback" in failed.detail
-    settle(rig)
+    rig.settle()
     rig.expect_nothing_held()
 
 
@@ -346,7 +320,7 @@ def test_a_part_of_the_plan_that_always_raises_is_given_up_or_fails_the_request(
     query = three_tiers(rig)
     raise_times(monkeypatch, owner, name, 99)
     rig.answer(query, 2)
-    told = settle(rig)
+    told = rig.settle()
     if name == "open":
         assert [wish.cause for wish in told if isinstance(wish, commands.TellFailed)] == ["internal error"]
     else:
@@ -371,7 +345,7 @@ def test_where_there_is_nothing_to_cut_the_first_raise_fails_that_request_alone(
     assert raised
     assert rig.take(commands.TellFailed).cause == "internal error"
     assert rig.state("bystander") == "READY"
-    settle(rig)
+    rig.settle()
     rig.abort("bystander")
     rig.expect_nothing_held()
 
