@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -148,3 +152,31 @@ def make_pair() -> Iterator[MakePair]:
             yield Pair(engine, peer, prefill, device, host, network)
 
     yield make
+
+
+PrefillCommand = Callable[[dict[str, str]], AbstractContextManager[tuple[subprocess.Popen[str], str]]]
+
+
+@pytest.fixture
+def prefill_command() -> PrefillCommand:
+    """Start `tidekv prefill` with these variables added to the environment; gives its process and its address."""
+
+    @contextmanager
+    def start(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidekv", "prefill", "--listen", "127.0.0.1:0"],
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            listening = re.search(r"prefill worker at (\S+),", process.stdout.readline())
+            assert listening is not None
+            yield process, listening[1]
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    return start

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import ssl
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -64,31 +65,23 @@ def test_a_file_that_cannot_be_used_is_named_before_anything_starts(tmp_path: Pa
 
 @pytest.mark.nixl
 @pytest.mark.slow
-def test_both_sides_work_under_tls_by_configuration(tmp_path: Path) -> None:
+def test_both_sides_work_under_tls_by_configuration(
+    tmp_path: Path,
+    prefill_command: Callable[[dict[str, str]], AbstractContextManager[tuple[subprocess.Popen[str], str]]],
+) -> None:
     file = tmp_path / "worker.toml"
     file.write_text(f'[transport]\nsecret = "between us"\ntls_certificate = "{PEM}"\ntls_authority = "{PEM}"\n')
-    environment = {**os.environ, "TIDEKV_CONFIG": str(file), "PYTHONUNBUFFERED": "1"}
-    prefill = subprocess.Popen(
-        [sys.executable, "-m", "tidekv", "prefill", "--listen", "127.0.0.1:0"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert prefill.stdout is not None
-        listening = re.search(r"prefill worker at (\S+),", prefill.stdout.readline())
-        assert listening is not None
-        decode = [sys.executable, "-m", "tidekv", "decode", "--prefill", listening[1]]
+    configured = {"TIDEKV_CONFIG": str(file)}
+    with prefill_command(configured) as (prefill, address):
+        decode = [sys.executable, "-m", "tidekv", "decode", "--prefill", address]
         decode += ["--conversations", "1", "--rounds", "1"]
         served, plain = (
-            subprocess.run(decode, env=each, capture_output=True, text=True, timeout=120, check=False)
-            for each in (environment, {**os.environ, "TIDEKV_SECRET": "between us"})
+            subprocess.run(
+                decode, env={**os.environ, **added}, capture_output=True, text=True, timeout=120, check=False
+            )
+            for added in (configured, {"TIDEKV_SECRET": "between us"})
         )
         assert served.returncode == 0, served.stdout + served.stderr
         assert plain.returncode == 2, plain.stdout + plain.stderr
         prefill.send_signal(signal.SIGTERM)
         prefill.communicate(timeout=30)
-    finally:
-        if prefill.poll() is None:
-            prefill.kill()
-            prefill.wait()
