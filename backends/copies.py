@@ -25,6 +25,7 @@ from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.moves import PageMover
 from tidekv.backends.outcomes import Outcomes, as_error
+from tidekv.backends.page_layout import same_pages
 from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest, TidekvError
 from tidekv.states.shapes import PageIds
 
@@ -54,7 +55,7 @@ class PageCopier:
     """
 
     def __init__(self, device: DevicePool, host: HostPool, poller: Poller) -> None:
-        if device.layout != host.layout:
+        if not same_pages(device.layout, host.layout):
             raise InvalidConfig(f"copies: device pool has {device.layout}, host pool has {host.layout}")
         self._on_cuda = device.device.type == "cuda"
         if self._on_cuda and not host.pinned:

@@ -11,7 +11,7 @@ Staging comes from torch's caching allocator within the stream, so it is reused 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -33,13 +33,13 @@ class StagedMover:
         layout = device.layout
         self._device = device.device
         self._host = host.buffer
-        self._piece_count = layout.piece_count
         self._page_bytes = layout.page_bytes
         self._block_pages = max(1, staging_bytes // layout.page_bytes)
         # A thread of the gather kernel moves one element: the wider, the fewer.
-        aligned = layout.piece_bytes % 8 == 0 and all(row.storage_offset() % 8 == 0 for row in device.rows)
+        aligned = all(row.shape[1] % 8 == 0 and row.storage_offset() % 8 == 0 for row in device.rows)
         self._element = torch.int64 if aligned else torch.uint8
         self._rows = [row.view(self._element) for row in device.rows]
+        self._widths = [row.shape[1] for row in self._rows]
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Enqueue copies of host pages to device pages, pairwise."""
@@ -49,9 +49,8 @@ class StagedMover:
             for source, target, count in page_runs(host_pages[part], _positions(host_pages[part])):
                 staging[target : target + count].copy_(self._host[source : source + count], non_blocking=True)
             index = self._upload(device_pages[part])
-            pieces = staging.view(len(staging), self._piece_count, -1).view(self._element)
-            for piece, row in enumerate(self._rows):
-                row.index_copy_(0, index, pieces[:, piece])
+            for row, piece in zip(self._rows, self._pieces(staging), strict=True):
+                row.index_copy_(0, index, piece)
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Enqueue copies of device pages to host pages, pairwise."""
@@ -59,14 +58,17 @@ class StagedMover:
             part = slice(start, start + self._block_pages)
             staging = self._staging(len(device_pages[part]))
             index = self._upload(device_pages[part])
-            pieces = staging.view(len(staging), self._piece_count, -1).view(self._element)
-            for piece, row in enumerate(self._rows):
-                pieces[:, piece] = row.index_select(0, index)
+            for row, piece in zip(self._rows, self._pieces(staging), strict=True):
+                piece.copy_(row.index_select(0, index))
             for target, source, count in page_runs(host_pages[part], _positions(host_pages[part])):
                 self._host[target : target + count].copy_(staging[source : source + count], non_blocking=True)
 
     def _staging(self, page_count: int) -> torch.Tensor:
         return torch.empty(page_count, self._page_bytes, dtype=torch.uint8, device=self._device)
+
+    def _pieces(self, staging: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The pieces of staged pages, each [pages, elements of the piece]."""
+        return torch.split_with_sizes(staging.view(self._element), self._widths, dim=1)
 
     def _upload(self, pages: PageIndex) -> torch.Tensor:
         index = torch.from_numpy(np.ascontiguousarray(pages))

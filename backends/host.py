@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex, allocate_host_bytes, check_page_count, page_index
+from tidekv.backends.page_layout import Layout, group_offsets
 from tidekv.states.errors import InvalidConfig, InvalidRequest, OutOfMemory
 from tidekv.states.shapes import PageIds, PoolMemory, Segment
 
@@ -22,7 +22,7 @@ class HostPool:
     table and knows no owner of a page.
     """
 
-    def __init__(self, *, layout: KVLayout, buffer: torch.Tensor, pinned: bool) -> None:
+    def __init__(self, *, layout: Layout, buffer: torch.Tensor, pinned: bool) -> None:
         self.layout = layout
         self.num_pages = buffer.shape[0]
         self.buffer = buffer
@@ -41,7 +41,7 @@ class HostPool:
         )
 
     @classmethod
-    def allocate(cls, layout: KVLayout, num_pages: int, pin: bool | None = None) -> HostPool:
+    def allocate(cls, layout: Layout, num_pages: int, pin: bool | None = None) -> HostPool:
         """Allocate a zeroed, resident pool. `pin` locks it for DMA; None pins wherever there is a CUDA device.
 
         Raises InvalidConfig for a wrong count or a pin that cannot be had, OutOfMemory if there is not that much.
@@ -60,6 +60,17 @@ class HostPool:
     def check_pages(self, pages: PageIds | npt.ArrayLike) -> PageIndex:
         """Return the page ids as an index array; InvalidRequest names the first that is not a page of this pool."""
         return page_index(pages, num_pages=self.num_pages, what="host pool")
+
+    def group(self, name: str) -> torch.Tensor:
+        """Return one group's bytes of all pages, in place: uint8 [num_pages, bytes of the group].
+
+        The memory stays the pool's. Raises InvalidConfig, which names the groups that there are.
+        """
+        for group, start in group_offsets(self.layout):
+            if group.name == name:
+                return self.buffer[:, start : start + group.layout.page_bytes]
+        names = ", ".join(group.name for group in self.layout.groups)
+        raise InvalidConfig(f"host pool: no group {name!r}; it has {names}")
 
     def page(self, page: int) -> memoryview:
         """Return the bytes of one page, in place and writable."""

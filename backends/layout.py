@@ -6,13 +6,14 @@ A page is `page_size` tokens over all layers. It is the concatenation of its pie
     kind "mla"   layer 0   | layer 1   | …                 a piece is [page_size, 1, head_dim], a latent vector a token
 
 Device pools keep each piece in a tensor of its own (layer first), host pools keep a page in one stretch (page first).
-Components that travel beside the KV (sliding window, recurrent state, draft model) get a layout of their own each.
+Where a page also holds the KV of a draft model, scales, or layers of another shape, it is made of several groups of
+layers, each of which is a `KVLayout`: see `tidekv.backends.page_layout`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -31,6 +32,8 @@ DTYPES: Final = {
 KINDS: Final = ("mha", "mla")
 # Far above what any model has.
 COUNT_MAX: Final = 65_536
+# The group that every page has: the model's own KV.
+FULL: Final = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,11 @@ class KVLayout:
             raise InvalidConfig(f"layout: kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
         if self.kind == "mla" and self.num_kv_heads != 1:
             raise InvalidConfig(f"layout: num_kv_heads must be 1 for kind 'mla', not {self.num_kv_heads}")
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups that a page is made of: this one alone, as "full"."""
+        return (LayerGroup(FULL, self),)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -109,3 +117,10 @@ class KVLayout:
             page_bytes=self.page_bytes,
             piece_bytes=self.pieces,
         )
+
+
+class LayerGroup(NamedTuple):
+    """Layers of one shape within a page, by the name that both ends and the storage tier know them by."""
+
+    name: str
+    layout: KVLayout

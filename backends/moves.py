@@ -7,18 +7,20 @@ fourth of it; memmove by ctypes loses to its call overhead below 64 KiB a piece.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from tidekv.backends.device import DevicePool
+from tidekv.backends.device import DevicePool, PoolGroup
 from tidekv.backends.host import HostPool
 from tidekv.backends.memory import PageIndex
+from tidekv.backends.page_layout import group_offsets
 
 # Tensors that lie apart need one assignment a run and piece. Where that moves fewer bytes than this on average, one
-# gather # and scatter a piece is cheaper, though it moves each byte twice.
+# gather and scatter a piece is cheaper, though it moves each byte twice.
 ASSIGNMENT_BYTES_MIN: Final = 8192
+Runs: TypeAlias = Sequence[tuple[int, int, int]]
 
 
 def page_runs(first: PageIndex, second: PageIndex) -> Iterator[tuple[int, int, int]]:
@@ -33,17 +35,37 @@ class PageMover:
     """Moves pages between a device pool in host memory and a host pool of the same layout; blocks until done."""
 
     def __init__(self, device: DevicePool, host: HostPool) -> None:
-        layout = device.layout
-        self._piece_bytes = layout.piece_bytes
-        self._rows = [row.numpy() for row in device.rows]
-        self._block = None if device.block is None else device.block.numpy()
-        # [pages, pieces, piece_bytes], and the same seen piece by piece.
-        self._pages = host.array.reshape(host.num_pages, layout.piece_count, layout.piece_bytes)
-        self._parts = [self._pages[:, piece] for piece in range(layout.piece_count)]
+        starts = [start for _, start in group_offsets(host.layout)]
+        self._groups = [_GroupMover(group, host, start) for group, start in zip(device.groups, starts, strict=True)]
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Copy host pages to device pages, pairwise."""
         runs = list(page_runs(host_pages, device_pages))
+        for group in self._groups:
+            group.to_device(host_pages, device_pages, runs)
+
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
+        """Copy device pages to host pages, pairwise."""
+        runs = list(page_runs(device_pages, host_pages))
+        for group in self._groups:
+            group.to_host(device_pages, host_pages, runs)
+
+
+class _GroupMover:
+    """Moves what one group of layers has of each page, which starts at byte `start` of a host page."""
+
+    def __init__(self, group: PoolGroup, host: HostPool, start: int) -> None:
+        layout = group.layout
+        self._piece_bytes = layout.piece_bytes
+        self._rows = [row.numpy() for row in group.rows]
+        self._block = None if group.block is None else group.block.numpy()
+        # [pages, pieces, piece_bytes], and the same seen piece by piece; a view, since only the last axis is cut.
+        columns = host.array[:, start : start + layout.page_bytes]
+        self._pages = columns.reshape(host.num_pages, layout.piece_count, layout.piece_bytes)
+        assert np.shares_memory(self._pages[:1], columns[:1]), "copies go to the pool's own memory"
+        self._parts = [self._pages[:, piece] for piece in range(layout.piece_count)]
+
+    def to_device(self, host_pages: PageIndex, device_pages: PageIndex, runs: Runs) -> None:
         if self._block is not None:
             for source, target, count in runs:
                 self._block[:, target : target + count] = self._pages[source : source + count].swapaxes(0, 1)
@@ -55,9 +77,7 @@ class PageMover:
             for row, part in zip(self._rows, self._parts, strict=True):
                 row[device_pages] = part[host_pages]
 
-    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
-        """Copy device pages to host pages, pairwise."""
-        runs = list(page_runs(device_pages, host_pages))
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex, runs: Runs) -> None:
         if self._block is not None:
             for source, target, count in runs:
                 self._pages[target : target + count] = self._block[:, source : source + count].swapaxes(0, 1)

@@ -10,6 +10,7 @@ import msgspec
 
 from tidekv.backends.copies import PageCopier
 from tidekv.backends.keys import storage_namespace
+from tidekv.backends.page_layout import same_pages
 from tidekv.engine.calls import Calls
 from tidekv.engine.closing import Closable, close_in_order
 from tidekv.engine.driver import Driver, Watcher
@@ -69,7 +70,7 @@ class Parts:
         """Nothing is started. Raises InvalidConfig for parts that do not fit each other."""
         if storage is not None and host is None:
             raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
-        if host is not None and host.layout != device.layout:
+        if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         self.config = config
         self.core = Core(

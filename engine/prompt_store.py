@@ -25,6 +25,7 @@ from tidekv.backends.copies import PageCopier
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.keys import page_digests, storage_namespace
+from tidekv.backends.page_layout import same_pages
 from tidekv.states.accounts import PageAccount
 from tidekv.states.breaker import Breaker
 from tidekv.states.errors import InvalidConfig, TidekvError
@@ -87,7 +88,7 @@ class PromptStore:
         """Nothing is opened yet. Every page of `host` is the store's. Raises InvalidConfig."""
         if not isinstance(device, DevicePool):
             raise InvalidConfig(f"storage needs a DevicePool, whose pages it can copy, not {type(device).__name__}")
-        if host is not None and host.layout != device.layout:
+        if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         self.settings = settings or PromptStoreSettings()
         self.counts: Counter[str] = Counter()

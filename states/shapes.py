@@ -42,8 +42,23 @@ class PoolMemory(msgspec.Struct, frozen=True):
         return sum(segment.piece_bytes for segment in self.segments)
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """What must be equal at both ends of a hand-over, field by field; a difference is refused by the field's name."""
+class GroupIdentity(msgspec.Struct, frozen=True):
+    """One group of layers that every page holds beside the model's own: a draft model, scales, other layers."""
+
+    name: str
+    kind: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What must be equal at both ends of a hand-over, field by field; a difference is refused by the field's name.
+
+    `kind` to `head_dim` are of the group "full"; `groups` has the others, in the order in which a page holds them.
+    Without any it is left out where this is written, so that digests over it are what they were before there were any.
+    """
 
     model: str
     kind: str
@@ -54,3 +69,4 @@ class Identity(msgspec.Struct, frozen=True):
     head_dim: int
     page_bytes: int
     piece_bytes: tuple[int, ...]
+    groups: tuple[GroupIdentity, ...] = ()

@@ -11,10 +11,12 @@ import asyncio
 import msgspec
 
 from tidekv.states.errors import PeerMismatch, RemoteProtocolError, TransferFailed
-from tidekv.states.shapes import Identity, PoolMemory
+from tidekv.states.shapes import GroupIdentity, Identity, PoolMemory
 from tidekv.transports import base, process, wire
 
 HELLO_S = 10.0
+OF_ALL_GROUPS = ("groups", "page_bytes", "piece_bytes")
+"""Fields of an identity that follow from all groups of a page: the group that is to blame is named before them."""
 
 
 def make_hello(
@@ -50,11 +52,26 @@ def judge_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     """Raise PeerMismatch with the first field that differs, RemoteProtocolError for memory that is not sound."""
     for field in ("version", "ranks", "rank"):
         _must_equal(field, getattr(ours, field), getattr(theirs, field))
-    for info in msgspec.structs.fields(Identity):
-        _must_equal(info.name, getattr(ours.identity, info.name), getattr(theirs.identity, info.name))
+    names = [info.name for info in msgspec.structs.fields(Identity) if info.name not in OF_ALL_GROUPS]
+    for name in names:
+        _must_equal(name, getattr(ours.identity, name), getattr(theirs.identity, name))
+    _judge_groups(ours.identity.groups, theirs.identity.groups)
+    for name in OF_ALL_GROUPS:
+        _must_equal(name, getattr(ours.identity, name), getattr(theirs.identity, name))
     # The identity says what the layout should be, the memory what really lies there; a write pairs the pieces up.
     _must_equal("memory pieces", _pieces(ours.memory), _pieces(theirs.memory))
     base.check_memory(theirs.memory)
+
+
+def _judge_groups(ours: tuple[GroupIdentity, ...], theirs: tuple[GroupIdentity, ...]) -> None:
+    """Every page of both sides must hold the same groups: a page without draft KV is not one that has it."""
+    here, there = ({group.name: group for group in groups} for groups in (ours, theirs))
+    for name in {**here, **there}:
+        if name not in here or name not in there:
+            _must_equal(f"layer group {name!r} of a page", here.get(name, "absent"), there.get(name, "absent"))
+        for info in msgspec.structs.fields(GroupIdentity):
+            _must_equal(f"{info.name} of layer group {name!r}", *(getattr(of[name], info.name) for of in (here, there)))
+    _must_equal("order of layer groups", tuple(here), tuple(there))
 
 
 def _must_equal(field: str, ours: object, theirs: object) -> None:

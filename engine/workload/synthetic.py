@@ -47,7 +47,7 @@ class SyntheticKV:
     def __init__(self, pool: DevicePool) -> None:
         layout = pool.layout
         self._pool = pool
-        self._words = -(-layout.piece_bytes // WORD_BYTES)
+        self._words = -(-max(layout.pieces) // WORD_BYTES)
         pattern = stream64(np.arange(layout.piece_count, dtype=np.uint64), self._words)
         self._pattern = torch.from_numpy(pattern.view(np.int64)).to(pool.device)
         unit = _widest_unit(pool)

@@ -22,12 +22,21 @@ from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
 from tidekv.backends.moves import PageMover, page_runs
+from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.shapes import page_ids
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", page_size=4)
 ODD = KVLayout(num_layers=3, num_kv_heads=1, head_dim=5, dtype="uint8", page_size=3, kind="mla")
+ODD_OF_FOUR = KVLayout(num_layers=1, num_kv_heads=1, head_dim=5, dtype="uint8", page_size=4, kind="mla")
 BIG = KVLayout(num_layers=1, num_kv_heads=2, head_dim=1024, dtype="float32", page_size=1)
+# Fp8 KV with a scale for each token, and a draft model of other heads: pieces of 32, 16 and 12 bytes.
+GROUPS = PageLayout.of(
+    full=KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float8_e4m3fn", page_size=4),
+    scales=KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, dtype="float32", page_size=4),
+    draft=KVLayout(num_layers=1, num_kv_heads=1, head_dim=3, dtype="uint8", page_size=4),
+    indexer=ODD_OF_FOUR,
+)
 PAGES = 24
 
 
@@ -66,9 +75,11 @@ class Gate:
         self.mover.to_host(device_pages, host_pages)
 
 
-def device_pool(layout: KVLayout = LAYOUT, *, wrapped: bool = False) -> DevicePool:
+def device_pool(layout: Layout = LAYOUT, *, wrapped: bool = False) -> DevicePool:
     if not wrapped:
         return DevicePool.allocate(layout, PAGES)
+    if isinstance(layout, PageLayout):
+        return DevicePool.join(**{name: device_pool(shape, wrapped=True) for name, shape in layout.groups})
     k, v = (
         [torch.zeros(PAGES, *layout.piece_shape, dtype=layout.torch_dtype) for _ in range(layout.num_layers)]
         for _ in range(2)
@@ -118,11 +129,11 @@ def test_runs_are_maximal_and_cover_everything_in_order(pairs: tuple[list[int], 
 
 @pytest.mark.parametrize("mover_type", [PageMover, StagedMover])
 @pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("layout", [LAYOUT, ODD, BIG], ids=["mha", "odd", "big"])
+@pytest.mark.parametrize("layout", [LAYOUT, ODD, BIG, GROUPS], ids=["mha", "odd", "big", "groups"])
 @settings(max_examples=60, deadline=None)
 @given(pairs=page_pairs())
 def test_copies_equal_a_page_by_page_model(
-    layout: KVLayout, wrapped: bool, mover_type: type[PageMover | StagedMover], pairs: tuple[list[int], list[int]]
+    layout: Layout, wrapped: bool, mover_type: type[PageMover | StagedMover], pairs: tuple[list[int], list[int]]
 ) -> None:
     sources, targets = (np.array(pages, dtype=np.int64) for pages in pairs)
     device, host = device_pool(layout, wrapped=wrapped), HostPool.allocate(layout, PAGES)

@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 from tidekv.backends.keys import namespace_seed, pack_tokens, page_digests, storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.shapes import GroupIdentity
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40)
 NAMESPACES = st.text(max_size=5)
+DRAFT = GroupIdentity(name="draft", kind="mha", dtype="bfloat16", layers=1, kv_heads=2, head_dim=64)
+SCALES = GroupIdentity(name="scales", kind="mha", dtype="float32", layers=2, kv_heads=2, head_dim=1)
 IDENTITY = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", page_size=4).identity("llama")
 
 
@@ -132,9 +135,18 @@ def test_storage_namespace_tells_every_difference() -> None:
     }
     for field in msgspec.structs.fields(IDENTITY):
         value = getattr(IDENTITY, field.name)
+        if field.name == "groups":
+            names.add(storage_namespace(msgspec.structs.replace(IDENTITY, groups=(DRAFT,))))
+            continue
         other = {str: lambda v: v + "x", int: lambda v: v + 1, tuple: lambda v: (*v, 1)}[type(value)](value)
         names.add(storage_namespace(msgspec.structs.replace(IDENTITY, **{field.name: other})))
-    assert len(names) == 3 + len(msgspec.structs.fields(IDENTITY))
+    for field in msgspec.structs.fields(DRAFT):
+        value = getattr(DRAFT, field.name)
+        other = msgspec.structs.replace(DRAFT, **{field.name: value + ("x" if isinstance(value, str) else 1)})
+        names.add(storage_namespace(msgspec.structs.replace(IDENTITY, groups=(other,))))
+    for groups in ((DRAFT, SCALES), (SCALES, DRAFT)):
+        names.add(storage_namespace(msgspec.structs.replace(IDENTITY, groups=groups)))
+    assert len(names) == 3 + len(msgspec.structs.fields(IDENTITY)) + len(msgspec.structs.fields(DRAFT)) + 2
     assert all(len(name) == 32 for name in names)
     with pytest.raises(InvalidRequest, match="rank must be from 0 to 1, not 2"):
         storage_namespace(IDENTITY, rank=2, ranks=2)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig, LocalProtocolError
-from tidekv.states.shapes import page_ids
+from tidekv.states.shapes import GroupIdentity, page_ids
 from tidekv.transports import wire
 
 
@@ -170,6 +171,33 @@ async def test_a_mismatch_names_the_field_and_fails_the_room_settled(world, fiel
     assert f"differs in {field}" in failed.cause
     assert repr(value) in failed.cause
     assert prefill.sender.statistics()["peers"] == 0
+
+
+DRAFT = GroupIdentity(name="draft", kind="mha", dtype="uint8", layers=1, kv_heads=1, head_dim=2)
+SCALES = msgspec.structs.replace(DRAFT, name="scales")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ((DRAFT,), (), "layer group 'draft' of a page: ours is GroupIdentity(name='draft'"),
+        ((), (DRAFT,), "layer group 'draft' of a page: ours is 'absent', theirs is GroupIdentity(name='draft'"),
+        ((SCALES, DRAFT), (SCALES,), "layer group 'draft' of a page"),
+        ((DRAFT,), (msgspec.structs.replace(DRAFT, head_dim=4),), "head_dim of layer group 'draft': ours is 2"),
+        ((DRAFT, SCALES), (SCALES, DRAFT), "order of layer groups: ours is ('draft', 'scales')"),
+    ],
+)
+async def test_a_side_without_a_layer_group_is_refused_by_the_groups_name(
+    world, ours: tuple[GroupIdentity, ...], theirs: tuple[GroupIdentity, ...], words: str
+) -> None:
+    # Another group is other bytes a page as well: the group is what is told.
+    decode = await world.decode(identity=world.identity(groups=ours))
+    prefill = await world.prefill(identity=world.identity(groups=theirs, page_bytes=64))
+    decode.promise(prefill.address, "r1", tokens=4, promised=0, pages=[1])
+    failed = await decode.wait(events.RoomFailed)
+    assert failed.settled
+    assert words in failed.cause
+    assert "page_bytes" not in failed.cause.partition("(")[0]
 
 
 async def test_another_rank_is_a_mismatch(world) -> None:
