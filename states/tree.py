@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.node import Node, make_root
@@ -11,7 +11,7 @@ from tidekv.states.node import Node, make_root
 class PageTree:
     """Nodes by namespace; `key_bytes` is the width of one page's key."""
 
-    __slots__ = ("_next_id", "attachment", "key_bytes", "roots", "tick", "touched")
+    __slots__ = ("_next_id", "attachment", "key_bytes", "on_split", "roots", "tick", "touched")
 
     def __init__(self, key_bytes: int) -> None:
         if key_bytes <= 0:
@@ -25,6 +25,8 @@ class PageTree:
         """Counts what was attached as storage: what is known of an earlier one is not known of this one."""
         self.touched: dict[Node, None] | None = None
         """See `tidekv.states.touched`."""
+        self.on_split: list[Callable[[Node, Node], None]] = []
+        """Told of a split that has been made: the upper node, which is new, and the lower one."""
         self._next_id = 0
 
     def root(self, namespace: str) -> Node:
@@ -102,6 +104,8 @@ class PageTree:
         parent.children[first] = upper
         if load is not None:
             load.split(upper, lower)
+        for hook in self.on_split:
+            hook(upper, lower)
         self.touch(upper)
         self.touch(lower)
         return upper
