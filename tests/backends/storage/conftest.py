@@ -218,6 +218,29 @@ class Rig:
             await engine.close()
 
 
+class FileRig(Rig):
+    """File engines, and what happens to their files from outside."""
+
+    def segment_files(self) -> list[Path]:
+        return sorted(self.root.glob("*/*.seg"))
+
+    def only_segment(self) -> Path:
+        """Return the one segment file, where a test stores few pages."""
+        (file,) = self.segment_files()
+        return file
+
+    @staticmethod
+    def overwrite(file: Path, offset: int, content: bytes) -> None:
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(content)
+
+    @classmethod
+    def flip(cls, file: Path, offset: int) -> None:
+        """Change one bit."""
+        cls.overwrite(file, offset, bytes([file.read_bytes()[offset] ^ 0x10]))
+
+
 # Which fixture starts the server of an engine.
 SERVERS = {"redis": "redis_server", "s3": "s3_server", "mooncake": "mooncake_servers"}
 
@@ -254,9 +277,9 @@ def rig_type() -> type[Rig]:
 
 
 @pytest.fixture(params=[pytest.param("file-nixl", marks=pytest.mark.nixl), "file-threads"])
-async def files(request: pytest.FixtureRequest, tmp_path: Path, poller: ThreadPoller) -> AsyncIterator[Rig]:
+async def files(request: pytest.FixtureRequest, tmp_path: Path, poller: ThreadPoller) -> AsyncIterator[FileRig]:
     """The file engine, with either way of moving pages."""
-    made = Rig(request.param, tmp_path / "store", poller)
+    made = FileRig(request.param, tmp_path / "store", poller)
     yield made
     await made.close()
 

@@ -23,30 +23,6 @@ from tidekv.states.shapes import page_ids
 Rig = Any
 
 
-def segment_files(root: Path) -> list[Path]:
-    return sorted(root.glob("*/*.seg"))
-
-
-def only_segment(root: Path) -> Path:
-    """Return the one segment file; the tests here store few pages."""
-    (file,) = segment_files(root)
-    return file
-
-
-def overwrite(file: Path, offset: int, content: bytes) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        opened.write(content)
-
-
-def flip(file: Path, offset: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ 0x10]))
-
-
 def geometry_of(rig: Rig, file: Path) -> records.Geometry:
     slots = int.from_bytes(file.read_bytes()[12:16], "little")
     return records.Geometry(namespace=rig.NAMESPACE, page_bytes=4096, slots=slots)
@@ -65,7 +41,7 @@ async def test_a_restarted_engine_finds_its_pages(files: Rig) -> None:
 async def test_a_batch_that_jumps_between_segments_is_moved_whole(files: Rig) -> None:
     engine = await files.open(capacity=64 * 4096)
     assert all(await files.put(engine, range(40)))
-    assert len(segment_files(files.root)) > 3
+    assert len(files.segment_files()) > 3
     jumping = [number for near in range(20) for number in (near, near + 20)]
     assert all(await files.get(engine, jumping))
     assert all(await files.put(engine, jumping[::-1]))
@@ -75,7 +51,7 @@ async def test_a_batch_that_jumps_between_segments_is_moved_whole(files: Rig) ->
 async def test_what_a_crash_left_beside_the_index_is_swept_up(files: Rig) -> None:
     engine = await files.open()
     await files.put(engine, range(4))
-    directory = only_segment(files.root).parent
+    directory = files.only_segment().parent
     await engine.close()
     for name in ("0000000077.seg", "somebody.probe"):
         (directory / name).write_bytes(b"x" * 9000)
@@ -88,11 +64,11 @@ async def test_what_a_crash_left_beside_the_index_is_swept_up(files: Rig) -> Non
 async def test_a_flipped_bit_of_a_page_or_header_is_a_miss_and_can_be_put_again(files: Rig) -> None:
     engine = await files.open()
     await files.put(engine, range(6))
-    file = only_segment(files.root)
+    file = files.only_segment()
     geometry = geometry_of(files, file)
-    flip(file, geometry.page_offset(1))
-    flip(file, geometry.page_offset(2) + 4095)
-    flip(file, geometry.header_offset(3) + 40)
+    files.flip(file, geometry.page_offset(1))
+    files.flip(file, geometry.page_offset(2) + 4095)
+    files.flip(file, geometry.header_offset(3) + 40)
     assert await files.get(engine, range(6)) == [True, False, False, False, True, True]
     assert engine.statistics().misses == {"corrupt": 3}
     assert await engine.exists(files.keys(range(6)), timeout_s=5) == [True, False, False, False, True, True]
@@ -114,7 +90,7 @@ async def test_every_flipped_bit_of_a_header_is_noticed(files: Rig) -> None:
 async def test_a_truncated_segment_loses_its_tail_only(files: Rig) -> None:
     engine = await files.open()
     await files.put(engine, range(6))
-    file = only_segment(files.root)
+    file = files.only_segment()
     os.truncate(file, geometry_of(files, file).page_offset(3) + 100)
     assert await files.get(engine, range(6)) == [True] * 3 + [False] * 3
     assert engine.statistics().misses == {"truncated": 3}
@@ -128,7 +104,7 @@ async def test_a_removed_segment_is_a_miss_for_who_opens_next(files: Rig) -> Non
     engine = await files.open()
     await files.put(engine, range(6))
     await engine.close()
-    only_segment(files.root).unlink()
+    files.only_segment().unlink()
     engine = await files.open()
     assert await files.get(engine, range(6)) == [False] * 6
     assert engine.statistics().misses == {"missing": 6}
@@ -140,7 +116,7 @@ async def test_a_foreign_file_in_the_place_of_a_segment_is_kept_aside(files: Rig
     engine = await files.open()
     await files.put(engine, range(6))
     await engine.close()
-    file = only_segment(files.root)
+    file = files.only_segment()
     file.write_bytes(b"somebody's diary")
     engine = await files.open()
     assert await files.get(engine, range(6)) == [False] * 6
@@ -154,11 +130,11 @@ async def test_a_foreign_file_in_the_place_of_a_segment_is_kept_aside(files: Rig
 async def test_a_page_of_another_key_in_the_slot_is_foreign(files: Rig) -> None:
     engine = await files.open()
     await files.put(engine, [0, 1])
-    file = only_segment(files.root)
+    file = files.only_segment()
     geometry, raw = geometry_of(files, file), file.read_bytes()
     # Page 1 whole, with its header, in the place of page 0: right in itself, and not what was asked for.
-    overwrite(file, geometry.page_offset(0), raw[geometry.page_offset(1) :][:4096])
-    overwrite(file, geometry.header_offset(0), raw[geometry.header_offset(1) :][: records.HEADER_BYTES])
+    files.overwrite(file, geometry.page_offset(0), raw[geometry.page_offset(1) :][:4096])
+    files.overwrite(file, geometry.header_offset(0), raw[geometry.header_offset(1) :][: records.HEADER_BYTES])
     assert await files.get(engine, [0, 1]) == [False, True]
     assert engine.statistics().misses == {"foreign": 1}
 
@@ -171,7 +147,7 @@ async def test_namespaces_never_meet_and_share_the_bound(files: Rig) -> None:
     assert await files.get(other, range(10)) == [False] * 10
     for first in range(0, 60, 10):
         assert all(await files.put(other, range(first, first + 10)))
-        total = sum(file.stat().st_size for file in segment_files(files.root))
+        total = sum(file.stat().st_size for file in files.segment_files())
         assert total <= capacity
     await one.exists(files.keys([77]), timeout_s=5)
     assert one.statistics().pages == 0, "what nobody uses makes room for what somebody does"
@@ -195,7 +171,7 @@ async def test_a_smaller_capacity_holds_at_once(files: Rig) -> None:
     await files.put(engine, range(60))
     await engine.close()
     engine = await files.open(capacity=30 * 4096)
-    assert sum(file.stat().st_size for file in segment_files(files.root)) <= 30 * 4096
+    assert sum(file.stat().st_size for file in files.segment_files()) <= 30 * 4096
     found = await files.get(engine, range(60))
     assert 0 < sum(found) == engine.statistics().pages <= 30
 
@@ -207,7 +183,7 @@ async def test_clearing_over_and_over_leaks_no_file(files: Rig) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         assert await engine.clear() == 40
-        assert not segment_files(files.root)
+        assert not files.segment_files()
         assert all(await files.put(engine, range(40)))
         assert all(await files.get(engine, range(40)))
     assert len(os.listdir("/proc/self/fd")) <= opened + 1
@@ -226,9 +202,9 @@ async def test_only_the_owner_may_read(files: Rig) -> None:
 async def test_verify_tells_what_is_damaged(files: Rig) -> None:
     engine = await files.open()
     await files.put(engine, range(5))
-    file = only_segment(files.root)
+    file = files.only_segment()
     geometry = geometry_of(files, file)
-    flip(file, geometry.page_offset(1) + 7)
+    files.flip(file, geometry.page_offset(1) + 7)
     os.truncate(file, geometry.page_offset(4))
     verdicts = {verdict.key: verdict async for verdict in engine.verify()}
     causes = [verdicts[key].cause for key in files.keys(range(5))]
@@ -304,7 +280,7 @@ async def test_a_lost_directory_is_made_again_by_probe(files: Rig) -> None:
     assert await files.get(engine, range(8)) == [False] * 8
     assert all(await files.put(engine, range(8)))
     assert all(await files.get(engine, range(8)))
-    assert segment_files(files.root)
+    assert files.segment_files()
 
 
 async def test_a_place_that_is_no_directory_is_refused(files: Rig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,30 +14,6 @@ from tidekv.states.shapes import page_ids
 
 # The rig of conftest.py, which test modules cannot import.
 Rig = Any
-
-
-def segment_files(root: Path) -> list[Path]:
-    return sorted(root.glob("*/*.seg"))
-
-
-def only_segment(root: Path) -> Path:
-    """Return the one segment file; the tests here store few pages."""
-    (file,) = segment_files(root)
-    return file
-
-
-def overwrite(file: Path, offset: int, content: bytes) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        opened.write(content)
-
-
-def flip(file: Path, offset: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ 0x10]))
 
 
 @pytest.mark.parametrize("damage", ["removed", "removed with its log", "no database", "damaged inside"])
@@ -55,13 +30,13 @@ async def test_a_lost_index_is_made_again_from_the_segments(files: Rig, damage: 
     if damage == "no database":
         index.write_bytes(b"not a database at all" * 1000)
     elif damage == "damaged inside":
-        overwrite(index, 4096, os.urandom(index.stat().st_size - 4096))
+        files.overwrite(index, 4096, os.urandom(index.stat().st_size - 4096))
     else:
         index.unlink()
     if damage == "removed":
         index.with_name("index.sqlite-wal").write_bytes(os.urandom(10_000))
     (segment,) = segments.namespace_directory(files.root, files.NAMESPACE).glob("*.seg")
-    flip(segment, 4096 + 7 * records.HEADER_BYTES + 60)
+    files.flip(segment, 4096 + 7 * records.HEADER_BYTES + 60)
     engine = await files.open()
     assert engine.statistics().pages == 10, "but for the one deleted and the one whose header is damaged"
     found = await engine.get_into(files.keys([2]), page_ids([9]), timeout_s=5)
@@ -93,7 +68,7 @@ async def test_files_that_only_look_like_segments_make_no_index(files: Rig) -> N
     engine = await files.open()
     await files.put(engine, range(4))
     await engine.close()
-    segment = only_segment(files.root)
+    segment = files.only_segment()
     elsewhere = files.root / ("ab" * 16)
     elsewhere.mkdir()
     (elsewhere / "0000000007.seg").write_bytes(segment.read_bytes())
