@@ -84,7 +84,9 @@ def storage_namespace(identity: Identity, *, rank: int = 0, ranks: int = 1) -> b
     """Return the digest of all that makes stored bytes interchangeable: model, layout, rank slice, storage format."""
     if not 0 <= rank < ranks:
         raise InvalidRequest(f"rank must be from 0 to {ranks - 1}, not {rank}")
-    return sha256(msgspec.msgpack.encode([STORAGE_FORMAT, identity, rank, ranks])).digest()
+    # How pages are named says nothing about their bytes, and keys of one kind never equal those of the other.
+    bytes_of = msgspec.structs.replace(identity, bigram_keys=False)
+    return sha256(msgspec.msgpack.encode([STORAGE_FORMAT, bytes_of, rank, ranks])).digest()
 
 
 def pack_tokens(tokens: Tokens, *, vocabulary: int | None = None) -> bytes:
@@ -138,8 +140,9 @@ def _packed_array(ids: npt.NDArray[np.integer]) -> bytes:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest(f"tokens must be a flat array of ints, not {ids.ndim}-d {ids.dtype}")
     if ids.size and ids.dtype not in (np.uint8, np.uint16, np.uint32):
-        outside = (ids < 0) | (ids > TOKEN_MAX) if ids.dtype.itemsize > TOKEN_BYTES else ids < 0
-        if outside.any():
+        # One pass where all is well: a negative id or one of more than 32 bits shows in the bits of all of them together.
+        if not 0 <= int(np.bitwise_or.reduce(ids)) <= TOKEN_MAX:
+            outside = (ids < 0) | (ids > TOKEN_MAX) if ids.dtype.itemsize > TOKEN_BYTES else ids < 0
             position = int(outside.argmax())
             raise InvalidRequest(f"token {ids[position]} at position {position} is not from 0 to {TOKEN_MAX}")
     return ids.astype("<u4").tobytes()
