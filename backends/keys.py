@@ -139,12 +139,11 @@ def _packed(tokens: Tokens) -> bytes:
 def _packed_array(ids: npt.NDArray[np.integer]) -> bytes:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest(f"tokens must be a flat array of ints, not {ids.ndim}-d {ids.dtype}")
-    if ids.size and ids.dtype not in (np.uint8, np.uint16, np.uint32):
-        # One pass where all is well: a negative id or one of more than 32 bits shows in the bits of all of them together.
-        if not 0 <= int(np.bitwise_or.reduce(ids)) <= TOKEN_MAX:
-            outside = (ids < 0) | (ids > TOKEN_MAX) if ids.dtype.itemsize > TOKEN_BYTES else ids < 0
-            position = int(outside.argmax())
-            raise InvalidRequest(f"token {ids[position]} at position {position} is not from 0 to {TOKEN_MAX}")
+    # One pass where all is well: a negative id, or one of more than 32 bits, shows in the bits of all of them together.
+    if ids.size and not 0 <= int(np.bitwise_or.reduce(ids)) <= TOKEN_MAX:
+        outside = (ids < 0) | (ids > TOKEN_MAX) if ids.dtype.itemsize > TOKEN_BYTES else ids < 0
+        position = int(outside.argmax())
+        raise InvalidRequest(f"token {ids[position]} at position {position} is not from 0 to {TOKEN_MAX}")
     return ids.astype("<u4").tobytes()
 
 
