@@ -75,8 +75,8 @@ class Backups:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._live: dict[Backup, None] = {}
-        self._waiting: dict[Backup, None] = {}
-        """Puts that give way to fetches."""
+        self.waiting: dict[Backup, None] = {}
+        """Puts that give way to fetches, in order."""
         self._retracted: dict[str, Receipt | None] = {}
         self._retracting: dict[str, Backup] = {}
 
@@ -190,7 +190,7 @@ class Backups:
         books = self._books
         books.count("backups_failed")
         books.operations.pop(backup.op, None)
-        self._waiting.pop(backup, None)
+        self.waiting.pop(backup, None)
         books.host.give_back(backup.host_pages)
         backup.host_pages = page_ids()
         if backup.retracts:
@@ -210,7 +210,7 @@ class Backups:
 
     def is_late(self, backup: Backup) -> None:
         """A copy or put is late: it keeps its receipts until it ends, and is counted. One that waited waits no more."""
-        if backup in self._waiting:
+        if backup in self.waiting:
             self.put_now(backup)
             return
         self._books.count("backups_late")
@@ -220,11 +220,11 @@ class Backups:
     @property
     def next_waiting(self) -> Backup | None:
         """Whose put may begin, since no fetch is under way any more."""
-        return next(iter(self._waiting)) if self._waiting and not self._books.storage.holds_puts else None
+        return next(iter(self.waiting)) if self.waiting and not self._books.storage.holds_puts else None
 
     def put_now(self, backup: Backup) -> None:
         """Wait for fetches no longer."""
-        del self._waiting[backup]
+        del self.waiting[backup]
         self._books.operations.pop(backup.op, None)
         try:
             self._put(backup)
@@ -280,7 +280,7 @@ class Backups:
     def _put_in_turn(self, backup: Backup) -> None:
         books = self._books
         if books.settings.put_wait_s and books.storage.holds_puts and self._without_storage(backup.leaf)[1]:
-            self._waiting[backup] = None
+            self.waiting[backup] = None
             backup.op = books.begin(backup, deadline_s=books.settings.put_wait_s)
         else:
             self._put(backup)

@@ -61,12 +61,6 @@ class Books:
         self._deadlines: list[tuple[float, int, Owner, int]] = []
         self._deadline_number = 0
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step has consequences that are not drawn yet."""
-        due = self.pages_freed or self.ahead_due or self.ahead_over or self.write_due
-        return bool(due or self.homeless or self.unfilled or self.dirty or self.settled_loads)
-
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter of what happened."""
         self.counters[name] = self.counters.get(name, 0) + by

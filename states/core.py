@@ -27,7 +27,7 @@ from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
 from tidekv.states.statistics import count_core
-from tidekv.states.table import PROGRESS_GUARDS, build_machine
+from tidekv.states.table import MOVES_ON, TRANSITIONS, build_machine
 from tidekv.states.write_back import WriteBack
 
 if TYPE_CHECKING:
@@ -63,7 +63,10 @@ class Core:
         self.moves: list[tuple[str, State]] = []
         """The changes of state that the last step made, in order: request and where it is now."""
         self._arrivals = 0
-        self._triggers = {name: event.trigger for name, event in build_machine().events.items()}
+        machine = build_machine()
+        self._triggers: dict[type[Event], Callable[[Request, Core, Request, Event], bool]] = {
+            row.event: machine.events[row.event.__name__].trigger for row in TRANSITIONS
+        }
         self._takers: dict[type[Event], Callable[..., None]] = {
             events.RequestArrived: self._arrived,
             events.AbortRequested: self._to_request,
@@ -218,7 +221,7 @@ class Core:
         """Pull a trigger of the machine. A rule that raises pulls TransitionRaised; a missing row is our bug."""
         before = request.state
         try:
-            done = bool(self._triggers[type(event).__name__](request, core=self, event=event))
+            done = self._triggers[type(event)](request, self, request, event)
         except MachineError as error:
             raise IllegalEvent(
                 f"{type(event).__name__} in {request.state.value} of {request!r}: no such row"
@@ -228,9 +231,10 @@ class Core:
         except Exception:
             self._raised(request, event)
             return True
-        self.books.dirty[request] = None
-        if request.state is not before:
-            self.moves.append((request.request_id, request.state))
+        if done:
+            self.books.dirty[request] = None
+            if request.state is not before:
+                self.moves.append((request.request_id, request.state))
         return done
 
     def _raised(self, request: Request, event: Event | None) -> None:
@@ -258,7 +262,7 @@ class Core:
     def settle(self) -> None:
         """Draw all consequences until there are none left."""
         books = self.books
-        while books.has_work or self.backups.next_waiting:
+        while True:
             if books.homeless:
                 request, cause = next(iter(books.homeless.items()))
                 del books.homeless[request]
@@ -271,14 +275,17 @@ class Core:
                 request = next(iter(books.dirty))
                 del books.dirty[request]
                 self._progress(request)
-            elif (backup := self.backups.next_waiting) is not None:
+            elif self.backups.waiting and (backup := self.backups.next_waiting) is not None:
                 self.backups.put_now(backup)
             elif books.pages_freed or books.settled_loads:
-                self.insist(self.loads.free_settled_voids)
+                if books.settled_loads or self.loads.has_settled:
+                    self.insist(self.loads.free_settled_voids)
                 books.pages_freed = False
                 self._admit()
-            else:
+            elif books.ahead_over or books.ahead_due or books.write_due:
                 self._work_ahead()
+            else:
+                return
 
     def _work_ahead(self) -> None:
         """Everything else is done: bring nearer what will be needed, and save what will be evicted."""
@@ -316,10 +323,14 @@ class Core:
             return
         if request.state is State.MATCH and not request.is_planned and not request.query_op:
             self.fire(request, steps.PlanDue(at_s=self.books.now_s))
-        event = steps.Progressed(at_s=self.books.now_s)
-        while any(guard(self, request, event) for guard in PROGRESS_GUARDS[request.state]):
-            done = self.fire(request, event)
-            assert done, "the guard of a row held, and no row was taken"
+        if request.state in MOVES_ON:
+            event = steps.Progressed(at_s=self.books.now_s)
+            while self.fire(request, event):
+                if request.state not in MOVES_ON:
+                    return
+            if request.is_planned or request.query_op:
+                # That was the last word: nothing that it waits for has come since. (A plan that raised is due again.)
+                self.books.dirty.pop(request, None)
 
     def _ask(self, request: Request, question: Callable[[Request], Answer]) -> Answer | None:
         """Ask `restore` about a request that waits for admission. A raise is that request's own."""
@@ -333,6 +344,8 @@ class Core:
 
     def _admit(self) -> None:
         """Grant pages to those that wait, in order; who does not fit lets smaller ones pass, within bounds."""
+        if not self.queue:
+            return
         for request in self.queue.candidates(self.books.now_s):
             granted = self._ask(request, self.restore.grant)
             if granted is None:

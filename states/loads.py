@@ -60,6 +60,11 @@ class Loads:
         """Void loads that nobody writes to, whose pages wait until nothing below them is in use."""
         return self._settled_voids
 
+    @property
+    def has_settled(self) -> bool:
+        """Whether pages of void loads wait to be freed."""
+        return bool(self._settled_voids or self._loose)
+
     # --- Starting ---
 
     def begin_copy(self, first: int, nodes: list[Node], pages: PageIds, *, tier: str = "l2") -> Load:

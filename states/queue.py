@@ -46,6 +46,9 @@ class Queue:
 
     def candidates(self, now_s: float) -> list[Request]:
         """Whom to look at now, in order; nobody behind a request that has been passed too often."""
+        if len(self._levels) == 1:
+            (level,) = self._levels.values()
+            return self._until_passed(level[: self._settings.admission_scan_max])
         heads = dict.fromkeys(self._levels, 0)
         chosen: list[Request] = []
         while heads and len(chosen) < self._settings.admission_scan_max:
@@ -58,6 +61,13 @@ class Queue:
             if heads[priority] == len(self._levels[priority]):
                 del heads[priority]
         return chosen
+
+    def _until_passed(self, requests: list[Request]) -> list[Request]:
+        passes_max = self._settings.passes_max
+        for at, request in enumerate(requests, start=1):
+            if request.passed >= passes_max:
+                return requests[:at]
+        return requests
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, int]:
         waited = (now_s - request.arrived_at_s) / self._settings.ageing_s

@@ -48,13 +48,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
-from transitions import EventData, Machine
+from transitions import Machine
 
 from tidekv.states import events, steps
 from tidekv.states import rules as do
 from tidekv.states.events import Event
+from tidekv.states.machine import ShortMachine
 from tidekv.states.request import State
 
 if TYPE_CHECKING:
@@ -122,23 +123,13 @@ TRANSITIONS = (
 )
 
 
-def _rule(rule: Rule) -> Callable[[EventData], None]:
-    def call(data: EventData) -> None:
-        rule(data.kwargs["core"], cast("Request", data.model), data.kwargs["event"])
+def build_machine(kind: type[Machine] = ShortMachine) -> Machine:
+    """The one machine that all requests share. Models are not registered with it: a request is triggered directly,
+    `machine.events["Granted"].trigger(request, core, request, event)`.
 
-    return call
-
-
-def _guard(guard: Guard) -> Callable[[EventData], bool]:
-    def call(data: EventData) -> bool:
-        return guard(data.kwargs["core"], cast("Request", data.model), data.kwargs["event"])
-
-    return call
-
-
-def build_machine() -> Machine:
-    """The one machine that all requests share. Models are not registered with it: a request is triggered directly."""
-    return Machine(
+    Any kind of machine of the library's can be built of the table; they differ in what a trigger costs.
+    """
+    return kind(
         model=None,
         states=State,
         initial=PREALLOC,
@@ -147,15 +138,18 @@ def build_machine() -> Machine:
                 "trigger": row.event.__name__,
                 "source": list(row.source),
                 "dest": row.dest,
-                "before": [_rule(row.before)] if row.before else [],
-                "conditions": [_guard(row.only_if)] if row.only_if else [],
+                "before": [row.before] if row.before else [],
+                "conditions": [row.only_if] if row.only_if else [],
             }
             for row in TRANSITIONS
         ],
         auto_transitions=False,
-        send_event=True,
         queued=False,
     )
+
+
+MOVES_ON = frozenset(state for row in TRANSITIONS if row.event is steps.Progressed for state in row.source)
+"""The states in which a request may move on by itself."""
 
 
 PROGRESS_GUARDS: dict[State, tuple[Guard, ...]] = {
@@ -164,7 +158,7 @@ PROGRESS_GUARDS: dict[State, tuple[Guard, ...]] = {
     )
     for state in State
 }
-"""What must hold for a request in this state to move on: asked first, since a trigger costs more than the question."""
+"""What must hold for a request in this state to move on."""
 
 
 def diagram() -> str:

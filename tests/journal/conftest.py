@@ -266,9 +266,9 @@ def play_of_rows(tmp_path: Path) -> Callable[[dict[str, Any]], set[tuple[str, St
                 played = Play(tmp_path / "play.journal", patch.setattr)
                 for trigger, pull in list(played.core._triggers.items()):
 
-                    def pulled(request: Any, *, trigger: str = trigger, pull: Any = pull, **given: Any) -> Any:
+                    def pulled(request: Any, *given: Any, trigger: str = trigger.__name__, pull: Any = pull) -> Any:
                         before = request.state
-                        done = pull(request, **given)
+                        done = pull(request, *given)
                         if request.request_id == "r1":
                             taken.add((trigger, before, request.state))
                         return done

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from transitions import Machine, MachineError
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events, steps
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
+from tidekv.states.machine import ShortMachine
 from tidekv.states.policy import StoragePolicy
 from tidekv.states.request import Request, State
-from tidekv.states.table import LIVE, TRANSITIONS, diagram
+from tidekv.states.table import LIVE, TRANSITIONS, build_machine, diagram
 
 STEPS = [
     found
@@ -92,6 +94,44 @@ def test_every_state_takes_every_event_as_the_table_says(state: State, kind: typ
     rig.core.settle()
     rig.core.books.out.clear()
     rig.core.check()
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.value)
+def test_the_short_way_through_the_machine_leads_where_the_library_s_own_does(state: State) -> None:
+    library = build_machine(Machine)
+    for kind in sorted(OF_THE_TABLE, key=lambda kind: kind.__name__):
+        found = []
+        for of_library in (False, True):
+            rig = Rig()
+            rig.bring(state)
+            request = rig.core.request("a")
+            if request is None:
+                rig.bring(State.PREALLOC)
+                request = rig.request("a")
+                request.state = state
+            core, event = rig.core, make_event(kind, request)
+            core.books.operations.pop(request.query_op, None)
+            trigger = library.events[kind.__name__].trigger if of_library else core._triggers[kind]
+            try:
+                came: object = bool(trigger(request, core, request, event))
+            except MachineError:
+                came = "no such row"
+            except Exception as raised:
+                came = repr(raised)
+            left = digest(rig) if state is not State.FAILED else None
+            found.append((came, request.state, left, core.books.out))
+        assert found[0] == found[1], kind
+
+
+def test_a_row_that_asks_for_more_than_the_short_way_knows_is_refused() -> None:
+    way = {"trigger": "Go", "source": "MATCH", "dest": "READY"}
+    given = {"model": None, "states": State, "initial": State.MATCH, "auto_transitions": False}
+    for of_row in ({"after": print}, {"prepare": print}, {"unless": print}, {"before": "named"}):
+        with pytest.raises(ValueError, match="asks for"):
+            ShortMachine(transitions=[{**way, **of_row}], **given)
+    for of_machine in ({"queued": True}, {"after_state_change": print}):
+        with pytest.raises(ValueError, match="asks for"):
+            ShortMachine(transitions=[way], **given, **of_machine)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OF_THE_TABLE], ids=lambda kind: kind.__name__)

@@ -1,0 +1,96 @@
+"""The machine of `transitions`, with a shorter way through it for tables whose rows have a guard and a rule at most.
+
+The library asks a dozen lists of callbacks at each trigger, and tells its logger at every turn, which together cost ten
+times what a rule does. It has two places for other ways: `Machine.event_cls` and `Machine.transition_cls`. What is put
+there does what theirs do, in the same order, for what our table uses; a row that asks for more is refused when the
+machine is built.
+
+    trigger ──▶ transitions of the model's state, in order ──▶ conditions ──▶ before ──▶ the model has the new state
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from transitions import Event, Machine, MachineError, Transition
+
+
+class ShortTransition(Transition):
+    """A row: conditions and callbacks `before`, all called with what the trigger was given."""
+
+    guards: tuple[Callable[..., object], ...]
+    rules: tuple[Callable[..., object], ...]
+    target: enum.Enum | None
+    """The member of `dest`; None: the model stays where it is."""
+
+    def prepare_for(self, machine: Machine) -> None:
+        """Look up once what `take` needs. Raises ValueError for what the short way does not know."""
+        callbacks = [*(condition.func for condition in self.conditions), *self.before]
+        named = [callback for callback in callbacks if isinstance(callback, str)]
+        unless = [condition.func for condition in self.conditions if not condition.target]
+        of_machine = [name for name in OF_MACHINES if getattr(machine, name)]
+        if named or unless or of_machine or self.prepare or self.after:
+            asked = [*map(repr, [*named, *unless, *self.prepare, *self.after]), *of_machine]
+            raise ValueError(f"{self} asks for what is not on the short way: {', '.join(asked)}; use Machine")
+        self.guards = tuple(condition.func for condition in self.conditions if not isinstance(condition.func, str))
+        self.rules = tuple(rule for rule in self.before if not isinstance(rule, str))
+        found = None if self.dest is None else machine.get_state(self.dest).value
+        assert not isinstance(found, str), "states are members of an enum"
+        self.target = found
+
+    def take(self, model: Any, given: tuple[Any, ...]) -> bool:  # Any: a model is whatever has a state.
+        """Go this way if the conditions hold; says whether they did. A raise leaves the state alone."""
+        for guard in self.guards:
+            if not guard(*given):
+                return False
+        for rule in self.rules:
+            rule(*given)
+        if self.target is not None:
+            model.state = self.target
+        return True
+
+
+class ShortEvent(Event):
+    """A trigger and its rows."""
+
+    def add_transition(self, transition: Transition) -> None:
+        """One more row. Raises ValueError where it, or the machine, has callbacks that the short way does not know."""
+        assert isinstance(transition, ShortTransition), "the machine makes transitions of its own class"
+        transition.prepare_for(self.machine)
+        super().add_transition(transition)
+        self._rows: dict[str, list[ShortTransition]] = getattr(self, "_rows", {})
+        self._rows.setdefault(transition.source, []).append(transition)
+
+    def trigger(self, model: Any, *args: Any, **kwargs: Any) -> bool:  # Any: the signature is the library's.
+        """Take the first row of the model's state whose conditions hold; says whether there was one. Raises
+        MachineError, having changed nothing, in a state that has no row for it.
+        """
+        rows = self._rows.get(model.state._name_)
+        if rows is None:
+            raise MachineError(f"{self.name} has no row in {model.state.name}")
+        for row in rows:
+            if row.take(model, args):
+                break
+        else:
+            return False
+        return True
+
+
+OF_MACHINES = (
+    "prepare_event",
+    "before_state_change",
+    "after_state_change",
+    "finalize_event",
+    "on_exception",
+    "on_final",
+    "has_queue",
+)
+
+
+class ShortMachine(Machine):
+    """A machine of such events. Its states are members of an enum and have no callbacks."""
+
+    event_cls = ShortEvent
+    transition_cls = ShortTransition
