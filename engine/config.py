@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tidekv.backends.page_keys import PageKeys
 from tidekv.engine.values import NAMESPACE_MARK
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.policy import StoragePolicy
@@ -22,6 +23,10 @@ class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fiel
     """Token ids must be below this; 0: whatever fits in 32 bits."""
     namespace: str = ""
     """What is cached under another namespace (adapter, tenant) is never matched."""
+    bigram_keys: bool = False
+    """Name pages by pairs of tokens: for draft KV of the EAGLE family, which depends on the token after the page. Both
+    ends of a hand-over must say the same, and so must whoever shares storage.
+    """
     default_deadline_s: float = 60.0
     """For requests that bring no deadline of their own."""
     growth_reserve_pages: int = 1
@@ -95,12 +100,16 @@ class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.vocabulary < 0:
             raise InvalidConfig(f"vocabulary must be 0 (no limit) or a count of token ids, not {self.vocabulary!r}")
 
+    def page_keys(self, page_size: int) -> PageKeys:
+        """How the core and storage know pages of this size."""
+        return PageKeys(page_size, bigrams=self.bigram_keys)
+
     def core_settings(self, *, page_size: int, device_pages: int, host_pages: int) -> CoreSettings:
         """The part of it that decides."""
         shared = {name: getattr(self, name) for name in CoreSettings.__struct_fields__ if hasattr(self, name)}
         return CoreSettings(
             page_size=page_size,
-            key_bytes=4 * page_size,
+            key_bytes=self.page_keys(page_size).key_bytes,
             device_pages=device_pages,
             host_pages=host_pages,
             **shared,

@@ -113,7 +113,7 @@ class DecodeEngine:
         serial = self._serial = self._serial + 1
         record = TokenRecord(
             packed,
-            page_size=settings.page_size,
+            page_keys=self._parts.page_keys,
             namespace=join_namespaces(self.config.namespace, request.namespace),
             addresses=request.prefills,
             sends_prompt=request.prompt == "send",
@@ -127,7 +127,7 @@ class DecodeEngine:
                 at_s=now_s,
                 request_id=request.request_id,
                 serial=serial,
-                keys=packed[: tokens // settings.page_size * settings.key_bytes],
+                keys=self._parts.page_keys.of(packed),
                 prompt_tokens=tokens,
                 namespace=record.namespace,
                 prefill_count=len(request.prefills),
@@ -271,11 +271,10 @@ class DecodeEngine:
         self._check_open()
         live = self._calls.ready(ready)
         output = pack_tokens(output_tokens, vocabulary=self.config.vocabulary or None) if len(output_tokens) else b""
-        settings = self._core.settings
-        tokens = kept_tokens(ready, output, page_size=settings.page_size)
+        tokens = kept_tokens(ready, output, page_size=self.layout.page_size)
         packed = ready.packed_tokens + output
         live.record.grown(packed)
-        return packed[: tokens // settings.page_size * settings.key_bytes], tokens
+        return self._parts.page_keys.of(packed, tokens), tokens
 
     # --- The whole ---
 
@@ -335,11 +334,9 @@ class DecodeEngine:
         For routers: it promises nothing, since any page may go at any time.
         """
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
-        settings = self._core.settings
-        pages = len(packed) // settings.key_bytes
         joined = join_namespaces(self.config.namespace, namespace)
-        device, host = self._core.books.index.peek(joined, packed[: pages * settings.key_bytes])
-        return {"l1": device * settings.page_size, "l2": host * settings.page_size}
+        device, host = self._core.books.index.peek(joined, self._parts.page_keys.of(packed))
+        return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:
         """Take no new requests, and wait until those that are live were given back, or the time is up.

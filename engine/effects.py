@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from tidekv.backends.keys import namespace_seed, page_digests
+from tidekv.backends.keys import namespace_seed
 from tidekv.states import commands, events
 from tidekv.states.errors import TidekvError
 
 if TYPE_CHECKING:
     from tidekv.backends.copies import PageCopier
+    from tidekv.backends.page_keys import PageKeys
     from tidekv.backends.storage.base import Storage
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
@@ -32,13 +33,13 @@ HASH_INLINE_BYTES = 64 * 1024
 class TokenRecord:
     """The tokens that a request's pages were computed from, and their storage keys as far as somebody asked."""
 
-    __slots__ = ("_digests", "_page_size", "_seed", "address_list", "cache", "namespace", "packed", "sends_prompt")
+    __slots__ = ("_digests", "_page_keys", "_seed", "address_list", "cache", "namespace", "packed", "sends_prompt")
 
     def __init__(
         self,
         packed: bytes,
         *,
-        page_size: int,
+        page_keys: PageKeys,
         namespace: str,
         addresses: tuple[str, ...],
         sends_prompt: bool,
@@ -51,7 +52,7 @@ class TokenRecord:
         self._seed = namespace_seed(namespace)
         self.address_list = addresses
         self.sends_prompt = sends_prompt
-        self._page_size = page_size
+        self._page_keys = page_keys
         self._digests: list[bytes] = []
 
     @property
@@ -66,12 +67,11 @@ class TokenRecord:
     async def digests(self, first: int, count: int) -> list[bytes]:
         """Storage keys of pages [first, first + count). Only pages that are new to this record are hashed."""
         end = first + count
-        width = 4 * self._page_size
         while (known := len(self._digests)) < end:
-            fresh = self.packed[known * width : end * width]
             prefix = self._digests[-1] if known else self._seed
-            hash_pages = partial(page_digests, fresh, self._page_size, prefix=prefix)
-            digests = hash_pages() if len(fresh) <= HASH_INLINE_BYTES else await asyncio.to_thread(hash_pages)
+            hash_pages = partial(self._page_keys.digests, self.packed, first=known, end=end, prefix=prefix)
+            is_short = (end - known) * self._page_keys.key_bytes <= HASH_INLINE_BYTES
+            digests = hash_pages() if is_short else await asyncio.to_thread(hash_pages)
             # Another call may have hashed the same pages while this one was in its thread.
             if len(self._digests) == known:
                 self._digests += digests
@@ -113,7 +113,7 @@ class Effects:
         copier: PageCopier | None,
         receiver: Receiver,
         keys_put: Callable[[int], tuple[str, bytes]],
-        page_size: int,
+        page_keys: PageKeys,
         store_timeout_s: float,
         query_timeout_s: float,
     ) -> None:
@@ -127,7 +127,7 @@ class Effects:
         self._copier = copier
         self._receiver = receiver
         self._keys_put = keys_put
-        self._page_size = page_size
+        self._page_keys = page_keys
         self._store_timeout_s = store_timeout_s
         self._query_timeout_s = query_timeout_s
         self._storage_quiet: asyncio.Event = asyncio.Event()
@@ -210,9 +210,10 @@ class Effects:
 
     def _record_put(self, op: int) -> TokenRecord:
         """The tokens of pages whose request is long gone: they are the keys that the core knows the pages by."""
-        namespace, packed = self._keys_put(op)
+        namespace, keys = self._keys_put(op)
+        packed = self._page_keys.tokens_of(keys)
         return TokenRecord(
-            packed, page_size=self._page_size, namespace=namespace, addresses=(), sends_prompt=False, cache=True
+            packed, page_keys=self._page_keys, namespace=namespace, addresses=(), sends_prompt=False, cache=True
         )
 
     async def _run_store(self, storage: Storage, record: TokenRecord, command: commands.StorePages) -> None:

@@ -73,6 +73,7 @@ class Parts:
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         self.config = config
+        self.page_keys = config.page_keys(device.layout.page_size)
         self.core = Core(
             config.core_settings(
                 page_size=device.layout.page_size,
@@ -101,7 +102,8 @@ class Parts:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._device = device
         self._first_storage = storage
-        self._identity = device.layout.identity(config.model)
+        identity = device.layout.identity(config.model)
+        self._identity = msgspec.structs.replace(identity, bigram_keys=config.bigram_keys)
         self.group: EffectGroup | None = None
         self._storage_swap = asyncio.Lock()
         self._retired: list[Storage] = []
@@ -184,7 +186,7 @@ class Parts:
             copier=self.copier,
             receiver=self.receiver,
             keys_put=lambda op: self.core.keys_put(op),
-            page_size=self.core.settings.page_size,
+            page_keys=self.page_keys,
             store_timeout_s=config.store_timeout_s,
             query_timeout_s=config.query_deadline_s,
         )
@@ -206,7 +208,7 @@ class Parts:
         )
         watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
         if self.kv_events is not None:
-            watchers.append(KVEventWatcher(self.core, self.kv_events))
+            watchers.append(KVEventWatcher(self.core, self.kv_events, bigrams=self.config.bigram_keys))
         self.driver = Driver(
             self.core,
             lambda command: self.effects.perform(command),

@@ -13,6 +13,8 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+import msgspec
+
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prompt_store import PromptStore, PromptStoreSettings
 from tidekv.states.errors import EngineClosed
@@ -86,12 +88,14 @@ class PrefillPeer:
         host: HostPool | None = None,
         store_settings: PromptStoreSettings | None = None,
         close_deadline_s: float = 5.0,
+        bigram_keys: bool = False,
         rank: int = 0,
         ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet. Raises InvalidConfig. Leaving the block waits `close_deadline_s` for writes, before it
-        closes the transport under them. `rank` of `ranks`: only that rank of a decode instance may dial this one.
+        closes the transport under them. `bigram_keys` is what decode workers have in their `EngineConfig`. `rank` of
+        `ranks`: only that rank of a decode instance may dial this one.
         """
         # Peers and NIXL know its addresses only: this reference is what keeps the memory there.
         self._device = device
@@ -106,12 +110,19 @@ class PrefillPeer:
         self._store: PromptStore | None = None
         if storage is not None:
             self._store = PromptStore(
-                storage, device=device, host=host, model=model, settings=store_settings, rank=rank, ranks=ranks
+                storage,
+                device=device,
+                host=host,
+                model=model,
+                settings=store_settings,
+                bigram_keys=bigram_keys,
+                rank=rank,
+                ranks=ranks,
             )
         self._sender = Sender(
             transport,
             memory=device.memory,
-            identity=device.layout.identity(model),
+            identity=msgspec.structs.replace(device.layout.identity(model), bigram_keys=bigram_keys),
             clock=clock,
             on_room=self._start_room,
             on_finish=self._store_room,

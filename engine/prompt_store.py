@@ -24,7 +24,8 @@ import msgspec
 from tidekv.backends.copies import PageCopier
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
-from tidekv.backends.keys import page_digests, storage_namespace
+from tidekv.backends.keys import storage_namespace
+from tidekv.backends.page_keys import PageKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.states.accounts import PageAccount
 from tidekv.states.breaker import Breaker
@@ -82,6 +83,7 @@ class PromptStore:
         host: HostPool | None,
         model: str,
         settings: PromptStoreSettings | None = None,
+        bigram_keys: bool = False,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -95,8 +97,8 @@ class PromptStore:
         self._storage = storage
         self._device = device
         self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
-        self._identity = device.layout.identity(model)
-        self._namespace = storage_namespace(self._identity, rank=rank, ranks=ranks)
+        self._page_keys = PageKeys(device.layout.page_size, bigrams=bigram_keys)
+        self._namespace = storage_namespace(device.layout.identity(model), rank=rank, ranks=ranks)
         self._bounce = PageAccount("bounce", self._host.num_pages)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
@@ -145,7 +147,7 @@ class PromptStore:
 
     def keep(self, room: Room) -> None:
         """Store a finished prompt, beside everything else; raises nothing."""
-        count = min(len(room.pages), room.prompt_tokens // self._identity.page_size)
+        count = min(len(room.pages), self._page_keys.count(room.prompt_tokens))
         if self._closing or not count or room.key_seed is None:
             return
         if room.tokens is None:
@@ -165,7 +167,7 @@ class PromptStore:
         assert room.tokens is not None
         assert room.key_seed is not None
         until_s = asyncio.get_running_loop().time() + self.settings.hold_s
-        keys = await asyncio.to_thread(page_digests, room.tokens, self._identity.page_size, prefix=room.key_seed)
+        keys = await asyncio.to_thread(self._page_keys.digests, room.tokens, prefix=room.key_seed)
         asking = self._tasks.spawn(self._count_present(keys), name=f"ask for {room.request_id}")
         await asyncio.wait([asking], timeout=self.settings.hold_s)
         if not asking.done():

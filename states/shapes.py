@@ -58,6 +58,7 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `kind` to `head_dim` are of the group "full"; `groups` has the others, in the order in which a page holds them.
     Without any it is left out where this is written, so that digests over it are what they were before there were any.
+    `bigram_keys` says how pages are named: see `tidekv.backends.page_keys`.
     """
 
     model: str
@@ -70,3 +71,4 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     page_bytes: int
     piece_bytes: tuple[int, ...]
     groups: tuple[GroupIdentity, ...] = ()
+    bigram_keys: bool = False

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tidekv.backends.keys import page_digests
+from tidekv.backends.keys import namespace_seed
+from tidekv.backends.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium, hash_of
 
 MEDIA: Final[tuple[Medium, ...]] = ("GPU", "CPU", "STORAGE")
@@ -41,10 +42,12 @@ class _Told:
 
 
 class KVEventTeller:
-    """Keeps what was told. All calls come from one thread; `key_bytes` is the width of a page's key."""
+    """Keeps what was told. All calls come from one thread; `key_bytes` is the width of a page's key, and `bigrams` how
+    it is made (see `PageKeys`).
+    """
 
-    def __init__(self, *, page_size: int, key_bytes: int) -> None:
-        self._page_size = page_size
+    def __init__(self, *, page_size: int, key_bytes: int, bigrams: bool = False) -> None:
+        self._page_keys = PageKeys(page_size, bigrams=bigrams)
         self._key_bytes = key_bytes
         self._told: dict[int, _Told] = {}
 
@@ -85,7 +88,7 @@ class KVEventTeller:
                 block_hashes=told.hashes[first:end],
                 parent_block_hash=told.hashes[first - 1] if first else self._hash_above(node),
                 token_ids=self._tokens_of(node.edge[first * width : end * width]),
-                block_size=self._page_size,
+                block_size=self._page_keys.page_size,
                 lora_id=None,
                 medium=medium,
                 lora_name=None,
@@ -94,13 +97,13 @@ class KVEventTeller:
             first = end
 
     def _digests_of(self, node: Seen) -> list[bytes]:
-        prefix = self._told[node.parent_id].digests[-1] if node.parent_id else b""
-        return page_digests(node.edge, self._page_size, namespace=node.namespace, prefix=prefix)
+        above = self._told[node.parent_id].digests[-1] if node.parent_id else namespace_seed(node.namespace)
+        return self._page_keys.digests(self._page_keys.tokens_of(node.edge), prefix=above)
 
-    def _tokens_of(self, edge: bytes) -> list[int]:
-        """The keys of a live run are packed tokens."""
-        tokens: list[int] = np.frombuffer(edge, dtype="<u4").tolist()
-        return tokens
+    def _tokens_of(self, keys: bytes) -> list[int]:
+        """The tokens of whole pages: not the one after the last of them, which a key may have as well."""
+        tokens: list[int] = np.frombuffer(self._page_keys.tokens_of(keys), dtype="<u4").tolist()
+        return tokens[: len(keys) // self._key_bytes * self._page_keys.page_size]
 
     def _hash_above(self, node: Seen) -> int | None:
         return self._told[node.parent_id].hashes[-1] if node.parent_id else None

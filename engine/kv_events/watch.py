@@ -36,13 +36,17 @@ class Outlet(Protocol):
 class KVEventWatcher:
     """Give it the core of a live run before its first step, and `stepped` every step."""
 
-    def __init__(self, core: Core, outlet: Outlet, *, teller: KVEventTeller | None = None) -> None:
+    def __init__(
+        self, core: Core, outlet: Outlet, *, teller: KVEventTeller | None = None, bigrams: bool = False
+    ) -> None:
         self._tree = core.books.index.tree
         self._touched = watch(core.books.index)
         self._attachment = self._tree.attachment
         self._outlet = outlet
         settings = core.settings
-        self._teller = teller or KVEventTeller(page_size=settings.page_size, key_bytes=settings.key_bytes)
+        self._teller = teller or KVEventTeller(
+            page_size=settings.page_size, key_bytes=settings.key_bytes, bigrams=bigrams
+        )
         self._is_behind = True
         """What was told is not what was: nothing at first, or changes were lost because too many waited."""
         self._catch_up()

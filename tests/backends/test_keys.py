@@ -138,6 +138,10 @@ def test_storage_namespace_tells_every_difference() -> None:
         if field.name == "groups":
             names.add(storage_namespace(msgspec.structs.replace(IDENTITY, groups=(DRAFT,))))
             continue
+        if field.name == "bigram_keys":
+            # The bytes of a page are the same, and its name is another one anyway.
+            names.add(storage_namespace(msgspec.structs.replace(IDENTITY, bigram_keys=True)))
+            continue
         other = {str: lambda v: v + "x", int: lambda v: v + 1, tuple: lambda v: (*v, 1)}[type(value)](value)
         names.add(storage_namespace(msgspec.structs.replace(IDENTITY, **{field.name: other})))
     for field in msgspec.structs.fields(DRAFT):
@@ -146,7 +150,7 @@ def test_storage_namespace_tells_every_difference() -> None:
         names.add(storage_namespace(msgspec.structs.replace(IDENTITY, groups=(other,))))
     for groups in ((DRAFT, SCALES), (SCALES, DRAFT)):
         names.add(storage_namespace(msgspec.structs.replace(IDENTITY, groups=groups)))
-    assert len(names) == 3 + len(msgspec.structs.fields(IDENTITY)) + len(msgspec.structs.fields(DRAFT)) + 2
+    assert len(names) == 3 + len(msgspec.structs.fields(IDENTITY)) - 1 + len(msgspec.structs.fields(DRAFT)) + 2
     assert all(len(name) == 32 for name in names)
     with pytest.raises(InvalidRequest, match="rank must be from 0 to 1, not 2"):
         storage_namespace(IDENTITY, rank=2, ranks=2)

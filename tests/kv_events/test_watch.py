@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from tidekv.backends.keys import page_digests
+from tidekv.backends.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
 from tidekv.engine.kv_events.tell import KVEventTeller, Seen
 from tidekv.engine.kv_events.watch import KVEventWatcher
@@ -197,6 +198,24 @@ class Desk:
 def hashes(*tokens: int, namespace: str = "") -> list[int]:
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
     return [hash_of(digest) for digest in page_digests(packed, 2, namespace=namespace)]
+
+
+def test_pages_named_by_pairs_are_told_with_their_own_tokens() -> None:
+    core, batches = Core(CoreSettings(page_size=2, key_bytes=12, device_pages=16)), []
+    watcher = KVEventWatcher(core, AtOnce(batches.append), bigrams=True)
+    keys, wanted = PageKeys(2, bigrams=True), []
+    for tokens in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9, 9, 9]):
+        packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+        inserted = core.books.index.insert("", keys.of(packed), core.books.device.take(3))
+        core.books.device.give_back(inserted.duplicates)
+        batches.clear()
+        watcher.stepped(events.ClockAdvanced(at_s=0.0), [])
+        wanted = [hash_of(digest) for digest in page_digests(packed, 2, bigrams=True)]
+        above = 1 if tokens[4] == 9 else 0  # The second page of the other prompt goes on with 5, and is another one.
+        (told,) = batches
+        assert told == [
+            BlockStored(wanted[above:], wanted[0] if above else None, tokens[2 * above : 6], 2, None, "GPU", None)
+        ]
 
 
 def test_a_branch_is_told_with_its_parent_and_what_is_known_is_not_told_again() -> None:
