@@ -287,6 +287,32 @@ def test_of_a_cut_node_only_the_part_that_a_receipt_reaches_into_is_kept() -> No
     bench.check()
 
 
+def test_a_lock_keeps_the_tail_of_its_boundary_even_where_the_device_ends_before() -> None:
+    bench = Bench(window(4))
+    leaf = bench.put(*range(8))
+    bench.to_host(leaf)
+    middle = bench.index.split(leaf, 6)
+    bench.index.split(middle, 4)
+    bench.enter("window", middle, 2, 3, 4, 5)
+    bench.index.drop_device(leaf)
+    # The tail of 8 is [4, 8): what lies before is of no use to whoever goes on there.
+    lock = bench.tails.lock(middle, boundary=8)
+    books = bench.tails.device["window"]
+    assert (books.protected, books.evictable) == (2, 2)
+    bench.check()
+    bench.tails.unlock(lock)
+
+
+def test_of_a_tail_that_nobody_keeps_the_first_pages_go_first() -> None:
+    bench = Bench(window(4))
+    leaf = bench.put(*range(8))
+    upper = bench.index.split(leaf, 6)
+    bench.enter("window", leaf, 4, 5, 6, 7)
+    bench.tails.unlock(bench.tails.lock(leaf, boundary=8))
+    assert bench.tails.evict("device", "window", 1) == 2
+    assert not bench.tails.device["window"].pages_of(upper)
+
+
 def test_what_is_entered_below_a_receipt_is_kept_by_it() -> None:
     bench = Bench(window(2))
     leaf = bench.put(1, 2, 3)
