@@ -23,7 +23,7 @@ from tidekv.states.shapes import PageIds
 # What is wrong with the page itself, and not with how it was read: its entry goes, so that it can be put anew.
 _BAD_PAGE: Final = ("missing", "truncated", "corrupt", "foreign")
 
-# Of one chunk. The file system lets one at a time write to a file; checksums of the other are taken meanwhile.
+# Of one chunk. The file system lets one at a time write to a file, so they come from both halves of the chunk.
 WRITE_PARTS_IN_FLIGHT: Final = 2
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Chunks:
             return [error.cause] * len(keys)
         kept = len(slots)
         moved = ["late"] * kept
-        firsts = iter(range(0, kept, part_pages))
+        firsts = iter(_by_halves(range(0, kept, part_pages)))
 
         async def lane() -> None:
             for first in firsts:
@@ -156,3 +156,9 @@ class Chunks:
     async def on_worker(self, work: Callable[[], T]) -> T:
         """Do something that blocks, but not with the index."""
         return await asyncio.get_running_loop().run_in_executor(self._threads.workers, work)
+
+
+def _by_halves(firsts: Sequence[int]) -> list[int]:
+    """Order what is done side by side: one of the first half, one of the second, and so on."""
+    half = -(-len(firsts) // 2)
+    return [first for at in range(half) for first in firsts[at::half]]

@@ -29,6 +29,7 @@ from tidekv.backends.storage.chunks import Threads
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.file_options import FileOptions, read_file_options
 from tidekv.backends.storage.shelf import Shelf
+from tidekv.backends.storage.workers import worker_threads
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.shapes import PageIds, PoolMemory
 
@@ -55,7 +56,7 @@ class FileStorage:
         self._counts = Counts()
         self._threads = Threads(
             index=ThreadPoolExecutor(1, thread_name_prefix="tidekv-file-index"),
-            workers=ThreadPoolExecutor(options.threads, thread_name_prefix="tidekv-file-storage"),
+            workers=worker_threads(options.threads, "tidekv-file-storage"),
         )
         self._registered = False
         self._shelf: Shelf | None = None

@@ -27,7 +27,8 @@ from tidekv.backends.storage.segments import INDEX_BITS, namespace_directory, se
 from tidekv.backends.storage.writers import WriterLock
 
 INDEX_FILE: Final = "index.sqlite"
-TOUCHED_MAX: Final = 4096
+# Pages of fewer bytes than twice this stay together in one file.
+RUN_BYTES_MIN: Final = 1 << 20
 
 # Statements for runs of slots: first, last, namespace, state, owner, seq. One of them does what would else be a
 # statement a slot, each of which lets go of the interpreter and has to get it back.
@@ -109,9 +110,10 @@ class FileIndex:
                 pass
             if self.mirror.free_count < count:
                 self._take_back_from_the_dead(seq)
-            if self.mirror.free_count < count:
-                self._make_room(count, seq)
-            slots = self.mirror.take_free(count)
+            emptied = self._make_room(count, seq) if self.mirror.free_count < count else []
+            slots = self.mirror.take_free(count, run_min=max(RUN_BYTES_MIN // self.geometry.page_bytes, 1))
+            # What made room and is taken at once is changed once: rows are what a change costs.
+            self._write_rows(sorted(set(emptied).difference(slots)), SlotState.FREE, seq)
             self._set(slots, SlotState.WRITING, seq)
         return slots
 
@@ -237,16 +239,26 @@ class FileIndex:
 
     def _set(self, slots: Sequence[int], state: SlotState, seq: int) -> None:
         """Set slots to a state without a key, in the index and in the mirror."""
+        self._write_rows(sorted(slots), state, seq)
+        if state == SlotState.WRITING:
+            self.mirror.reserve(slots, self._me)
+        else:
+            self._empty(slots)
+
+    def _write_rows(self, slots: Sequence[int], state: SlotState, seq: int) -> None:
+        """Write to the index that slots, which are sorted, are in a state without a key."""
         owner = self._me if state == SlotState.WRITING else 0
         self._db.executemany(
-            _SET, [(first, last, self._namespace, state, owner, seq) for first, last in _bounds(sorted(slots))]
+            _SET, [(first, last, self._namespace, state, owner, seq) for first, last in _bounds(slots)]
         )
-        if state == SlotState.WRITING:
-            self.mirror.reserve(slots, owner)
-        else:
-            # Inside the transaction, since the slot is nobody else's before it ends. A crash before that is a miss.
-            self._erase(self.mirror.keyed(slots))
-            self.mirror.free(slots)
+
+    def _empty(self, slots: Sequence[int]) -> None:
+        """Make slots hold nothing, in their headers and in the mirror.
+
+        Inside the transaction, since the slot is nobody else's before it ends. A crash before that is a miss.
+        """
+        self._erase(self.mirror.keyed(slots))
+        self.mirror.free(slots)
 
     def _total_bytes(self) -> int:
         return int(self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM segments WHERE retired=0").fetchone()[0])
@@ -274,21 +286,26 @@ class FileIndex:
             self._db.execute("DELETE FROM writers WHERE id=?", (writer,))
             self._writer.forget(name)
 
-    def _make_room(self, count: int, seq: int) -> None:
-        """Free slots: whole segments of a namespace that nobody uses any more, or else our own oldest pages."""
+    def _make_room(self, count: int, seq: int) -> list[int]:
+        """Free slots: whole segments of a namespace that nobody uses any more, or else our own oldest pages.
+
+        Returns the slots of those pages: they are empty and free, but in the index they are as they were.
+        """
         while self.mirror.free_count < count and self._take_over_segment(seq) and self._add_segment(seq):
             pass
         short = count - self.mirror.free_count
         if short <= 0:
-            return
+            return []
         spare = int(self.mirror.slot_count * (1 - self._low_water))
         # Of pages used together the last goes first: a prefix without its beginning is worth nothing.
-        victims = self._db.execute(
+        found = self._db.execute(
             "SELECT slot FROM slots WHERE namespace=? AND state=2 ORDER BY used, slot DESC LIMIT ?",
             (self._namespace, short + spare),
         ).fetchall()
-        self._set([slot for (slot,) in victims], SlotState.FREE, seq)
+        victims = [slot for (slot,) in found]
+        self._empty(victims)
         self._evictions += len(victims)
+        return victims
 
     def _take_over_segment(self, seq: int) -> bool:
         """Retire the coldest segment of another namespace if we have no pages, or if all of ours were used later."""

@@ -29,9 +29,9 @@ class Mirror:
         self._key_by_slot: dict[int, bytes] = {}
         self._owner_by_slot: dict[int, int] = {}
         self._free: set[int] = set()
-        # The next ones to take, lowest last; some may be taken by others meanwhile. When it is used up, it is made anew
-        # of what is free by then: sorted, so that a batch gets neighbors.
-        self._next: list[int] = []
+        # The next ones to take of each segment, lowest last; some may be taken by others meanwhile. When all are used
+        # up, they are made anew of what is free by then: sorted, so that a batch gets neighbors.
+        self._next: dict[int, list[int]] = {}
         self.slots_by_segment: dict[int, int] = {}
         # Segments that are gone for good, for whoever has their files open. Emptied by the event loop.
         self.dropped: deque[int] = deque()
@@ -128,18 +128,30 @@ class Mirror:
         self._key_by_slot.update(key_by_slot)
         self.slot_by_key.update(zip(key_by_slot.values(), key_by_slot.keys(), strict=True))
 
-    def take_free(self, count: int) -> list[int]:
-        """Choose up to `count` free slots, neighbors where possible. The caller sets them to another state at once."""
+    def take_free(self, count: int, *, run_min: int) -> list[int]:
+        """Choose up to `count` free slots, in order. The caller sets them to another state at once.
+
+        They are neighbors where possible. The first half and the second half of `2 * run_min` or more are in different
+        segments where possible, since the file system lets one thread at a time write to a file.
+        """
+        share = max(-(-count // 2), run_min)
         chosen: list[int] = []
         while len(chosen) < count:
             if not self._next:
-                self._next = sorted(self._free.difference(chosen), reverse=True)
+                for slot in sorted(self._free.difference(chosen), reverse=True):
+                    self._next.setdefault(segment_of(slot), []).append(slot)
                 if not self._next:
                     break
-            part = self._next[len(chosen) - count :]
-            del self._next[len(chosen) - count :]
-            chosen += [slot for slot in reversed(part) if slot in self._free]
-        return chosen
+            for segment in sorted(self._next):
+                slots = self._next[segment]
+                wanted = min(share, count - len(chosen))
+                chosen += [slot for slot in slots[-wanted:] if slot in self._free]
+                del slots[-wanted:]
+                if not slots:
+                    del self._next[segment]
+                if len(chosen) == count:
+                    break
+        return sorted(chosen)
 
     def _set_free(self, slot: int) -> None:
         self._free.add(slot)

@@ -1,0 +1,65 @@
+"""Which free slots a batch gets: neighbors, in order, and large batches from two files."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidekv.backends.storage.mirror import Mirror
+from tidekv.backends.storage.segments import segment_of, slot_of
+
+SEGMENT_SLOTS = 8
+
+
+def mirror_of(segments: int, taken: set[int]) -> Mirror:
+    """Return a mirror with so many segments in which some slots are reserved by somebody else."""
+    mirror = Mirror()
+    for segment in range(1, segments + 1):
+        mirror.add_segment(segment, SEGMENT_SLOTS)
+    mirror.reserve(taken, 7)
+    return mirror
+
+
+@given(
+    st.integers(1, 4),
+    st.sets(st.builds(slot_of, st.integers(1, 4), st.integers(0, SEGMENT_SLOTS - 1))),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=6),
+    st.data(),
+)
+def test_every_free_slot_is_taken_once_and_no_other(
+    segments: int, taken: set[int], asked: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    taken = {slot for slot in taken if segment_of(slot) <= segments}
+    mirror = mirror_of(segments, taken)
+    free = {slot_of(segment, at) for segment in range(1, segments + 1) for at in range(SEGMENT_SLOTS)} - taken
+    for count, run_min in asked:
+        slots = mirror.take_free(count, run_min=run_min)
+        assert slots == sorted(set(slots)), "in order, each once"
+        assert set(slots) <= free
+        assert len(slots) == min(count, len(free))
+        mirror.reserve(slots, 1)
+        free -= set(slots)
+        if slots and data.draw(st.booleans()):
+            # Given back, or taken by another process before their turn.
+            back = data.draw(st.sets(st.sampled_from(slots)))
+            mirror.free(back)
+            free |= back
+        if free and data.draw(st.booleans()):
+            others = data.draw(st.sets(st.sampled_from(sorted(free))))
+            mirror.reserve(others, 7)
+            free -= others
+
+
+def test_halves_of_a_large_batch_come_from_two_segments() -> None:
+    mirror = mirror_of(3, set())
+    first = mirror.take_free(8, run_min=4)
+    assert first == [*range(slot_of(1, 0), slot_of(1, 4)), *range(slot_of(2, 0), slot_of(2, 4))]
+    mirror.reserve(first, 1)
+    # Where segments do not have half of it free, more than two serve.
+    assert [segment_of(slot) for slot in mirror.take_free(16, run_min=4)] == [1] * 4 + [2] * 4 + [3] * 8
+
+
+def test_a_small_batch_stays_in_one_segment() -> None:
+    mirror = mirror_of(2, set())
+    assert mirror.take_free(4, run_min=4) == list(range(slot_of(1, 0), slot_of(1, 4)))
+    assert mirror.take_free(3, run_min=4) == list(range(slot_of(1, 4), slot_of(1, 7)))
