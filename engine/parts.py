@@ -171,6 +171,8 @@ class Parts:
             missed_s=config.peer_silence_s,
             rank=0 if self._rank_group is None else self._rank_group.rank,
             ranks=1 if self._rank_group is None else self._rank_group.ranks,
+            kv_heads_total=0 if self._rank_group is None else self._rank_group.kv_heads_total,
+            group=lambda: "" if self.ranks is None else self.ranks.group_name,
         )
         await self.receiver.start()
         if self.host is not None:

@@ -91,11 +91,17 @@ class PrefillPeer:
         bigram_keys: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        kv_heads_total: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet. Raises InvalidConfig. Leaving the block waits `close_deadline_s` for writes, before it
-        closes the transport under them. `bigram_keys` is what decode workers have in their `EngineConfig`. `rank` of
-        `ranks`: only that rank of a decode instance may dial this one.
+        closes the transport under them. `bigram_keys` is what decode workers have in their `EngineConfig`.
+
+        `rank` of `ranks`: its place among the tensor-parallel ranks of a prefill instance, each with a peer of its own.
+        Decode workers name all of them (`DecodeRequest(prefill="host:7000,host:7001")`), in order. A decode instance
+        may have another number of ranks: each pair exchanges the heads that both hold. A room opens on every prefill
+        rank when all ranks of the decode instance have promised the same. `kv_heads_total`: the KV heads of the model
+        where there are more ranks than heads; 0: as many as all ranks hold together.
         """
         # Peers and NIXL know its addresses only: this reference is what keeps the memory there.
         self._device = device
@@ -129,6 +135,7 @@ class PrefillPeer:
             lease_s=lease_s,
             rank=rank,
             ranks=ranks,
+            kv_heads_total=kv_heads_total,
             settings=settings,
         )
 

@@ -12,7 +12,6 @@ for. Calls raise RankLost until the group is formed again.
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidekv.engine.rank_phase import Phase
 from tidekv.states import commands, events
 from tidekv.states.agreement import LEADER, Agreement, Decision, Opening
 from tidekv.states.errors import InvalidConfig, InvalidRequest, RankBroken, RankLost, RanksDiverged
@@ -42,15 +42,6 @@ EPOCH_GENERATIONS = 1 << 44
 TIMER_MIN_S = 0.001
 LAST_VOTE_S = 0.1
 """A vote that all ranks have taken part in ends on all of them within this."""
-
-
-class Phase(enum.Enum):
-    """What this rank is doing."""
-
-    FORMING = "forming"
-    VOTING = "voting"
-    ALONE = "alone"
-    CLOSED = "closed"
 
 
 class RankDriver:
@@ -149,6 +140,11 @@ class RankDriver:
     def clock(self) -> float:
         """Monotonic seconds of this rank; the core's time is the leader's."""
         return self._driver.clock()
+
+    @property
+    def group_name(self) -> str:
+        """What the ranks of this epoch call themselves together, towards prefill; no other group has this name."""
+        return self._channel.group_name
 
     def check(self) -> None:
         """Raise RankLost while a rank is lost."""

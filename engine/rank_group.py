@@ -34,6 +34,10 @@ class RankGroup:
     ranks: int
     address: str
     """host:port at which rank 0 listens; the others dial it. The port is not 0: all ranks know it beforehand."""
+    kv_heads_total: int = 0
+    """KV heads of the whole model; 0: as many as all ranks hold together. To be given where there are more ranks than
+    heads, so that some ranks hold copies; prefill must say the same.
+    """
     secret: str = ""
     """Must be the same on all ranks; whoever does not know it is not let in."""
     silence_s: float = 5.0
@@ -52,6 +56,8 @@ class RankGroup:
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= RANKS_MAX or not 0 <= self.rank < self.ranks:
             raise InvalidConfig(f"rank {self.rank} of {self.ranks}: there are 1 to {RANKS_MAX} ranks, counted from 0")
+        if self.kv_heads_total < 0:
+            raise InvalidConfig(f"kv_heads_total must be a count of heads, not {self.kv_heads_total}")
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise InvalidConfig(f"address must be host:port with a port that all ranks know, not {self.address!r}")

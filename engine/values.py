@@ -26,7 +26,8 @@ class DecodeRequest:
     """A prompt whose KV is wanted on this device.
 
     `tokens`: a sequence of ints, an array, a numpy array, or packed little-endian u32 bytes (fastest).
-    `prefill`: the address of the prefill worker, or several, tried in order when one is lost.
+    `prefill`: the address of the prefill worker, or several, tried in order when one is lost. One of several ranks is
+    named by the addresses of all of them, in order, joined by commas; the same on all ranks of a decode instance.
     `prompt`: "send" puts the tokens into the promise, where no router brings them to prefill.
     `cache`: False inserts nothing in the cache (warm-up, hidden tokens).
     `max_new_tokens`: how many tokens are to be generated at most, as far as it is known; a hint.
@@ -58,6 +59,9 @@ class DecodeRequest:
             raise self._wrong("prefill", "one address or more")
         if not all(isinstance(address, str) and address for address in self.prefills):
             raise self._wrong("prefill", "one address or more")
+        ranks = [address.split(",") for address in self.prefills]
+        if any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):
+            raise self._wrong("prefill", "addresses of all ranks of a worker, each once, joined by commas")
         if self.deadline_s is not None and not (isinstance(self.deadline_s, int | float) and self.deadline_s > 0):
             raise self._wrong("deadline_s", "more than 0 seconds")
         if type(self.max_new_tokens) is not int or self.max_new_tokens < 0:

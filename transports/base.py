@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.shapes import PageIds, PoolMemory
@@ -105,6 +105,13 @@ class PeerMemory(Protocol):
         ...
 
 
+class Exchange(NamedTuple):
+    """The pieces of two pools that are written, pairwise of one size: whole pages, or parts of them."""
+
+    ours: PoolMemory
+    theirs: PoolMemory
+
+
 class Transport(Protocol):
     """Control links and writes between this process and its peers."""
 
@@ -130,9 +137,11 @@ class Transport(Protocol):
         """What an authenticated peer needs for `add_peer`."""
         ...
 
-    async def add_peer(self, instance: str, metadata: bytes, memory: PoolMemory) -> PeerMemory:
-        """Make a peer's pool writable for us. Raises RemoteProtocolError for what is not sound; adding twice gives a
-        further handle.
+    async def add_peer(
+        self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
+    ) -> PeerMemory:
+        """Make a peer's pool writable for us: its whole pages, or the parts of them that are exchanged, which lie
+        within both pools. Raises RemoteProtocolError for what is not sound; adding twice gives a further handle.
         """
         ...
 

@@ -12,7 +12,7 @@ import msgspec
 
 from tidekv.states.errors import PeerMismatch, RemoteProtocolError, TransferFailed
 from tidekv.states.shapes import GroupIdentity, Identity, PoolMemory
-from tidekv.transports import base, process, wire
+from tidekv.transports import base, process, slices, wire
 
 HELLO_S = 10.0
 OF_ALL_GROUPS = ("groups", "page_bytes", "piece_bytes")
@@ -20,9 +20,16 @@ OF_ALL_GROUPS = ("groups", "page_bytes", "piece_bytes")
 
 
 def make_hello(
-    transport: base.Transport, *, memory: PoolMemory, identity: Identity, lease_s: float, rank: int = 0, ranks: int = 1
+    transport: base.Transport,
+    *,
+    memory: PoolMemory,
+    identity: Identity,
+    lease_s: float,
+    rank: int = 0,
+    ranks: int = 1,
+    kv_heads_total: int = 0,
 ) -> wire.Hello:
-    """Our Hello; `memory` must be registered with the transport already."""
+    """Our Hello; `memory` must be registered with the transport already. `kv_heads_total`: see `slices.holding`."""
     return wire.Hello(
         version=wire.VERSION,
         instance=transport.instance,
@@ -33,6 +40,7 @@ def make_hello(
         memory=memory,
         process=process.this_process(),
         lease_s=lease_s,
+        kv_heads_total=kv_heads_total,
     )
 
 
@@ -50,16 +58,20 @@ async def receive_hello(link: base.Link) -> wire.Hello:
 
 def judge_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     """Raise PeerMismatch with the first field that differs, RemoteProtocolError for memory that is not sound."""
-    for field in ("version", "ranks", "rank"):
-        _must_equal(field, getattr(ours, field), getattr(theirs, field))
+    _must_equal("version", ours.version, theirs.version)
+    # Ranks may hold more heads or fewer at the other end: all that follows from their number is compared as if not.
+    identity, pieces = slices.in_heads_of(theirs, ours)
     names = [info.name for info in msgspec.structs.fields(Identity) if info.name not in OF_ALL_GROUPS]
     for name in names:
-        _must_equal(name, getattr(ours.identity, name), getattr(theirs.identity, name))
-    _judge_groups(ours.identity.groups, theirs.identity.groups)
+        _must_equal(name, getattr(ours.identity, name), getattr(identity, name))
+    _judge_groups(ours.identity.groups, identity.groups)
     for name in OF_ALL_GROUPS:
-        _must_equal(name, getattr(ours.identity, name), getattr(theirs.identity, name))
+        _must_equal(name, getattr(ours.identity, name), getattr(identity, name))
     # The identity says what the layout should be, the memory what really lies there; a write pairs the pieces up.
-    _must_equal("memory pieces", _pieces(ours.memory), _pieces(theirs.memory))
+    _must_equal("memory pieces", _pieces(ours.memory), pieces)
+    _must_equal("kv_heads_total", slices.total_of(ours), slices.total_of(theirs))
+    if not theirs.rank < theirs.ranks:
+        raise RemoteProtocolError(f"peer says that it is rank {theirs.rank} of {theirs.ranks}")
     base.check_memory(theirs.memory)
 
 

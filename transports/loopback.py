@@ -17,7 +17,7 @@ import msgspec
 from tidekv.states.errors import InvalidConfig, LinkClosed, LocalProtocolError, RemoteProtocolError, TransferFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 from tidekv.transports import wire
-from tidekv.transports.base import Link, PeerMemory, Poller, check_memory, check_pages
+from tidekv.transports.base import Exchange, Link, PeerMemory, Poller, check_memory, check_pages
 from tidekv.transports.tasks import OwnedTasks, settle
 
 OUTGOING_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX
@@ -236,6 +236,7 @@ class LoopbackPeer(msgspec.Struct, frozen=True):
 
     instance: str
     memory: PoolMemory
+    exchange: Exchange
 
 
 class LoopbackTransport:
@@ -265,7 +266,9 @@ class LoopbackTransport:
         """See `Transport.metadata`."""
         return b"loopback " + self.instance.encode()
 
-    async def add_peer(self, instance: str, metadata: bytes, memory: PoolMemory) -> LoopbackPeer:
+    async def add_peer(
+        self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
+    ) -> LoopbackPeer:
         """See `Transport.add_peer`."""
         peer = self.network.living(instance)
         if peer is None or metadata != peer.metadata():
@@ -273,7 +276,9 @@ class LoopbackTransport:
         check_memory(memory)
         if memory != peer._memory:
             raise RemoteProtocolError(f"{instance} announces memory that it did not register")
-        return LoopbackPeer(instance=instance, memory=memory)
+        # A peer that is written nothing needs no pool of ours.
+        whole = Exchange(ours=self._memory or memory, theirs=memory)
+        return LoopbackPeer(instance=instance, memory=memory, exchange=exchange or whole)
 
     async def remove_peer(self, peer: PeerMemory) -> None:
         """See `Transport.remove_peer`; a handle holds nothing here."""
@@ -286,7 +291,7 @@ class LoopbackTransport:
             raise LocalProtocolError(f"{len(our_pages)} pages cannot be written over {len(their_pages)}")
         check_pages(our_pages, self._memory, whose="our")
         check_pages(their_pages, peer.memory, whose="their")
-        work = asyncio.get_running_loop().create_task(self._copy(self._memory, peer, our_pages, their_pages))
+        work = asyncio.get_running_loop().create_task(self._copy(peer, our_pages, their_pages))
         self._writes.add(work)
         work.add_done_callback(self._writes.discard)
         try:
@@ -333,7 +338,8 @@ class LoopbackTransport:
         """See `Transport.statistics`."""
         return {**self._counts, "links": len(self.links)}
 
-    async def _copy(self, ours: PoolMemory, peer: LoopbackPeer, our_pages: PageIds, their_pages: PageIds) -> int:
+    async def _copy(self, peer: LoopbackPeer, our_pages: PageIds, their_pages: PageIds) -> int:
+        ours, theirs = peer.exchange
         if self.network.before_write is not None:
             await self.network.before_write(self.instance, peer.instance, len(our_pages))
         since_pause = 0
@@ -341,7 +347,7 @@ class LoopbackTransport:
             if self._dead or self.network.living(peer.instance) is None:
                 # A dead writer writes no more, and the memory of a dead target may be no memory any more.
                 raise TransferFailed(f"{self.instance} or {peer.instance} is gone")
-            for source, target in zip(ours.segments, peer.memory.segments, strict=True):
+            for source, target in zip(ours.segments, theirs.segments, strict=True):
                 ctypes.memmove(
                     target.address + their_page * target.stride_bytes,
                     source.address + our_page * source.stride_bytes,

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 from tidekv.transports import control, death, wire
-from tidekv.transports.base import Link, Listener, PeerMemory, Poller
+from tidekv.transports.base import Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.nixl_agent import NixlAgent
 from tidekv.transports.nixl_layout import WritePlan, check_ours, checked_pages
@@ -135,12 +135,14 @@ class NixlTransport:
             raise LocalProtocolError(f"transport {self.name} has no metadata before its pool is registered")
         return self._metadata
 
-    async def add_peer(self, instance: str, metadata: bytes, memory: PoolMemory) -> NixlPeer:
+    async def add_peer(
+        self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
+    ) -> NixlPeer:
         """Make a peer's pool writable for us; each call gives a handle of its own. Raises RemoteProtocolError for a
         name, metadata or memory that is not sound (PeerMismatch where its pages have other pieces), TransferFailed
         where NIXL refuses. Nothing is changed then.
         """
-        return await self._registered()[1].add(instance, metadata, memory)
+        return await self._registered()[1].add(instance, metadata, memory, exchange)
 
     async def remove_peer(self, peer: PeerMemory) -> None:
         """Forget a handle of `add_peer`, after the last write to it has ended. Closing has forgotten all of them."""

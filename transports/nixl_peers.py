@@ -14,7 +14,7 @@ from functools import partial
 
 from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
 from tidekv.states.shapes import PoolMemory, Segment
-from tidekv.transports.base import check_memory
+from tidekv.transports.base import Exchange, check_memory
 from tidekv.transports.blocking import call_in_thread
 from tidekv.transports.nixl_agent import NixlAgent
 from tidekv.transports.nixl_layout import pair_segments
@@ -23,7 +23,7 @@ from tidekv.transports.nixl_metadata import unwrap
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """A peer's pool as NIXL knows it, with the list of our pool that fits it piece by piece."""
+    """A peer's pool as NIXL knows it, with the list of our pool that fits it piece by piece, or part by part."""
 
     instance: str
     memory: PoolMemory
@@ -50,14 +50,16 @@ class NixlPeers:
         self._known: dict[str, _Known] = {}
         self._turn = asyncio.Lock()
 
-    async def add(self, instance: str, metadata: bytes, memory: PoolMemory) -> NixlPeer:
+    async def add(
+        self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
+    ) -> NixlPeer:
         """Make a peer's pool reachable. Raises RemoteProtocolError for what is not sound, TransferFailed where NIXL
         refuses; either changes nothing. Cancelling undoes it.
         """
         check_memory(memory)
         if instance == self._agent.name:
             raise RemoteProtocolError(f"peer calls itself {instance}, which is our own name")
-        pieces = pair_segments(self._ours, memory)
+        pieces = pair_segments(*(exchange or (self._ours, memory)))
         blob = unwrap(metadata, expected_name=instance)
         async with self._turn:
             known = self._known.get(instance)

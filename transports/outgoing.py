@@ -1,25 +1,22 @@
-"""One room at the prefill side: what the embedder holds, and what drives `SenderRoom` with real writes.
+"""One room at the prefill side: what the embedder holds. Each decode rank of the room has a `Delivery` of its own.
 
-The state decides what is written and told; this shell posts writes (at most `writes_in_flight_max` at once), says what
-is to be said on the link the room belongs to, and wakes whoever waits. It must never say a chunk before its write is
-done, and never call the room drained while a write is in flight.
+Whatever ends one delivery ends the room: the ranks of a decode instance go on together or not at all. The room is over
+when it has an outcome and no delivery has a write in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
-import msgspec
-
-from tidekv.states.errors import InvalidRequest, LinkClosed, ProtocolError, TidekvError
-from tidekv.states.sending import SenderRoom, WriteJob
-from tidekv.states.shapes import PageIds, PoolMemory, page_ids
+from tidekv.states.errors import InvalidRequest, ProtocolError
+from tidekv.states.shapes import PageIds, page_ids
 from tidekv.transports import base, wire
-from tidekv.transports.tasks import OwnedTasks
+from tidekv.transports.delivery import Courier, DecodePeer, Delivery, RoomSettings
+
+__all__ = ["Room", "RoomOutcome", "RoomSettings"]
 
 
 class RoomOutcome(StrEnum):
@@ -33,92 +30,47 @@ class RoomOutcome(StrEnum):
     CLOSED = "closed"
 
 
-class RoomSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the writes of one room."""
-
-    writes_in_flight_max: int = 4
-    pages_per_write_max: int = 256
-
-
-class Courier:
-    """What rooms share: the transport, their tasks, the clock, and the counts of what was sent."""
-
-    def __init__(
-        self,
-        *,
-        transport: base.Transport,
-        memory: PoolMemory,
-        page_size: int,
-        rank: int,
-        clock: Callable[[], float],
-        settings: RoomSettings,
-        tasks: OwnedTasks,
-        on_finish: Callable[[Room], None],
-    ) -> None:
-        self.transport = transport
-        self.memory = memory
-        self.page_size = page_size
-        self.rank = rank
-        self.clock = clock
-        self.settings = settings
-        self.tasks = tasks
-        self.on_finish = on_finish
-        self.bytes_sent = 0
-        self.pages_sent = 0
-        self.messages_unsent = 0
-
-
-class DecodePeer:
-    """A decode worker at the other end of one link; its rooms live as long as its lease."""
-
-    def __init__(self, link: base.Link, hello: wire.Hello, memory: base.PeerMemory, *, lease_s: float) -> None:
-        self.link = link
-        self.hello = hello
-        self.memory = memory
-        self.lease_s = lease_s
-        self.lease_until_s = 0.0
-        self.is_lost = False
-        self.rooms = 0
-
-    def renew(self, at_s: float) -> None:
-        """It was heard of."""
-        self.lease_until_s = at_s + self.lease_s
-
-
 class Room:
-    """The hand-over of one prompt to one decode worker.
+    """The hand-over of one prompt to one decode worker, or to all ranks of one.
 
     Send all pages of the prompt, in order, then finish; the pages stay yours, but must stay as they are until
     `received` returns.
     """
 
     def __init__(
-        self, courier: Courier, peer: DecodePeer, promise: wire.Promise, *, on_end: Callable[[Room], None]
+        self,
+        courier: Courier,
+        promises: Sequence[tuple[DecodePeer, wire.Promise]],
+        *,
+        on_end: Callable[[Room], None],
     ) -> None:
-        """Take a promise over. Raises RemoteProtocolError where it contradicts itself or our pools."""
-        self.key = promise.room
-        self.request_id = promise.room.request_id
-        self.generation = promise.room.generation
-        self.prompt_tokens = promise.prompt_tokens
-        self.decode_prefix_len = promise.decode_prefix_len
-        self.tokens = promise.tokens
-        self.key_seed = promise.key_seed
-        self.peer = peer
+        """Take the promises of all decode ranks over, which are the same but for their destinations. Raises
+        RemoteProtocolError where one contradicts itself or our pools.
+        """
+        _, first = promises[0]
+        self.request_id = first.room.request_id
+        self.generation = first.room.generation
+        self.prompt_tokens = first.prompt_tokens
+        self.decode_prefix_len = first.decode_prefix_len
+        self.tokens = next((promise.tokens for _, promise in promises if promise.tokens is not None), None)
+        self.key_seed = first.key_seed
         self.outcome: RoomOutcome | None = None
         self.aborted = asyncio.Event()
+        self.deliveries = [Delivery(self, courier, peer, promise) for peer, promise in promises]
         self._courier = courier
         self._on_end = on_end
         self._handed_over = asyncio.Event()
         self._settled = asyncio.Event()
-        self._drained_link: base.Link | None = None
         self._readers = 0
-        self._state = SenderRoom(
-            prompt_tokens=promise.prompt_tokens,
-            decode_prefix_len=promise.decode_prefix_len,
-            page_size=courier.page_size,
-            pages=self._checked(promise.pages),
-        )
-        peer.rooms += 1
+        # All deliveries remember the same pages and end together: the first speaks for all.
+        self._state = self.deliveries[0].state
+        for peer, _ in promises:
+            peer.rooms += 1
+
+    @property
+    def key(self) -> wire.Room:
+        """The room's name, as the lowest decode rank says it."""
+        return self.deliveries[0].key
 
     @property
     def cause(self) -> str | None:
@@ -136,9 +88,21 @@ class Room:
         return self._state.computed
 
     @property
+    def sends_nothing(self) -> bool:
+        """Whether no decode rank is written anything by this prefill rank, whatever was promised: it holds copies of
+        what others send. Of a full hit this is False, and its page lists are empty.
+        """
+        return all(delivery.peer.memory is None for delivery in self.deliveries)
+
+    @property
     def writes_in_flight(self) -> int:
         """Writes that may still touch decode's pages, and read ours."""
-        return self._state.in_flight
+        return sum(delivery.state.in_flight for delivery in self.deliveries)
+
+    @property
+    def lease_until_s(self) -> float:
+        """Until when all decode ranks may be silent."""
+        return min(delivery.peer.lease_until_s for delivery in self.deliveries)
 
     async def send(self, pages: Iterable[int] | PageIds, *, start_token: int, end_token: int | None = None) -> None:
         """Hand over computed pages: ids of our pool for the tokens from `start_token` on, a multiple of the page size.
@@ -155,7 +119,8 @@ class Room:
             )
         if self._state.stopped is not None:
             return
-        self._state.remember(ids, start_token=start_token, end_token=end_token)
+        for delivery in self.deliveries:
+            delivery.state.remember(ids, start_token=start_token, end_token=end_token)
         await self._hand_over()
 
     async def finish(
@@ -188,9 +153,11 @@ class Room:
         except ProtocolError as error:
             raise InvalidRequest(f"the first token or aux cannot be sent: {error}") from error
         if self._state.stopped is None:
-            self._state.finish()
+            for delivery in self.deliveries:
+                delivery.state.finish()
             self.tokens = tokens or self.tokens
-            self._say(told)
+            for delivery in self.deliveries:
+                delivery.say_aux(told)
             self._courier.on_finish(self)
             await self._hand_over()
 
@@ -220,16 +187,23 @@ class Room:
         """Prefill is closing: end the room, and tell decode."""
         self._give_up(RoomOutcome.CLOSED, "prefill is shutting down")
 
-    def extend(self, message: wire.Extend) -> None:
-        """Decode wants more pages. Raises RemoteProtocolError."""
-        if self._state.stopped is None:
-            self._state.extend(message.span, message.first, self._checked(message.pages))
-            self._advance()
+    def receive(self, delivery: Delivery) -> None:
+        """A decode rank has all that it needs; with the last of them the room is over."""
+        delivery.is_received = True
+        delivery.state.stop("decode has received all")
+        if all(other.is_received for other in self.deliveries):
+            self.end(RoomOutcome.RECEIVED, "decode has received all")
 
-    def abort(self, link: base.Link) -> None:
-        """Decode wants the writing to stop, and to hear on `link` when it has."""
-        self._drained_link = link
+    def abort(self, delivery: Delivery, link: base.Link) -> None:
+        """A decode rank wants the writing to stop, and to hear on `link` when it has."""
+        delivery.say_drained_on(link)
+        self._tell_others(delivery, "another decode rank aborted the room")
         self.end(RoomOutcome.ABORTED, "decode aborted the room")
+
+    def give_up(self, delivery: Delivery, cause: str) -> None:
+        """A decode rank gave the room up."""
+        self._tell_others(delivery, f"another decode rank gave the room up: {cause}")
+        self.end(RoomOutcome.FAILED, f"decode gave the room up: {cause}")
 
     def end(self, outcome: RoomOutcome, cause: str) -> None:
         """Start no more writes; the first outcome stays."""
@@ -239,13 +213,24 @@ class Room:
         self._settle()
 
     def pause(self) -> None:
-        """The link is lost: write nothing more, but keep the room for its lease."""
-        self._stop(f"the link to {self.peer.hello.instance} is lost", is_aborted=True)
+        """A link is lost: write nothing more, but keep the room for its lease."""
+        instance = next((d.peer.hello.instance for d in self.deliveries if d.peer.is_lost), "decode")
+        self._stop(f"the link to {instance} is lost", is_aborted=True)
 
     def expire(self) -> None:
         """The lease is over. Decode is told as well: it may live, and it is us who stood still."""
-        cause = f"{self.peer.hello.instance} was not heard of for {self.peer.lease_s} s"
-        self._give_up(RoomOutcome.LEASE_ENDED, cause)
+        late = min((delivery.peer for delivery in self.deliveries), key=lambda peer: peer.lease_until_s)
+        self._give_up(RoomOutcome.LEASE_ENDED, f"{late.hello.instance} was not heard of for {late.lease_s} s")
+
+    def advance(self) -> None:
+        """Post what may be posted, and say what may be said; see whether all is settled."""
+        if self.outcome is None and self._courier.clock() >= self.lease_until_s:
+            self.expire()
+        for delivery in self.deliveries:
+            delivery.advance()
+        if not any(delivery.state.can_write() for delivery in self.deliveries):
+            self._handed_over.set()
+        self._settle()
 
     def _check_tokens(self, tokens: bytes | None) -> None:
         if tokens is None:
@@ -259,91 +244,35 @@ class Room:
 
     def _give_up(self, outcome: RoomOutcome, cause: str) -> None:
         if self.outcome is None:
-            self._say(wire.Failed(room=self.key, cause=wire.brief(cause)))
-            self._drained_link = self.peer.link
+            self._tell_others(None, cause)
             self.end(outcome, cause)
 
+    def _tell_others(self, delivery: Delivery | None, cause: str) -> None:
+        """Say Failed, and Drained when that is so, to the decode ranks that have not ended the room themselves."""
+        for other in self.deliveries:
+            if self.outcome is None and other is not delivery and not other.is_received:
+                other.say(wire.Failed(room=other.key, cause=wire.brief(cause)))
+                other.say_drained_on(other.peer.link)
+
     def _stop(self, cause: str, *, is_aborted: bool) -> None:
-        self._state.stop(cause)
+        for delivery in self.deliveries:
+            delivery.state.stop(cause)
         if is_aborted:
             self.aborted.set()
         self._handed_over.set()
 
-    def _checked(self, packed: bytes) -> PageIds:
-        pages = wire.unpack_pages(packed)
-        base.check_pages(pages, self.peer.hello.memory, whose="decode's")
-        return pages
-
     async def _hand_over(self) -> None:
         """Post what may be posted; wait where the limit of writes in flight holds it back."""
-        self._advance()
-        while self._state.can_write():
+        self.advance()
+        while any(delivery.state.can_write() for delivery in self.deliveries):
             self._handed_over.clear()
             await self._handed_over.wait()
 
-    def _advance(self) -> None:
-        """Post what may be posted, and say what may be said."""
-        if self._courier.clock() >= self.peer.lease_until_s:
-            self.expire()
-        while self._state.in_flight < self._courier.settings.writes_in_flight_max:
-            job = self._state.next_job(pages_max=self._courier.settings.pages_per_write_max)
-            if job is None:
-                break
-            task = self._courier.tasks.spawn(self._write(job), name=f"write of {self.request_id}")
-            # In the callback, not in the task: a task that is cancelled before its first step runs nothing.
-            task.add_done_callback(partial(self._write_ended, job))
-        for refusal in self._state.take_refusals():
-            self._say(wire.Refused(room=self.key, span=refusal.span, cause=wire.brief(refusal.cause)))
-        for chunk in self._state.take_chunks():
-            self._say(
-                wire.Chunk(
-                    room=self.key,
-                    rank=self._courier.rank,
-                    span=chunk.span,
-                    first=chunk.first,
-                    count=chunk.count,
-                    last=chunk.last,
-                )
-            )
-        if not self._state.can_write():
-            self._handed_over.set()
-
-    async def _write(self, job: WriteJob) -> str:
-        """Do one write; returns what failed, nothing if it landed."""
-        try:
-            written = await self._courier.transport.write(self.peer.memory, job.our_pages, job.their_pages)
-        except TidekvError as error:
-            return f"writing {len(job.our_pages)} pages to {self.peer.hello.instance} failed: {error}"
-        self._courier.bytes_sent += written
-        self._courier.pages_sent += len(job.our_pages)
-        return ""
-
-    def _write_ended(self, job: WriteJob, task: asyncio.Task[str]) -> None:
-        if task.cancelled():
-            failure = "the write was cut off"
-        else:
-            failure = f"a bug: {task.exception()!r}" if task.exception() else task.result()
-        self._state.settle(job, landed=not failure)
-        if failure:
-            self.fail(failure)
-        self._advance()
-        self._settle()
-
     def _settle(self) -> None:
         """The room is over when it has an outcome and nothing is in flight."""
-        if not self._state.is_drained:
-            return
-        link, self._drained_link = self._drained_link, None
-        if link is not None:
-            self._say(wire.Drained(room=self.key, rank=self._courier.rank), link)
-        if self.outcome is not None and not self._readers and not self._settled.is_set():
-            self.peer.rooms -= 1
+        settled = [delivery.settle() for delivery in self.deliveries]
+        if all(settled) and self.outcome is not None and not self._readers and not self._settled.is_set():
+            for delivery in self.deliveries:
+                delivery.peer.rooms -= 1
             self._settled.set()
             self._on_end(self)
-
-    def _say(self, message: wire.Message, link: base.Link | None = None) -> None:
-        """Send, as far as the link still takes it; whoever reads the link hears of its end and ends its rooms."""
-        try:
-            (link or self.peer.link).send(message)
-        except LinkClosed:
-            self._courier.messages_unsent += 1

@@ -17,12 +17,13 @@ import msgspec
 from tidekv.states.agreement import Opening
 from tidekv.states.errors import RemoteProtocolError
 
-VERSION = 1
+VERSION = 2
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 LENGTH = struct.Struct("<I")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=255)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
 Cause = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -52,10 +53,11 @@ class Settled(RankMessage, frozen=True, tag="settled"):
 
 
 class Form(RankMessage, frozen=True, tag="form"):
-    """Form the group of this epoch, by the store at this port of the leader."""
+    """Form the group of this epoch, by the store at this port of the leader. No other group has this name."""
 
     epoch: Count
     store_port: Count
+    name: Name
 
 
 class Formed(RankMessage, frozen=True, tag="formed"):

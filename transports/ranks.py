@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from typing import TYPE_CHECKING, Protocol
 
 from tidekv.states.errors import RemoteProtocolError, TidekvError
@@ -74,6 +75,8 @@ class RankChannel:
         self.is_formed = False
         self.turn = 0
         """The last turn that this rank has voted in."""
+        self.group_name = ""
+        """What the ranks of this epoch call themselves together; no other group anywhere has this name."""
         self._owner = owner
         self._rank = rank
         self._ranks = ranks
@@ -238,6 +241,7 @@ class RankChannel:
         if ready and not self.is_formed and not self._is_forming and all(p.is_settled for p in self._peers.values()):
             self._is_forming = True
             self.epoch = max(self.epoch, 0, *(peer.epoch for peer in self._peers.values())) + 1
+            self.group_name = f"{uuid.uuid4().hex}-{self.epoch}"
             self._tasks.spawn(self._form(self.epoch), name="form the group")
 
     async def _form(self, epoch: int) -> None:
@@ -245,7 +249,7 @@ class RankChannel:
         try:
             port = await self._thread.open_store() if self._own_group else 0
             for peer in self._peers.values():
-                peer.say(wire.Form(epoch, port))
+                peer.say(wire.Form(epoch, port, self.group_name))
             if self._own_group:
                 await self._thread.form(epoch, port)
         except TidekvError as error:
@@ -325,8 +329,8 @@ class RankChannel:
             case wire.Turn(opening=opening):
                 if self.is_formed and opening.epoch == self.epoch:
                     self._owner.turn_opened(opening)
-            case wire.Form(epoch=epoch, store_port=port):
-                self.epoch, self._is_forming = epoch, True
+            case wire.Form(epoch=epoch, store_port=port, name=name):
+                self.epoch, self.group_name, self._is_forming = epoch, name, True
                 self._tasks.spawn(self._form_as_told(epoch, port), name="form the group")
             case wire.Lost(epoch=epoch, rank=rank, cause=cause):
                 if epoch == self.epoch:

@@ -12,42 +12,31 @@ One link per prefill address, shared by all rooms there. What comes is judged an
                     WriterDead when its death is proven
 
 An abort of a room that is not known here is answered by RoomDrained at once: it was never promised, or has drained.
+
+An address may name all ranks of a prefill instance, joined by commas. Every rank is promised the room, and compares;
+those that hold heads of ours write them. Where several write, what one of them does to the room is told of its number
+among them, and the loss of one fails the room: the others are told to stop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
 
 from tidekv.states import events
-from tidekv.states.errors import InvalidConfig, LocalProtocolError, RemoteProtocolError, TidekvError
-from tidekv.states.receiving import ReceiverRoom
+from tidekv.states.errors import InvalidConfig, LocalProtocolError, PeerMismatch, RemoteProtocolError, TidekvError
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
-from tidekv.transports import base, hello, wire
+from tidekv.transports import base, hello, slices, wire
+from tidekv.transports.incoming import FrameOfRoom, IncomingRoom, Leg, RoomKey, Told, event_of
 from tidekv.transports.offenders import Offenders
 from tidekv.transports.prefill_link import PrefillLink
 from tidekv.transports.tasks import OwnedTasks
 
 REDIAL_S_MAX = 4.0  # Pages wait in the quarantine meanwhile.
-RoomKey = tuple[str, int]
-
-
-class _Room:
-    """What is known of one room. `waiting` are its frames while the link is being opened."""
-
-    def __init__(self, key: wire.Room, link: PrefillLink, *, first: int, count: int) -> None:
-        self.key = key
-        self.link = link
-        self.state = ReceiverRoom(first=first, count=count)
-        self.waiting: list[wire.Message] = []
-        self.has_ended = False
-
-    @property
-    def room_key(self) -> RoomKey:
-        """Its key among the rooms of this worker."""
-        return (self.key.request_id, self.key.generation)
+LOG = logging.getLogger("tidekv.transports")
 
 
 class Receiver:
@@ -67,6 +56,8 @@ class Receiver:
         missed_s: float = 2.0,
         rank: int = 0,
         ranks: int = 1,
+        kv_heads_total: int = 0,
+        group: Callable[[], str] = lambda: "",
     ) -> None:
         """`memory` must be registered with the transport before the first promise. `deliver_aux` gets request id,
         generation, first token and aux, before the AuxLanded that belongs to it.
@@ -80,6 +71,7 @@ class Receiver:
         self._memory = memory
         self._identity = identity
         self._deliver = deliver
+        self._told = Told(deliver, clock)
         self._deliver_aux = deliver_aux
         self._clock = clock
         self._lease_s = lease_s
@@ -87,10 +79,12 @@ class Receiver:
         self._beats_max = math.ceil(missed_s / heartbeat_s)
         self._rank = rank
         self._ranks = ranks
+        self._holding = slices.holding(identity, ranks=ranks, kv_heads_total=kv_heads_total)
+        self._group = group
         self._links: dict[str, PrefillLink] = {}
-        self._rooms: dict[RoomKey, _Room] = {}
-        # Rooms of lost links that may still be written to, by writer; and who waits for the writer's end.
-        self._lost: dict[str, dict[RoomKey, _Room]] = {}
+        self._rooms: dict[RoomKey, IncomingRoom] = {}
+        # Legs of lost links that may still be written to, by writer; and who waits for the writer's end.
+        self._lost: dict[str, dict[RoomKey, Leg]] = {}
         self._watched: set[str] = set()
         self._redialled: set[str] = set()
         self._offenders = Offenders(clock=clock)
@@ -106,6 +100,7 @@ class Receiver:
             lease_s=self._lease_s,
             rank=self._rank,
             ranks=self._ranks,
+            kv_heads_total=self._holding.total,
         )
 
     async def close(self) -> None:
@@ -127,50 +122,57 @@ class Receiver:
         """Tell the prefill at `address` what not to send and where the rest goes → PromiseSent or RoomFailed.
 
         `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere.
-        Raises LocalProtocolError for a room that is open already.
+        Raises LocalProtocolError for a room that is open already, InvalidConfig where the heads of the model cannot lie
+        on so many prefill ranks.
         """
         room_key = (request_id, generation)
         if room_key in self._rooms:
             raise LocalProtocolError(f"request {request_id!r} has promised generation {generation} already")
-        if address not in self._links and (pause_s := self._offenders.pause_left_s(address)) > 0:
-            self.counts["dials_in_pause"] += 1
-            cause = f"{address} broke the protocol too often, and is not dialled for another {pause_s:.1f} s"
-            self._tell_failed(room_key, cause, settled=True)
+        addresses = address.split(",")
+        if cause := self._pause(addresses):
+            self._told.never_sent(room_key, cause)
             return
         name = self._transport.name
-        key = wire.Room(
-            instance=name,
-            epoch=self._transport.instance.removeprefix(f"{name}-"),
-            request_id=request_id,
-            generation=generation,
+        epoch = self._transport.instance.removeprefix(f"{name}-")
+        promise = wire.Promise(
+            room=wire.Room(instance=name, epoch=epoch, request_id=request_id, generation=generation),
+            prompt_tokens=prompt_tokens,
+            decode_prefix_len=promised_tokens,
+            pages=wire.pack_pages(pages),
+            rank=self._rank,
+            ranks=self._ranks,
+            group=self._group(),
+            # The ranks of an instance have the same tokens: one of them brings them.
+            tokens=tokens if self._rank == 0 else None,
+            key_seed=key_seed,
         )
-        link = self._links.get(address) or self._connect(address)
-        room = _Room(key, link, first=promised_tokens // self._identity.page_size, count=len(pages))
-        room.waiting.append(
-            wire.Promise(
-                room=key,
-                prompt_tokens=prompt_tokens,
-                decode_prefix_len=promised_tokens,
-                pages=wire.pack_pages(pages),
-                tokens=tokens,
-                key_seed=key_seed,
-            )
-        )
-        self._rooms[room_key] = room
-        if link.theirs is not None:
-            self._open_room(room, link.theirs.instance)
+        writers = slices.expected_writers(self._holding, rank=self._rank, prefill_ranks=len(addresses))
+        links = [self._links.get(one) or self._connect(one) for one in addresses]
+        room = self._rooms[room_key] = IncomingRoom(promise, links, writers, page_size=self._identity.page_size)
+        for leg in list(room.legs):
+            if leg.link.theirs is not None and leg in room.legs:
+                self._open_leg(leg, leg.link.theirs)
+
+    def _pause(self, addresses: list[str]) -> str:
+        """Why one of these is not dialled now, in words."""
+        for address in addresses:
+            if address not in self._links and (pause_s := self._offenders.pause_left_s(address)) > 0:
+                self.counts["dials_in_pause"] += 1
+                return f"{address} broke the protocol too often, and is not dialled for another {pause_s:.1f} s"
+        return ""
 
     def extend(self, request_id: str, generation: int, span: int, first: int, pages: PageIds) -> None:
         """Ask for further pages; nothing happens where the room has ended, since that was told."""
         room = self._rooms.get((request_id, generation))
-        if room is None or room.has_ended:
-            return
-        room.state.extend(span, first, len(pages))
-        message = wire.Extend(room=room.key, span=span, first=first, pages=wire.pack_pages(pages))
-        if room.link.is_open:
-            room.link.say(message)
-        else:
-            room.waiting.append(message)
+        for leg in [] if room is None else room.legs:
+            if leg.number is None or leg.has_ended:
+                continue
+            leg.state.extend(span, first, len(pages))
+            message = wire.Extend(room=leg.room.key, span=span, first=first, pages=wire.pack_pages(pages))
+            if leg.link.is_open:
+                leg.link.say(message)
+            else:
+                leg.waiting.append(message)
 
     def abort(self, request_id: str, generation: int) -> None:
         """Have prefill stop → RoomDrained, or WriterDead; see the top of this file for a room not known or not
@@ -178,25 +180,32 @@ class Receiver:
         """
         room_key = (request_id, generation)
         room = self._rooms.get(room_key)
-        if room is not None and room.link.is_open:
-            if not room.has_ended:
-                self._stop(room)
-        elif room is not None or not any(room_key in rooms for rooms in self._lost.values()):
-            self._rooms.pop(room_key, None)
-            self._tell_drained(room_key)
+        lost = any(room_key in legs for legs in self._lost.values())
+        if room is None:
+            if not lost:
+                self._told.drained(room_key, 0)
+            return
+        for leg in list(room.legs):
+            if not leg.link.is_open:
+                # Its promise never left.
+                self._forget(leg)
+                if leg.number is not None:
+                    self._told.drained(room_key, leg.number)
+            elif not leg.has_ended:
+                self._stop(leg)
 
     def received(self, request_id: str, generation: int) -> None:
         """Tell prefill that it may free its pages; the room is over."""
         room_key = (request_id, generation)
         room = self._rooms.pop(room_key, None)
-        if room is not None:
-            room.link.say(wire.Received(room=room.key))
+        for leg in [] if room is None else room.legs:
+            leg.link.say(wire.Received(room=leg.room.key))
         for writer in [writer for writer, rooms in self._lost.items() if rooms.pop(room_key, None) and not rooms]:
             del self._lost[writer]
 
     def statistics(self) -> dict[str, int | float]:
         """links, rooms_open, rooms_unsettled (ended or lost, maybe still written to), and counts of what was odd."""
-        ended = sum(room.has_ended for room in self._rooms.values())
+        ended = sum(any(leg.has_ended for leg in room.legs) for room in self._rooms.values())
         return {
             "links": sum(link.is_open for link in self._links.values()),
             "rooms_open": len(self._rooms) - ended,
@@ -211,34 +220,38 @@ class Receiver:
 
     def link_opened(self, link: PrefillLink, theirs: wire.Hello) -> None:
         """See `LinkOwner`: settle what an earlier link to this process left, and say what waited."""
-        for room_key, room in self._lost.pop(theirs.instance, {}).items():
-            room.link = link
-            self._rooms[room_key] = room
-            self._stop(room)
-        for room in self._rooms_of(link):
-            if not room.has_ended:
-                self._open_room(room, theirs.instance)
+        for room_key, leg in self._lost.pop(theirs.instance, {}).items():
+            leg.link = link
+            room = self._rooms.setdefault(room_key, leg.room)
+            room.legs.append(leg)
+            self._stop(leg)
+        for leg in self._legs_of(link):
+            if not leg.has_ended and leg in leg.room.legs:
+                self._open_leg(leg, theirs)
 
     def link_refused(self, link: PrefillLink, cause: str) -> None:
         """See `LinkOwner`: nothing was promised, so nothing can be written."""
         self.counts["dials_failed"] += 1
         del self._links[link.address]
-        for room in self._rooms_of(link):
-            self._fail(room, cause, settled=True)
+        for leg in self._legs_of(link):
+            self._fail_unsent(leg, cause)
 
     def link_lost(self, link: PrefillLink, cause: str) -> None:
         """See `LinkOwner`: its rooms may still be written to, by a process that may be dead."""
         assert link.theirs is not None
         writer = link.theirs.instance
         del self._links[link.address]
-        for room in self._rooms_of(link):
-            del self._rooms[room.room_key]
-            self._lost.setdefault(writer, {})[room.room_key] = room
+        for leg in self._legs_of(link):
+            self._forget(leg)
+            if leg.number is not None:
+                self._lost.setdefault(writer, {})[leg.room.room_key] = leg
+            if leg.number is None or not leg.room.has_one_writer:
+                self._told.failed(leg.room, f"{link.address} is lost: {cause}")
         for other in self._links.values():
             if other.theirs is not None and other.theirs.instance == writer:
                 # The same process under another address: the core gives up all rooms of the writer.
-                for room in self._rooms_of(other):
-                    self._stop(room)
+                for leg in self._legs_of(other):
+                    self._stop(leg)
         self._deliver(events.WriterLost(at_s=self._clock(), writer=writer, cause=cause))
         if writer not in self._watched:
             self._watched.add(writer)
@@ -254,14 +267,16 @@ class Receiver:
                 return
             case wire.Chunk() | wire.Aux() | wire.Refused() | wire.Failed() | wire.Drained():
                 room = self._rooms.get((message.room.request_id, message.room.generation))
-                if room is None or room.key != message.room or room.link is not link:
+                legs = [] if room is None or room.key != message.room else room.legs
+                leg = next((leg for leg in legs if leg.link is link), None)
+                if leg is None:
                     self.counts["frames_foreign"] += 1
                 elif isinstance(message, wire.Drained):
-                    self._take_drained(room)
-                elif room.has_ended:
+                    self._take_drained(leg)
+                elif leg.has_ended:
                     self.counts["frames_late"] += 1
                 else:
-                    self._take_of_room(room, message)
+                    self._take_of_leg(leg, message)
             case _:
                 raise RemoteProtocolError(f"{link.address} sent {type(message).__name__}, which is ours to send")
 
@@ -280,30 +295,40 @@ class Receiver:
         self._tasks.spawn(link.run(self._transport, self._ours, self._tasks), name=f"link to {address}")
         return link
 
-    def _rooms_of(self, link: PrefillLink) -> list[_Room]:
-        return [room for room in self._rooms.values() if room.link is link]
+    def _legs_of(self, link: PrefillLink) -> list[Leg]:
+        return [leg for room in self._rooms.values() for leg in room.legs if leg.link is link]
 
-    def _open_room(self, room: _Room, writer: str) -> None:
+    def _forget(self, leg: Leg) -> None:
+        """Nothing of a leg is waited for here any more; with the last of them its room is forgotten."""
+        leg.room.legs.remove(leg)
+        if not leg.room.legs:
+            del self._rooms[leg.room.room_key]
+
+    def _open_leg(self, leg: Leg, theirs: wire.Hello) -> None:
         """Say what waited for the link."""
-        waiting, room.waiting = room.waiting, []
+        waiting, leg.waiting = leg.waiting, []
         try:
-            wire.check_name(room.key.request_id)
+            if leg.place != (theirs.rank, theirs.ranks):
+                wanted, found = ("{} of {}".format(*place) for place in (leg.place, (theirs.rank, theirs.ranks)))
+                raise PeerMismatch(field=f"rank (at {leg.link.address})", ours=wanted, theirs=found)
+            wire.check_name(leg.room.key.request_id)
             for message in waiting:
-                room.link.say_or_raise(message)
+                leg.link.say_or_raise(message)
         except TidekvError as error:
             # A link that failed just now, or a promise that no frame can hold: it did not leave.
-            self._fail(room, str(error), settled=True)
+            self._fail_unsent(leg, str(error))
             return
-        at_s, (request_id, generation) = self._clock(), room.room_key
-        self._deliver(
-            events.PromiseSent(at_s=at_s, request_id=request_id, generation=generation, writer=writer, ranks=1)
-        )
+        if leg.number is not None:
+            self._told.sent(leg.room, theirs.instance)
 
     async def _watch(self, writer: str, theirs: wire.Hello) -> None:
         await self._transport.wait_gone(writer, theirs)
         self._watched.discard(writer)
-        self._lost.pop(writer, None)
+        lost = self._lost.pop(writer, {})
         self._deliver(events.WriterDead(at_s=self._clock(), writer=writer))
+        for room_key, leg in lost.items():
+            if not leg.room.has_one_writer:
+                self._told.drained(room_key, leg.number or 0)
 
     async def _reach_again(self, writer: str, address: str) -> None:
         """While rooms of a lost writer are not settled, look whether it is only the link that broke."""
@@ -316,83 +341,58 @@ class Receiver:
                 self._connect(address)
         self._redialled.discard(writer)
 
-    def _take_of_room(self, room: _Room, message: wire.Chunk | wire.Aux | wire.Refused | wire.Failed) -> None:
+    def _take_of_leg(self, leg: Leg, message: FrameOfRoom) -> None:
         try:
-            event = self._event_of(room, message)
+            event = event_of(leg, message, self._clock())
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
-            self._tell_failed(room.room_key, f"{room.link.address} broke the protocol: {error}", settled=False)
-            self._stop(room)
+            self._told.failed(leg.room, f"{leg.link.address} broke the protocol: {error}")
+            self._stop(leg)
             return
-        if isinstance(message, wire.Failed):
-            room.has_ended = True
-        if event is not None:
-            self._deliver(event)
+        if isinstance(message, wire.Failed | wire.Refused):
+            leg.has_ended |= isinstance(message, wire.Failed)
+            LOG.warning("request %s, generation %s: %s says: %s", *leg.room.room_key, leg.link.address, message.cause)
+        if event is None:
+            self.counts["frames_late"] += 1
+            return
+        if isinstance(message, wire.Aux) and leg.number == 0:
+            aux = {**message.aux, "cached_tokens": message.cached} if message.cached else message.aux
+            self._deliver_aux(*leg.room.room_key, message.first_token, aux)
+        self._deliver(event)
 
-    def _event_of(
-        self, room: _Room, message: wire.Chunk | wire.Aux | wire.Refused | wire.Failed
-    ) -> events.AnyEvent | None:
-        """What a frame means to the core, which knows one writer a room: number 0. Raises RemoteProtocolError."""
-        at_s, (request_id, generation) = self._clock(), room.room_key
-        if isinstance(message, wire.Chunk | wire.Aux) and message.rank != self._rank:
-            raise RemoteProtocolError(f"rank {message.rank} speaks on the link of rank {self._rank}")
-        match message:
-            case wire.Chunk(span=span, first=first, count=count, last=last):
-                room.state.land(span=span, first=first, count=count, last=last)
-                return events.ChunkLanded(
-                    at_s=at_s,
-                    request_id=request_id,
-                    generation=generation,
-                    rank=0,
-                    span=span,
-                    first=first,
-                    count=count,
-                    last=last,
-                )
-            case wire.Aux():
-                if room.state.has_aux:
-                    self.counts["frames_late"] += 1
-                    return None
-                room.state.has_aux = True
-                aux = {**message.aux, "cached_tokens": message.cached} if message.cached else message.aux
-                self._deliver_aux(request_id, generation, message.first_token, aux)
-                return events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=0)
-            case wire.Refused(span=span, cause=cause):
-                room.state.refuse(span)
-                return events.RoomRefused(
-                    at_s=at_s, request_id=request_id, generation=generation, span=span, cause=cause
-                )
-            case wire.Failed(cause=cause):
-                return events.RoomFailed(
-                    at_s=at_s, request_id=request_id, generation=generation, cause=cause, settled=False
-                )
-
-    def _take_drained(self, room: _Room) -> None:
-        del self._rooms[room.room_key]
-        if not room.has_ended:
+    def _take_drained(self, leg: Leg) -> None:
+        room_key = leg.room.room_key
+        self._forget(leg)
+        if not leg.has_ended:
             self.counts["rooms_broken"] += 1
-            cause = f"{room.link.address} stopped the room without a cause"
-            self._tell_failed(room.room_key, cause, settled=False)
-        self._tell_drained(room.room_key)
+            self._told.failed(leg.room, f"{leg.link.address} stopped the room without a cause")
+        if leg.number is not None:
+            self._told.drained(room_key, leg.number)
 
-    def _stop(self, room: _Room) -> None:
+    def _stop(self, leg: Leg) -> None:
         """Have prefill stop; from now on only its Drained counts."""
-        room.has_ended = True
-        room.link.say(wire.Abort(room=room.key))
+        leg.has_ended = True
+        leg.link.say(wire.Abort(room=leg.room.key))
 
-    def _fail(self, room: _Room, cause: str, *, settled: bool) -> None:
-        """The room is over, and forgotten."""
-        del self._rooms[room.room_key]
-        self._tell_failed(room.room_key, cause, settled=settled)
+    def _fail_unsent(self, leg: Leg, cause: str) -> None:
+        """A promise did not leave: its rank will write nothing."""
+        room = leg.room
+        if leg not in room.legs:
+            return
+        self._forget(leg)
+        if leg.number is not None and room.has_one_writer:
+            for other in list(room.legs):
+                self._forget_or_stop(other)
+            self._told.never_sent(room.room_key, cause)
+            return
+        if leg.number is not None:
+            self._told.sent(room, "")
+        self._told.failed(room, cause)
+        if leg.number is not None:
+            self._told.drained(room.room_key, leg.number)
 
-    def _tell_drained(self, room_key: RoomKey) -> None:
-        request_id, generation = room_key
-        self._deliver(events.RoomDrained(at_s=self._clock(), request_id=request_id, generation=generation, rank=0))
-
-    def _tell_failed(self, room_key: RoomKey, cause: str, *, settled: bool) -> None:
-        request_id, generation = room_key
-        self._deliver(
-            events.RoomFailed(
-                at_s=self._clock(), request_id=request_id, generation=generation, cause=cause, settled=settled
-            )
-        )
+    def _forget_or_stop(self, leg: Leg) -> None:
+        if not leg.link.is_open:
+            self._forget(leg)
+        elif not leg.has_ended:
+            self._stop(leg)

@@ -4,6 +4,9 @@ Per link: Hello is exchanged and judged, the peer's pool is added, then messages
 mistake fails that room; a frame that is no message ends the link. Repeats, late frames and frames of rooms that are not
 known have an answer or are counted, never an assertion: an Abort of an unknown room is Drained at once, since nothing
 writes to it, an Extend of one is Refused.
+
+A decode instance of several ranks dials every prefill rank with each of them. Its rooms open when all of its ranks have
+promised the same; promises that differ are refused on all, with both numbers.
 """
 
 from __future__ import annotations
@@ -24,8 +27,11 @@ from tidekv.states.errors import (
 )
 from tidekv.states.shapes import Identity, PoolMemory
 from tidekv.transports import base, hello, wire
+from tidekv.transports.delivery import Courier, DecodePeer, Delivery, RoomSettings
+from tidekv.transports.gathering import Gathering, Gatherings
 from tidekv.transports.offenders import is_offence
-from tidekv.transports.outgoing import Courier, DecodePeer, Room, RoomOutcome, RoomSettings
+from tidekv.transports.outgoing import Room, RoomOutcome
+from tidekv.transports.slices import exchanged_with
 from tidekv.transports.tasks import OwnedTasks
 
 
@@ -44,6 +50,7 @@ class Sender:
         lease_s: float = 10.0,
         rank: int = 0,
         ranks: int = 1,
+        kv_heads_total: int = 0,
         rooms_max: int = 4096,
         settings: RoomSettings | None = None,
     ) -> None:
@@ -58,6 +65,7 @@ class Sender:
         self._lease_s = lease_s
         self._rank = rank
         self._ranks = ranks
+        self._kv_heads_total = kv_heads_total
         self._rooms_max = rooms_max
         self._tasks = OwnedTasks(f"sender {transport.instance}")
         self._courier = Courier(
@@ -70,7 +78,8 @@ class Sender:
             tasks=self._tasks,
             on_finish=on_finish,
         )
-        self._rooms: dict[wire.Room, Room] = {}
+        self._deliveries: dict[wire.Room, Delivery] = {}
+        self._gatherings = Gatherings()
         self._newest: dict[str, Room] = {}
         self._generations: dict[tuple[str, str, str], int] = {}
         self._peers: set[DecodePeer] = set()
@@ -79,6 +88,11 @@ class Sender:
         self._listener: base.Listener | None = None
         self._lease_timer: asyncio.TimerHandle | None = None
         self._is_closing = False
+
+    @property
+    def _rooms(self) -> list[Room]:
+        """Every room once, by its first delivery."""
+        return [at.room for at in self._deliveries.values() if at is at.room.deliveries[0]]
 
     @property
     def address(self) -> str:
@@ -99,7 +113,7 @@ class Sender:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_exception(EngineClosed("the prefill side is closed"))
-        for room in list(self._rooms.values()):
+        for room in self._rooms:
             room.close()
         try:
             await self._tasks.close()
@@ -134,13 +148,14 @@ class Sender:
 
     def statistics(self) -> dict[str, int | float]:
         """bytes_sent, pages_sent, rooms_… by state, and counts of what was odd."""
-        rooms = self._rooms.values()
+        rooms = self._rooms
         return {
             "bytes_sent": self._courier.bytes_sent,
             "pages_sent": self._courier.pages_sent,
             "rooms_sending": sum(room.cause is None and not room.is_finished for room in rooms),
             "rooms_finished": sum(room.cause is None and room.is_finished for room in rooms),
             "rooms_draining": sum(room.cause is not None for room in rooms),
+            "rooms_gathering": len(self._gatherings),
             "writes_in_flight": sum(room.writes_in_flight for room in rooms),
             "rooms_waited_for": self._waiting_count,
             "peers": len(self._peers),
@@ -152,8 +167,8 @@ class Sender:
     def check_leases(self) -> None:
         """End the rooms whose decode worker was not heard of for its lease."""
         now = self._clock()
-        for room in list(self._rooms.values()):
-            if now >= room.peer.lease_until_s:
+        for room in self._rooms:
+            if now >= room.lease_until_s:
                 room.expire()
 
     async def _serve(self, link: base.Link) -> None:
@@ -165,12 +180,13 @@ class Sender:
             lease_s=self._lease_s,
             rank=self._rank,
             ranks=self._ranks,
+            kv_heads_total=self._kv_heads_total,
         )
         try:
             link.send(ours)
             theirs = await hello.receive_hello(link)
             hello.judge_hello(ours, theirs)
-            memory = await self._transport.add_peer(theirs.instance, theirs.metadata, theirs.memory)
+            memory = await self._add_memory(ours, theirs)
         except (TransferFailed, RemoteProtocolError) as error:
             self.counts["hellos_refused"] += 1
             if is_offence(error):
@@ -193,11 +209,20 @@ class Sender:
         finally:
             self.counts["links_lost"] += 1
             peer.is_lost = True
-            for room in [room for room in self._rooms.values() if room.peer is peer]:
-                room.pause()
+            for delivery in [delivery for delivery in self._deliveries.values() if delivery.peer is peer]:
+                delivery.room.pause()
+            for gathering in self._gatherings.of_peer(peer):
+                self._refuse_all(gathering, f"the link to {theirs.instance} was lost before all ranks had promised")
             await link.close(cause)
             if not peer.rooms:
                 await self._forget(peer)
+
+    async def _add_memory(self, ours: wire.Hello, theirs: wire.Hello) -> base.PeerMemory | None:
+        """Make the decode rank's pool writable, as far as its heads are ours to write; None: they are not."""
+        exchange = exchanged_with(decode=theirs, prefill=ours)
+        if exchange is None:
+            return None
+        return await self._transport.add_peer(theirs.instance, theirs.metadata, theirs.memory, exchange)
 
     def _take(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
@@ -209,27 +234,34 @@ class Sender:
                     self.counts["frames_foreign"] += 1
                 elif isinstance(message, wire.Promise):
                     self._open(peer, message)
-                elif (room := self._rooms.get(key)) is not None:
-                    self._take_of_room(room, peer, message)
+                elif (delivery := self._deliveries.get(key)) is not None:
+                    self._take_of_room(delivery, peer, message)
+                elif (gathering := self._gatherings.of(key)) is not None and isinstance(message, wire.Extend):
+                    gathering.extends.append(message)
                 else:
+                    if gathering is not None:
+                        self._gatherings.drop(gathering)
                     self._take_of_unknown(peer, message)
             case _:
                 raise RemoteProtocolError(f"{peer.hello.instance} sent {type(message).__name__}, which is ours to send")
 
-    def _take_of_room(self, room: Room, peer: DecodePeer, message: wire.AnyMessage) -> None:
+    def _take_of_room(self, delivery: Delivery, peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
             case wire.Extend():
-                try:
-                    room.extend(message)
-                except RemoteProtocolError as error:
-                    self.counts["rooms_broken"] += 1
-                    room.fail(str(error))
+                self._extend(delivery, message)
             case wire.Abort():
-                room.abort(peer.link)
+                delivery.room.abort(delivery, peer.link)
             case wire.Received():
-                room.end(RoomOutcome.RECEIVED, "decode has received all")
+                delivery.room.receive(delivery)
             case wire.Failed():
-                room.end(RoomOutcome.FAILED, f"decode gave the room up: {message.cause}")
+                delivery.room.give_up(delivery, message.cause)
+
+    def _extend(self, delivery: Delivery, message: wire.Extend) -> None:
+        try:
+            delivery.extend(message)
+        except RemoteProtocolError as error:
+            self.counts["rooms_broken"] += 1
+            delivery.room.fail(str(error))
 
     def _take_of_unknown(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
         self.counts["frames_late"] += 1
@@ -248,29 +280,54 @@ class Sender:
         seen = self._generations.get((key.instance, key.epoch, key.request_id), -1)
         if seen >= key.generation:
             self.counts["promises_repeated"] += 1
-            if key not in self._rooms:
+            if key not in self._deliveries and self._gatherings.of(key) is None:
                 self._refuse(peer, promise, f"generation {seen} of this request came before")
             return
-        if len(self._rooms) >= self._rooms_max or self._is_closing:
-            self._refuse(peer, promise, f"prefill has {len(self._rooms)} rooms open, or is closing")
+        waiting = len(self._deliveries) + len(self._gatherings)
+        if waiting >= self._rooms_max or self._is_closing:
+            self._refuse(peer, promise, f"prefill has {waiting} rooms open, or is closing")
             return
-        older = self._rooms.get(msgspec.structs.replace(key, generation=seen)) if seen >= 0 else None
-        if older is not None:
-            older.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
+        older = msgspec.structs.replace(key, generation=max(seen, 0))
+        if (delivery := self._deliveries.get(older)) is not None:
+            delivery.room.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
+        elif (gathering := self._gatherings.of(older)) is not None:
+            self._gatherings.drop(gathering)
         self._remember_generation(key)
+        if promise.ranks == 1 == peer.hello.ranks:
+            self._open_room([(peer, promise)], [])
+        elif (promise.rank, promise.ranks) != (peer.hello.rank, peer.hello.ranks):
+            self._break(peer, promise, f"rank {promise.rank} of {promise.ranks} promises on the link of another")
+        else:
+            self._gather(peer, promise)
+
+    def _gather(self, peer: DecodePeer, promise: wire.Promise) -> None:
+        """Open the room of an instance of several ranks when all have promised the same; refuse it when they do not."""
+        gathering = self._gatherings.take(peer, promise)
+        if gathering.difference:
+            self.counts["promises_differ"] += 1
+            self._refuse_all(gathering, gathering.difference)
+        elif gathering.is_complete:
+            self._gatherings.drop(gathering)
+            self._open_room(gathering.in_order(), gathering.extends)
+
+    def _open_room(self, promises: list[tuple[DecodePeer, wire.Promise]], extends: list[wire.Extend]) -> None:
         try:
-            room = Room(self._courier, peer, promise, on_end=self._drop)
+            room = Room(self._courier, promises, on_end=self._drop)
         except RemoteProtocolError as error:
-            self.counts["rooms_broken"] += 1
-            self._say(peer, wire.Failed(room=key, cause=wire.brief(str(error))))
-            self._say(peer, wire.Drained(room=key, rank=self._rank))
+            for peer, promise in promises:
+                self._break(peer, promise, str(error))
             return
-        self._rooms[key] = self._newest[key.request_id] = room
+        for delivery in room.deliveries:
+            self._deliveries[delivery.key] = delivery
+        self._newest[room.request_id] = room
         self._arm_leases()
-        for waiter in self._waiting.pop(key.request_id, ()):
+        for waiter in self._waiting.pop(room.request_id, ()):
             if not waiter.done():
                 waiter.set_result(room)
         self._on_room(room)
+        for extend in extends:
+            if (waiting := self._deliveries.get(extend.room)) is not None:
+                self._extend(waiting, extend)
 
     def _remember_generation(self, key: wire.Room) -> None:
         """Of ended rooms too, so that a late repeat of a promise opens nothing; the oldest are forgotten."""
@@ -283,21 +340,38 @@ class Sender:
         self.counts["rooms_refused"] += 1
         self._say(peer, wire.Refused(room=promise.room, span=0, cause=cause))
 
+    def _refuse_all(self, gathering: Gathering, cause: str) -> None:
+        """Refuse a room to all ranks that have promised it; a rank that comes later is alone, and is aborted by its own
+        instance.
+        """
+        self._gatherings.drop(gathering)
+        for peer, promise in gathering.promises:
+            self._refuse(peer, promise, cause)
+
+    def _break(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
+        """The promise contradicts itself: nothing was or will be written."""
+        self.counts["rooms_broken"] += 1
+        self._say(peer, wire.Failed(room=promise.room, cause=wire.brief(cause)))
+        self._say(peer, wire.Drained(room=promise.room, rank=self._rank))
+
     def _drop(self, room: Room) -> None:
         """A room is settled."""
         assert room.outcome is not None
         self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
-        if self._rooms.get(room.key) is room:
-            del self._rooms[room.key]
+        for delivery in room.deliveries:
+            if self._deliveries.get(delivery.key) is delivery:
+                del self._deliveries[delivery.key]
         if self._newest.get(room.request_id) is room:
             del self._newest[room.request_id]
-        if room.peer.is_lost and not room.peer.rooms and not self._is_closing:
-            self._tasks.spawn(self._forget(room.peer), name="forget a peer")
+        for peer in {delivery.peer for delivery in room.deliveries}:
+            if peer.is_lost and not peer.rooms and not self._is_closing:
+                self._tasks.spawn(self._forget(peer), name="forget a peer")
 
     async def _forget(self, peer: DecodePeer) -> None:
         if peer in self._peers:
             self._peers.discard(peer)
-            await self._transport.remove_peer(peer.memory)
+            if peer.memory is not None:
+                await self._transport.remove_peer(peer.memory)
 
     def _say(self, peer: DecodePeer, message: wire.Message) -> None:
         try:
@@ -314,5 +388,5 @@ class Sender:
     def _look_at_leases(self) -> None:
         self._lease_timer = None
         self.check_leases()
-        if self._rooms:
+        if self._deliveries:
             self._arm_leases()

@@ -19,7 +19,7 @@ import msgspec
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
 
-VERSION = 1
+VERSION = 2
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 CAUSE_CHARACTERS_MAX = 2048
 NAME_CHARACTERS_MAX = 512
@@ -74,22 +74,30 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Who speaks, what its pages look like and where they lie. Both sides send one, before anything else."""
+    """Who speaks, what its pages look like and where they lie. Both sides send one, before anything else.
+
+    `kv_heads_total` is how many KV heads the model has; 0: as many as all ranks hold together. The identity says how
+    many this rank holds.
+    """
 
     version: Count
     instance: Name
     identity: Identity
     rank: Count
-    ranks: Count
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
     memory: PoolMemory
     process: ProcessMark
     lease_s: Seconds
+    kv_heads_total: Count = 0
 
 
 class Promise(Message, frozen=True, tag="promise"):
     """Decode has `decode_prefix_len` tokens; the rest of the prompt goes to `pages`: this is span 0.
 
+    Every rank of a decode instance promises the room to every prefill rank, under the name of their `group`; the room
+    opens when all have promised the same. `pages` is None where this prefill rank writes nothing to that decode rank,
+    and only compares; empty, it is a full hit.
     `tokens` is None where prefill has them from elsewhere; empty bytes are a different thing, and wrong here.
     `key_seed` is what the storage keys of the prompt's pages begin with: empty, or 32 bytes of its namespace; None: the
     prompt must be kept nowhere.
@@ -98,13 +106,18 @@ class Promise(Message, frozen=True, tag="promise"):
     room: Room
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     decode_prefix_len: Count
-    pages: PackedPages
+    pages: PackedPages | None
     tokens: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)] | None = None
     sidecars: tuple[Sidecar, ...] | None = None
     key_seed: Annotated[bytes, msgspec.Meta(max_length=32)] | None = None
+    rank: Count = 0
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
+    group: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
 
     def __post_init__(self) -> None:
-        _check_packed(self.pages)
+        _check_packed(self.pages or b"")
+        if not self.rank < self.ranks:
+            raise ValueError(f"there is no rank {self.rank} of {self.ranks}")
         if self.tokens is not None and len(self.tokens) != 4 * self.prompt_tokens:
             raise ValueError(f"tokens are {len(self.tokens)} bytes, {self.prompt_tokens} tokens have 4 bytes each")
         if self.key_seed is not None and len(self.key_seed) not in (0, 32):

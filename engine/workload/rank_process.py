@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import multiprocessing
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from random import Random
@@ -21,22 +21,29 @@ from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.layout import KVLayout
-from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config import EngineConfig
 from tidekv.engine.decode_engine import DecodeEngine
 from tidekv.engine.prefill_peer import PrefillPeer
 from tidekv.engine.rank_group import RankGroup
 from tidekv.engine.values import DecodeRequest
+from tidekv.engine.workload.blocks import TraceOptions
+from tidekv.engine.workload.conversations import Transcripts, agent_options, make_workload
+from tidekv.engine.workload.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.states.errors import RankLost, RequestFailed, StorageFailed, TidekvError
-from tidekv.states.shapes import PageIds
-from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
+from tidekv.engine.workload.traces import read_trace
+from tidekv.states.errors import RankLost, RequestFailed, TidekvError
+from tidekv.transports.nixl import NixlTransport
+from tidekv.transports.outgoing import Room
 
 START_S = 60.0
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
 SESSIONS = 6
+PREFILL_PAGES = 8192
+"""Enough for all prompts at once: a prefill rank that waited for pages could wait for another rank's other room."""
+TRACE_PAGES_MAX = 1024
+"""Requests of a recording whose prompts have more pages are left out: pools must hold the longest."""
 
 
 class RankPlan(msgspec.Struct, frozen=True):
@@ -45,6 +52,8 @@ class RankPlan(msgspec.Struct, frozen=True):
     rank: int
     ranks: int
     address: str
+    prefill: str
+    """The addresses of all prefill ranks, joined by commas; that of the same rank runs in the same process."""
     device_pages: int = 96
     host_pages: int = 64
     fault_rate: float = 0.0
@@ -53,11 +62,18 @@ class RankPlan(msgspec.Struct, frozen=True):
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """Serve so many requests, so many at a time; their prompts follow from the seed → Served."""
+    """Serve so many requests, so many at a time → Served.
+
+    Their prompts follow from the seed: conversations that grow, or with `agents` those of coding agents; or they are
+    the requests of the recording `trace` from number `first` on, made 64 times shorter.
+    """
 
     seed: int
     requests: int
     concurrency: int = 8
+    agents: bool = False
+    trace: str = ""
+    first: int = 0
 
 
 class Served(msgspec.Struct, frozen=True, tag=True):
@@ -68,67 +84,76 @@ class Served(msgspec.Struct, frozen=True, tag=True):
     sources: dict[str, int]
     books: str
     statistics: dict[str, int | str]
+    faults: dict[str, int]
+    """Faults that struck this rank so far, by kind."""
     causes: list[str]
     """Why requests failed, each once."""
+
+
+class Plant(msgspec.Struct, frozen=True, tag=True):
+    """Change a part of what this rank keeps, so that it is no longer what the others keep."""
+
+    part: Divergence
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the group, with all others."""
 
 
-Request: TypeAlias = Serve | Stop
+Request: TypeAlias = Serve | Plant | Stop
 
 
-class FailingStorage:
-    """Storage that fails now and then."""
-
-    def __init__(self, inner: Storage, random: Random, rate: float) -> None:
-        self._inner = inner
-        self._random = random
-        self._rate = rate
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-    async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """Whether each is there; or an error."""
-        if self._random.random() < self._rate:
-            raise StorageFailed("injected")
-        return await self._inner.exists(keys, timeout_s=timeout_s)
-
-    async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
-        """Read; or less than that."""
-        flags = await self._inner.get_into(keys, pages, timeout_s=timeout_s)
-        if self._random.random() < self._rate:
-            good = self._random.randrange(len(flags) + 1)
-            return [*flags[:good], *([False] * (len(flags) - good))]
-        return flags
+def prompts_of(work: Serve) -> list[bytes]:
+    """The prompts of all requests, as packed tokens: the same on every rank."""
+    if work.trace:
+        options = TraceOptions(length_scale=1 / 64, prompt_tokens_max=LAYOUT.page_size * TRACE_PAGES_MAX)
+        requests = itertools.islice(read_trace(work.trace, options), work.first, work.first + work.requests)
+        return [request.prompt.packed() for request in requests]
+    if work.agents:
+        workload = make_workload(agent_options(agents=4, rounds=work.requests, seed=work.seed))
+        transcripts, made = Transcripts(workload), []
+        for turn in itertools.islice(workload.in_order(), work.requests):
+            made.append(pack_tokens(transcripts.prompt(turn)))
+            transcripts.answer(turn, turn.new_user_tokens[: turn.output_tokens])
+        return made
+    random = Random(work.seed)
+    histories = [[session * 1000 + at for at in range(12)] for session in range(SESSIONS)]
+    prompts = []
+    for _ in range(work.requests):
+        history = random.choice(histories)
+        history += [random.randrange(10_000) for _ in range(random.randint(1, 9))]
+        if len(history) > 100:
+            del history[12:]
+        prompts.append(pack_tokens(history))
+    return prompts
 
 
 class RankWorker:
     """What runs in the process."""
 
     def __init__(self, plan: RankPlan) -> None:
-        self._network = LoopbackNetwork()
+        self._prefill = plan.prefill
         self._device = DevicePool.allocate(LAYOUT, plan.device_pages)
         self._kv = SyntheticKV(self._device)
-        prefill_pool = DevicePool.allocate(LAYOUT, 512)
+        prefill_pool = DevicePool.allocate(LAYOUT, PREFILL_PAGES)
+        self._prefill_rank = SyntheticPrefill(prefill_pool, chunk_pages=max(4, plan.device_pages // 32))
         self.peer = PrefillPeer(
             device=prefill_pool,
-            transport=LoopbackTransport(f"prefill-{plan.rank}", self._network),
-            listen="prefill",
-            on_room=SyntheticPrefill(prefill_pool, chunk_pages=4).serve,
+            transport=NixlTransport(f"prefill-{plan.rank}"),
+            listen=plan.prefill.split(",")[plan.rank],
+            on_room=self._serve_room,
             rank=plan.rank,
             ranks=plan.ranks,
         )
         storage = open_storage("memory:?capacity=16MiB")
-        failing = FailingStorage(storage, Random(f"faults of {plan.rank}"), plan.fault_rate)
+        self._faults = RankFaults(plan.rank, plan.fault_rate)
+        failing = FailingStorage(storage, self._faults)
         self.engine = DecodeEngine(
             EngineConfig(prefetch_threshold_tokens=0, breaker_failures=0, close_deadline_s=5.0),
             device=self._device,
             host=HostPool.allocate(LAYOUT, plan.host_pages),
             storage=failing,  # type: ignore[arg-type]  # It passes everything else on to a real one.
-            transport=LoopbackTransport(f"decode-{plan.rank}", self._network),
+            transport=NixlTransport(f"decode-{plan.rank}"),
             ranks=RankGroup(
                 rank=plan.rank,
                 ranks=plan.ranks,
@@ -138,35 +163,47 @@ class RankWorker:
             ),
         )
 
+    def inject(self) -> None:
+        """Have copies of the running engine fail now and then."""
+        effects = self.engine._parts.effects
+        assert effects._copier is not None
+        failing = FailingCopier(effects._copier, self._faults)
+        effects._copier = failing  # type: ignore[assignment]  # It passes everything else on to the real one.
+
+    def plant(self, part: Divergence) -> None:
+        """Change what this rank keeps."""
+        plant(self.engine._core, part)
+
+    async def _serve_room(self, room: Room) -> None:
+        if self._faults.hits("prefill_fails", 0.1):
+            room.fail("injected")
+        else:
+            await self._prefill_rank.serve(room)
+
     async def serve(self, work: Serve) -> Served:
-        """Serve the requests of a seed: conversations that grow."""
+        """Serve the requests of a seed, or of a recording."""
         if (driver := self.engine._parts.ranks) is not None:
             await driver.wait_formed()
-        random = Random(work.seed)
-        histories = [[session * 1000 + at for at in range(12)] for session in range(SESSIONS)]
-        prompts: list[list[int]] = []
-        for _ in range(work.requests):
-            history = random.choice(histories)
-            history += [random.randrange(10_000) for _ in range(random.randint(1, 9))]
-            if len(history) > 100:
-                del history[12:]
-            prompts.append(list(history))
+        prompts = prompts_of(work)
         ends: dict[str, int] = {}
         sources: dict[str, int] = {}
         causes: dict[str, None] = {}
         wrong = 0
         gate = asyncio.Semaphore(work.concurrency)
 
-        async def one(number: int, tokens: list[int]) -> None:
+        async def one(number: int, tokens: bytes) -> None:
             nonlocal wrong
             async with gate:
                 try:
                     ready = await self.engine.restore(
                         DecodeRequest(
-                            request_id=f"s{work.seed}-{number}", tokens=tokens, prefill="prefill", prompt="send"
+                            request_id=f"s{work.seed}-{work.first + number}",
+                            tokens=tokens,
+                            prefill=self._prefill,
+                            prompt="send",
                         )
                     )
-                    digests = prompt_digests(pack_tokens(tokens), LAYOUT.page_size)
+                    digests = prompt_digests(tokens, LAYOUT.page_size)
                     wrong += len(self._kv.verify(ready.pages[: len(digests)].tolist(), digests))
                     for tier, count in ready.sources.items():
                         sources[tier] = sources.get(tier, 0) + count
@@ -185,7 +222,7 @@ class RankWorker:
 
         await asyncio.gather(*(one(number, tokens) for number, tokens in enumerate(prompts)))
         await self.engine.wait_settled()
-        return Served(ends, wrong, sources, self._books(), self._statistics(), list(causes))
+        return Served(ends, wrong, sources, self._books(), self._statistics(), self._faults.counts, list(causes))
 
     def _books(self) -> str:
         core = self.engine._core
@@ -205,12 +242,17 @@ class RankWorker:
 async def _run(plan: RankPlan, pipe: Connection) -> None:
     worker = RankWorker(plan)
     async with worker.peer, worker.engine:
+        worker.inject()
         pipe.send("ready")
         while True:
             request: Request = await asyncio.to_thread(pipe.recv)
-            if isinstance(request, Stop):
-                return
-            pipe.send(await worker.serve(request))
+            match request:
+                case Stop():
+                    return
+                case Plant(part=part):
+                    worker.plant(part)
+                case Serve():
+                    pipe.send(await worker.serve(request))
 
 
 def run_rank(plan: RankPlan, pipe: Connection) -> None:
@@ -243,10 +285,10 @@ class RankProcess:
         """Have it do something."""
         self._pipe.send(request)
 
-    async def serve(self, work: Serve) -> Served:
-        """Have it serve, and wait for the end."""
+    async def serve(self, work: Serve, timeout_s: float = START_S) -> Served:
+        """Have it serve, and wait for the end. Raises TimeoutError."""
         self.tell(work)
-        served = await self.hear()
+        served = await self.hear(timeout_s)
         assert isinstance(served, Served)
         return served
 

@@ -40,7 +40,6 @@ from tidekv.states.errors import (
     StorageFailed,
 )
 from tidekv.states.shapes import PageIds
-from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.outgoing import Room
 
 PAGE_SIZE = 4
@@ -72,12 +71,12 @@ class MoodyStorage:
 
 
 class Rank:
-    """One rank: an engine, its pools, and a prefill rank on a network of their own."""
+    """One rank: an engine, its pools, and a prefill rank."""
 
     def __init__(
         self, rank: int, ranks: int, address: str, *, host_pages: int = 128, journals: str = "", **fields: object
     ) -> None:
-        self.network = LoopbackNetwork()
+        self.prefills = [f"prefill-{at} of {address}" for at in range(ranks)]
         self.device = DevicePool.allocate(LAYOUT, 64)
         self.kv = SyntheticKV(self.device)
         self.storage = MoodyStorage(open_storage("memory:?capacity=64MiB"))
@@ -88,8 +87,8 @@ class Rank:
         self.prefill = SyntheticPrefill(prefill_pool, chunk_pages=3)
         self.peer = PrefillPeer(
             device=prefill_pool,
-            transport=LoopbackTransport(f"prefill-{rank}", self.network),
-            listen="prefill",
+            transport=LoopbackTransport(f"prefill-{rank}"),
+            listen=self.prefills[rank],
             on_room=self._serve,
             rank=rank,
             ranks=ranks,
@@ -104,7 +103,7 @@ class Rank:
             device=self.device,
             host=HostPool.allocate(LAYOUT, host_pages),
             storage=self.storage,
-            transport=LoopbackTransport(f"decode-{rank}", self.network),
+            transport=LoopbackTransport(f"decode-{rank}"),
             ranks=RankGroup(rank=rank, ranks=ranks, address=address, **group),  # type: ignore[arg-type]  # Seconds.
         )
         self.life = AsyncExitStack()
@@ -119,7 +118,9 @@ class Rank:
 
     async def restore(self, request_id: str, tokens: Sequence[int], **options: object) -> ReadyRequest:
         ready = await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", prompt="send", **options)
+            DecodeRequest(
+                request_id=request_id, tokens=tokens, prefill=",".join(self.prefills), prompt="send", **options
+            )
         )
         digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
         assert self.kv.verify(ready.pages[: len(digests)].tolist(), digests) == []

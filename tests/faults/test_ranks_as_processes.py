@@ -13,7 +13,7 @@ import pytest
 
 from tidekv.engine.workload.rank_process import RankPlan, RankProcess, Serve, Served, Stop
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nixl]
 
 
 def free_address() -> str:
@@ -23,8 +23,9 @@ def free_address() -> str:
 
 @asynccontextmanager
 async def instance(ranks: int, fault_rate: float) -> AsyncIterator[list[RankProcess]]:
-    address = free_address()
-    members = [RankProcess(RankPlan(rank, ranks, address, fault_rate=fault_rate)) for rank in range(ranks)]
+    address, *prefills = (free_address() for _ in range(ranks + 1))
+    prefill = ",".join(prefills)
+    members = [RankProcess(RankPlan(rank, ranks, address, prefill, fault_rate=fault_rate)) for rank in range(ranks)]
     try:
         assert await asyncio.gather(*(member.hear() for member in members)) == ["ready"] * ranks
         yield members

@@ -20,13 +20,15 @@ from tidekv.transports.sender import Sender
 
 PAGE_SIZE = 4
 PIECES = (24, 8)
+"""Bytes of each piece for each head that a page holds."""
 
 
 class Pool:
     """Pages of two pieces, in two buffers."""
 
-    def __init__(self, page_count: int, *, seed: int | None = None) -> None:
-        self.buffers = [np.zeros((page_count, piece), np.uint8) for piece in PIECES]
+    def __init__(self, page_count: int, *, seed: int | None = None, heads: int = 1) -> None:
+        pieces = [piece * heads for piece in PIECES]
+        self.buffers = [np.zeros((page_count, piece), np.uint8) for piece in pieces]
         if seed is not None:
             rng = np.random.default_rng(seed)
             for buffer in self.buffers:
@@ -34,7 +36,7 @@ class Pool:
         self.memory = PoolMemory(
             segments=tuple(
                 Segment(address=buffer.ctypes.data, piece_bytes=piece, stride_bytes=piece, page_count=page_count)
-                for buffer, piece in zip(self.buffers, PIECES, strict=True)
+                for buffer, piece in zip(self.buffers, pieces, strict=True)
             ),
             page_count=page_count,
         )
@@ -43,17 +45,17 @@ class Pool:
         return b"".join(buffer[index].tobytes() for buffer in self.buffers)
 
 
-def identity(**changes: Any) -> Identity:
+def identity(*, heads: int = 1, **changes: Any) -> Identity:
     fields: dict[str, Any] = {
         "model": "m",
         "kind": "mha",
         "dtype": "uint8",
         "page_size": PAGE_SIZE,
         "layers": 1,
-        "kv_heads": 1,
+        "kv_heads": heads,
         "head_dim": 4,
-        "page_bytes": sum(PIECES),
-        "piece_bytes": PIECES,
+        "page_bytes": sum(PIECES) * heads,
+        "piece_bytes": tuple(piece * heads for piece in PIECES),
     }
     return Identity(**(fields | changes))
 
@@ -68,15 +70,17 @@ class NoPoller:
 class Decode:
     """A decode worker that writes down what it is told."""
 
-    def __init__(self, network: LoopbackNetwork, *, name: str = "decode-0", pages: int = 64, **settings: Any) -> None:
-        self.pool = Pool(pages)
+    def __init__(
+        self, network: LoopbackNetwork, *, name: str = "decode-0", pages: int = 64, heads: int = 1, **settings: Any
+    ) -> None:
+        self.pool = Pool(pages, heads=heads)
         self.transport = LoopbackTransport(name, network)
         self.events: list[events.AnyEvent] = []
         self.aux: list[tuple[str, int, int, object]] = []
         self._news = asyncio.Event()
         fields = {
             "memory": self.pool.memory,
-            "identity": identity(),
+            "identity": identity(heads=heads),
             "clock": time.monotonic,
             "deliver": self._deliver,
         } | settings
@@ -128,10 +132,12 @@ class Decode:
 class Prefill:
     """A prefill worker with a pool full of bytes."""
 
-    def __init__(self, network: LoopbackNetwork, *, name: str = "prefill-0", pages: int = 64, **settings: Any) -> None:
-        self.pool = Pool(pages, seed=7)
+    def __init__(
+        self, network: LoopbackNetwork, *, name: str = "prefill-0", pages: int = 64, heads: int = 1, **settings: Any
+    ) -> None:
+        self.pool = Pool(pages, seed=7, heads=heads)
         self.transport = LoopbackTransport(name, network)
-        fields = {"memory": self.pool.memory, "identity": identity(), "clock": time.monotonic} | settings
+        fields = {"memory": self.pool.memory, "identity": identity(heads=heads), "clock": time.monotonic} | settings
         self.sender = Sender(self.transport, **fields)
 
     async def start(self, address: str = "prefill:0") -> None:

@@ -19,7 +19,11 @@ ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=3)
 GOLDEN = {
     "promise": (
         wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"\x07\0\0\0", tokens=None),
-        "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 c0 c0",
+        "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 c0 c0 00 01 a0",
+    ),
+    "promise of a rank": (
+        wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=None, rank=1, ranks=2, group="g"),
+        "a770726f6d697365 94a164a165a17203 02 00 c0 c0 c0 c0 01 02 a167",
     ),
     "extend": (
         wire.Extend(room=ROOM, span=1, first=2, pages=b""),
@@ -98,6 +102,7 @@ def test_hello_keeps_its_fields_in_order() -> None:
         },
         ["h", 1, 2],
         10.0,
+        0,
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
 
@@ -236,6 +241,21 @@ def test_a_wrong_field_is_refused_in_words(change: dict[str, object], what: str)
         wire.decode_body(msgspec.msgpack.encode(["promise", *(fields | change).values(), None]))
     with pytest.raises(RemoteProtocolError):
         wire.decode_body(msgspec.msgpack.encode([*good, "one more"]))
+
+
+@pytest.mark.parametrize("place", [(1, 1), (2, 1), (0, 0)])
+def test_a_rank_beyond_its_ranks_is_refused(place: tuple[int, int]) -> None:
+    promise = ["promise", ["d", "e", "r", 1], 2, 0, b"", None, None, None, *place, "g"]
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_body(msgspec.msgpack.encode(promise))
+
+
+def test_absent_and_empty_pages_are_different() -> None:
+    found = [
+        wire.decode_body(body(wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=1, pages=pages)))
+        for pages in (None, b"")
+    ]
+    assert [promise.pages for promise in found] == [None, b""]  # type: ignore[union-attr]  # Promises.
 
 
 def test_absent_and_empty_tokens_are_different() -> None:

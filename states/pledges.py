@@ -1,0 +1,59 @@
+"""What the ranks of a decode instance promised for one room: prefill compares it before it sends anything.
+
+Every decode rank tells every prefill rank what it promised. Ranks that promised different lengths would be sent
+different parts of the prompt: all would believe that they are complete, and one would serve pages that nobody wrote.
+Nothing is trimmed to fit: the room is refused, with both numbers. Pure: no I/O, no time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Pledge(msgspec.Struct, frozen=True):
+    """What one rank promised."""
+
+    rank: int
+    ranks: int
+    prompt_tokens: int
+    promised_tokens: int
+    key_seed: bytes | None = None
+
+
+class Pledges:
+    """The pledges of one room, as they come."""
+
+    __slots__ = ("_first", "_ranks")
+
+    def __init__(self) -> None:
+        self._first: Pledge | None = None
+        self._ranks: set[int] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has pledged."""
+        return self._first is not None and len(self._ranks) == self._first.ranks
+
+    def take(self, pledge: Pledge) -> str:
+        """Note one; returns in words how it differs from what was pledged before, nothing where it does not."""
+        first = self._first = self._first or pledge
+        if not 0 <= pledge.rank < pledge.ranks or pledge.rank in self._ranks:
+            return f"rank {pledge.rank} of {pledge.ranks} cannot promise, or has promised before"
+        self._ranks.add(pledge.rank)
+        return difference(first, pledge)
+
+
+def difference(one: Pledge, other: Pledge) -> str:
+    """How two pledges of one room differ, in words; nothing where they do not."""
+    for names, words in (
+        (("ranks",), "{0} says that the instance has {1} ranks"),
+        (("promised_tokens", "prompt_tokens"), "{0} promised {1} of {2} tokens"),
+        (("key_seed",), "{0} names the storage keys of the prompt by {1!r}"),
+    ):
+        values = [[getattr(pledge, name) for name in names] for pledge in (one, other)]
+        if values[0] != values[1]:
+            said = [
+                words.format(f"rank {pledge.rank}", *value) for pledge, value in zip((one, other), values, strict=True)
+            ]
+            return f"the ranks of this room did not promise the same: {', '.join(said)}"
+    return ""

@@ -1,0 +1,88 @@
+"""Hand-overs between unequal numbers of ranks, over NIXL between processes: every byte of every head is compared."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, NixlTransport
+from tidekv.backends.keys import pack_tokens
+from tidekv.engine.rank_group import RankGroup
+from tidekv.engine.workload.sliced_prefill import Instance, PrefillInstances
+from tidekv.engine.workload.synthetic import prompt_digests
+from tidekv.states.shapes import page_ids
+
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
+
+PREFILLS = {
+    "mha 1": Instance(ranks=1, heads=4, total=4),
+    "mha 2": Instance(ranks=2, heads=2, total=4),
+    "mha 4": Instance(ranks=4, heads=1, total=4),
+    "copies 4": Instance(ranks=4, heads=1, total=2),
+    "mla 2": Instance(ranks=2, heads=1, total=1, kind="mla"),
+    "mla 4": Instance(ranks=4, heads=1, total=1, kind="mla"),
+}
+PROMPT = list(range(7, 7 + 30))
+
+
+@pytest.fixture(scope="module")
+def prefills() -> Iterator[dict[str, str]]:
+    instances = PrefillInstances(list(PREFILLS.values()))
+    try:
+        yield dict(zip(PREFILLS, instances.addresses(), strict=True))
+    finally:
+        instances.end()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("mha 2", Instance(ranks=4, heads=1, total=4)),
+        ("mha 4", Instance(ranks=2, heads=2, total=4)),
+        ("mha 1", Instance(ranks=4, heads=1, total=4)),
+        ("mha 4", Instance(ranks=1, heads=4, total=4)),
+        ("mha 2", Instance(ranks=2, heads=2, total=4)),
+        ("copies 4", Instance(ranks=2, heads=1, total=2)),
+        ("copies 4", Instance(ranks=1, heads=2, total=2)),
+        ("mla 2", Instance(ranks=4, heads=1, total=1, kind="mla")),
+        ("mla 4", Instance(ranks=2, heads=1, total=1, kind="mla")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.ranks} x {value.heads}",
+)
+async def test_every_head_comes_to_the_rank_that_holds_it(
+    prefills: dict[str, str], prefill: str, decode: Instance
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    pools = [DevicePool.allocate(decode.layout(), 32) for _ in range(decode.ranks)]
+    engines = [
+        DecodeEngine(
+            EngineConfig(close_deadline_s=5.0),
+            device=pool,
+            transport=NixlTransport(f"decode-{rank}"),
+            ranks=RankGroup(rank=rank, ranks=decode.ranks, address=address, kv_heads_total=decode.total),
+        )
+        for rank, pool in enumerate(pools)
+    ]
+    # Ranks enter and leave together.
+    lives = [AsyncExitStack() for _ in engines]
+    entering = [life.enter_async_context(engine) for life, engine in zip(lives, engines, strict=True)]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*entering)
+        # The second prompt shares four pages with the first: they are promised, and not sent.
+        for name, tokens in (("first", PROMPT), ("second", [*PROMPT[:17], *range(900, 920)])):
+            request = DecodeRequest(request_id=name, tokens=tokens, prefill=prefills[prefill], prompt="send")
+            readies = await asyncio.gather(*(engine.restore(request) for engine in engines))
+            digests = prompt_digests(pack_tokens(tokens), decode.page_size)
+            # Of the last page only the prompt's own tokens have content, but prefill fills it whole.
+            for rank, (pool, ready) in enumerate(zip(pools, readies, strict=True)):
+                pages = page_ids(ready.pages.tolist())
+                assert decode.pages_of(rank, pool).wrong(pages, digests) == []
+                assert ready.sources == readies[0].sources
+            assert readies[0].sources["l1"] == (16 if name == "second" else 0)
+            await asyncio.gather(*(engine.finish(ready) for engine, ready in zip(engines, readies, strict=True)))
+        await asyncio.gather(*(life.aclose() for life in lives))

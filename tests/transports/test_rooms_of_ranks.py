@@ -1,0 +1,225 @@
+"""Rooms between instances of several ranks: every promise is compared, heads are shared out, and all end together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidekv.states import events
+from tidekv.transports import wire
+
+
+class Ranks:
+    """Decode and prefill instances of so many ranks each; heads are split evenly."""
+
+    def __init__(self, world, decodes: list, prefills: list) -> None:
+        self.world = world
+        self.decodes = decodes
+        self.prefills = prefills
+        self.address = ",".join(prefill.address for prefill in prefills)
+
+    def promise(self, request_id: str, *, tokens: int = 8, promised: list[int] | int = 0, **more: object) -> None:
+        for rank, decode in enumerate(self.decodes):
+            mine = promised[rank] if isinstance(promised, list) else promised
+            pages = range(10, 10 + (tokens - mine) // self.world.PAGE_SIZE)
+            decode.promise(self.address, request_id, tokens=tokens, promised=mine, pages=pages, **more)
+
+    async def serve(self, request_id: str, pages: int = 2) -> list:
+        return await asyncio.gather(*(prefill.serve(request_id, range(pages)) for prefill in self.prefills))
+
+    async def told(self, kind: type, **match: object) -> None:
+        await asyncio.gather(*(decode.wait(kind, **match) for decode in self.decodes))
+
+
+async def gathering(prefills: list, count: int) -> None:
+    """Return when so many promises wait for others at each of these; frames take a few turns of the loop."""
+    for _ in range(1000):
+        if all(prefill.sender.statistics()["rooms_gathering"] == count for prefill in prefills):
+            return
+        await asyncio.sleep(0)
+    raise AssertionError([prefill.sender.statistics() for prefill in prefills])
+
+
+@pytest.fixture
+def make_ranks(world):
+    async def make(decodes: int, prefills: int, heads: int = 4) -> Ranks:
+        return Ranks(
+            world,
+            [
+                await world.decode(
+                    name=f"decode-{at}", rank=at, ranks=decodes, heads=heads // decodes, group=lambda: "group"
+                )
+                for at in range(decodes)
+            ],
+            [
+                await world.prefill(
+                    f"prefill:{at + 1}", name=f"prefill-{at}", rank=at, ranks=prefills, heads=heads // prefills
+                )
+                for at in range(prefills)
+            ],
+        )
+
+    return make
+
+
+async def test_a_room_opens_when_every_rank_has_promised_it(make_ranks) -> None:
+    ranks = await make_ranks(2, 2)
+    ranks.decodes[0].promise(ranks.address, "r1", tokens=8, promised=4, pages=[10])
+    opening = [asyncio.ensure_future(prefill.sender.room("r1")) for prefill in ranks.prefills]
+    await ranks.decodes[0].wait(events.PromiseSent)
+    await gathering(ranks.prefills, 1)
+    assert not any(room.done() for room in opening)
+    ranks.decodes[1].promise(ranks.address, "r1", tokens=8, promised=4, pages=[10])
+    rooms = await asyncio.gather(*opening)
+    assert [room.decode_prefix_len for room in rooms] == [4, 4]
+    await ranks.serve("r1")
+    await ranks.told(events.AuxLanded)
+    await ranks.told(events.ChunkLanded, last=True)
+    for decode in ranks.decodes:
+        assert {event.rank for event in decode.of(events.ChunkLanded)} == {0}
+        decode.receiver.received("r1", 0)
+    assert [await room.received() for room in rooms] == ["received", "received"]
+    assert all(prefill.sender.statistics()["pages_sent"] == 1 for prefill in ranks.prefills)
+
+
+async def test_promises_that_differ_are_refused_on_all_ranks_with_both_numbers(make_ranks) -> None:
+    ranks = await make_ranks(2, 2)
+    ranks.promise("r1", promised=[4, 0])
+    await ranks.told(events.RoomRefused)
+    for decode in ranks.decodes:
+        causes = {event.cause for event in decode.of(events.RoomRefused)}
+        assert all("did not promise the same" in cause for cause in causes)
+        assert all("promised 4 of 8 tokens" in cause and "promised 0 of 8 tokens" in cause for cause in causes)
+    for prefill in ranks.prefills:
+        statistics = prefill.sender.statistics()
+        assert (statistics["promises_differ"], statistics["rooms_gathering"]) == (1, 0)
+        assert statistics["pages_sent"] == 0
+    # The next generation, on which they agree, is served.
+    ranks.promise("r1", promised=4, generation=1)
+    await ranks.serve("r1")
+    await ranks.told(events.AuxLanded, generation=1)
+
+
+async def test_groups_of_one_request_id_do_not_meet(make_ranks, world) -> None:
+    ranks = await make_ranks(2, 1)
+    other = await world.decode(name="other", rank=1, ranks=2, heads=2, group=lambda: "another group")
+    ranks.decodes[0].promise(ranks.address, "r1", tokens=8, promised=4, pages=[10])
+    other.promise(ranks.address, "r1", tokens=8, promised=0, pages=[10, 11])
+    await ranks.decodes[0].wait(events.PromiseSent)
+    await other.wait(events.PromiseSent)
+    await gathering(ranks.prefills, 2)
+    assert not other.of(events.RoomRefused)
+
+
+@pytest.mark.parametrize(("decodes", "prefills"), [(2, 4), (1, 4), (4, 2), (4, 1)])
+async def test_each_rank_hears_of_the_writers_that_hold_its_heads(make_ranks, decodes: int, prefills: int) -> None:
+    ranks = await make_ranks(decodes, prefills)
+    ranks.promise("r1", promised=8)
+    rooms = await ranks.serve("r1")
+    writers = max(prefills // decodes, 1)
+    for decode in ranks.decodes:
+        await decode.wait(events.AuxLanded, count=writers)
+        assert {event.rank for event in decode.of(events.ChunkLanded)} == set(range(writers))
+        assert [event.ranks for event in decode.of(events.PromiseSent)] == [writers]
+        decode.receiver.received("r1", 0)
+    assert {await room.received() for room in rooms} == {"received"}
+    # A full hit sends nothing, and still every rank here has heads that it would send.
+    assert not any(room.sends_nothing for room in rooms)
+
+
+async def test_ranks_that_hold_copies_send_nothing_and_know_it(make_ranks, world) -> None:
+    identity = world.identity(kind="mla")
+    decode = await world.decode(identity=identity)
+    prefills = [
+        await world.prefill(f"prefill:{at + 1}", name=f"prefill-{at}", rank=at, ranks=2, identity=identity)
+        for at in range(2)
+    ]
+    decode.promise(",".join(prefill.address for prefill in prefills), "r1", tokens=8, promised=0, pages=[1, 2])
+    rooms = await asyncio.gather(*(prefill.serve("r1", [5, 6]) for prefill in prefills))
+    await decode.wait(events.AuxLanded)
+    await decode.wait(events.ChunkLanded, last=True)
+    assert [room.sends_nothing for room in rooms] == [False, True]
+    assert [prefill.sender.statistics()["pages_sent"] for prefill in prefills] == [2, 0]
+    assert world.same(decode, prefills[0], [(1, 5), (2, 6)])
+    decode.receiver.received("r1", 0)
+    assert {await room.received() for room in rooms} == {"received"}
+
+
+async def test_an_abort_of_one_rank_ends_the_room_on_every_rank_and_each_writer_says_drained(make_ranks) -> None:
+    ranks = await make_ranks(1, 4)
+    ranks.promise("r1")
+    rooms = await asyncio.gather(*(prefill.room("r1") for prefill in ranks.prefills))
+    ranks.decodes[0].receiver.abort("r1", 0)
+    await ranks.decodes[0].wait(events.RoomDrained, count=4)
+    assert {event.rank for event in ranks.decodes[0].of(events.RoomDrained)} == {0, 1, 2, 3}
+    assert {await room.received() for room in rooms} == {"aborted"}
+    assert ranks.decodes[0].receiver.statistics()["rooms_open"] == 0
+
+
+async def test_a_lost_writer_fails_the_room_and_is_drained_by_its_death(make_ranks, world) -> None:
+    ranks = await make_ranks(1, 2)
+    ranks.promise("r1")
+    await asyncio.gather(*(prefill.room("r1") for prefill in ranks.prefills))
+    (decode,) = ranks.decodes
+    world.network.kill(ranks.prefills[1].transport.instance)
+    failed = await decode.wait(events.RoomFailed)
+    assert not failed.settled
+    assert ranks.prefills[1].address in failed.cause
+    decode.receiver.abort("r1", 0)
+    await decode.wait(events.RoomDrained, count=2)
+    assert {event.rank for event in decode.of(events.RoomDrained)} == {0, 1}
+
+
+async def test_an_unreachable_rank_fails_the_room_and_the_others_are_stopped(make_ranks) -> None:
+    ranks = await make_ranks(1, 2)
+    ranks.address = f"{ranks.prefills[0].address},nobody:1"
+    ranks.promise("r1")
+    (decode,) = ranks.decodes
+    failed = await decode.wait(events.RoomFailed)
+    assert not failed.settled
+    await decode.wait(events.RoomDrained, rank=1)
+    decode.receiver.abort("r1", 0)
+    await decode.wait(events.RoomDrained, rank=0)
+
+
+async def test_addresses_in_another_order_are_refused(make_ranks) -> None:
+    ranks = await make_ranks(2, 2)
+    ranks.address = ",".join(reversed(ranks.address.split(",")))
+    ranks.promise("r1")
+    await ranks.told(events.RoomFailed)
+    assert all("rank (at prefill:" in decode.of(events.RoomFailed)[0].cause for decode in ranks.decodes)
+
+
+async def test_a_link_that_breaks_before_all_have_promised_refuses_the_room(make_ranks, world) -> None:
+    ranks = await make_ranks(2, 1)
+    ranks.decodes[0].promise(ranks.address, "r1", tokens=8, promised=0, pages=[10, 11])
+    ranks.decodes[1].promise(ranks.address, "r2", tokens=8, promised=0, pages=[10, 11])
+    await gathering(ranks.prefills, 2)
+    world.network.cut(ranks.decodes[1].transport.instance)
+    await ranks.decodes[1].wait(events.WriterLost)
+    await gathering(ranks.prefills, 1)
+    # The other rank's own room still waits; it gives it up.
+    ranks.decodes[0].receiver.abort("r1", 0)
+    await ranks.decodes[0].wait(events.RoomDrained)
+    assert ranks.prefills[0].sender.statistics()["rooms_gathering"] == 0
+
+
+async def test_a_promise_on_the_link_of_another_rank_breaks_its_room(decode, world) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    key = decode.room()
+    link.send(wire.Promise(room=key, prompt_tokens=8, decode_prefix_len=8, pages=b"", rank=1, ranks=2, group="g"))
+    failed = await decode.hear(link)
+    assert isinstance(failed, wire.Failed)
+    assert "rank 1 of 2 promises on the link of another" in failed.cause
+    assert isinstance(await decode.hear(link), wire.Drained)
+
+
+async def test_who_expects_pages_of_a_rank_without_its_heads_is_told_so(decode, world) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    link.send(wire.Promise(room=decode.room(), prompt_tokens=8, decode_prefix_len=8, pages=None))
+    failed = await decode.hear(link)
+    assert isinstance(failed, wire.Failed)
+    assert "expects nothing of prefill's rank 0, whose heads are among its own" in failed.cause

@@ -1,0 +1,201 @@
+"""What one room owes one rank of a decode instance: writes, the words about them, and the word that all have ended.
+
+`SenderRoom` decides what is written and told; this posts the writes (at most `writes_in_flight_max` at once) and says
+what is to be said on the link to that rank. A rank that this prefill rank writes nothing to has a delivery as well,
+whose writes go nowhere: its promise was compared, and its Received is waited for. It must never say a chunk before its
+write is done, and never call itself drained while a write is in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
+from tidekv.states.sending import SenderRoom, WriteJob
+from tidekv.states.shapes import PageIds, PoolMemory, page_ids
+from tidekv.transports import base, wire
+from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from tidekv.transports.outgoing import Room
+
+
+class RoomSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the writes of one room to one decode rank."""
+
+    writes_in_flight_max: int = 4
+    pages_per_write_max: int = 256
+
+
+class Courier:
+    """What rooms share: the transport, their tasks, the clock, and the counts of what was sent."""
+
+    def __init__(
+        self,
+        *,
+        transport: base.Transport,
+        memory: PoolMemory,
+        page_size: int,
+        rank: int,
+        clock: Callable[[], float],
+        settings: RoomSettings,
+        tasks: OwnedTasks,
+        on_finish: Callable[[Room], None],
+    ) -> None:
+        self.transport = transport
+        self.memory = memory
+        self.page_size = page_size
+        self.rank = rank
+        self.clock = clock
+        self.settings = settings
+        self.tasks = tasks
+        self.on_finish = on_finish
+        self.bytes_sent = 0
+        self.pages_sent = 0
+        self.messages_unsent = 0
+
+
+class DecodePeer:
+    """A decode worker at the other end of one link; its rooms live as long as its lease.
+
+    `memory` is its pool, None where we write nothing to it: it is a rank whose heads are not ours to send.
+    """
+
+    def __init__(self, link: base.Link, hello: wire.Hello, memory: base.PeerMemory | None, *, lease_s: float) -> None:
+        self.link = link
+        self.hello = hello
+        self.memory = memory
+        self.lease_s = lease_s
+        self.lease_until_s = 0.0
+        self.is_lost = False
+        self.rooms = 0
+
+    def renew(self, at_s: float) -> None:
+        """It was heard of."""
+        self.lease_until_s = at_s + self.lease_s
+
+
+class Delivery:
+    """One room's part for one decode rank."""
+
+    def __init__(self, room: Room, courier: Courier, peer: DecodePeer, promise: wire.Promise) -> None:
+        """Take a promise over. Raises RemoteProtocolError where it contradicts itself or the pools."""
+        self.room = room
+        self.key = promise.room
+        self.peer = peer
+        self.is_received = False
+        self._courier = courier
+        self._drained_link: base.Link | None = None
+        self.state = SenderRoom(
+            prompt_tokens=promise.prompt_tokens,
+            decode_prefix_len=promise.decode_prefix_len,
+            page_size=courier.page_size,
+            pages=self._destination(promise),
+        )
+
+    def advance(self) -> None:
+        """Post what may be posted, and say what may be said."""
+        while self.state.in_flight < self._courier.settings.writes_in_flight_max:
+            job = self.state.next_job(pages_max=self._courier.settings.pages_per_write_max)
+            if job is None:
+                break
+            if self.peer.memory is None:
+                self.state.settle(job, landed=True)
+                continue
+            write = self._write(self.peer.memory, job)
+            task = self._courier.tasks.spawn(write, name=f"write of {self.room.request_id}")
+            # In the callback, not in the task: a task that is cancelled before its first step runs nothing.
+            task.add_done_callback(partial(self._write_ended, job))
+        refusals, chunks = self.state.take_refusals(), self.state.take_chunks()
+        if self.peer.memory is None:
+            return
+        for refusal in refusals:
+            self.say(wire.Refused(room=self.key, span=refusal.span, cause=wire.brief(refusal.cause)))
+        for chunk in chunks:
+            self.say(
+                wire.Chunk(
+                    room=self.key,
+                    rank=self._courier.rank,
+                    span=chunk.span,
+                    first=chunk.first,
+                    count=chunk.count,
+                    last=chunk.last,
+                )
+            )
+
+    def say_aux(self, told: wire.Aux) -> None:
+        """Tell the first token, where this rank is written to."""
+        if self.peer.memory is not None:
+            self.say(msgspec.structs.replace(told, room=self.key))
+
+    def extend(self, message: wire.Extend) -> None:
+        """Decode wants more pages. Raises RemoteProtocolError."""
+        if self.state.stopped is None:
+            pages = wire.unpack_pages(message.pages)
+            self._check(pages)
+            self.state.extend(message.span, message.first, pages)
+            self.room.advance()
+
+    def say_drained_on(self, link: base.Link) -> None:
+        """Say Drained on this link as soon as nothing is in flight."""
+        self._drained_link = link
+
+    def settle(self) -> bool:
+        """Say Drained where that is due; True when nothing is in flight and nothing will be started."""
+        if not self.state.is_drained:
+            return False
+        link, self._drained_link = self._drained_link, None
+        if link is not None:
+            self.say(wire.Drained(room=self.key, rank=self._courier.rank), link)
+        return True
+
+    def say(self, message: wire.Message, link: base.Link | None = None) -> None:
+        """Send, as far as the link still takes it; whoever reads the link hears of its end and ends its rooms."""
+        try:
+            (link or self.peer.link).send(message)
+        except LinkClosed:
+            self._courier.messages_unsent += 1
+
+    def _destination(self, promise: wire.Promise) -> PageIds:
+        if (promise.pages is None) != (self.peer.memory is None):
+            expected = "nothing" if promise.pages is None else "pages"
+            raise RemoteProtocolError(
+                f"decode's rank {promise.rank} of {promise.ranks} expects {expected} of prefill's rank "
+                f"{self._courier.rank}, whose heads are {'others' if self.peer.memory is None else 'among its own'}"
+            )
+        if promise.pages is None:
+            page_size = self._courier.page_size
+            count = -(-promise.prompt_tokens // page_size) - promise.decode_prefix_len // page_size
+            return page_ids(range(max(count, 0)))
+        pages = wire.unpack_pages(promise.pages)
+        self._check(pages)
+        return pages
+
+    def _check(self, pages: PageIds) -> None:
+        if self.peer.memory is not None:
+            base.check_pages(pages, self.peer.hello.memory, whose="decode's")
+
+    async def _write(self, target: base.PeerMemory, job: WriteJob) -> str:
+        """Do one write; returns what failed, nothing if it landed."""
+        try:
+            written = await self._courier.transport.write(target, job.our_pages, job.their_pages)
+        except TidekvError as error:
+            return f"writing {len(job.our_pages)} pages to {self.peer.hello.instance} failed: {error}"
+        self._courier.bytes_sent += written
+        self._courier.pages_sent += len(job.our_pages)
+        return ""
+
+    def _write_ended(self, job: WriteJob, task: asyncio.Task[str]) -> None:
+        if task.cancelled():
+            failure = "the write was cut off"
+        else:
+            failure = f"a bug: {task.exception()!r}" if task.exception() else task.result()
+        self.state.settle(job, landed=not failure)
+        if failure:
+            self.room.fail(failure)
+        self.room.advance()

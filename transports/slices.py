@@ -1,0 +1,101 @@
+"""Which bytes of both pools a hand-over between two ranks pairs up: whole pieces, or the heads that both of them hold.
+
+A piece of a page is [page_size, heads, head_dim]. Some of its heads lie in one stretch within a token only, so that a
+page of a slice is `page_size` stretches a piece, each of which NIXL is given as one strided row over the pool. Nothing
+is staged: the same bytes cross the wire as between equal ranks, in smaller stretches. Pure arithmetic, no memory.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidekv.states.errors import InvalidConfig, PeerMismatch
+from tidekv.states.shapes import Identity, PoolMemory, Segment
+from tidekv.states.shares import Holding, Share, holding_of, shares_of, split_like
+from tidekv.transports import wire
+from tidekv.transports.base import Exchange
+
+
+def holding(identity: Identity, *, ranks: int, kv_heads_total: int = 0) -> Holding:
+    """How heads lie on the ranks of an instance whose ranks have this identity. Raises InvalidConfig."""
+    return holding_of(ranks=ranks, heads=identity.kv_heads, kind=identity.kind, total=kv_heads_total)
+
+
+def expected_writers(decode: Holding, *, rank: int, prefill_ranks: int) -> tuple[int, ...]:
+    """The prefill ranks that write to this decode rank. Raises InvalidConfig where heads cannot lie on so many."""
+    return tuple(share.prefill for share in shares_of(rank, decode, split_like(prefill_ranks, decode)))
+
+
+def exchanged_with(*, decode: wire.Hello, prefill: wire.Hello) -> Exchange | None:
+    """The bytes that this prefill rank writes to this decode rank, of pools that were judged; None: it writes none.
+
+    Raises PeerMismatch where the heads of the model cannot lie on such ranks.
+    """
+    try:
+        there, here = (_holding_of(hello) for hello in (decode, prefill))
+    except InvalidConfig as error:
+        raise PeerMismatch(field=f"ranks ({error})", ours=prefill.ranks, theirs=decode.ranks) from error
+    for share in shares_of(decode.rank, there, here):
+        if share.prefill == prefill.rank:
+            return _exchange(share, decode, prefill)
+    return None
+
+
+def in_heads_of(theirs: wire.Hello, ours: wire.Hello) -> tuple[Identity, tuple[int, ...]]:
+    """The peer's identity and the bytes of its pool's pieces, as they were if it held as many heads as we do.
+
+    As they are where that cannot be said, so that comparing them with ours names what differs.
+    """
+    identity, pieces = theirs.identity, tuple(segment.piece_bytes for segment in theirs.memory.segments)
+    there, here = identity.kv_heads, ours.identity.kv_heads
+    sizes = (*identity.piece_bytes, *pieces, identity.page_bytes)
+    scales = there > 0 and not any(size % there for size in sizes) and not getattr(identity, "groups", ())
+    if there == here or not scales or total_of(theirs) != total_of(ours):
+        return identity, pieces
+    scaled = msgspec.structs.replace(
+        identity,
+        kv_heads=here,
+        page_bytes=identity.page_bytes // there * here,
+        piece_bytes=tuple(size // there * here for size in identity.piece_bytes),
+    )
+    return scaled, tuple(size // there * here for size in pieces)
+
+
+def heads_of(memory: PoolMemory, *, page_size: int, heads: int, first: int, count: int) -> PoolMemory:
+    """Heads [first, first + count) of each token, as pieces of their own: `page_size` of them for each piece."""
+    segments = []
+    for segment in memory.segments:
+        token_bytes = segment.piece_bytes // page_size
+        head_bytes = token_bytes // heads
+        segments += [
+            Segment(
+                address=segment.address + token * token_bytes + first * head_bytes,
+                piece_bytes=count * head_bytes,
+                stride_bytes=segment.stride_bytes,
+                page_count=segment.page_count,
+            )
+            for token in range(page_size)
+        ]
+    return msgspec.structs.replace(memory, segments=tuple(segments))
+
+
+def total_of(hello: wire.Hello) -> int:
+    """How many KV heads the speaker's model has, as far as it can be told from the ranks."""
+    if hello.kv_heads_total or hello.identity.kind == "mla":
+        return hello.kv_heads_total or hello.identity.kv_heads
+    return hello.identity.kv_heads * hello.ranks
+
+
+def _holding_of(hello: wire.Hello) -> Holding:
+    return holding(hello.identity, ranks=hello.ranks, kv_heads_total=hello.kv_heads_total)
+
+
+def _exchange(share: Share, decode: wire.Hello, prefill: wire.Hello) -> Exchange:
+    there, here = decode.identity.kv_heads, prefill.identity.kv_heads
+    if share.count == there == here:
+        return Exchange(ours=prefill.memory, theirs=decode.memory)
+    page_size = prefill.identity.page_size
+    return Exchange(
+        ours=heads_of(prefill.memory, page_size=page_size, heads=here, first=share.source, count=share.count),
+        theirs=heads_of(decode.memory, page_size=page_size, heads=there, first=share.target, count=share.count),
+    )
