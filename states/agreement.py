@@ -236,6 +236,8 @@ class Agreement:
         cast and not decided is forgotten.
         """
         self._opening = None
+        # What that vote would have told is news again: an operation that ended then would be waited for without end.
+        self._has_news = True
         self.rank = LEADER
         for request in self._requests.values():
             request.abort(self._ballot, LOST_RANK)

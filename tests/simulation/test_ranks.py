@@ -26,6 +26,12 @@ def test_every_request_of_every_rank_ends(ranks: int) -> None:
     assert sum(report.ends.values()) == 25
 
 
+@pytest.mark.parametrize(("seed", "ranks"), [(400108, 4), (620006, 6)])
+def test_a_rank_that_died_in_a_vote_leaves_nobody_waiting(seed: int, ranks: int) -> None:
+    # The others had told the end of a backup in that vote, and had nothing else to tell afterwards.
+    assert simulate_ranks(seed, ranks, 50).epochs == 2
+
+
 def test_one_rank_alone_needs_nobody() -> None:
     assert sum(simulate_ranks(3, 1, 40).ends.values()) == 40
 

@@ -554,6 +554,25 @@ def test_a_rank_that_is_left_alone_ends_everything_by_itself() -> None:
     assert alone.is_idle
 
 
+def test_what_a_rank_said_in_a_vote_that_was_never_decided_is_news_when_it_is_left_alone() -> None:
+    # Nothing but a backup is in flight, and its end was told in the last vote, which broke off: nothing new comes.
+    ranks = Ranks(2)
+    ranks.make_ready()
+    ranks.hear(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)
+    ranks.turn()
+    copy = ranks.take(commands.CopyToHost)
+    assert isinstance(copy, commands.CopyToHost)
+    ranks.hear(events.CopyEnded, ranks=[1], op=copy.op)
+    alone = ranks.agreements[1]
+    alone.take_opening(Opening(0, alone.turn + 1, 0.0, 256))
+    alone.cast()
+    assert not alone.has_news
+    alone.go_solo()
+    assert alone.has_news
+    alone.open_turn(1.0)
+    assert [type(event) for event in alone.decide(alone.cast()).events] == [events.CopyEnded]
+
+
 # --- Divergence ---
 
 
