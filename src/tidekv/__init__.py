@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tidekv.backends.device import DevicePool
     from tidekv.backends.host import HostPool
     from tidekv.backends.layout import KVLayout
+    from tidekv.backends.page_layout import PageLayout
     from tidekv.backends.storage.uri import open_storage
     from tidekv.engine.config import EngineConfig
     from tidekv.engine.decode_engine import DecodeEngine
@@ -55,6 +56,7 @@ __all__ = [
     "LoopbackTransport",
     "NixlTransport",
     "OutOfPages",
+    "PageLayout",
     "PrefillPeer",
     "RankBroken",
     "RankGroup",
@@ -85,6 +87,7 @@ _LATER = {
     "KVLayout": "tidekv.backends.layout",
     "LoopbackTransport": "tidekv.transports.loopback",
     "NixlTransport": "tidekv.transports.nixl",
+    "PageLayout": "tidekv.backends.page_layout",
     "PrefillPeer": "tidekv.engine.prefill_peer",
     "RankGroup": "tidekv.engine.rank_group",
     "ReadyRequest": "tidekv.engine.values",

@@ -1,0 +1,103 @@
+"""Greedy speculative decoding on pages with a "draft" group: a draft proposes, the target checks, and both keep KV.
+
+    target   [0, n)   KV of the tokens said, all but the last
+    draft    [0, d)   its own KV of the same positions; d may lag behind by what was proposed and refused
+
+With `shift` 1 the draft is fed like one of the EAGLE family: at position i it sees token i + 1. Then its KV at the last
+position of a page depends on the token behind the page, and pages must be named by pairs (`EngineConfig.bigram_keys`).
+
+What is said is what the target alone would say; how many proposals it takes at a time is what the draft's KV is for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidekv.engine.workload.group_model import CausalModel, GroupModel, choices
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The output, and for each step of the target how many tokens it added: accepted proposals and one of its own."""
+
+    output: list[int]
+    steps: list[int]
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a step of the target, on average; 1 is what there is without a draft."""
+        return sum(self.steps) / len(self.steps)
+
+
+class Speculation:
+    """A target and its draft on the same pages."""
+
+    def __init__(self, target: GroupModel, draft: GroupModel, *, shift: int = 0, proposals_max: int = 4) -> None:
+        self.target = target
+        self.draft = draft
+        self.shift = shift
+        self.proposals_max = proposals_max
+
+    def prefill(self, prompt: Sequence[int], pages: Sequence[int]) -> int:
+        """Compute the KV of both at all positions of the prompt; returns the first token of the answer."""
+        (first_token,) = choices(self.target.forward(prompt, 0, pages)[-1:])
+        self.draft.forward([*prompt, first_token][self.shift : self.shift + len(prompt)], 0, pages)
+        return first_token
+
+    def answer(self, prompt: Sequence[int], first_token: int, pages: Sequence[int], count: int) -> Answer:
+        """Generate `count` tokens, the first of which is there already, after a prompt whose KV is in the pages.
+
+        The pages hold `count + proposals_max` more tokens than the prompt. At the end both have KV of all positions but
+        the last.
+        """
+        said, steps = [*prompt, first_token], []
+        draft_known = len(prompt)
+        while len(said) < len(prompt) + count:
+            end = len(said) - self.shift
+            proposals = self._propose(said, draft_known, pages)
+            wanted = choices(self.target.forward([said[-1], *proposals], len(said) - 1, pages))
+            agreed = next((at for at, token in enumerate(proposals) if token != wanted[at]), len(proposals))
+            said += wanted[: agreed + 1]
+            steps.append(agreed + 1)
+            draft_known = end + min(agreed, len(proposals) - 1)
+        del said[len(prompt) + count :]
+        if draft_known < len(said) - 1:
+            self.draft.forward(said[draft_known + self.shift : len(said) - 1 + self.shift], draft_known, pages)
+        return Answer(said[len(prompt) :], steps)
+
+    def _propose(self, said: list[int], draft_known: int, pages: Sequence[int]) -> list[int]:
+        """Feed the draft what it has not seen, at least the last token, and then what it says itself."""
+        end = len(said) - self.shift
+        start = min(draft_known, end - 1)
+        proposals = choices(self.draft.forward(said[start + self.shift :], start, pages)[-1:])
+        while len(proposals) < self.proposals_max:
+            proposals += choices(self.draft.forward(proposals[-1:], end + len(proposals) - 1, pages))
+        return proposals
+
+
+def first_layers(target: CausalModel, count: int) -> CausalModel:
+    """Make a draft of a target's first layers, with the same embeddings, norm and head. Weights are shared."""
+    draft = copy.copy(target)
+    draft._modules = dict(target._modules)
+    draft.config = copy.deepcopy(target.config)
+    draft.config.num_hidden_layers = count
+    draft.model = copy.copy(target.model)
+    draft.model._modules = dict(target.model._modules)
+    draft.model.config = draft.config
+    draft.model.layers = torch.nn.ModuleList(target.model.layers[:count])
+    return draft
+
+
+def dampen_later_layers(target: CausalModel, first: int, *, by: float) -> None:
+    """Scale what the layers from `first` on add, so that a draft of the layers before often says what the target says.
+
+    Random weights have no redundancy of their own, as trained ones have.
+    """
+    with torch.no_grad():
+        for layer in target.model.layers[first:]:
+            layer.self_attn.o_proj.weight.mul_(by)
+            layer.mlp.down_proj.weight.mul_(by)

@@ -1,0 +1,197 @@
+"""Pages of several groups through a whole engine: all groups of a page are there, or the page is not.
+
+Full KV of 8 bits with its scales, an indexer's keys and a draft: four shapes and types, one page id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    InvalidConfig,
+    KVLayout,
+    LoopbackTransport,
+    PageLayout,
+    PrefillPeer,
+    RequestFailed,
+    open_storage,
+)
+from tidekv.backends.keys import pack_tokens
+from tidekv.backends.page_layout import Layout, group_offsets
+from tidekv.engine.rank_group import settings_digest
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.states.settings import CoreSettings
+from tidekv.transports.loopback import LoopbackNetwork
+
+SIZE = 4
+FULL = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float8_e4m3fn", page_size=SIZE)
+SCALES = KVLayout(num_layers=3, num_kv_heads=2, head_dim=1, dtype="float32", page_size=SIZE)
+INDEXER = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, dtype="uint8", page_size=SIZE, kind="mla")
+DRAFT = KVLayout(num_layers=1, num_kv_heads=4, head_dim=8, dtype="bfloat16", page_size=SIZE)
+PLAIN = PageLayout.of(full=FULL, scales=SCALES, indexer=INDEXER)
+LAYOUT = PageLayout.of(full=FULL, scales=SCALES, indexer=INDEXER, draft=DRAFT)
+PROMPT = list(range(100, 100 + 6 * SIZE + 1))
+
+
+@dataclass
+class Worker:
+    """A decode worker, and its prefill."""
+
+    engine: DecodeEngine
+    device: DevicePool
+    host: HostPool
+
+    async def ask(self, request_id: str, prompt: list[int] = PROMPT) -> dict[str, int]:
+        """Restore, verify every byte of every group, give back."""
+        ready = await self.engine.restore(
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill="prefill", prompt="send")
+        )
+        digests = prompt_digests(pack_tokens(prompt), SIZE)
+        assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
+        await self.engine.finish(ready)
+        await self.engine.wait_settled()
+        return ready.sources
+
+
+@asynccontextmanager
+async def worker(
+    folder: Path | None = None, *, layout: Layout = LAYOUT, prefill_layout: Layout | None = None
+) -> AsyncIterator[Worker]:
+    network = LoopbackNetwork()
+    prefill_pool = DevicePool.allocate(prefill_layout or layout, 64)
+    device, host = DevicePool.allocate(layout, 32), HostPool.allocate(layout, 32)
+    async with (
+        PrefillPeer(
+            device=prefill_pool,
+            transport=LoopbackTransport("prefill-0", network),
+            listen="prefill",
+            on_room=SyntheticPrefill(prefill_pool, chunk_pages=3).serve,
+        ),
+        DecodeEngine(
+            EngineConfig(prefetch_threshold_tokens=0),
+            device=device,
+            host=host,
+            storage=None if folder is None else open_storage(f"file:{folder}?capacity=64MB"),
+            transport=LoopbackTransport("decode-0", network),
+        ) as engine,
+    ):
+        yield Worker(engine, device, host)
+
+
+def find_in(folder: Path, content: bytes) -> tuple[Path, int]:
+    """The file of storage that has these bytes, and where."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and (at := path.read_bytes().find(content)) >= 0:
+            return path, at
+    raise AssertionError("storage has no such bytes")
+
+
+def draft_part(made: Worker, page: int, digests: list[bytes]) -> bytes:
+    """What the draft group of one page of the prompt holds."""
+    pool = DevicePool.allocate(LAYOUT, 1)
+    SyntheticKV(pool).fill([0], digests[page : page + 1])
+    start = next(start for group, start in group_offsets(LAYOUT) if group.name == "draft")
+    content = bytes(pool.read_pages([0])[0, start:].tolist())
+    assert len(content) == DRAFT.page_bytes
+    assert any(bytes(row) == content for row in made.host.group("draft").numpy())
+    return content
+
+
+async def test_all_groups_travel_through_every_tier(tmp_path: Path) -> None:
+    async with worker(tmp_path) as made:
+        assert (await made.ask("r1"))["transfer"] == len(PROMPT)
+        assert (await made.ask("r2"))["l1"] == 24
+        await made.engine.flush(("l1",))
+        assert (await made.ask("r3"))["l2"] == 24
+        await made.engine.flush(("l1", "l2"))
+        assert (await made.ask("r4"))["l3"] == 24
+    async with worker(tmp_path) as made:
+        assert (await made.ask("r5"))["l3"] == 24
+
+
+async def test_pages_with_and_without_a_draft_never_meet(tmp_path: Path) -> None:
+    async with worker(tmp_path) as made:
+        await made.ask("r1")
+    async with worker(tmp_path, layout=PLAIN) as made:
+        assert (await made.ask("r2"))["l3"] == 0
+    async with worker(tmp_path, layout=PageLayout.of(**{**dict(LAYOUT.groups), "draft": FULL})) as made:
+        assert (await made.ask("r3"))["l3"] == 0
+    async with worker(tmp_path) as made:
+        assert (await made.ask("r4"))["l3"] == 24
+
+
+@pytest.mark.parametrize("page", [0, 3, 5])
+async def test_a_damaged_draft_part_cuts_the_hit_at_its_page(tmp_path: Path, page: int) -> None:
+    digests = prompt_digests(pack_tokens(PROMPT), SIZE)
+    async with worker(tmp_path) as made:
+        await made.ask("r1")
+        content = draft_part(made, page, digests)
+    path, at = find_in(tmp_path, content)
+    with path.open("r+b") as file:
+        file.seek(at + len(content) - 1)
+        file.write(bytes([content[-1] ^ 1]))
+    async with worker(tmp_path) as made:
+        sources = await made.ask("r2")
+        assert (sources["l3"], sources["transfer"]) == (page * SIZE, len(PROMPT) - page * SIZE)
+
+
+async def test_a_record_that_ends_within_the_draft_part_is_a_miss(tmp_path: Path) -> None:
+    digests = prompt_digests(pack_tokens(PROMPT), SIZE)
+    async with worker(tmp_path) as made:
+        await made.ask("r1")
+        # The last of the file: what is before it in the record is whole, the other groups are all there.
+        last = max(range(6), key=lambda page: find_in(tmp_path, draft_part(made, page, digests))[1])
+        content = draft_part(made, last, digests)
+    path, at = find_in(tmp_path, content)
+    with path.open("r+b") as file:
+        file.truncate(at + len(content) // 2)
+    async with worker(tmp_path) as made:
+        assert (await made.ask("r2"))["l3"] == last * SIZE
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (LAYOUT, PLAIN, "layer group 'draft' of a page: ours is GroupIdentity(.*), theirs is 'absent'"),
+        (PLAIN, LAYOUT, "layer group 'draft' of a page: ours is 'absent', theirs is GroupIdentity"),
+        (FULL, PLAIN, "layer group 'scales' of a page: ours is 'absent'"),
+    ],
+)
+async def test_a_prefill_worker_with_other_groups_is_refused_by_the_groups_name(
+    ours: Layout, theirs: Layout, words: str
+) -> None:
+    async with worker(layout=ours, prefill_layout=theirs) as made:
+        with pytest.raises(RequestFailed, match=words):
+            await made.ask("r1")
+
+
+async def test_one_group_is_the_plain_layout_at_the_other_end() -> None:
+    async with worker(layout=FULL, prefill_layout=PageLayout.of(full=FULL)) as made:
+        assert (await made.ask("r1"))["transfer"] == len(PROMPT)
+
+
+def test_a_host_pool_with_other_groups_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="host pool has layout"):
+        DecodeEngine(
+            EngineConfig(),
+            device=DevicePool.allocate(LAYOUT, 4),
+            host=HostPool.allocate(PLAIN, 4),
+            transport=LoopbackTransport("decode-0", LoopbackNetwork()),
+        )
+
+
+def test_ranks_with_other_groups_are_no_group() -> None:
+    settings = CoreSettings(page_size=SIZE, key_bytes=16, device_pages=4)
+    digests = {settings_digest(settings, layout.identity("m")) for layout in (FULL, PLAIN, LAYOUT)}
+    assert len(digests) == 3

@@ -1,0 +1,136 @@
+"""A target and its draft on the same pages: restored draft KV is as good as fresh, from every tier.
+
+The draft is the target's first layers with the target's embeddings and head, so that it often proposes what the target
+says. Tokens are the target's own whatever the draft does; only the accept length tells whether its KV is there.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tidekv import DevicePool, KVLayout
+from tidekv.backends.page_layout import PageLayout
+from tidekv.engine.workload.group_model import CausalModel, GroupModel, PlainKV
+from tidekv.engine.workload.model import ModelShape, build_llama, generate_in_one_process
+from tidekv.engine.workload.speculation import Answer, Speculation, dampen_later_layers, first_layers
+
+PAGE_SIZE = 4
+OUTPUT = 24
+SHAPE = ModelShape(vocab_size=64, hidden_size=64, mlp_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16)
+# Layers of the draft; and whether it sees the next token at each position, as EAGLE does.
+DRAFTS = [(1, 0), (2, 0), (1, 1)]
+IDS = ["one-layer", "two-layers", "shifted"]
+
+
+@cache
+def target(draft_layers: int) -> CausalModel:
+    model = build_llama(SHAPE)
+    dampen_later_layers(model, draft_layers, by=0.05)
+    return model
+
+
+def layers_of(count: int) -> KVLayout:
+    return KVLayout(num_layers=count, num_kv_heads=2, head_dim=16, dtype="float64", page_size=PAGE_SIZE)
+
+
+def pair_on(pool: DevicePool, draft_layers: int, shift: int) -> Speculation:
+    full, draft = (PlainKV(pool.group(name)) for name in ("full", "draft"))
+    model = target(draft_layers)
+    return Speculation(
+        GroupModel(model, full, page_size=PAGE_SIZE),
+        GroupModel(first_layers(model, draft_layers), draft, page_size=PAGE_SIZE),
+        shift=shift,
+    )
+
+
+def layout_of(draft_layers: int) -> PageLayout:
+    return PageLayout.of(full=layers_of(4), draft=layers_of(draft_layers))
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 64, (length,), generator=source).tolist()
+
+
+def in_one_process(draft_layers: int, shift: int, prompt: list[int]) -> Answer:
+    """The pair on pages that go nowhere; its tokens are those of the target's own `generate()`."""
+    pair, pages = pair_on(DevicePool.allocate(layout_of(draft_layers), 64), draft_layers, shift), list(range(64))
+    answer = pair.answer(prompt, pair.prefill(prompt, pages), pages, OUTPUT)
+    assert answer.output == generate_in_one_process(target(draft_layers), prompt, OUTPUT)
+    return answer
+
+
+async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **options: bool) -> None:
+    prompt = prompt_of(26, seed=1)
+    wanted = in_one_process(draft_layers, shift, prompt)
+    assert wanted.accept_length >= 2
+    assert any(step != 1 for step in wanted.steps)
+    layout = layout_of(draft_layers)
+    options |= {"bigram_keys": shift == 1}
+    async with make_rig(layout, lambda pool: pair_on(pool, draft_layers, shift), **options) as rig:
+        async with rig.decode() as decode:
+            fresh = await decode.ask(prompt, OUTPUT)
+            assert fresh.sources["transfer"] == len(prompt)
+            assert fresh.answer == wanted
+            for tier in ("l1", "l2", "l3"):
+                asked = await decode.ask_from(tier, prompt, OUTPUT)
+                assert asked.answer == wanted, tier
+                assert torch.equal(asked.page_bytes, fresh.page_bytes), tier
+                spoilt = await decode.ask_from(tier, prompt, OUTPUT, zero="draft")
+                assert spoilt.answer.output == wanted.output
+                assert spoilt.answer.accept_length < wanted.accept_length - 0.5
+                # Where the index holds what was spoilt, drop it: the device, and nothing else, has it.
+                await decode.engine.flush(("l1",))
+            # The draft KV that decode wrote while it proposed is kept as well: the next turn goes on from it.
+            assert (await decode.ask(prompt, OUTPUT)).answer == wanted
+            longer = [*prompt, *wanted.output, *prompt_of(5, seed=2)]
+            second = in_one_process(draft_layers, shift, longer)
+            for tier in ("l2", "l3"):
+                await decode.engine.flush(("l1",) if tier == "l2" else ("l1", "l2"))
+                asked = await decode.ask(longer, OUTPUT)
+                assert asked.sources[tier] >= 48
+                assert asked.answer == second, tier
+        async with rig.decode() as restarted:
+            asked = await restarted.ask(longer, OUTPUT)
+            assert asked.sources["l3"] >= 52
+            assert asked.answer == second
+
+
+@pytest.mark.parametrize(("draft_layers", "shift"), DRAFTS, ids=IDS)
+async def test_accept_length_from_every_tier_equals_the_fresh_one(draft_layers: int, shift: int, make_rig: Any) -> None:
+    await check_every_tier(draft_layers, shift, make_rig)
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(("draft_layers", "shift"), DRAFTS[1:], ids=IDS[1:])
+async def test_accept_length_over_nixl_equals_the_fresh_one(draft_layers: int, shift: int, make_rig: Any) -> None:
+    await check_every_tier(draft_layers, shift, make_rig, nixl=True)
+
+
+async def test_a_page_is_not_shared_where_its_draft_kv_is_anothers(make_rig: Any) -> None:
+    """Two prompts part in the token behind the second page; the draft of the second one saw another token there."""
+    first = prompt_of(26, seed=1)
+    second = [*first[:8], (first[8] + 1) % 64, *prompt_of(12, seed=3)]
+    wanted = in_one_process(1, 1, second)
+    async with (
+        make_rig(layout_of(1), lambda pool: pair_on(pool, 1, 1), bigram_keys=True) as rig,
+        rig.decode() as decode,
+    ):
+        await decode.ask(first, OUTPUT)
+        asked = await decode.ask(second, OUTPUT)
+        assert asked.sources["l1"] == 4
+        assert asked.answer == wanted
+    draft = layers_of(1).page_bytes
+    async with make_rig(layout_of(1), lambda pool: pair_on(pool, 1, 1)) as rig, rig.decode() as decode:
+        await decode.ask(first, OUTPUT)
+        wrong = await decode.ask(second, OUTPUT)
+        # Without bigram keys the page is shared, and the last position of its draft part is the other prompt's.
+        assert wrong.sources["l1"] == 8
+        differs = (wrong.page_bytes[1] != asked.page_bytes[1]).nonzero().flatten()
+        assert len(differs) > 0
+        assert int(differs.min()) >= layout_of(1).page_bytes - draft
+        assert not torch.equal(wrong.page_bytes[0], asked.page_bytes[1])
