@@ -58,13 +58,23 @@ class TierOptions:
     compare: bool = True
     journal: str | None = None
     storage_options: Mapping[str, object] | None = None
+    trace_layout: KVLayout | None = None
+    """How the synthetic KV of a recording lies in pages; None: with little KV a token. Its page size goes first."""
+    verify_every: int = 1
+    """Of a recording, the pages of every so-manieth request are verified."""
     engine: EngineConfig | None = None
     transport: Callable[[], NixlTransport] | None = None
     shows: Callable[[str | None], None] | None = None
     """Told where the metrics of a decode engine are when it has started, and None when it is about to end."""
 
     def __post_init__(self) -> None:
-        for name, least in (("page_size", 1), ("l1_pages", 0), ("l2_pages", 0), ("in_flight_max", 0)):
+        for name, least in (
+            ("page_size", 1),
+            ("l1_pages", 0),
+            ("l2_pages", 0),
+            ("in_flight_max", 0),
+            ("verify_every", 1),
+        ):
             if getattr(self, name) < least:
                 raise InvalidConfig(f"{name} must be at least {least}, not {getattr(self, name)}")
 
@@ -169,11 +179,13 @@ async def run_trace(
     """
     started_s = time.perf_counter()
     # Little KV a token: a recording's prompts are long, and what is tested does not depend on it.
-    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", page_size=tiers.page_size)
+    layout = tiers.trace_layout or KVLayout(
+        num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", page_size=tiers.page_size
+    )
     result = JobResult(
         layout=layout,
-        l1_pages=tiers.l1_pages or (1 << 17) // tiers.page_size,
-        l2_pages=tiers.l2_pages or (1 << 19) // tiers.page_size,
+        l1_pages=tiers.l1_pages or (1 << 17) // layout.page_size,
+        l2_pages=tiers.l2_pages or (1 << 19) // layout.page_size,
         in_flight_max=tiers.in_flight_max or 16,
     )
     first = read_trace(path, options)
@@ -182,7 +194,7 @@ async def run_trace(
         fingerprint="synthetic",
         layout=layout,
         num_pages=result.l1_pages,
-        chunk_tokens=256 * tiers.page_size,
+        chunk_tokens=256 * layout.page_size,
         vocabulary=VOCABULARY,
     )
     with ComputeThread("decode") as compute:
@@ -199,12 +211,13 @@ async def run_trace(
                         phase=phase,
                         in_flight_max=result.in_flight_max,
                         cache=cache,
+                        verify_every=tiers.verify_every,
                         progress=progress,
                     )
                     await run.run(first if cache else read_trace(path, options))
                 result.compared += run.verdicts.pages
                 result.failures += run.verdicts.wrong
-        result.reusable_tokens = await compute.run(partial(_reusable, path, options, tiers.page_size))
+        result.reusable_tokens = await compute.run(partial(_reusable, path, options, layout.page_size))
     result.wall_s = time.perf_counter() - started_s
     return result
 

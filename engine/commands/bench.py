@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from tidekv.states.errors import InvalidConfig
+
+# Beside this folder in a checkout; a wheel has no benchmarks.
+ALL_TARGETS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "all_targets.py"
 
 bench_app = typer.Typer(help="Measure something and print a table.", no_args_is_help=True)
 Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png or .svg file, too (extra plot).")]
@@ -14,6 +21,34 @@ Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png or .svg fi
 def register(app: typer.Typer) -> None:
     """Add `bench` to the command line."""
     app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command(name="all")
+def all_targets(
+    only: Annotated[list[str] | None, typer.Option(help="A target, group or measurement; may be repeated.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all verdicts to this file.")] = None,
+    peers: Annotated[Path | None, typer.Option(help="Where peers are kept; they come from the registry.")] = None,
+    traces: Annotated[Path | None, typer.Option(help="The folder of recordings; ../shared/traces if there.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw cost against work to this .png or .svg file.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="Show the targets, and measure nothing.")] = False,
+) -> None:
+    """Measure what tidekv is to reach, beside peers and limits: each target passes, is short, or is missing.
+
+    Takes a quarter of an hour on two cores. The exit code says nothing of the figures.
+    """
+    from tidekv.engine.seeing.plots import check_plot
+
+    if not ALL_TARGETS.is_file():
+        raise InvalidConfig(
+            f"the benchmarks are not part of the installed package: run this from a checkout ({ALL_TARGETS} is missing)"
+        )
+    check_plot(plot)
+    given = {"json": json, "peers": peers, "traces": traces, "plot": plot}
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    command = [sys.executable, str(ALL_TARGETS), *options, *(["--list"] if show else [])]
+    code = subprocess.run([*command, *(["--only", *only] if only else [])], check=False).returncode
+    if code:
+        raise typer.Exit(code)
 
 
 @bench_app.command()

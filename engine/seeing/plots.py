@@ -111,6 +111,22 @@ def plot_bandwidth(speeds: Mapping[str, float], *, page_bytes: int, batch_bytes:
     return figure
 
 
+def plot_scaling(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """Cost against work: one line a part, through (units of work, seconds), and beside it what n log n would cost."""
+    figure = _figure(len(curves))
+    for axes, (name, points) in zip(_axes(figure, len(curves)), curves.items(), strict=True):
+        counts, seconds = (np.array(column) for column in zip(*points, strict=True))
+        allowed = counts * np.log(counts)
+        axes.loglog(counts, seconds, marker="o", color=SOURCE_COLORS["l2"], label="measured")
+        axes.loglog(counts, seconds[0] * allowed / allowed[0], "--", color=SOURCE_COLORS["recompute"], label="n log n")
+        axes.set_title(name)
+        axes.set_xlabel("work (n)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", loc="upper left")
+    figure.axes[0].set_ylabel("CPU time (s)")
+    return figure
+
+
 def _figure(columns: int) -> Figure:
     # Not pyplot: it keeps every figure of the process, and chooses a window system.
     from matplotlib.figure import Figure

@@ -159,7 +159,7 @@ async def prefill_worker(
             worker = ModelPrefill(model, pages, compute, chunk_tokens=order.chunk_tokens)
         else:
             chunk_pages = max(1, order.chunk_tokens // order.layout.page_size)
-            worker = SyntheticPrefill(pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary)
+            worker = SyntheticPrefill(pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary, pages=pages)
         async with PrefillPeer(
             device=pool,
             transport=transport() if transport else NixlTransport(name=order.name),

@@ -34,10 +34,11 @@ class PrefixPages:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self._readers: dict[bytes, int] = {}
 
-    def take(self, packed: bytes) -> PromptPages | None:
+    def take(self, packed: bytes, digests: Sequence[bytes] | None = None) -> PromptPages | None:
         """Take pages for a prompt; None if there are too few now. Raises InvalidRequest if there never will be enough.
 
-        The last token's page is never a known one: computing it gives the first token of the answer.
+        The last token's page is never a known one: computing it gives the first token of the answer. `digests` are
+        those of the full pages, where the caller has made them already.
         """
         tokens = len(packed) // TOKEN_BYTES
         total = -(-tokens // self._page_size)
@@ -45,7 +46,8 @@ class PrefixPages:
             raise InvalidRequest(
                 f"a prompt of {tokens} tokens needs {total} pages; the prefill pool has {self._num_pages}"
             )
-        digests = page_digests(packed, self._page_size)
+        if digests is None:
+            digests = page_digests(packed, self._page_size)
         known = 0
         while known < (tokens - 1) // self._page_size and digests[known] in self._kept:
             known += 1
@@ -87,6 +89,8 @@ class PrefixPages:
         return self._keep and full and held.digests[position] not in self._kept
 
     def _drop(self, count: int) -> None:
+        if count <= 0:
+            return
         unread = (digest for digest in list(self._kept) if digest not in self._readers)
         for digest, _ in zip(unread, range(count), strict=False):
             self._free.append(self._kept.pop(digest))

@@ -10,7 +10,7 @@ from functools import partial
 
 from tidekv.backends.device import DevicePool
 from tidekv.engine.decode_engine import DecodeEngine
-from tidekv.engine.values import DecodeRequest
+from tidekv.engine.values import DecodeRequest, ReadyRequest
 from tidekv.engine.workload.blocks import TraceRequest
 from tidekv.engine.workload.compute import ComputeThread
 from tidekv.engine.workload.phase import Phase, Progress
@@ -40,7 +40,7 @@ class TraceRun:
     """One pass over a recording. `cache=False` restores and keeps nothing: what it costs without a decode cache.
 
     Requests start in the recording's order and not before their time; at most `in_flight_max` are at work at once, and
-    those of one session come one after the other.
+    those of one session come one after the other. `verify_every`: the pages of every so-manieth request are verified.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class TraceRun:
         phase: Phase,
         in_flight_max: int,
         cache: bool = True,
+        verify_every: int = 1,
         progress: Progress | None = None,
     ) -> None:
         self._engine = engine
@@ -65,6 +66,7 @@ class TraceRun:
         self._phase = phase
         self._cache = cache
         self._progress = progress
+        self._verify_every = verify_every
         self._slots = asyncio.Semaphore(in_flight_max)
         self._last_of: dict[str, asyncio.Event] = {}
         self.verdicts = Verdicts()
@@ -119,14 +121,8 @@ class TraceRun:
             )
         )
         self._phase.note(ready, time.perf_counter() - started_s, page_size=self._page_size)
-        pages = ready.pages[: len(prompt.digests)].tolist()
-        wrong = await self._compute.run(partial(self._kv.verify, pages, prompt.digests))
-        self.verdicts.pages += len(pages)
-        if wrong:
-            self.verdicts.wrong.append(
-                f"{request_id}: {len(wrong)} of {len(pages)} pages differ, the first is page {wrong[0]} of the prompt; "
-                f"tokens by source: {dict(ready.sources)}"
-            )
+        if self._phase.requests % self._verify_every == 0:
+            await self._verify(prompt, ready)
         if ready.first_token != synthetic_first_token(prompt.packed, self._vocabulary):
             self.verdicts.wrong.append(f"{request_id}: the first token is that of another prompt")
         # All of the output at once: what is replayed is the memory that it takes, not the time of each token.
@@ -137,3 +133,14 @@ class TraceRun:
         fresh = ready.pages[first : len(digests)].tolist()
         await self._compute.run(partial(self._kv.fill, fresh, digests[first:]))
         await self._engine.finish(ready, prompt.output)
+
+    async def _verify(self, prompt: _Prompt, ready: ReadyRequest) -> None:
+        """Compare every page of the prompt, byte for byte, with what it must hold."""
+        pages = ready.pages[: len(prompt.digests)].tolist()
+        wrong = await self._compute.run(partial(self._kv.verify, pages, prompt.digests))
+        self.verdicts.pages += len(pages)
+        if wrong:
+            self.verdicts.wrong.append(
+                f"{prompt.request.request_id}: {len(wrong)} of {len(pages)} pages differ, the first is page {wrong[0]} "
+                f"of the prompt; tokens by source: {dict(ready.sources)}"
+            )

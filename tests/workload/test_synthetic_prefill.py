@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -19,6 +19,9 @@ from tidekv import (
     PrefillPeer,
     RequestFailed,
 )
+from tidekv.backends.keys import pack_tokens
+from tidekv.engine.workload.prefix_pages import PrefixPages
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.outgoing import Room
@@ -128,7 +131,7 @@ async def test_a_prefill_that_raises_keeps_its_pages_until_the_last_write_has_en
 
 async def test_a_prompt_that_the_pool_never_holds_is_refused_in_words() -> None:
     async def serve(prefill: SyntheticPrefill, room: Room) -> None:
-        with pytest.raises(InvalidRequest, match=f"9 pages, and the pool of this prefill {PAGES}"):
+        with pytest.raises(InvalidRequest, match=f"needs 9 pages; the prefill pool has {PAGES}"):
             await prefill.serve(room)
         room.fail("refused")
 
@@ -136,3 +139,36 @@ async def test_a_prompt_that_the_pool_never_holds_is_refused_in_words() -> None:
         with pytest.raises(RequestFailed, match="refused"):
             await engine.restore(request(list(range(33))))
         assert prefill.pages_free == PAGES
+
+
+async def test_kept_prefixes_are_sent_without_being_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = LoopbackNetwork()
+    pool = DevicePool.allocate(LAYOUT, 16)
+    prefill = SyntheticPrefill(pool, chunk_pages=2, pages=PrefixPages(16, LAYOUT.page_size))
+    filled: list[int] = []
+    fill = prefill._kv.fill
+
+    def counted(pages: Sequence[int], digests: Sequence[bytes]) -> None:
+        filled.append(len(pages))
+        fill(pages, digests)
+
+    monkeypatch.setattr(prefill._kv, "fill", counted)
+    device = DevicePool.allocate(LAYOUT, 16)
+    async with (
+        PrefillPeer(
+            device=pool, transport=LoopbackTransport("prefill-0", network), listen="prefill", on_room=prefill.serve
+        ),
+        DecodeEngine(EngineConfig(), device=device, transport=LoopbackTransport("decode-0", network)) as engine,
+    ):
+        for number, (tokens, pages_filled) in enumerate(((PROMPT, 6), ([*PROMPT, *range(90, 96)], 2), (PROMPT, 1))):
+            filled.clear()
+            ready = await engine.restore(
+                DecodeRequest(request_id=f"r{number}", tokens=tokens, prefill="prefill", prompt="send", cache=False)
+            )
+            digests = prompt_digests(pack_tokens(tokens), LAYOUT.page_size)
+            assert SyntheticKV(device).verify(ready.pages.tolist(), digests) == []
+            assert sum(filled) == pages_filled
+            await engine.finish(ready)
+            await engine.wait_settled()
+            async with asyncio.timeout(5), prefill._freed:
+                await prefill._freed.wait_for(lambda count=number: prefill.rooms_served > count)

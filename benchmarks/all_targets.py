@@ -1,0 +1,123 @@
+"""Every target with what was measured: `python benchmarks/all_targets.py`, or `tidekv bench all`.
+
+Runs the measurements that the chosen targets need, and prints for each target what is asked, what was measured, and the
+verdict: pass, short, missing (a peer, a recording or a machine that is not there), or failed. Figures are reported, not
+asserted: the exit code is 0 whatever they are. All of it takes a quarter of an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from measurements import MEASUREMENTS, Options, Outcome, run
+from peers import default_cache
+from rich.console import Console
+from rich.table import Table
+from target_table import TARGETS, Target
+
+TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
+COLORS = {"pass": "green", "short": "red", "missing": "yellow", "failed": "magenta", "not measured": "yellow"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one target."""
+
+    target: Target
+    verdict: str
+    value: float | None
+    words: str
+
+
+def chosen_targets(names: Sequence[str]) -> list[Target]:
+    """Targets whose name, the beginning of it, or measurement is named; all, if none is. Raises SystemExit."""
+    if not names:
+        return list(TARGETS)
+    chosen = [target for target in TARGETS if any(_is_named(target, name) for name in names)]
+    unknown = [name for name in names if not any(_is_named(target, name) for target in TARGETS)]
+    if unknown:
+        groups = ", ".join(dict.fromkeys(target.group for target in TARGETS))
+        raise SystemExit(f"there is no target {', '.join(unknown)}; groups: {groups}; --list shows all")
+    return chosen
+
+
+def _is_named(target: Target, name: str) -> bool:
+    return target.name == name or target.name.startswith(f"{name}.") or target.measurement == name
+
+
+def judge(target: Target, outcome: Outcome | None) -> Verdict:
+    """One target's verdict."""
+    if outcome is None:
+        return Verdict(target, "not measured", None, target.not_measured)
+    value = outcome.figures.get(target.figure)
+    if value is None:
+        verdict, why = outcome.why_not(target.figure)
+        return Verdict(target, verdict, None, why)
+    return Verdict(target, "pass" if target.passes(value) else "short", value, outcome.words.get(target.figure, ""))
+
+
+def show(verdicts: Sequence[Verdict], console: Console) -> None:
+    """The table, and how many of which."""
+    table = Table("target", "what is asked", "measured", "asked", "", "more")
+    for found in verdicts:
+        color = COLORS[found.verdict]
+        value = "" if found.value is None else f"{found.value:.3g}"
+        table.add_row(
+            found.target.name, found.target.asks, value, found.target.asked, f"[{color}]{found.verdict}[/]", found.words
+        )
+    console.print(table)
+    counts = Counter(found.verdict for found in verdicts)
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()), highlight=False)
+
+
+def main() -> None:
+    """Read the options, measure, judge, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="targets, groups or measurements")
+    parser.add_argument("--json", type=Path, help="write all verdicts there")
+    parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
+    parser.add_argument("--plot", type=Path, help="draw cost against work to this .png or .svg file")
+    parser.add_argument("--list", action="store_true", help="show the targets, and measure nothing")
+    chosen = parser.parse_args()
+    targets = chosen_targets(chosen.only)
+    console = Console(width=None if Console().is_terminal else 200)
+    if chosen.list:
+        table = Table("target", "what is asked", "asked", "measured by")
+        for target in targets:
+            program = MEASUREMENTS[target.measurement].program if target.measurement else target.not_measured
+            table.add_row(target.name, target.asks, target.asked, program)
+        console.print(table)
+        return
+    options = Options(peers=chosen.peers, traces=chosen.traces, plot=chosen.plot)
+    outcomes: dict[str, Outcome] = {}
+    for name in dict.fromkeys(target.measurement for target in targets if target.measurement):
+        began_s = time.monotonic()
+        outcomes[name] = run(MEASUREMENTS[name], options)
+        console.print(f"{name}: {time.monotonic() - began_s:.0f} s", highlight=False)
+        for note in outcomes[name].notes:
+            console.print(f"  {note}", highlight=False)
+    verdicts = [judge(target, outcomes.get(target.measurement)) for target in targets]
+    show(verdicts, console)
+    if chosen.json:
+        rows = [
+            {
+                "target": found.target.name, "asks": found.target.asks, "asked": found.target.asked,
+                "measured": found.value, "verdict": found.verdict, "words": found.words,
+            }
+            for found in verdicts
+        ]  # fmt: skip
+        notes = {name: outcome.notes for name, outcome in outcomes.items() if outcome.notes}
+        about = {"machine": platform.machine(), "python": platform.python_version(), "at": time.strftime("%Y-%m-%d")}
+        chosen.json.write_text(json.dumps({"about": about, "targets": rows, "notes": notes}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

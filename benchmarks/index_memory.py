@@ -1,0 +1,85 @@
+"""What a page in the index costs in memory: `python benchmarks/index_memory.py --json FILE [--trace RECORDING]`.
+
+A recording is entered, without evictions, until the index holds a million pages; what the interpreter has allocated for
+the index meanwhile, without the bytes of the keys themselves, is divided by the pages. Without a recording: prompts of
+150 pages, each of which shares 50 with others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from figures import Figures
+
+from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
+from tidekv.engine.workload.traces import read_trace
+from tidekv.states.accounts import PageAccount
+from tidekv.states.index import PrefixIndex
+
+PAGE = 64
+KEY_BYTES = 4 * PAGE
+SHARED, OWN = 50, 100
+
+
+def made_up() -> Iterator[bytes]:
+    """Prompts that begin with one of a hundred beginnings."""
+    number = 0
+    while True:
+        begin = np.random.default_rng(number % 100).integers(0, VOCABULARY, SHARED * PAGE, dtype=np.uint32)
+        end = np.random.default_rng(1000 + number).integers(0, VOCABULARY, OWN * PAGE, dtype=np.uint32)
+        yield begin.tobytes() + end.tobytes()
+        number += 1
+
+
+def recorded(path: Path) -> Iterator[bytes]:
+    """Prompts of a recording, in whole pages."""
+    for request in read_trace(path, TraceOptions(time_scale=0.0)):
+        packed = request.prompt.packed(VOCABULARY)
+        yield packed[: len(packed) // KEY_BYTES * KEY_BYTES]
+
+
+def main() -> None:
+    """Read the options and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--pages", type=int, default=1_000_000)
+    chosen = parser.parse_args()
+    with Figures(chosen.json) as figures:
+        prompts = recorded(chosen.trace) if chosen.trace else made_up()
+        first = next(prompts)
+        gc.collect()
+        tracemalloc.start()
+        device = PageAccount("device", chosen.pages)
+        index = PrefixIndex(key_bytes=KEY_BYTES, device=device, host=PageAccount("host", 0))
+        prompt: bytes | None = first
+        while prompt:
+            match = index.match("", prompt)
+            needed = len(prompt) // KEY_BYTES - match.device_pages
+            if needed > device.free:
+                break
+            taken = device.take(needed)
+            index.insert("", prompt, index.device_path(match.device_node) + taken)
+            prompt = next(prompts, None)
+        del match, taken
+        prompt, prompts = None, iter(())
+        gc.collect()
+        allocated, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        nodes = list(index.nodes())
+        keys = sum(len(node.edge) for node in nodes)
+        pages = device.cached
+        figures.add(
+            "index.memory",
+            (allocated - keys) / pages,
+            f"{pages:,} pages in {len(nodes):,} nodes; {allocated / 1e6:.0f} MB, of which keys {keys / 1e6:.0f} MB",
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Prefix indexes beside a peer's, in one process, on the same prompts: `python benchmarks/index_race.py sglang|vllm`.
+
+A recording is replayed: per request the prompt is matched and locked, room is made, pages are taken, the prompt is
+entered and stays locked until 16 later ones have come. Prompts are in each index's own form beforehand: an int64 array
+and packed tokens for ours, `array("q")` for SGLang, a list of ints for vLLM. Indexes take turns in rounds; ratios are
+taken within a round, and their median counts. Beside SGLang also: matching a cached prompt of 32k tokens, evicting 10k
+tokens from 2,000 leaves, lock and unlock at three depths, and the chain of page hashes.
+
+Times are CPU times of the one thread, so that who else is on the machine matters less. Writes figures as JSON, see
+`figures.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from time import thread_time_ns
+from typing import Any  # Peers' objects have no types here.
+
+import numpy as np
+from figures import Figures
+from peer_trees import Ids, OurTree, SglangTree, VllmPool, chain, check_tree, check_vllm, enter, numbers
+from peers import PeerMissing, default_cache, fetch, make_importable
+
+from tidekv.backends.keys import page_digests
+from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
+from tidekv.engine.workload.traces import read_trace
+
+PAGE = 64
+CAPACITIES = (1_000_000, 3_000_000)
+LIVE = 16
+WARM = 50
+DEPTHS = (1, 32, 256)
+LONG = 32_768
+EVICTED, LEAVES, LEAF_TOKENS = 10_000, 2000, 1024
+
+
+def read_prompts(path: Path, count: int) -> list[Ids]:
+    """The first prompts of a recording, cut to whole pages."""
+    prompts = []
+    for request in read_trace(path, TraceOptions(time_scale=0.0, requests_max=count)):
+        ids = np.frombuffer(request.prompt.packed(VOCABULARY), "<u4").astype(np.int64)
+        if whole := len(ids) // PAGE * PAGE:
+            prompts.append(ids[:whole])
+    return prompts
+
+
+def replay(tree: OurTree | SglangTree, prompts: list[Ids]) -> list[int]:
+    """Nanoseconds of each request but the first ones."""
+    held: deque[tuple[Any, Any]] = deque()
+    spent = []
+    gc.collect()
+    gc.freeze()
+    for ids in prompts:
+        prompt, total = tree.prompt(ids), len(ids)
+        began_ns = thread_time_ns()
+        found, node, keys = tree.match(prompt)
+        receipt = tree.lock(node)
+        needed = total - found
+        while (short := needed - tree.free()) > 0:
+            tree.evict(short)
+            if tree.free() < needed:
+                tree.unlock(*held.popleft())
+        leaf = tree.insert(keys, node, tree.take(needed))
+        held.append((leaf, tree.lock(leaf)))
+        tree.unlock(node, receipt)
+        if len(held) > LIVE:
+            tree.unlock(*held.popleft())
+        spent.append(thread_time_ns() - began_ns)
+    gc.unfreeze()
+    return spent[WARM:]
+
+
+def replay_vllm(pool: VllmPool, prompts: list[Ids]) -> list[int]:
+    """The same with vLLM's calls."""
+    held: deque[Any] = deque()
+    spent = []
+    gc.collect()
+    gc.freeze()
+    for ids in prompts:
+        prompt, total = pool.prompt(ids), len(ids)
+        began_ns = thread_time_ns()
+        request = pool.begin(prompt)
+        found, blocks = pool.match(request)
+        while not pool.enter(request, total, found, blocks):
+            pool.end(held.popleft())
+        held.append(request)
+        if len(held) > LIVE:
+            pool.end(held.popleft())
+        spent.append(thread_time_ns() - began_ns)
+    gc.unfreeze()
+    return spent[WARM:]
+
+
+def race_on_trace(
+    figures: Figures, prompts: list[Ids], rounds: int, peer: str, run_peer: Callable[[int], list[int]]
+) -> None:
+    """Rounds at each capacity; the least of the capacities' ratios counts."""
+    least: dict[str, float] = {}
+    for capacity in CAPACITIES:
+        ratios: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            found = {
+                "array": replay(OurTree(PAGE, capacity, packed=False), prompts),
+                "packed": replay(OurTree(PAGE, capacity, packed=True), prompts),
+                peer: run_peer(capacity),
+            }
+            for name, spent in found.items():
+                times.setdefault(name, []).append(statistics.fmean(spent) / 1e3)
+            for form in ("array", "packed"):
+                ratios.setdefault(f"{form}.mean", []).append(
+                    statistics.fmean(found[peer]) / statistics.fmean(found[form])
+                )
+                theirs, ours = (float(np.percentile(found[name], 99)) for name in (peer, form))
+                ratios.setdefault(f"{form}.p99", []).append(theirs / ours)
+        told = ", ".join(f"{name} {statistics.median(values):.1f} µs" for name, values in times.items())
+        figures.note(f"{len(prompts)} requests, {capacity:,} tokens: {told} a request")
+        for name, values in ratios.items():
+            least[name] = min(least.get(name, float("inf")), statistics.median(values))
+    for name, ratio in least.items():
+        figures.add(f"{peer}.replay.{name}", ratio)
+
+
+def per_call_ns(work: Callable[[], object], *, least_ms: float = 4.0) -> float:
+    """Nanoseconds of a call that can be repeated."""
+    work()
+    count = 1
+    while True:
+        began_ns = thread_time_ns()
+        for _ in range(count):
+            work()
+        spent = thread_time_ns() - began_ns
+        if spent > least_ms * 1e6:
+            return spent / count
+        count *= 4
+
+
+def race(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> tuple[float, float, float]:
+    """Median of theirs by ours within rounds, and the medians of both."""
+    pairs = [(ours(), theirs()) for _ in range(rounds)]
+    ratio = statistics.median(other / own for own, other in pairs)
+    return ratio, statistics.median(own for own, _ in pairs), statistics.median(other for _, other in pairs)
+
+
+def race_match(figures: Figures, rounds: int) -> None:
+    """A cached prompt of 32k tokens, as one node."""
+    ids = numbers(LONG, 1)
+    trees: dict[str, OurTree | SglangTree] = {
+        "array": OurTree(PAGE, 1_000_000, packed=False),
+        "packed": OurTree(PAGE, 1_000_000, packed=True),
+        "sglang": SglangTree(PAGE, 1_000_000),
+    }
+    calls = {}
+    for name, tree in trees.items():
+        enter(tree, ids)
+        prompt = tree.prompt(ids)
+        assert tree.match(prompt)[0] == LONG
+        calls[name] = lambda tree=tree, prompt=prompt: per_call_ns(lambda: tree.match(prompt))
+    for form in ("array", "packed"):
+        ratio, own, other = race(calls[form], calls["sglang"], rounds)
+        figures.add(f"sglang.match.{form}", ratio, f"{own / 1e3:.1f} µs against {other / 1e3:.1f} µs")
+
+
+def race_eviction(figures: Figures, rounds: int) -> None:
+    """10k tokens, the least recently used ones of 2,000 leaves; the leaves that went are entered again."""
+    trees = [OurTree(PAGE, 4_000_000, packed=True), SglangTree(PAGE, 4_000_000)]
+    seeds = iter(range(10_000, 90_000))
+    for tree in trees:
+        for _ in range(LEAVES):
+            enter(tree, numbers(LEAF_TOKENS, next(seeds)))
+
+    def evict(tree: OurTree | SglangTree) -> float:
+        gc.collect(0)
+        began_ns = thread_time_ns()
+        tree.evict(EVICTED)
+        spent = thread_time_ns() - began_ns
+        for _ in range(-(-EVICTED // LEAF_TOKENS)):
+            enter(tree, numbers(LEAF_TOKENS, next(seeds)))
+        return float(spent)
+
+    ratio, own, other = race(lambda: evict(trees[0]), lambda: evict(trees[1]), 4 * rounds)
+    figures.add("sglang.evict", ratio, f"{own / 1e3:.0f} µs against {other / 1e3:.0f} µs")
+
+
+def race_locks(figures: Figures, rounds: int) -> None:
+    """Lock and unlock at the end of a path of so many nodes; the least of the depths' ratios counts."""
+    told, least = [], float("inf")
+    for depth in DEPTHS:
+        ids = numbers(PAGE * depth, 9)
+        calls = []
+        for tree in (OurTree(PAGE, 1_000_000, packed=True), SglangTree(PAGE, 1_000_000)):
+            for pages in range(1, depth + 1):
+                leaf = enter(tree, ids[: pages * PAGE])
+
+            def there_and_back(tree: OurTree | SglangTree = tree, leaf: Any = leaf) -> None:
+                tree.unlock(leaf, tree.lock(leaf))
+
+            calls.append(lambda work=there_and_back: per_call_ns(work))
+        ratio, own, other = race(*calls, rounds)
+        told.append(f"depth {depth}: {own / 1e3:.2f} µs against {other / 1e3:.2f} µs, {ratio:.1f} times")
+        least = min(least, ratio)
+    figures.add("sglang.lock", least, "; ".join(told))
+
+
+def race_keys(figures: Figures, rounds: int) -> None:
+    """The chain of page hashes over 32k tokens, which both must make alike."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    ids = numbers(LONG, 1)
+    packed = ids.astype("<u4").tobytes()
+    key = RadixKey(SglangTree.prompt(None, ids))  # type: ignore[arg-type]  # It needs nothing of a tree.
+    for page_size in (64, 16):
+        theirs = get_hash_str(key, None, page_size)
+        if theirs != chain(packed, page_size):
+            raise PeerMissing("its page hashes are not the chain that it documents")
+        assert [digest.hex() for digest in page_digests(packed, page_size)] == theirs
+        ratio, own, other = race(
+            lambda size=page_size: per_call_ns(lambda: page_digests(packed, size)),
+            lambda size=page_size: per_call_ns(lambda: get_hash_str(key, None, size)),
+            rounds,
+        )
+        figures.add(f"sglang.keys.{page_size}", 1 / ratio, f"{own / 1e3:.0f} µs against {other / 1e3:.0f} µs")
+
+
+def main() -> None:
+    """Read the options, prepare the peer, race."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=("sglang", "vllm"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
+    parser.add_argument("--trace", type=Path, help="a recording; without one only what needs none is measured")
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=3)
+    chosen = parser.parse_args()
+    with Figures(chosen.json) as figures:
+        prompts = read_prompts(chosen.trace, chosen.requests) if chosen.trace else []
+        if not prompts:
+            figures.missing(f"{chosen.peer}.replay", "there is no recording (--traces)")
+        folder = fetch(chosen.peer, chosen.peers)
+        make_importable(chosen.peer, folder)
+        check_tree(OurTree(PAGE, 1_000_000, packed=False))
+        if chosen.peer == "vllm":
+            check_vllm(VllmPool(PAGE, 1_000_000))
+            race_on_trace(
+                figures, prompts, chosen.rounds, "vllm", lambda size: replay_vllm(VllmPool(PAGE, size), prompts)
+            )
+            return
+        check_tree(SglangTree(PAGE, 1_000_000))
+        race_locks(figures, chosen.rounds)
+        race_match(figures, chosen.rounds)
+        race_eviction(figures, chosen.rounds)
+        race_keys(figures, chosen.rounds)
+        race_on_trace(figures, prompts, chosen.rounds, "sglang", lambda size: replay(SglangTree(PAGE, size), prompts))
+
+
+if __name__ == "__main__":
+    main()

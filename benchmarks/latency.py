@@ -1,0 +1,329 @@
+"""How soon outcomes reach whoever waits for them, and what waiting costs: `python benchmarks/latency.py --json FILE`.
+
+A decode engine on uvloop, 256 requests in flight, each with 4,096 tokens of which half are cached; a prefill worker in
+another process answers each after a second on average, over NIXL. Measured are the time from the frame that makes a
+request READY to its caller's coroutine; that from the end of the last write, as the prefill worker's loop learns it, to
+the same place (both processes have one clock); the loop's lag; the messages that decode sends; the CPU of polling
+threads. Then, on idle engines: one small page read from storage and copied to the device, from call to outcome; and how
+many pages a conversation hashes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import hashlib
+import multiprocessing
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+from engine_rig import KeyStorage, Script, ScriptedTransport
+from figures import Figures
+
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    KVLayout,
+    NixlTransport,
+    PrefillPeer,
+    open_storage,
+)
+from tidekv.backends import keys as keys_module
+from tidekv.backends.copies import PageCopier
+from tidekv.engine.poller import PollerThread
+from tidekv.states.shapes import PageIds, page_ids
+from tidekv.transports import wire
+from tidekv.transports.control import ControlLink
+from tidekv.transports.outgoing import Room
+from tidekv.transports.prefill_link import PrefillLink
+from tidekv.transports.receiver import Receiver
+
+IN_FLIGHT = 256
+PROMPT_TOKENS = 4096
+PAGE = 64
+ANSWER_S = 1.0
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", page_size=PAGE)
+LAG_PAUSE_S = 0.001
+IDLE_S = 2.0
+SMALL_CALLS = 400
+TURNS, TURN_TOKENS = 8, 1024
+
+
+async def be_prefill(told: Connection) -> None:
+    """A prefill worker that answers after a while; at the end it tells when which of decode's pages were in place."""
+    pool = DevicePool.allocate(LAYOUT, PROMPT_TOKENS // PAGE + 1)
+    written: list[tuple[int, int]] = []
+    transport = NixlTransport(name="prefill-0")
+    write = transport.write
+
+    async def noted(peer: Any, our_pages: PageIds, their_pages: PageIds) -> int:
+        size = await write(peer, our_pages, their_pages)
+        written.append((their_pages[-1], time.monotonic_ns()))
+        return size
+
+    transport.write = noted  # type: ignore[method-assign]  # What it watches.
+
+    async def serve(room: Room) -> None:
+        assert room.tokens is not None
+        await asyncio.sleep(random.expovariate(1 / ANSWER_S))
+        await room.send(page_ids(range(-(-len(room.tokens) // 4 // PAGE))), start_token=0)
+        await room.finish(first_token=1)
+        await room.received()
+
+    async with PrefillPeer(device=pool, transport=transport, model="synthetic", on_room=serve) as peer:
+        told.send(peer.address)
+        loop = asyncio.get_running_loop()
+        while await loop.run_in_executor(None, told.recv):
+            told.send((written, poller_cpu_s()))
+            written = []
+
+
+def prefill_process(told: Connection) -> None:
+    """The prefill worker's process."""
+    torch.set_num_threads(1)
+    uvloop.run(be_prefill(told))
+
+
+def poller_cpu_s() -> float:
+    """CPU time of the polling threads of this process. (On Linux.)"""
+    return sum(
+        time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for thread in threading.enumerate()
+        if thread.ident is not None and "poller" in thread.name
+    )
+
+
+class Load:
+    """256 requests in flight for some seconds, and what was seen of them."""
+
+    def __init__(self, engine: DecodeEngine, address: str, arrived_ns: dict[str, int]) -> None:
+        self.engine = engine
+        self.address = address
+        self.outcome_us: list[float] = []
+        self.ready_at: list[tuple[int, int]] = []
+        self.lag_ms: list[float] = []
+        self._arrived_ns = arrived_ns
+        self._over = False
+
+    async def run(self, seconds: float) -> int:
+        """Serve; returns how many requests."""
+        async with asyncio.TaskGroup() as group:
+            lag = group.create_task(self._lag())
+            tasks = [group.create_task(self._serve(number)) for number in range(IN_FLIGHT)]
+            await asyncio.sleep(seconds)
+            self._over = True
+            await asyncio.wait(tasks)
+            lag.cancel()
+        return len(self.outcome_us)
+
+    async def _serve(self, number: int) -> None:
+        half = PROMPT_TOKENS // 2
+        words = np.random.default_rng(number)
+        prefix = words.integers(0, 1 << 16, half, dtype=np.uint32).tobytes()
+        turn = 0
+        while not self._over:
+            turn += 1
+            name = f"r{number}-{turn}"
+            tail = words.integers(0, 1 << 16, half, dtype=np.uint32).tobytes()
+            request = DecodeRequest(request_id=name, tokens=prefix + tail, prefill=self.address, prompt="send")
+            ready = await self.engine.restore(request)
+            now_ns = time.monotonic_ns()
+            if turn > 1:
+                self.outcome_us.append((now_ns - self._arrived_ns.pop(name)) / 1e3)
+                self.ready_at.append((int(ready.pages[PROMPT_TOKENS // PAGE - 1]), now_ns))
+            await self.engine.finish(ready)
+
+    async def _lag(self) -> None:
+        while True:
+            asked_s = time.perf_counter()
+            await asyncio.sleep(LAG_PAUSE_S)
+            self.lag_ms.append((time.perf_counter() - asked_s - LAG_PAUSE_S) * 1e3)
+
+
+def since_written_us(ready_at: list[tuple[int, int]], written: list[tuple[int, int]]) -> list[float]:
+    """For each READY request the time since the last write to its last page."""
+    times: dict[int, list[int]] = {}
+    for page, at_ns in written:
+        times.setdefault(page, []).append(at_ns)
+    waits = []
+    for page, at_ns in ready_at:
+        before = bisect.bisect_right(times.get(page, []), at_ns)
+        if before:
+            waits.append((at_ns - times[page][before - 1]) / 1e3)
+    return waits
+
+
+async def measure_load(figures: Figures, seconds: float) -> None:
+    """The hand-over with 256 requests in flight."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=prefill_process, args=(theirs,))
+    child.start()
+    loop = asyncio.get_running_loop()
+    address = await loop.run_in_executor(None, ours.recv)
+    sent: Counter[str] = Counter()
+    send = ControlLink.send
+
+    def counted(link: ControlLink, message: wire.Message) -> None:
+        sent[type(message).__name__] += 1
+        send(link, message)
+
+    ControlLink.send = counted  # type: ignore[method-assign]  # What it watches.
+    take = Receiver.take
+    arrived_ns: dict[str, int] = {}
+
+    def noted(receiver: Receiver, link: PrefillLink, message: wire.AnyMessage) -> None:
+        if isinstance(message, wire.Chunk | wire.Aux):
+            arrived_ns[message.room.request_id] = time.monotonic_ns()
+        take(receiver, link, message)
+
+    Receiver.take = noted  # type: ignore[method-assign]  # What it watches.
+    device = DevicePool.allocate(LAYOUT, IN_FLIGHT * (2 * PROMPT_TOKENS // PAGE))
+    config = EngineConfig(model="synthetic", hold_up_limit_s=1.0)
+    try:
+        async with DecodeEngine(config, device=device, transport=NixlTransport(name="decode-0")) as engine:
+            load = Load(engine, address, arrived_ns)
+
+            async def asked() -> tuple[list[tuple[int, int]], float]:
+                ours.send(True)
+                written, cpu_s = await loop.run_in_executor(None, ours.recv)
+                return written, cpu_s
+
+            _, cpu_s = await asked()
+            began_s = time.perf_counter()
+            count = await load.run(seconds)
+            wall_s = time.perf_counter() - began_s
+            written, end_cpu_s = await asked()
+            await asyncio.sleep(1.0)
+            cpu_before_s = poller_cpu_s()
+            _, idle_cpu_s = await asked()
+            await asyncio.sleep(IDLE_S)
+            _, idle_end_cpu_s = await asked()
+            idle_s = poller_cpu_s() - cpu_before_s + idle_end_cpu_s - idle_cpu_s
+        ours.send(False)
+        child.join()
+    finally:
+        Receiver.take = take  # type: ignore[method-assign]  # As it was.
+        ControlLink.send = send  # type: ignore[method-assign]  # As it was.
+        if child.is_alive():
+            child.kill()
+    figures.note(f"{count} requests in {wall_s:.1f} s with {IN_FLIGHT} in flight")
+    add_percentiles(figures, "outcome", load.outcome_us)
+    add_percentiles(figures, "handover", since_written_us(load.ready_at, written))
+    figures.add("lag.p99", float(np.percentile(load.lag_ms, 99)), f"p50 {np.median(load.lag_ms):.2f} ms")
+    total = count + IN_FLIGHT
+    per_request = {name: messages / total for name, messages in sent.items() if name not in ("Ping", "Hello")}
+    told = ", ".join(f"{name} {rate:.2f}" for name, rate in per_request.items())
+    figures.add("round_trips", sum(per_request.values()), f"decode's messages a request: {told}")
+    figures.add(
+        "poller.busy", 100 * (end_cpu_s - cpu_s) / wall_s, f"the prefill worker's, {count / wall_s:.0f} rooms/s"
+    )
+    figures.add("poller.idle", 100 * idle_s / IDLE_S)
+
+
+def add_percentiles(figures: Figures, name: str, values: list[float]) -> None:
+    """p50 and p99 of microseconds."""
+    p50, p99 = (float(np.percentile(values, percent)) for percent in (50, 99))
+    for percent, value in (("p50", p50), ("p99", p99)):
+        figures.add(f"{name}.{percent}", value, f"p50 {p50:.0f} µs, p99 {p99:.0f} µs, {len(values)} of them")
+
+
+async def measure_small_calls(figures: Figures) -> None:
+    """One page read from storage, and one copied to the device."""
+    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16", page_size=PAGE)
+    host, device = HostPool.allocate(layout, 4), DevicePool.allocate(layout, 4)
+    poller = PollerThread()
+    poller.start()
+    copier = PageCopier(device, host, poller)
+    copier.start()
+    pages = page_ids([1])
+    key = [hashlib.sha256(b"page").digest()]
+
+    async def times(call: Callable[[], Any]) -> list[float]:
+        spent = []
+        for _ in range(SMALL_CALLS):
+            began_s = time.perf_counter()
+            await call()
+            spent.append((time.perf_counter() - began_s) * 1e6)
+            await asyncio.sleep(0.001)
+        return spent
+
+    with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
+        storage = open_storage(f"file:{folder}?capacity=64MB")
+        await storage.register(host.memory, host.page, namespace=b"b" * 32, poller=poller)
+        assert all(await storage.put_from(key, pages, timeout_s=10.0))
+        add_percentiles(figures, "storage", await times(lambda: storage.get_into(key, pages, timeout_s=10.0)))
+        await storage.close()
+    add_percentiles(figures, "copy", await times(lambda: copier.to_device(pages, pages)))
+    await copier.close()
+    await poller.close()
+    figures.note(f"a small page has {layout.page_bytes >> 10} KiB; its read and copy are timed from call to outcome")
+
+
+async def measure_hashing(figures: Figures) -> None:
+    """Pages that a conversation hashes, by its new pages."""
+    hashed = 0
+    sha256 = keys_module.sha256
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal hashed
+        hashed += 1
+        return sha256(*arguments)
+
+    keys_module.sha256 = counted  # type: ignore[assignment]  # What it watches.
+    try:
+        script = Script(chunk_pages=8, page_size=PAGE)
+        async with DecodeEngine(
+            EngineConfig(model="synthetic"),
+            device=DevicePool.allocate(LAYOUT, 1024),
+            host=HostPool.allocate(LAYOUT, 1024),
+            storage=KeyStorage(),
+            transport=ScriptedTransport(script),
+        ) as engine:
+            said = b""
+            hashed = 0
+            for turn in range(TURNS):
+                said += np.random.default_rng(turn).integers(0, 1 << 16, TURN_TOKENS, dtype=np.uint32).tobytes()
+                request = DecodeRequest(request_id=f"turn-{turn}", tokens=said, prefill="prefill")
+                await engine.finish(await engine.restore(request))
+                await engine.wait_settled()
+    finally:
+        keys_module.sha256 = sha256
+    new = TURNS * TURN_TOKENS // PAGE
+    figures.add("keys.hashed", hashed / new, f"{hashed} pages hashed for {new} new ones in {TURNS} turns")
+
+
+async def measure(figures: Figures, seconds: float) -> None:
+    """Everything, in turn."""
+    await measure_hashing(figures)
+    await measure_small_calls(figures)
+    await measure_load(figures, seconds)
+
+
+def main() -> None:
+    """Read the options and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    with Figures(chosen.json) as figures:
+        uvloop.run(measure(figures, chosen.seconds))
+
+
+if __name__ == "__main__":
+    main()

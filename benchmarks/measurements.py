@@ -1,0 +1,186 @@
+"""The programs that bring the figures of the target table: how each is called, how long it may take, what it says.
+
+Each runs in a process of its own, one after the other: a peer's stand-ins, or a program that fails, stay there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any  # JSON.
+
+HERE = Path(__file__).resolve().parent
+CONVERSATIONS, SESSIONS = "conversation_trace.jsonl.gz", "claude-code-sessions.jsonl.gz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What measurements are told."""
+
+    peers: Path
+    traces: Path
+    plot: Path | None = None
+
+
+@dataclass
+class Outcome:
+    """What a measurement brought: figures by name, words on them, and what is missing, by the beginning of names."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    failed: str = ""
+
+    def why_not(self, figure: str) -> tuple[str, str]:
+        """Verdict and reason for a figure that is not there."""
+        for beginning, why in self.missing.items():
+            if figure.startswith(beginning):
+                return "missing", why
+        return "failed", self.failed or "the program did not bring it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One program. `arguments` makes its command line; `read` makes an outcome of its JSON file and its output."""
+
+    program: str
+    budget_s: float
+    arguments: Callable[[Options, Path], list[str]] = lambda _, file: ["--json", str(file)]
+    read: Callable[[Path, str], Outcome] = lambda file, _: read_figures(file)
+    recording: str = ""
+    """It can do nothing without this recording."""
+
+
+def read_figures(file: Path) -> Outcome:
+    """What `figures.Figures` wrote."""
+    found = json.loads(file.read_text())
+    return Outcome(found["figures"], found["words"], found["missing"], found["notes"])
+
+
+def read_engine(_: Path, output: str) -> Outcome:
+    """`engine.py --json`."""
+    found = json.loads(output[output.index("{") :])
+    by_count: Mapping[int, Any] = {figures["in_flight"]: figures for figures in found["figures"]}
+    few, many = by_count[256], by_count[4096]
+    parts = ", ".join(f"{name} {us:.0f}" for name, us in {**few["parts_us"], **few["threads_us"]}.items())
+    return Outcome(
+        {
+            "engine.256": few["engine_us"],
+            "engine.growth": many["engine_us"] / few["engine_us"],
+            "engine.idle": 100 * found["idle_cpu"],
+        },
+        {
+            "engine.256": f"to READY {few['restore_us']:.0f}, after {few['finish_us']:.0f}; by part: {parts}",
+            "engine.growth": f"{many['engine_us']:.0f} µs over {few['engine_us']:.0f} µs",
+        },
+    )
+
+
+def read_storage(file: Path, _: str) -> Outcome:
+    """`storage.py --json`."""
+    asked = [target for target in json.loads(file.read_text())["targets"] if target["what"].startswith("exists")]
+    told = "; ".join(f"{target['what']}: {target['got']}" for target in asked)
+    return Outcome({"exists": max(float(target["got"]) for target in asked)}, {"exists": told})
+
+
+def read_journal(_: Path, output: str) -> Outcome:
+    """What `journal.py` prints."""
+    found = re.search(r"median ([+-][\d.]+)%", output)
+    seen = re.search(r"seen directly: (.*)", output)
+    if found is None:
+        return Outcome(failed="it printed no median")
+    return Outcome({"journal.grows": float(found[1])}, {"journal.grows": seen[1] if seen else ""})
+
+
+def _race(peer: str) -> Callable[[Options, Path], list[str]]:
+    def arguments(options: Options, file: Path) -> list[str]:
+        recording = options.traces / CONVERSATIONS
+        trace = ["--trace", str(recording)] if recording.is_file() else []
+        return [peer, "--json", str(file), "--peers", str(options.peers), *trace]
+
+    return arguments
+
+
+def _memory(options: Options, file: Path) -> list[str]:
+    recording = options.traces / CONVERSATIONS
+    return ["--json", str(file), *(["--trace", str(recording)] if recording.is_file() else [])]
+
+
+def _scaling(options: Options, file: Path) -> list[str]:
+    return ["--json", str(file), *(["--plot", str(options.plot)] if options.plot else [])]
+
+
+MEASUREMENTS: dict[str, Measurement] = {
+    "sglang": Measurement(program="index_race.py", budget_s=300, arguments=_race("sglang")),
+    "vllm": Measurement(program="index_race.py", budget_s=300, arguments=_race("vllm")),
+    "memory": Measurement(program="index_memory.py", budget_s=120, arguments=_memory),
+    "storage": Measurement(
+        program="storage.py",
+        budget_s=120,
+        arguments=lambda _, file: [
+            "--page-kib", "64", "--rounds", "1", "--kinds", "write", "read", "--engines", "", "--json", str(file),
+        ],
+        read=read_storage,
+    ),
+    "engine": Measurement(
+        program="engine.py",
+        budget_s=240,
+        arguments=lambda _, file: ["--in-flight", "256", "4096", "--requests", "2048", "--json"],
+        read=read_engine,
+    ),
+    "latency": Measurement(program="latency.py", budget_s=120),
+    "journal": Measurement(
+        program="journal.py", budget_s=150, arguments=lambda _, file: ["--pairs", "9"], read=read_journal
+    ),
+    "transfer": Measurement(program="transfer.py", budget_s=120),
+    "restore": Measurement(program="restore.py", budget_s=120),
+    "multiturn": Measurement(program="published_rates.py", budget_s=60),
+    "sessions": Measurement(
+        program="sessions.py",
+        budget_s=420,
+        arguments=lambda options, file: [str(options.traces / SESSIONS), "--json", str(file)],
+        recording=SESSIONS,
+    ),
+    "scaling": Measurement(program="scaling.py", budget_s=300, arguments=_scaling),
+}  # fmt: skip
+
+
+def run(measurement: Measurement, options: Options) -> Outcome:
+    """Run one; never raises for what the program does."""
+    if measurement.recording and not (options.traces / measurement.recording).is_file():
+        return Outcome(missing={"": f"there is no {measurement.recording} in {options.traces} (--traces)"})
+    with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
+        file = Path(folder) / "figures.json"
+        command = [sys.executable, "-W", "ignore", str(HERE / measurement.program)]
+        process = subprocess.Popen(
+            [*command, *measurement.arguments(options, file)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        failed = ""
+        try:
+            output, errors = process.communicate(timeout=measurement.budget_s)
+            if process.returncode:
+                lines = [line for line in errors.strip().splitlines() if line.strip()]
+                failed = f"exit code {process.returncode}: {lines[-1].strip() if lines else 'it said nothing'}"
+        except BaseException as error:
+            # Its children, too: they are of its session.
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            failed = f"it was not done after {measurement.budget_s:.0f} s"
+        try:
+            outcome = measurement.read(file, output)
+        except (OSError, ValueError, KeyError) as error:
+            outcome = Outcome(failed=failed or f"what it wrote cannot be read: {error!r}")
+        outcome.failed = outcome.failed or failed
+        return outcome

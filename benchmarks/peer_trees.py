@@ -1,0 +1,268 @@
+"""One adapter for each prefix index: SGLang's Rust tree core, vLLM's KV cache manager, and ours.
+
+All of them serve a request in the same steps: find its prompt, lock what was found, make room, take pages, enter the
+prompt, and hold it locked. `is_known_to_work` puts each to what its own project says it does, before it is measured.
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import sha256
+from typing import Any  # Peers' objects have no types here.
+
+import numpy as np
+import numpy.typing as npt
+from peers import PeerMissing
+
+from tidekv.backends.keys import pack_tokens
+from tidekv.states.accounts import PageAccount
+from tidekv.states.index import PrefixIndex
+
+Ids = npt.NDArray[np.int64]
+TOKEN_BYTES = 4
+
+
+class OurTree:
+    """tidekv's index with accounts for device and host memory. Tokens come as an int64 array, or packed already."""
+
+    def __init__(self, page_size: int, capacity: int, *, packed: bool) -> None:
+        self.page_size = page_size
+        self.device = PageAccount("device", capacity // page_size)
+        host = PageAccount("host", capacity // page_size)
+        self.index = PrefixIndex(key_bytes=page_size * TOKEN_BYTES, device=self.device, host=host)
+        self._packed = packed
+
+    def prompt(self, tokens: Ids) -> Any:
+        """What a caller has, made beforehand."""
+        return tokens.astype("<u4").tobytes() if self._packed else tokens
+
+    def match(self, prompt: Any) -> tuple[int, Any, Any]:
+        """Tokens found, where they end, and the keys."""
+        packed = pack_tokens(prompt)
+        width = self.page_size * TOKEN_BYTES
+        keys = packed[: len(packed) // width * width]
+        found = self.index.match("", keys)
+        return found.device_pages * self.page_size, found.device_node, keys
+
+    def lock(self, node: Any) -> Any:
+        """A receipt."""
+        return self.index.lock(node)
+
+    def unlock(self, node: Any, receipt: Any) -> None:
+        """Give it back."""
+        self.index.unlock(receipt)
+
+    def free(self) -> int:
+        """Tokens that can be taken."""
+        return self.device.free * self.page_size
+
+    def evict(self, tokens: int) -> None:
+        """Make room for so many."""
+        self.index.evict_device(-(-tokens // self.page_size))
+
+    def take(self, tokens: int) -> Any:
+        """Pages for so many."""
+        return self.device.take(tokens // self.page_size)
+
+    def insert(self, keys: Any, node: Any, taken: Any) -> Any:
+        """Enter the prompt; where it ends."""
+        return self.index.insert("", keys, self.index.device_path(node) + taken).node
+
+    def held(self) -> int:
+        """Tokens in the index."""
+        return self.device.cached * self.page_size
+
+
+class SglangTree:
+    """SGLang's unified radix cache on its Rust core, and the paged allocator that it frees into."""
+
+    def __init__(self, page_size: int, capacity: int) -> None:
+        import torch
+        from sglang.srt.mem_cache import base_prefix_cache as base
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        self.page_size = page_size
+        self._torch, self._base, self._key = torch, base, RadixKey
+        self._allocator = PagedTokenToKVPoolAllocator(capacity, page_size, torch.int64, "cpu", None, False)
+        self.tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=None,
+                token_to_kv_pool_allocator=self._allocator,
+                page_size=page_size,
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend="rust",
+            )
+        )
+        core = type(self.tree.tree_core).__name__
+        if core != "RustUnifiedTreeCore":
+            raise PeerMissing(f"sglang uses {core} and not its Rust core")
+
+    def prompt(self, tokens: Ids) -> Any:
+        """Its own form: array("q")."""
+        ids = array("q")
+        ids.frombytes(np.ascontiguousarray(tokens, dtype=np.int64).tobytes())
+        return ids
+
+    def match(self, prompt: Any) -> tuple[int, Any, Any]:
+        """See OurTree."""
+        key = self._key(prompt).page_aligned(self.page_size)
+        found = self.tree.match_prefix(self._base.MatchPrefixParams(key=key))
+        return found.device_prefix_len, found.last_device_node, key
+
+    def lock(self, node: Any) -> Any:
+        """See OurTree."""
+        return self.tree.inc_lock_ref(node).to_dec_params()
+
+    def unlock(self, node: Any, receipt: Any) -> None:
+        """See OurTree."""
+        self.tree.dec_lock_ref(node, receipt)
+
+    def free(self) -> int:
+        """See OurTree."""
+        return int(self._allocator.available_size())
+
+    def evict(self, tokens: int) -> None:
+        """See OurTree."""
+        self.tree.evict(self._base.EvictParams(num_tokens=tokens))
+
+    def take(self, tokens: int) -> Any:
+        """See OurTree."""
+        return self._allocator.alloc(tokens)
+
+    def insert(self, keys: Any, node: Any, taken: Any) -> Any:
+        """See OurTree. It is told how much was found, so that it does not take that for a duplicate."""
+        before = self.tree.path_device_indices(node)
+        value = self._torch.cat([before, taken]) if len(before) else taken
+        params = self._base.InsertParams(key=keys, value=value, prev_prefix_len=len(before))
+        return self.tree.insert(params).last_device_node
+
+    def held(self) -> int:
+        """See OurTree."""
+        return int(self.tree.evictable_size() + self.tree.protected_size())
+
+
+class VllmPool:
+    """vLLM's KV cache manager with SHA-256 block hashes. A request is hashed when it is made."""
+
+    def __init__(self, page_size: int, capacity: int) -> None:
+        import torch
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.request import Request
+
+        self.page_size = page_size
+        hashes = get_hash_fn_by_name("sha256")
+        kv_cache_utils.init_none_hash(hashes)
+        self._hasher = kv_cache_utils.get_request_block_hasher(page_size, hashes)
+        self._request = Request
+        self._sampling = SamplingParams(max_tokens=1)
+        self._sampling.update_from_generation_config({}, 0)
+        spec = FullAttentionSpec(block_size=page_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+        config = KVCacheConfig(
+            num_blocks=capacity // page_size + 1,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        self.manager = KVCacheManager(
+            config,
+            max_model_len=1_000_000,
+            scheduler_block_size=page_size,
+            hash_block_size=page_size,
+            enable_caching=True,
+        )
+        self._names = 0
+
+    def prompt(self, tokens: Ids) -> list[int]:
+        """Its own form: a list of ints."""
+        return tokens.tolist()
+
+    def begin(self, prompt: list[int]) -> Any:
+        """A request, hashed."""
+        self._names += 1
+        return self._request(f"r{self._names}", prompt, self._sampling, None, block_hasher=self._hasher)
+
+    def match(self, request: Any) -> tuple[int, Any]:
+        """Tokens found, and their blocks."""
+        blocks, found, *_ = self.manager.get_computed_blocks(request)
+        return found, blocks
+
+    def enter(self, request: Any, tokens: int, found: int, blocks: Any) -> bool:
+        """Lock what was found, evict, take and enter; False where there is no room."""
+        return self.manager.allocate_slots(request, tokens - found, found, blocks) is not None
+
+    def end(self, request: Any) -> None:
+        """Unlock."""
+        self.manager.free(request)
+
+
+def numbers(count: int, seed: int) -> Ids:
+    """Tokens."""
+    return np.random.default_rng(seed).integers(0, 128_000, size=count, dtype=np.int64)
+
+
+def enter(tree: OurTree | SglangTree, tokens: Ids) -> Any:
+    """Serve one request and unlock it; returns where it ends."""
+    found, node, keys = tree.match(tree.prompt(tokens))
+    receipt = tree.lock(node)
+    leaf = tree.insert(keys, node, tree.take(len(tokens) // tree.page_size * tree.page_size - found))
+    tree.unlock(node, receipt)
+    return leaf
+
+
+def check_tree(tree: OurTree | SglangTree) -> None:
+    """What a paged radix cache does; raises PeerMissing where this one does something else."""
+    size = tree.page_size
+    base, other = numbers(8 * size, 1), numbers(8 * size, 2)
+    branch = np.concatenate([base[: 4 * size], other[: 4 * size]])
+    total = tree.free()
+    leaf = enter(tree, base)
+    _expect(tree.match(tree.prompt(base))[0] == 8 * size, "a cached prompt is found whole")
+    _expect(tree.match(tree.prompt(base[: 4 * size + 3]))[0] == 4 * size, "a prefix is found in whole pages")
+    _expect(tree.match(tree.prompt(other))[0] == 0, "another prompt is not found")
+    enter(tree, branch)
+    _expect(tree.match(tree.prompt(branch))[0] == 8 * size, "a branch is found, over the split")
+    _expect(tree.held() == 12 * size and tree.free() == total - 12 * size, "a shared prefix is held once")
+    found, leaf, _ = tree.match(tree.prompt(base))
+    receipt = tree.lock(leaf)
+    tree.evict(12 * size)
+    _expect(tree.held() == 8 * size, "what is locked is not evicted, what is not is")
+    tree.unlock(leaf, receipt)
+    tree.evict(12 * size)
+    _expect(found == 8 * size and tree.held() == 0 and tree.free() == total, "what is unlocked is evicted")
+
+
+def check_vllm(pool: VllmPool) -> None:
+    """What vLLM says of its prefix cache: full blocks are reused, but the last token is always computed."""
+    size = pool.page_size
+    tokens = pool.prompt(numbers(8 * size, 1))
+    first = pool.begin(tokens)
+    _expect(pool.match(first)[0] == 0, "an empty cache has nothing")
+    _expect(pool.enter(first, 8 * size, *pool.match(first)), "there is room for a first request")
+    _expect(pool.match(pool.begin(tokens))[0] == 7 * size, "all but the block of the last token is found")
+    _expect(pool.match(pool.begin(tokens[: 4 * size + 3]))[0] == 4 * size, "a prefix is found in whole blocks")
+    _expect(pool.match(pool.begin([1, *tokens[1:]]))[0] == 0, "another first token is another prefix")
+    pool.end(first)
+    _expect(pool.match(pool.begin(tokens))[0] == 7 * size, "freed blocks stay cached")
+
+
+def chain(packed: bytes, page_size: int) -> list[str]:
+    """The page hashes that SGLang documents: SHA-256 over the hash before and the page's tokens as u32."""
+    previous, found = b"", []
+    width = page_size * TOKEN_BYTES
+    for at in range(0, len(packed) - width + 1, width):
+        previous = sha256(previous + packed[at : at + width]).digest()
+        found.append(previous.hex())
+    return found
+
+
+def _expect(holds: object, what: str) -> None:
+    if not holds:
+        raise PeerMissing(f"it does not do what its project says it does ({what}), so it is not measured")

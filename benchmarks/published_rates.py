@@ -1,0 +1,34 @@
+"""Hit rates of the published conversation rounds: `python benchmarks/published_rates.py --json FILE`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from figures import Figures
+
+from tidekv.engine.workload.multiturn import run_both_ways, total_hit_rate
+
+PUBLISHED = {
+    "output kept": ((0, 0.75, 0.857, 0.9, 0.923, 0.9375), 0.882),
+    "not kept": ((0, 0.25, 0.571, 0.7, 0.769, 0.8125), 0.686),
+}
+
+
+def main() -> None:
+    """Serve the rounds and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    chosen = parser.parse_args()
+    with Figures(chosen.json) as figures:
+        apart, told = 0.0, []
+        for name, rounds in run_both_ways().items():
+            rates, total = PUBLISHED[name]
+            pairs = [*zip([hits.hit_rate for hits in rounds], rates, strict=True), (total_hit_rate(rounds), total)]
+            apart = max(apart, *(abs(ours - theirs) for ours, theirs in pairs))
+            told.append(f"{name}: " + " ".join(f"{ours:.4f}" for ours, _ in pairs))
+        figures.add("multiturn.apart", apart, "; ".join(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What a hundred times the work costs: `python benchmarks/scaling.py --json FILE [--plot FILE]`.
+
+Index, engine and journal do 1, 10 and 100 times the same work; figures are CPU times. The index serves so many times
+the requests with so many times the pages, the engine has so many times the requests in flight, the journal so many
+times the events, which are written and then replayed. Of each: its cost at 100 times the work, over what n log n
+allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import torch
+import uvloop
+from engine import Load, Rig, measure  # noqa: TID251  # Not that of the package: engine.py in this folder.
+from figures import Figures, over_n_log_n
+
+from tidekv import Replayer
+from tidekv.states.accounts import PageAccount
+from tidekv.states.index import PrefixIndex, Receipt
+
+TIMES = (1, 10, 100)
+INDEX_REQUESTS, INDEX_PAGES, PAGE, TURN_PAGES, LIVE = 300, 3000, 16, 16, 16
+IN_FLIGHT = 40
+JOURNAL_REQUESTS = 40
+LOAD = Load(prompt_tokens=512, page_size=64, chunk_tokens=512, tiers=("l1", "l2"))
+
+
+def index_s(times: int) -> float:
+    """CPU seconds for conversations that grow turn by turn, as many as the index has room for one and a half times."""
+    requests, pages = INDEX_REQUESTS * times, INDEX_PAGES * times
+    device = PageAccount("device", pages)
+    index = PrefixIndex(key_bytes=PAGE * 4, device=device, host=PageAccount("host", pages))
+    words = np.random.default_rng(1)
+    talks: list[bytes] = [b""] * max(requests // 4, 1)
+    held: deque[Receipt] = deque()
+    spent_ns = 0
+    gc.collect()
+    for _ in range(requests):
+        place = int(words.integers(len(talks)))
+        talks[place] += words.integers(0, 100_000, PAGE * TURN_PAGES, dtype=np.uint32).tobytes()
+        prompt = talks[place]
+        began_ns = time.thread_time_ns()
+        match = index.match("", prompt)
+        receipt = index.lock(match.device_node)
+        needed = len(prompt) // (PAGE * 4) - match.device_pages
+        if (short := needed - device.free) > 0:
+            index.evict_device(short)
+        taken = device.take(needed)
+        inserted = index.insert("", prompt, index.device_path(match.device_node) + taken)
+        held.append(index.lock(inserted.node))
+        index.unlock(receipt)
+        if len(held) > LIVE:
+            index.unlock(held.popleft())
+        spent_ns += time.thread_time_ns() - began_ns
+    return spent_ns / 1e9
+
+
+def engine_s(times: int) -> float:
+    """CPU seconds of one block with so many requests in flight."""
+    in_flight = IN_FLIGHT * times
+    found = uvloop.run(measure(LOAD, in_flight, 1 if times == TIMES[-1] else 5, journal=False, parts=False, show=0))
+    return found.engine_us * in_flight / 1e6
+
+
+async def write_journal(path: Path, requests: int) -> None:
+    """A run of so many requests, 40 at a time."""
+    rig = Rig(LOAD, IN_FLIGHT, str(path))
+    async with rig.engine:
+        for _ in range(requests // IN_FLIGHT):
+            await rig.block()
+
+
+def journal_s(times: int) -> tuple[float, int]:
+    """CPU seconds of a replay, and events."""
+    with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
+        path = Path(folder) / "run.journal"
+        uvloop.run(write_journal(path, JOURNAL_REQUESTS * times))
+        gc.collect()
+        began_s = time.process_time()
+        found = Replayer(path).run()
+        assert found.complete
+        return time.process_time() - began_s, found.events
+
+
+def main() -> None:
+    """Read the options and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, help="draw it to this .png or .svg file, too")
+    parser.add_argument("--only", nargs="+", choices=("index", "engine", "journal"))
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    with Figures(chosen.json) as figures:
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for name in chosen.only or ("index", "engine", "journal"):
+            points: list[tuple[float, float]] = []
+            for times in TIMES:
+                if name == "index":
+                    points.append((INDEX_REQUESTS * times, index_s(times)))
+                elif name == "engine":
+                    points.append((IN_FLIGHT * times, engine_s(times)))
+                else:
+                    seconds, events = journal_s(times)
+                    points.append((events, seconds))
+            curves[name] = points
+            told = ", ".join(f"{count:,.0f}: {seconds / count * 1e6:.1f} µs each" for count, seconds in points)
+            figures.add(f"scaling.{name}", over_n_log_n(points[0], points[-1]), told)
+        if chosen.plot:
+            from tidekv.engine.seeing.plots import plot_scaling, save_plot
+
+            save_plot(plot_scaling(curves), chosen.plot)
+
+
+if __name__ == "__main__":
+    main()

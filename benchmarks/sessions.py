@@ -1,0 +1,68 @@
+"""Agent sessions end to end in two processes, with and without decode cache: `python benchmarks/sessions.py RECORDING`.
+
+Lengths are an eighth of the recorded ones, and a token has 8 KiB of KV, a sixteenth of what an 8B model has; all pages
+of every 16th request are verified. Requests are served one at a time: the time to ready is that of the request, and not
+that of others whose pages are being verified. The prefill worker keeps prefixes in both runs: what differs is what it
+has to send. Storage is in memory, since nearly all hits are in L1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+import torch
+import uvloop
+from figures import Figures
+
+from tidekv import KVLayout
+from tidekv.engine.main_job import TierOptions, run_trace
+from tidekv.engine.workload.blocks import TraceOptions
+
+LAYOUT = KVLayout(num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16", page_size=16)
+L2_PAGES = 8192
+STORAGE = "memory:?capacity=512MB"
+VERIFY_EVERY = 16
+
+
+def main() -> None:
+    """Run both ways, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recording", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--sessions", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=0, help="at most so many; 0: all")
+    parser.add_argument("--in-flight", type=int, default=1)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    options = TraceOptions(
+        length_scale=1 / 8, time_scale=0.0, requests_max=chosen.requests, sessions_max=chosen.sessions
+    )
+    with Figures(chosen.json) as figures, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        tiers = TierOptions(
+            in_flight_max=chosen.in_flight,
+            trace_layout=LAYOUT,
+            l2_pages=L2_PAGES,
+            storage=STORAGE,
+            verify_every=VERIFY_EVERY,
+        )
+        result = runner.run(run_trace(chosen.recording, options, tiers))
+        assert not result.failures, result.failures
+        on, off = result.phases
+        p50_ms = [phase.ready_ms(50) for phase in (on, off)]
+        figures.add(
+            "sessions.ready",
+            p50_ms[1] / p50_ms[0],
+            f"p50 {p50_ms[0]:.1f} ms with the cache, {p50_ms[1]:.1f} ms without; {on.requests} requests",
+        )
+        sent_mb = [phase.bytes_sent / 1e6 for phase in (on, off)]
+        figures.add("sessions.bytes", sent_mb[1] / sent_mb[0], f"{sent_mb[0]:,.0f} MB against {sent_mb[1]:,.0f} MB")
+        figures.note(
+            f"{on.prompt_tokens:,} prompt tokens, {on.hit_rate:.1%} not sent; p99 {on.ready_ms(99):.1f} and "
+            f"{off.ready_ms(99):.1f} ms; {result.compared:,} pages verified; {result.wall_s:.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

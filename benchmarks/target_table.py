@@ -1,0 +1,153 @@
+"""What tidekv is to be measured by: every target as data. `tidekv bench all` prints them with what was measured.
+
+A target names its figure, and the measurement (`measurements.py`) that brings it; one without a measurement says why
+there is none. Most figures are ratios taken within one run, so that the speed of the machine cancels out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One thing that is asked for. It passes if the figure is `at_least`, or `at_most`, so much."""
+
+    name: str
+    asks: str
+    unit: str = "times"
+    measurement: str = ""
+    figure: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    not_measured: str = ""
+    """Why there is no measurement."""
+
+    @property
+    def group(self) -> str:
+        """The first word of the name."""
+        return self.name.partition(".")[0]
+
+    @property
+    def asked(self) -> str:
+        """The bound in words."""
+        if self.at_least is not None:
+            return f"≥ {self.at_least:g} {self.unit}"
+        return "" if self.at_most is None else f"≤ {self.at_most:g} {self.unit}"
+
+    def passes(self, value: float) -> bool:
+        """Whether a figure reaches the target."""
+        if self.at_least is not None:
+            return value >= self.at_least
+        assert self.at_most is not None
+        return value <= self.at_most
+
+
+def _replay(peer: str, form: str, least: float) -> list[Target]:
+    words = {"array": "given an int64 array", "packed": "given packed tokens"}[form]
+    whom = {"sglang": "SGLang's Rust tree core", "vllm": "vLLM's KV cache manager"}[peer]
+    return [
+        Target(
+            name=f"index.{peer}.{form}.{part}",
+            asks=f"replay of the conversation trace, {part} time a request, faster than {whom}, {words}",
+            measurement=peer,
+            figure=f"{peer}.replay.{form}.{part}",
+            at_least=least,
+        )
+        for part in ("mean", "p99")
+    ]
+
+
+NO_PLANNER = "not built: a run's source is chosen by tier, not by measured bandwidths"
+NO_PAPER = "not built: there is no `bench paper`; hit rates of the published rounds are in `bench multiturn`"
+NO_GPU = "there was no GPU: the CUDA paths have not run"
+
+TARGETS: tuple[Target, ...] = (
+    *_replay("sglang", "array", 8),
+    *_replay("sglang", "packed", 12),
+    *_replay("vllm", "packed", 40),
+    Target(name="index.match.array", asks="match of a cached 32k prompt, int64 array, faster than SGLang",
+           measurement="sglang", figure="sglang.match.array", at_least=3),
+    Target(name="index.match.packed", asks="match of a cached 32k prompt, packed, faster than SGLang",
+           measurement="sglang", figure="sglang.match.packed", at_least=12),
+    Target(name="index.evict", asks="eviction of 10k tokens over 2,000 leaves, faster than SGLang",
+           measurement="sglang", figure="sglang.evict", at_least=15),
+    Target(name="index.lock", asks="lock + unlock at the worst of depths 1, 32, 256, faster than SGLang",
+           measurement="sglang", figure="sglang.lock", at_least=10),
+    Target(name="index.memory", asks="1 M pages in the index, beside their key bytes", unit="B a page",
+           measurement="memory", figure="index.memory", at_most=200),
+    Target(name="keys.page_64", asks="SHA-256 chain of 32k tokens, time over SGLang's C++ chain",
+           measurement="sglang", figure="sglang.keys.64", at_most=2),
+    Target(name="keys.page_16", asks="the same at page 16",
+           measurement="sglang", figure="sglang.keys.16", at_most=3),
+    Target(name="keys.once", asks="pages hashed per new page, in a conversation of eight turns", unit="",
+           measurement="latency", figure="keys.hashed", at_most=1.1),
+    Target(name="keys.exists", asks="existence of a key, in batches of 1,000", unit="µs",
+           measurement="storage", figure="exists", at_most=0.3),
+    Target(name="engine.cpu", asks="CPU a request, 256 in flight, 4k prompts, half cached", unit="µs",
+           measurement="engine", figure="engine.256", at_most=400),
+    Target(name="engine.in_flight", asks="CPU a request at 4,096 in flight, over that at 256",
+           measurement="engine", figure="engine.growth", at_most=1.25),
+    Target(name="engine.idle", asks="CPU of an idle engine", unit="% of a core",
+           measurement="engine", figure="engine.idle", at_most=0.5),
+    Target(name="engine.outcome.p50", asks="outcome's arrival to the caller's coroutine, 256 in flight, p50", unit="µs",
+           measurement="latency", figure="outcome.p50", at_most=60),
+    Target(name="engine.outcome.p99", asks="the same, p99", unit="µs",
+           measurement="latency", figure="outcome.p99", at_most=1000),
+    Target(name="engine.handover", asks="end of a hand-over to the caller's coroutine, 256 in flight, p50", unit="µs",
+           measurement="latency", figure="handover.p50", at_most=120),
+    Target(name="engine.storage", asks="a read of one small page, from call to outcome, p50", unit="µs",
+           measurement="latency", figure="storage.p50", at_most=250),
+    Target(name="engine.copies", asks="a copy of one small page, from call to outcome, p50", unit="µs",
+           measurement="latency", figure="copy.p50", at_most=250),
+    Target(name="engine.poller", asks="CPU of the polling thread, with 256 hand-overs in flight", unit="% of a core",
+           measurement="latency", figure="poller.busy", at_most=15),
+    Target(name="engine.poller_idle", asks="CPU of the polling thread with nothing in flight", unit="% of a core",
+           measurement="latency", figure="poller.idle", at_most=0.1),
+    Target(name="engine.lag", asks="event loop's lag, 256 in flight, p99", unit="ms",
+           measurement="latency", figure="lag.p99", at_most=2),
+    Target(name="engine.journal", asks="CPU that the journal adds", unit="%",
+           measurement="journal", figure="journal.grows", at_most=5),
+    Target(name="transfer.raw", asks="bandwidth over raw NIXL's, the least of all shapes", unit="%",
+           measurement="transfer", figure="transfer.least", at_least=95),
+    Target(name="transfer.messages", asks="round trips of control messages a request", unit="",
+           measurement="latency", figure="round_trips", at_most=2),
+    Target(name="restore.pipeline", asks="L3 to L1, of the slowest stage's own speed", unit="%",
+           measurement="restore", figure="restore.pipeline", at_least=85),
+    Target(name="restore.overlap", asks="time to ready over the longer of restore and transfer",
+           measurement="restore", figure="restore.overlap", at_most=1.1),
+    Target(name="restore.shared", asks="loads of a 10k-token prefix that 50 waiting requests share", unit="loads",
+           measurement="restore", figure="restore.loads", at_most=1),
+    Target(name="planner.fixed", asks="time to ready over the best fixed policy's, link : disk from 1:16 to 16:1",
+           at_most=1.05, not_measured=NO_PLANNER),
+    Target(name="planner.ends", asks="faster than always restore and always transfer, at the ends",
+           at_least=1.3, not_measured=NO_PLANNER),
+    Target(name="paper.requests", asks="capacity effect: requests a second with a decode radix cache",
+           at_least=1.32, not_measured=NO_PAPER),
+    Target(name="paper.first_token", asks="capacity effect: median time to first token",
+           at_least=8.1, not_measured=NO_PAPER),
+    Target(name="paper.bytes", asks="capacity effect: bytes saved", unit="%",
+           at_least=91, not_measured=NO_PAPER),
+    Target(name="paper.rounds_mean", asks="multi-turn with L2 + L3: mean time to first token", unit="% less",
+           at_least=39, not_measured=NO_PAPER),
+    Target(name="paper.rounds_p99", asks="multi-turn with L2 + L3: p99 time to first token", unit="% less",
+           at_least=52, not_measured=NO_PAPER),
+    Target(name="paper.hit_rate", asks="multi-turn: hit rate with decode output kept, furthest from the published rate",
+           unit="apart", measurement="multiturn", figure="multiturn.apart", at_most=0.0005),
+    Target(name="cuda.copies", asks="page copies, of pinned bandwidth, both ways, page 64 and 16", unit="%",
+           at_least=90, not_measured=NO_GPU),
+    Target(name="cuda.compute", asks="slowdown of decode-like compute beside copies", unit="%",
+           at_most=3, not_measured=NO_GPU),
+    Target(name="cuda.polling", asks="event polling", unit="% of a core",
+           at_most=1, not_measured=NO_GPU),
+    Target(name="sessions.ready", asks="agent sessions: time to ready p50, lower than without decode cache",
+           measurement="sessions", figure="sessions.ready", at_least=10),
+    Target(name="sessions.bytes", asks="agent sessions: bytes on the wire, fewer than without decode cache",
+           measurement="sessions", figure="sessions.bytes", at_least=20),
+    Target(name="scaling.index", asks="index, cost a request at 100 times the work, over n log n's", unit="",
+           measurement="scaling", figure="scaling.index", at_most=1),
+    Target(name="scaling.engine", asks="engine, the same", unit="",
+           measurement="scaling", figure="scaling.engine", at_most=1),
+    Target(name="scaling.journal", asks="journal, the same", unit="",
+           measurement="scaling", figure="scaling.journal", at_most=1),
+)  # fmt: skip

@@ -1,0 +1,200 @@
+"""The table of targets is whole, a missing peer is named, and what fails is told; no figure is judged here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tidekv import InvalidConfig
+from tidekv.engine.cli import app
+from tidekv.engine.commands import bench
+from tidekv.engine.seeing import plots
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+GROUPS = {"index", "keys", "engine", "transfer", "restore", "planner", "paper", "cuda", "sessions", "scaling"}
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def verdicts(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, dict[str, dict[str, object]]]:
+    """What `tidekv bench all` prints, and its rows by target."""
+    file = tmp_path / "all.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tidekv", "bench", "all", "--json", str(file), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, {row["target"]: row for row in json.loads(file.read_text())["targets"]}
+
+
+def test_every_target_has_a_bound_and_a_program_or_a_reason() -> None:
+    targets, programs = module("target_table").TARGETS, module("measurements").MEASUREMENTS
+    assert {target.group for target in targets} == GROUPS
+    assert len({target.name for target in targets}) == len(targets)
+    for target in targets:
+        assert (target.at_least is None) != (target.at_most is None), target.name
+        assert bool(target.measurement) != bool(target.not_measured), target.name
+        assert bool(target.measurement) == bool(target.figure), target.name
+        if target.measurement:
+            program = BENCHMARKS / programs[target.measurement].program
+            assert 'if __name__ == "__main__":' in program.read_text(), program
+    assert {target.measurement for target in targets if target.measurement} == set(programs)
+
+
+def test_a_bound_is_kept_at_its_edge_and_broken_beyond() -> None:
+    target = module("target_table").Target
+    least = target(name="a.b", asks="", at_least=3)
+    most = target(name="a.c", asks="", at_most=3, unit="µs")
+    assert [least.passes(value) for value in (2.99, 3, 4)] == [False, True, True]
+    assert [most.passes(value) for value in (2.99, 3, 4)] == [True, True, False]
+    assert (least.asked, most.asked) == ("≥ 3 times", "≤ 3 µs")
+
+
+def test_targets_are_chosen_by_name_group_and_measurement() -> None:
+    chosen = module("all_targets").chosen_targets
+    assert [target.name for target in chosen(["index.lock"])] == ["index.lock"]
+    assert {target.group for target in chosen(["sglang"])} == {"index", "keys"}
+    assert {target.group for target in chosen(["scaling"])} == {"scaling"}
+    assert len(chosen([])) == len(module("target_table").TARGETS)
+    with pytest.raises(SystemExit, match=r"no target index\.locks; groups: index, keys"):
+        chosen(["index.locks", "keys"])
+
+
+def test_a_short_run_measures_what_was_chosen_and_says_what_is_not_built(tmp_path: Path) -> None:
+    said, rows = verdicts(tmp_path, "--only", "paper.hit_rate", "--only", "planner")
+    assert set(rows) == {"paper.hit_rate", "planner.fixed", "planner.ends"}
+    assert rows["paper.hit_rate"]["verdict"] == "pass"
+    assert "0.0000 0.7500 0.8571" in str(rows["paper.hit_rate"]["words"])
+    assert rows["planner.ends"]["verdict"] == "not measured"
+    assert "not built" in str(rows["planner.ends"]["words"])
+    assert "2 not measured" in said
+    assert "1 pass" in said
+
+
+def test_a_peer_that_the_registry_does_not_have_is_named_as_missing(tmp_path: Path) -> None:
+    _, rows = verdicts(
+        tmp_path, "--only", "index.lock", "--only", "keys.page_64", "--peers", str(tmp_path), PIP_NO_INDEX="1"
+    )
+    assert {row["verdict"] for row in rows.values()} == {"missing"}
+    for row in rows.values():
+        assert str(row["words"]).startswith("sglang 0.5.23 did not come from the registry: ")
+        assert row["measured"] is None
+
+
+def test_a_recording_that_is_not_there_is_named_as_missing(tmp_path: Path) -> None:
+    said, rows = verdicts(tmp_path, "--only", "sessions", "--traces", str(tmp_path))
+    assert {row["verdict"] for row in rows.values()} == {"missing"}
+    assert str(tmp_path) in str(rows["sessions.bytes"]["words"])
+    assert "2 missing" in said
+
+
+def test_a_program_that_fails_or_is_late_keeps_what_it_measured(tmp_path: Path) -> None:
+    measurements = module("measurements")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys, time\n"
+        "found = {'figures': {'a': 1.5}, 'words': {}, 'missing': {'b': 'no such thing'}, 'notes': []}\n"
+        "open(sys.argv[-1], 'w').write(json.dumps(found))\n"
+        "if 'late' in sys.argv: time.sleep(3600)\n"
+        "sys.exit('it broke')\n"
+    )
+    options = measurements.Options(peers=tmp_path, traces=tmp_path)
+
+    def outcome(budget_s: float, *words: str) -> object:
+        measurement = measurements.Measurement(
+            program=str(program), budget_s=budget_s, arguments=lambda _, file: [*words, str(file)]
+        )
+        return measurements.run(measurement, options)
+
+    broken = outcome(60.0)
+    assert broken.figures == {"a": 1.5}  # type: ignore[attr-defined]  # An Outcome, of a module that mypy does not see.
+    assert broken.why_not("b.c") == ("missing", "no such thing")  # type: ignore[attr-defined]
+    assert broken.why_not("c") == ("failed", "exit code 1: it broke")  # type: ignore[attr-defined]
+    late = outcome(5.0, "late")
+    assert late.figures == {"a": 1.5}  # type: ignore[attr-defined]
+    assert late.why_not("c") == ("failed", "it was not done after 5 s")  # type: ignore[attr-defined]
+
+
+def test_an_installed_package_says_that_it_needs_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "ALL_TARGETS", tmp_path / "benchmarks" / "all_targets.py")
+    answer = CliRunner().invoke(app, ["bench", "all"])
+    assert isinstance(answer.exception, InvalidConfig)
+    assert "run this from a checkout" in str(answer.exception)
+
+
+def test_a_tree_is_put_to_what_it_must_do_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees, missing = module("peer_trees"), module("peers").PeerMissing
+    for packed in (True, False):
+        trees.check_tree(trees.OurTree(16, 16_000, packed=packed))
+    forgetful = trees.OurTree(16, 16_000, packed=True)
+    monkeypatch.setattr(forgetful, "evict", lambda tokens: None)
+    with pytest.raises(missing, match="what is not is"):
+        trees.check_tree(forgetful)
+    blind = trees.OurTree(16, 16_000, packed=True)
+    match = blind.match
+    monkeypatch.setattr(blind, "match", lambda prompt: (0, *match(prompt)[1:]))
+    with pytest.raises(missing, match="is found whole"):
+        trees.check_tree(blind)
+
+
+def test_our_page_hashes_are_the_documented_chain() -> None:
+    trees = module("peer_trees")
+    packed = trees.numbers(70, 3).astype("<u4").tobytes()
+    from tidekv.backends.keys import page_digests
+
+    assert trees.chain(packed, 16) == [digest.hex() for digest in page_digests(packed, 16)]
+
+
+def test_empty_modules_stand_in_for_what_is_only_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = module("peers")._StandIns(("nowhere_at_all",))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, stand_ins])
+    found = importlib.import_module("nowhere_at_all.inner")
+    monkeypatch.delitem(sys.modules, "nowhere_at_all.inner")
+    monkeypatch.delitem(sys.modules, "nowhere_at_all")
+
+    @found.decorate(option=1)
+    def function() -> int:
+        return 7
+
+    class Child(found.Parent):  # type: ignore[misc,name-defined]
+        pass
+
+    assert function() == 7
+    assert isinstance(Child().anything, type)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("somewhere_else_at_all")
+
+
+def test_cost_against_work_is_drawn_beside_n_log_n() -> None:
+    points = [(10.0, 1.0), (100.0, 10.0), (1000.0, 100.0)]
+    figure = plots.plot_scaling({"index": points, "engine": points})
+    assert [axes.get_title() for axes in figure.axes] == ["index", "engine"]
+    measured, allowed = figure.axes[0].lines
+    assert measured.get_ydata().tolist() == [1, 10, 100]
+    assert np.allclose(allowed.get_ydata(), [1, 20, 300])
+
+
+def test_growth_is_compared_with_n_log_n() -> None:
+    over = module("figures").over_n_log_n
+    assert over((10, 1.0), (1000, 300.0)) == pytest.approx(1)
+    assert over((10, 1.0), (1000, 100.0)) < 0.4
+    assert over((10, 1.0), (1000, 1e4)) > 30
