@@ -11,6 +11,7 @@ from tidekv.backends.copies import PageCopier
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout
+from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidConfig, OutOfMemory
 
@@ -20,18 +21,30 @@ LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, dtype="bfloat16", p
 PAGES = 64
 
 
-def random_pages(count: int = PAGES) -> torch.Tensor:
-    return torch.randint(0, 256, (count, LAYOUT.page_bytes), dtype=torch.uint8)
+GROUPS = PageLayout.of(
+    full=KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, dtype="float8_e4m3fn", page_size=16),
+    scales=KVLayout(num_layers=4, num_kv_heads=2, head_dim=1, dtype="float32", page_size=16),
+    draft=KVLayout(num_layers=1, num_kv_heads=1, head_dim=5, dtype="bfloat16", page_size=16),
+)
 
 
-def device_pool(*, wrapped: bool) -> DevicePool:
+def random_pages(count: int = PAGES, *, layout: Layout = LAYOUT) -> torch.Tensor:
+    return torch.randint(0, 256, (count, layout.page_bytes), dtype=torch.uint8)
+
+
+def device_pool(layout: Layout = LAYOUT, *, wrapped: bool) -> DevicePool:
     if not wrapped:
-        return DevicePool.allocate(LAYOUT, PAGES, device="cuda")
+        return DevicePool.allocate(layout, PAGES, device="cuda")
+    if isinstance(layout, PageLayout):
+        return DevicePool.join(**{name: device_pool(shape, wrapped=True) for name, shape in layout.groups})
     k, v = (
-        [torch.zeros(PAGES, *LAYOUT.piece_shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        [
+            torch.zeros(PAGES, *layout.piece_shape, dtype=layout.torch_dtype, device="cuda")
+            for _ in range(layout.num_layers)
+        ]
         for _ in range(2)
     )
-    return DevicePool.wrap(k, v, LAYOUT)
+    return DevicePool.wrap(k, v, layout)
 
 
 def test_pool_in_gpu_memory_keeps_bytes_and_says_where_it_is() -> None:
@@ -54,15 +67,16 @@ def test_tensors_on_two_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-async def test_scattered_pages_go_down_and_up_again(wrapped: bool) -> None:
-    device, host = device_pool(wrapped=wrapped), HostPool.allocate(LAYOUT, PAGES)
+@pytest.mark.parametrize("layout", [LAYOUT, GROUPS], ids=["mha", "groups"])
+async def test_scattered_pages_go_down_and_up_again(layout: Layout, wrapped: bool) -> None:
+    device, host = device_pool(layout, wrapped=wrapped), HostPool.allocate(layout, PAGES)
     assert host.pinned
     assert host.buffer.is_pinned()
     poller = PollerThread()
     poller.start()
     copier = PageCopier(device, host, poller)
     copier.start()
-    written = random_pages()
+    written = random_pages(layout=layout)
     device.write_pages(range(PAGES), written)
     down, up = torch.randperm(PAGES).tolist(), torch.randperm(PAGES).tolist()
     await copier.to_host(range(PAGES), down)

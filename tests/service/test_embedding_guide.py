@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tidekv import DecodeEngine, DecodeRequest, EngineConfig, EngineThread, NixlTransport, PrefillPeer
 from tidekv.states.accounts import PageAccount
 
 pytestmark = pytest.mark.nixl
+PAIRED_PAGES = 8
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "embedding.md").read_text()
 PROMPTS = [[(number * 31 + position) % 1000 for position in range(40)] for number in range(3)]
 OUTPUT = 40
@@ -113,6 +115,15 @@ def test_the_scheduler_snippet_answers_and_makes_way(guide: dict[str, Any], pref
         engine.wait_settled()
         core = engine.statistics()["core"]
         assert core["device_owned"] == 0  # type: ignore[index]  # Counts by name.
+
+
+def test_the_paired_pool_is_the_callers_tensors(guide: dict[str, Any]) -> None:
+    kv = [[torch.zeros(PAIRED_PAGES, 16, 2, 32) for _ in range(layers)] for layers in (4, 4, 1, 1)]
+    pool = guide["paired_pool"](*kv)
+    assert pool.layout == guide["paired"]
+    assert pool.num_pages == PAIRED_PAGES
+    assert pool.group("draft").v[0].data_ptr() == kv[3][0].data_ptr()
+    assert pool.group("full").k[3].data_ptr() == pool.k[3].data_ptr() == kv[0][3].data_ptr()
 
 
 def test_every_name_that_the_guide_mentions_is_there() -> None:
