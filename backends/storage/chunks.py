@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from tidekv.backends.storage.calls import Call, all_settled
+from tidekv.backends.storage.calls import Call
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.page_io import PageIO
 from tidekv.backends.storage.place import Place
@@ -22,9 +22,6 @@ from tidekv.states.shapes import PageIds
 
 # What is wrong with the page itself, and not with how it was read: its entry goes, so that it can be put anew.
 _BAD_PAGE: Final = ("missing", "truncated", "corrupt", "foreign")
-
-# Of one chunk. The file system lets one at a time write to a file, so they come from both halves of the chunk.
-WRITE_PARTS_IN_FLIGHT: Final = 2
 
 T = TypeVar("T")
 
@@ -59,38 +56,42 @@ class Chunks:
     async def get(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
         causes = ["missing"] * len(keys)
-        found = [(at, slot) for at, key in enumerate(keys) if (slot := self._slot_by_key.get(key)) is not None]
-        bad = await self._fetch(found, keys, pages, causes)
+        slots = list(map(self._slot_by_key.get, keys))
+        found = [(slot, at) for at, slot in enumerate(slots) if slot is not None]
+        bad = await self._fetch(call, found, keys, pages, causes)
         if bad:
-            await self.forget([(keys[at], slot) for at, slot in bad])
+            await self.forget([(keys[at], slot) for slot, at in bad])
             # The index is known anew by now: what another process put in place of a page is somewhere else.
-            moved = [(at, new) for at, old in bad if (new := self._slot_by_key.get(keys[at])) not in (None, old)]
-            bad = await self._fetch(moved, keys, pages, causes)
+            moved = [(new, at) for old, at in bad if (new := self._slot_by_key.get(keys[at])) not in (None, old)]
+            bad = await self._fetch(call, moved, keys, pages, causes)
             if bad:
-                await self.forget([(keys[at], slot) for at, slot in bad])
+                await self.forget([(keys[at], slot) for slot, at in bad])
         return causes
 
     async def _fetch(
-        self, found: list[tuple[int, int]], keys: Sequence[bytes], pages: PageIds, causes: list[str]
+        self, call: Call, found: list[tuple[int, int]], keys: Sequence[bytes], pages: PageIds, causes: list[str]
     ) -> list[tuple[int, int]]:
         """Read slots into the pages at some positions and note the causes; return those that hold no such page."""
         if not found:
             return []
         # In the order of the files, so that neighbors are read at once, in whatever order they are asked for.
-        found.sort(key=lambda pair: pair[1])
+        found.sort()
+        slots = [slot for slot, _ in found]
         read = await self._io.fetch(
-            [keys[at] for at, _ in found], [slot for _, slot in found], [pages[at] for at, _ in found]
+            [keys[at] for _, at in found], slots, [pages[at] for _, at in found], call.may_start
         )
-        for (at, _), cause in zip(found, read, strict=True):
+        for (_, at), cause in zip(found, read, strict=True):
             causes[at] = cause
-        self._place.index.touched.extend(slot for at, slot in found if not causes[at])
-        return [(at, slot) for at, slot in found if causes[at] in _BAD_PAGE]
+        if any(read):
+            self._place.index.touched.extend(slot for slot, at in found if not causes[at])
+            return [(slot, at) for slot, at in found if causes[at] in _BAD_PAGE]
+        self._place.index.touched.extend(slots)
+        return []
 
-    async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds, *, part_pages: int) -> list[str]:
+    async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Write and publish pages; the cause of a failure for each, empty for a stored one.
 
-        The index is changed twice for all of them, since that costs the same for one as for many; they are written in
-        parts, and those that the call may not start any more are late.
+        The index is changed twice for all of them, since that costs the same for one as for many.
         """
         index = self._place.index
         try:
@@ -98,17 +99,7 @@ class Chunks:
         except IndexFailed as error:
             return [error.cause] * len(keys)
         kept = len(slots)
-        moved = ["late"] * kept
-        firsts = iter(_by_halves(range(0, kept, part_pages)))
-
-        async def lane() -> None:
-            for first in firsts:
-                part = slice(first, min(first + part_pages, kept))
-                if call.may_start():
-                    moved[part] = await self._io.store(keys[part], slots[part], pages[part])
-
-        if kept:
-            await all_settled(lane() for _ in range(min(WRITE_PARTS_IN_FLIGHT, -(-kept // part_pages))))
+        moved = await self._io.store(keys[:kept], slots, pages[:kept], call.may_start) if kept else []
         good = [at for at in range(kept) if not moved[at]]
         written = [(keys[at], slots[at]) for at in good]
         wasted = [slots[at] for at in range(kept) if moved[at]]
@@ -156,9 +147,3 @@ class Chunks:
     async def on_worker(self, work: Callable[[], T]) -> T:
         """Do something that blocks, but not with the index."""
         return await asyncio.get_running_loop().run_in_executor(self._threads.workers, work)
-
-
-def _by_halves(firsts: Sequence[int]) -> list[int]:
-    """Order what is done side by side: one of the first half, one of the second, and so on."""
-    half = -(-len(firsts) // 2)
-    return [first for at in range(half) for first in firsts[at::half]]

@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from itertools import groupby
 from typing import Any, Final
@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import BufferOf
-from tidekv.backends.storage.page_io import ThreadIO, seal
+from tidekv.backends.storage.calls import all_settled
+from tidekv.backends.storage.page_io import LATE, ThreadIO, seal
 from tidekv.backends.storage.proofs import verify_headers
 from tidekv.backends.storage.records import page_checksum
 from tidekv.backends.storage.segments import Segments, index_of, segment_of
@@ -30,6 +31,8 @@ from tidekv.states.shapes import PoolMemory
 
 # What the plugin submits at each poll.
 _SUBMITTED_PER_POLL: Final = 64
+# Of one chunk.
+_PARTS_IN_FLIGHT_MAX: Final = 2
 _QUEUES: Final = {"aio": "use_aio", "uring": "use_uring"}
 
 Indices = npt.NDArray[np.int32]
@@ -46,14 +49,19 @@ class NixlIO:
         poller: Poller,
         workers: Executor,
         *,
+        plain: ThreadIO,
         queue: str,
+        chunk_bytes: int,
     ) -> None:
-        """Make the agent and register the pool. Blocks; StorageFailed if NIXL or its plugin cannot be had."""
+        """`plain` finds out what failed, `chunk_bytes` is what one transfer moves, about.
+
+        Make the agent and register the pool. Blocks; StorageFailed if NIXL or its plugin cannot be had."""
         self._segments = segments
         self._poller = poller
         self._workers = workers
         self._buffer_of = buffer_of
-        self._plain = ThreadIO(segments, buffer_of, workers)
+        self._plain = plain
+        self._part_pages = max(chunk_bytes // segments.geometry.page_bytes, 1)
         self._lock = threading.Lock()
         self._files: dict[int, tuple[Any, Any]] = {}  # NIXL has no types: registration and prepared list by segment.
         self._agent = _make_agent(_QUEUES[queue])
@@ -63,31 +71,43 @@ class NixlIO:
         rows = np.array([[memory.address, memory.piece_bytes, 0, memory.stride_bytes, memory.page_count]], np.uint64)
         self._pool_list = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, "DRAM")
 
-    async def fetch(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
+    async def fetch(
+        self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
+    ) -> list[str]:
         """Read slots into host pages and verify them; see PageIO."""
-        if not await self._transfer("READ", slots, pages):
-            return await self._plain.fetch(keys, slots, pages)
 
-        def verify() -> list[str]:
-            return verify_headers(self._segments, keys, slots, self._checksums(pages))
+        async def part(at: slice) -> list[str]:
+            if not await self._transfer("READ", slots[at], pages[at]):
+                return await self._plain.fetch(keys[at], slots[at], pages[at], may_start)
 
-        return await asyncio.get_running_loop().run_in_executor(self._workers, verify)
+            def verify() -> list[str]:
+                return verify_headers(self._segments, keys[at], slots[at], self._checksums(pages[at]))
 
-    async def store(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
+            return await asyncio.get_running_loop().run_in_executor(self._workers, verify)
+
+        return await self._in_parts(part, len(slots), may_start)
+
+    async def store(
+        self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
+    ) -> list[str]:
         """Write host pages and headers into slots; see PageIO."""
         loop = asyncio.get_running_loop()
-        # Taken while the pages move.
-        taken = loop.run_in_executor(self._workers, self._checksums, pages)
-        try:
-            moved = await self._transfer("WRITE", slots, pages)
-        finally:
-            await asyncio.wait([taken])
-        if not moved:
-            return await self._plain.store(keys, slots, pages)
-        checksums = taken.result()
-        return await loop.run_in_executor(
-            self._workers, seal, self._segments, keys, slots, checksums, [""] * len(slots)
-        )
+
+        async def part(at: slice) -> list[str]:
+            # Taken while the pages move.
+            taken = loop.run_in_executor(self._workers, self._checksums, pages[at])
+            try:
+                moved = await self._transfer("WRITE", slots[at], pages[at])
+            finally:
+                await asyncio.wait([taken])
+            if not moved:
+                return await self._plain.store(keys[at], slots[at], pages[at], may_start)
+            causes = [""] * len(slots[at])
+            return await loop.run_in_executor(
+                self._workers, seal, self._segments, keys[at], slots[at], taken.result(), causes
+            )
+
+        return await self._in_parts(part, len(slots), may_start)
 
     def forget(self, segments: Sequence[int]) -> None:
         """Let go of the files of some segments; see PageIO."""
@@ -105,6 +125,23 @@ class NixlIO:
         self._agent.deregister_memory(self._pool_registered)
         # Its end takes a while, and must not come later on somebody's event loop.
         self._agent = self._pool_list = self._pool_registered = None
+
+    async def _in_parts(
+        self, part: Callable[[slice], Awaitable[list[str]]], count: int, may_start: Callable[[], bool]
+    ) -> list[str]:
+        """Move a chunk in parts, some at once, so that one is summed while another moves."""
+        causes = [LATE] * count
+        firsts = iter(range(0, count, self._part_pages))
+
+        async def lane() -> None:
+            for first in firsts:
+                at = slice(first, min(first + self._part_pages, count))
+                if may_start():
+                    causes[at] = await part(at)
+
+        if count:
+            await all_settled(lane() for _ in range(min(_PARTS_IN_FLIGHT_MAX, -(-count // self._part_pages))))
+        return causes
 
     def _checksums(self, pages: Sequence[int]) -> list[bytes]:
         return [page_checksum(self._buffer_of(page)) for page in pages]

@@ -3,14 +3,17 @@
 The plain way moves a few pages at a time and takes their checksums while they are in the processor's cache: memory is
 what it waits for, and a second pass over all pages would cost as much as a third of the first. Neighbors in a segment
 are one call of the system, whatever pages of the pool they are in, so that the interpreter is let go for long enough
-that several threads do not fight for it.
+that several threads do not fight for it. Threads share a chunk piece by piece, without the event loop in between, so
+that one whose processor is taken away does not leave the others waiting for a large part.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Final, Protocol
 
 import xxhash
@@ -22,20 +25,31 @@ from tidekv.backends.storage.segments import Run, Segments, failure_cause, slot_
 
 # What is moved at once and then summed: less lets go of the interpreter too often, more has left the cache by then.
 PIECE_BYTES: Final = 512 << 10
+# Smaller parts of a chunk are not worth a thread of their own.
+_SHARE_BYTES_MIN: Final = 1 << 20
 # The most buffers that one call of the system takes.
 _BUFFERS_MAX: Final = 1024
+
+
+LATE: Final = "late"
+"""The cause of a page that was not started in time."""
 
 
 class PageIO(Protocol):
     """Moves a chunk of pages. Returns when nothing moves any more, with a cause a page: empty if it went well.
 
-    Not to be cancelled: whoever awaits it is shielded.
+    Not to be cancelled: whoever awaits it is shielded. `may_start` is asked on any thread, again and again: once it
+    says no, what has not begun to move is late.
     """
 
-    async def fetch(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
+    async def fetch(
+        self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
+    ) -> list[str]:
         """Read slots into host pages, and verify that they are the pages of the keys."""
 
-    async def store(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
+    async def store(
+        self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
+    ) -> list[str]:
         """Write host pages into slots, and after them the headers that name their keys and checksums."""
 
     def forget(self, segments: Sequence[int]) -> None:
@@ -45,22 +59,42 @@ class PageIO(Protocol):
         """Give everything back. Blocks; nothing may be moving."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What a call of ThreadIO moves, and the causes as far as they are known."""
+
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+    pages: Sequence[int]
+    causes: list[str]
+
+
 class ThreadIO:
     """Plain preadv and pwritev on worker threads: also the way that finds out which page of a list failed, and why."""
 
-    def __init__(self, segments: Segments, buffer_of: BufferOf, workers: Executor) -> None:
+    def __init__(
+        self, segments: Segments, buffer_of: BufferOf, workers: Executor, *, worker_count: int, chunk_bytes: int
+    ) -> None:
+        """`chunk_bytes` bounds what one thread takes at once."""
+        page_bytes = segments.geometry.page_bytes
         self._segments = segments
         self._buffer_of = buffer_of
         self._workers = workers
-        self._pages_at_once = min(max(PIECE_BYTES // segments.geometry.page_bytes, 1), _BUFFERS_MAX)
+        self._worker_count = worker_count
+        self._pages_at_once = min(max(min(PIECE_BYTES, chunk_bytes) // page_bytes, 1), _BUFFERS_MAX)
+        self._share_pages_min = max(min(_SHARE_BYTES_MIN, chunk_bytes) // page_bytes, 1)
 
-    async def fetch(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
+    async def fetch(
+        self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
+    ) -> list[str]:
         """Read slots into host pages and verify them; see PageIO."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, self._fetch, keys, slots, pages)
+        return await self._shared(self._fetch, keys, slots, pages, may_start)
 
-    async def store(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
+    async def store(
+        self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
+    ) -> list[str]:
         """Write host pages and headers into slots; see PageIO."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, self._store, keys, slots, pages)
+        return await self._shared(self._store, keys, slots, pages, may_start)
 
     def forget(self, segments: Sequence[int]) -> None:
         """Do nothing: the files are somebody else's."""
@@ -68,23 +102,52 @@ class ThreadIO:
     def close(self) -> None:
         """Do nothing: the threads and files are somebody else's."""
 
-    def _fetch(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
-        causes = [""] * len(slots)
-        checksums = [NO_CHECKSUM] * len(slots)
-        for piece in self._pieces(slots):
-            at, first = slice(piece.first, piece.first + piece.count), slots[piece.first]
-            buffers = [self._buffer_of(page) for page in pages[at]]
+    async def _shared(
+        self,
+        move: Callable[[_Batch, Iterator[Run]], None],
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        pages: Sequence[int],
+        may_start: Callable[[], bool],
+    ) -> list[str]:
+        """Let workers move a batch together, and wait for all of them."""
+        batch = _Batch(keys, slots, pages, [LATE] * len(slots))
+        loop = asyncio.get_running_loop()
+        shares = min(self._worker_count, -(-len(slots) // self._share_pages_min))
+        jobs = [
+            loop.run_in_executor(self._workers, move, batch, takewhile(lambda _: may_start(), pieces))
+            for pieces in _orders(list(self._pieces(slots)), shares)
+        ]
+        if jobs:
+            await asyncio.wait(jobs)
+        for job in jobs:
+            job.result()
+        return batch.causes
+
+    def _fetch(self, batch: _Batch, pieces: Iterator[Run]) -> None:
+        done: list[int] = []
+        checksums: list[bytes] = []
+        for piece in pieces:
+            at, first = slice(piece.first, piece.first + piece.count), batch.slots[piece.first]
+            buffers = [self._buffer_of(page) for page in batch.pages[at]]
+            done += range(at.start, at.stop)
             if len(buffers[0]) > PIECE_BYTES:
-                causes[piece.first], checksums[piece.first] = self._fetch_large(first, buffers[0])
-            elif self._segments.read_pages(first, buffers):
-                checksums[at] = map(page_checksum, buffers)
+                batch.causes[at.start], checksum = self._fetch_large(first, buffers[0])
+                checksums.append(checksum)
+                continue
+            if self._segments.read_pages(first, buffers):
+                batch.causes[at] = [""] * piece.count
             else:
-                causes[at] = [
-                    self._segments.read_page(slot, page) for slot, page in zip(slots[at], buffers, strict=True)
+                batch.causes[at] = [
+                    self._segments.read_page(slot, page) for slot, page in zip(batch.slots[at], buffers, strict=True)
                 ]
-                checksums[at] = map(page_checksum, buffers)
-        found = verify_headers(self._segments, keys, slots, checksums)
-        return [cause or proof for cause, proof in zip(causes, found, strict=True)]
+            checksums += map(page_checksum, buffers)
+        proofs = verify_headers(
+            self._segments, [batch.keys[at] for at in done], [batch.slots[at] for at in done], checksums
+        )
+        if any(proofs):
+            for page, proof in zip(done, proofs, strict=True):
+                batch.causes[page] = batch.causes[page] or proof
 
     def _fetch_large(self, slot: int, page: memoryview) -> tuple[str, bytes]:
         checksum = xxhash.xxh3_128()
@@ -95,19 +158,27 @@ class ThreadIO:
             checksum.update(part)
         return "", checksum.digest()
 
-    def _store(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> list[str]:
-        causes = [""] * len(slots)
-        checksums = [NO_CHECKSUM] * len(slots)
-        for piece in self._pieces(slots):
-            at, first = slice(piece.first, piece.first + piece.count), slots[piece.first]
-            buffers = [self._buffer_of(page) for page in pages[at]]
+    def _store(self, batch: _Batch, pieces: Iterator[Run]) -> None:
+        done: list[int] = []
+        checksums: list[bytes] = []
+        causes: list[str] = []
+        for piece in pieces:
+            at, first = slice(piece.first, piece.first + piece.count), batch.slots[piece.first]
+            buffers = [self._buffer_of(page) for page in batch.pages[at]]
+            done += range(at.start, at.stop)
             if len(buffers[0]) > PIECE_BYTES:
-                causes[piece.first], checksums[piece.first] = self._store_large(first, buffers[0])
+                cause, checksum = self._store_large(first, buffers[0])
+                causes.append(cause)
+                checksums.append(checksum)
                 continue
-            checksums[at] = map(page_checksum, buffers)
-            if not self._segments.write_pages(first, buffers):
-                causes[at] = [self._store_part(slot, page) for slot, page in zip(slots[at], buffers, strict=True)]
-        return seal(self._segments, keys, slots, checksums, causes)
+            checksums += map(page_checksum, buffers)
+            if self._segments.write_pages(first, buffers):
+                causes += [""] * piece.count
+            else:
+                causes += [self._store_part(slot, page) for slot, page in zip(batch.slots[at], buffers, strict=True)]
+        keys, slots = [batch.keys[at] for at in done], [batch.slots[at] for at in done]
+        for page, cause in zip(done, seal(self._segments, keys, slots, checksums, causes), strict=True):
+            batch.causes[page] = cause
 
     def _store_large(self, slot: int, page: memoryview) -> tuple[str, bytes]:
         checksum = xxhash.xxh3_128()
@@ -130,6 +201,17 @@ class ThreadIO:
         for run in slot_runs(slots):
             for first in range(run.first, run.first + run.count, self._pages_at_once):
                 yield Run(first, min(self._pages_at_once, run.first + run.count - first))
+
+
+def _orders(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
+    """Return the orders in which so many threads take pieces, each of them once.
+
+    Every second one begins with the first half and every other with the second, which is in another file where one is
+    written; who is done with a half goes on with what is left of the other.
+    """
+    half = -(-len(pieces) // 2)
+    first, second = iter(pieces[:half]), iter(pieces[half:])
+    return [chain(second, first) if share % 2 else chain(first, second) for share in range(shares)]
 
 
 def seal(

@@ -18,21 +18,19 @@ from tidekv.backends.storage.chunks import Chunks, Threads
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.file_options import FileOptions
 from tidekv.backends.storage.nixl_io import NixlIO
-from tidekv.backends.storage.page_io import PageIO, ThreadIO
+from tidekv.backends.storage.page_io import LATE, PageIO, ThreadIO
 from tidekv.backends.storage.place import Place
 from tidekv.backends.storage.proofs import verify_stored
 from tidekv.states.errors import StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
-# Descriptors of one chunk: with all chunks in flight far below what NIXL has room for.
+# How much is looked up and read, or reserved, written and published, at once: less would have the event loop fight with
+# the threads for the interpreter. The pages are descriptors of NIXL, which has room for many times as many.
+CHUNK_BYTES: Final = 32 << 20
 CHUNK_PAGES_MAX: Final = 1024
-READ_CHUNKS_IN_FLIGHT_MAX: Final = 4
+READ_CHUNKS_IN_FLIGHT_MAX: Final = 2
 WRITE_CHUNKS_IN_FLIGHT_MAX: Final = 2
 TOUCHED_MAX: Final = 4096
-# How much is reserved and published at once.
-WRITE_BYTES: Final = 32 << 20
-# Smaller parts of a call are not worth a thread of their own.
-SHARE_BYTES_MIN: Final = 1 << 20
 # How old a hint may be while somebody keeps asking.
 STALE_S: Final = 1.0
 
@@ -50,8 +48,6 @@ class Shelf:
         *,
         buffer_of: BufferOf,
         page_count: int,
-        chunk_bytes: int,
-        workers: int,
         threads: Threads,
         counts: Counts,
         open_again: Callable[[], Awaitable[Shelf]],
@@ -63,9 +59,7 @@ class Shelf:
         self.open_again = open_again
         self.page_count = page_count
         self.page_bytes = place.segments.geometry.page_bytes
-        self._chunk_pages = min(max(chunk_bytes // self.page_bytes, 1), CHUNK_PAGES_MAX)
-        self._write_pages = max(self._chunk_pages, min(WRITE_BYTES // self.page_bytes, CHUNK_PAGES_MAX))
-        self._workers = workers
+        self._chunk_pages = min(max(CHUNK_BYTES // self.page_bytes, 1), CHUNK_PAGES_MAX)
         self._reads = asyncio.Semaphore(READ_CHUNKS_IN_FLIGHT_MAX)
         self._writes = asyncio.Semaphore(WRITE_CHUNKS_IN_FLIGHT_MAX)
         self._slot_by_key = place.index.mirror.slot_by_key
@@ -90,13 +84,24 @@ class Shelf:
         place = await loop.run_in_executor(
             threads.index, lambda: Place(options, namespace=namespace, page_bytes=pool.page_bytes)
         )
-        io: PageIO
-        io = ThreadIO(place.segments, buffer_of, threads.workers)
+        plain = ThreadIO(
+            place.segments, buffer_of, threads.workers, worker_count=options.threads, chunk_bytes=options.chunk
+        )
+        io: PageIO = plain
         if options.io == "nixl":
             try:
                 io = await loop.run_in_executor(
                     threads.workers,
-                    lambda: NixlIO(place.segments, pool, buffer_of, poller, threads.workers, queue=options.queue),
+                    lambda: NixlIO(
+                        place.segments,
+                        pool,
+                        buffer_of,
+                        poller,
+                        threads.workers,
+                        plain=plain,
+                        queue=options.queue,
+                        chunk_bytes=options.chunk,
+                    ),
                 )
             except BaseException:
                 await loop.run_in_executor(threads.index, place.close)
@@ -118,8 +123,6 @@ class Shelf:
             io,
             buffer_of=buffer_of,
             page_count=pool.page_count,
-            chunk_bytes=options.chunk,
-            workers=options.threads,
             threads=threads,
             counts=counts,
             open_again=open_again,
@@ -142,8 +145,7 @@ class Shelf:
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Tell which keys the index has, as far as we know."""
-        known = self._slot_by_key
-        return [key in known for key in keys]
+        return list(map(self._slot_by_key.__contains__, keys))
 
     async def catch_up(self, timeout_s: float | None) -> None:
         """Learn what other processes changed, or go on with what is known if that takes too long."""
@@ -156,21 +158,14 @@ class Shelf:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
         if not all(self.exist(keys)):
             await self.catch_up(call.left_s())
-        causes = await self._in_chunks(
-            call, keys, pages, limit=self._reads, chunk=self._chunks.get, size=self._part_pages(len(keys))
-        )
+        causes = await self._in_chunks(call, keys, pages, limit=self._reads, chunk=self._chunks.get)
         if len(self._place.index.touched) >= TOUCHED_MAX:
             await self._chunks.bring_up(self._place.index.note_touched)
         return causes
 
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Write and publish pages; the cause of a failure for each, empty for a stored one."""
-        part_pages = self._part_pages(min(len(keys), self._write_pages))
-
-        async def chunk(call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-            return await self._chunks.put(call, keys, pages, part_pages=part_pages)
-
-        return await self._in_chunks(call, keys, pages, limit=self._writes, chunk=chunk, size=self._write_pages)
+        return await self._in_chunks(call, keys, pages, limit=self._writes, chunk=self._chunks.put)
 
     async def forget(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove keys; True for each that was there."""
@@ -219,10 +214,10 @@ class Shelf:
         await loop.run_in_executor(self._threads.index, self._place.close)
 
     async def _in_chunks(
-        self, call: Call, keys: Sequence[bytes], pages: PageIds, *, limit: asyncio.Semaphore, chunk: Chunk, size: int
+        self, call: Call, keys: Sequence[bytes], pages: PageIds, *, limit: asyncio.Semaphore, chunk: Chunk
     ) -> list[str]:
         """Do a call chunk by chunk, as many at once as the limit lets; what is not started in time is late."""
-        causes = ["late"] * len(keys)
+        causes, size = [LATE] * len(keys), self._chunk_pages
         firsts = iter(range(0, len(keys), size))
 
         async def lane() -> None:
@@ -243,11 +238,6 @@ class Shelf:
             await all_settled(lane() for _ in range(lanes))
         await self._close_dropped()
         return causes
-
-    def _part_pages(self, count: int) -> int:
-        """Return how many pages of a call one worker moves: less than a chunk is shared, if that is worth it."""
-        share = max(-(-count // self._workers), -(-SHARE_BYTES_MIN // self.page_bytes))
-        return min(self._chunk_pages, share)
 
     async def _close_dropped(self) -> None:
         """Close the files of segments that are gone, once no chunk is under way that may have found a page there.
