@@ -21,19 +21,21 @@ class Counts:
 
     def got(self, causes: list[str], page_bytes: int) -> list[bool]:
         """Count the outcome of reads: one cause a page, empty for a hit."""
-        good = [not cause for cause in causes]
-        self.hits += sum(good)
-        self.read_bytes += sum(good) * page_bytes
-        self.misses.update(cause for cause in causes if cause)
-        return good
+        found = causes.count("")
+        self.hits += found
+        self.read_bytes += found * page_bytes
+        if found < len(causes):
+            self.misses.update(filter(None, causes))
+        return [not cause for cause in causes]
 
     def put(self, causes: list[str], page_bytes: int) -> list[bool]:
         """Count the outcome of writes: one cause a page, empty for a stored one."""
-        good = [not cause for cause in causes]
-        self.puts += sum(good)
-        self.written_bytes += sum(good) * page_bytes
-        self.failures.update(cause for cause in causes if cause)
-        return good
+        stored = causes.count("")
+        self.puts += stored
+        self.written_bytes += stored * page_bytes
+        if stored < len(causes):
+            self.failures.update(filter(None, causes))
+        return [not cause for cause in causes]
 
     def statistics(
         self, *, uri: str, pages: int, used_bytes: int, capacity_bytes: int, calls_in_flight: int

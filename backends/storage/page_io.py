@@ -142,6 +142,8 @@ class ThreadIO:
                     self._segments.read_page(slot, page) for slot, page in zip(batch.slots[at], buffers, strict=True)
                 ]
             checksums += map(page_checksum, buffers)
+        if not done:
+            return
         proofs = verify_headers(
             self._segments, [batch.keys[at] for at in done], [batch.slots[at] for at in done], checksums
         )

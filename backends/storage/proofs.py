@@ -18,7 +18,7 @@ from tidekv.backends.storage.records import (
     pack_headers,
     page_checksum,
 )
-from tidekv.backends.storage.segments import Segments, failure_cause, index_of
+from tidekv.backends.storage.segments import Segments, failure_cause, index_of, indices_of
 
 NO_CHECKSUM: Final = bytes(CHECKSUM_BYTES)
 """Stands for a page that did not come; its header is not looked at."""
@@ -26,9 +26,7 @@ NO_CHECKSUM: Final = bytes(CHECKSUM_BYTES)
 
 def write_headers(segments: Segments, keys: Sequence[bytes], slots: Sequence[int], checksums: Sequence[bytes]) -> str:
     """Write the headers of pages; returns why they could not all be written, or nothing."""
-    headers = pack_headers(
-        segments.geometry, indices=[index_of(slot) for slot in slots], keys=keys, checksums=checksums
-    )
+    headers = pack_headers(segments.geometry, indices=indices_of(slots), keys=keys, checksums=checksums)
     try:
         segments.write_headers(slots, headers)
     except OSError as error:
@@ -46,7 +44,7 @@ def verify_headers(
     asked why.
     """
     headers = segments.read_headers(slots)
-    indices = [index_of(slot) for slot in slots]
+    indices = indices_of(slots)
     if len(headers) == len(slots) * HEADER_BYTES:
         found = np.frombuffer(headers, np.uint8).reshape(len(slots), HEADER_BYTES)[:, :BODY_BYTES]
         wanted = header_bodies(segments.geometry, indices=indices, keys=keys, checksums=checksums)

@@ -91,7 +91,8 @@ def pack_headers(
     """Return the headers of pages, one after the other, HEADER_BYTES each."""
     headers = np.zeros((len(indices), HEADER_BYTES), np.uint8)
     headers[:, :BODY_BYTES] = header_bodies(geometry, indices=indices, keys=keys, checksums=checksums)
-    sums = b"".join([_self_sum(body.data) for body in headers[:, :BODY_BYTES]])
+    flat = headers.reshape(-1).data
+    sums = b"".join([_self_sum(flat[first : first + BODY_BYTES]) for first in range(0, headers.size, HEADER_BYTES)])
     headers[:, BODY_BYTES : BODY_BYTES + _SUM_BYTES] = np.frombuffer(sums, np.uint8).reshape(-1, _SUM_BYTES)
     return headers.tobytes()
 

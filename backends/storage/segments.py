@@ -43,6 +43,12 @@ def index_of(slot: int) -> int:
     return slot & (SLOTS_PER_SEGMENT_MAX - 1)
 
 
+def indices_of(slots: Sequence[int]) -> list[int]:
+    """Return the places of many slots in their segments."""
+    places: list[int] = (np.array(slots, np.int64) & (SLOTS_PER_SEGMENT_MAX - 1)).tolist()
+    return places
+
+
 def namespace_directory(root: Path, namespace: bytes) -> Path:
     """Where the segments of a namespace are. The name is hexadecimal, whatever the namespace is."""
     return root / namespace.hex()[:32]
@@ -67,7 +73,7 @@ def slot_runs(slots: Sequence[int]) -> list[Run]:
         return []
     # By numpy: a loop over many slots would keep the interpreter from the event loop.
     found = np.array(slots, np.int64)
-    breaks = (np.diff(found) != 1) | (found[1:] & (SLOTS_PER_SEGMENT_MAX - 1) == 0)
+    breaks = (found[1:] - found[:-1] != 1) | (found[1:] & (SLOTS_PER_SEGMENT_MAX - 1) == 0)
     firsts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
     return [Run(first, end - first) for first, end in pairwise(firsts)]
 
