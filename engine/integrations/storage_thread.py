@@ -6,10 +6,9 @@ may come from any thread; those of one direction wait for one another.
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
@@ -17,13 +16,11 @@ from tidekv.backends.host import HostPool
 from tidekv.backends.keys import storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.poller import PollerThread
-from tidekv.states.errors import EngineClosed
+from tidekv.engine.integrations.loop_thread import LoopThread
 from tidekv.states.shapes import page_ids
 
 BATCH_BYTES: Final = 64 << 20
 BATCH_PAGES_MAX: Final = 128
-T = TypeVar("T")
 
 
 class StorageThread:
@@ -50,20 +47,19 @@ class StorageThread:
         self._batch = max(1, min(BATCH_BYTES // layout.page_bytes, BATCH_PAGES_MAX))
         self._pool = HostPool.allocate(layout, 2 * self._batch, pin=False)
         self._reading, self._writing = threading.Lock(), threading.Lock()
-        self._is_closed = False
-        self._loop = asyncio.new_event_loop()
-        self._poller = PollerThread(name="tidekv-shared-storage-poller")
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tidekv-shared-storage", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("tidekv-shared-storage")
+        namespace = storage_namespace(layout.identity(model), rank=rank, ranks=ranks)
         try:
-            self._call(self._register(storage_namespace(layout.identity(model), rank=rank, ranks=ranks)))
+            self._loop.call(
+                storage.register(self._pool.memory, self._pool.page, namespace=namespace, poller=self._loop.poller)
+            )
         except BaseException:
             self.close()
             raise
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return how many of the keys, from the first on, are probably there."""
-        found = self._call(self._storage.exists(keys, timeout_s=self._timeout_s))
+        found = self._loop.call(self._storage.exists(keys, timeout_s=self._timeout_s))
         return found.index(False) if False in found else len(found)
 
     def get(self, keys: Sequence[bytes], take: Callable[[int, torch.Tensor], None]) -> list[bool]:
@@ -73,7 +69,7 @@ class StorageThread:
             for first in range(0, len(keys), self._batch):
                 batch = keys[first : first + self._batch]
                 pages = page_ids(range(len(batch)))
-                found = self._call(self._storage.get_into(batch, pages, timeout_s=self._timeout_s))
+                found = self._loop.call(self._storage.get_into(batch, pages, timeout_s=self._timeout_s))
                 for page, is_there in enumerate(found):
                     if is_there:
                         take(first + page, self._pool.buffer[page])
@@ -89,37 +85,14 @@ class StorageThread:
                 for page in range(len(batch)):
                     give(first + page, self._pool.buffer[self._batch + page])
                 pages = page_ids(range(self._batch, self._batch + len(batch)))
-                good += self._call(self._storage.put_from(batch, pages, timeout_s=self._timeout_s))
+                good += self._loop.call(self._storage.put_from(batch, pages, timeout_s=self._timeout_s))
         return good
 
     def clear(self) -> int:
         """Forget every page of this namespace; returns how many there were."""
-        return self._call(self._storage.clear())
+        return self._loop.call(self._storage.clear())
 
     def close(self) -> None:
         """Wait for the calls that run, and give everything back. Closing again does nothing."""
         with self._reading, self._writing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            try:
-                self._finish(self._storage.close())
-            finally:
-                self._finish(self._poller.close())
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
-
-    async def _register(self, namespace: bytes) -> None:
-        self._poller.start()
-        await self._storage.register(self._pool.memory, self._pool.page, namespace=namespace, poller=self._poller)
-
-    def _call(self, work: Coroutine[object, object, T]) -> T:
-        if self._is_closed:
-            work.close()
-            raise EngineClosed("this storage is closed")
-        return self._finish(work)
-
-    def _finish(self, work: Coroutine[object, object, T]) -> T:
-        # To its end: pages are the call's until it returns, and it bounds itself by its timeout.
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            self._loop.close(self._storage.close())

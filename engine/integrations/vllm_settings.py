@@ -1,0 +1,189 @@
+"""What a vLLM connector is configured with, and what of vLLM's own configuration has a counterpart here.
+
+Everything that cannot be shared is refused here, by name, before anything is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
+
+import msgspec
+
+from tidekv.backends.layout import DTYPES, KVLayout
+from tidekv.backends.storage.options import parse_size
+from tidekv.backends.storage.uri import split_uri
+from tidekv.states.errors import InvalidConfig
+
+HINT: Final = "kv_connector_extra_config"
+# Full-attention layers whose element row is a token's K and V of one head, and those with a latent vector. Others, such
+# as CPU_ATTN, pack a block in an order of their own.
+MHA_BACKENDS: Final = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
+MLA_BACKENDS: Final = ("FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
+# Ways to speculate that have no KV of their own.
+DRAFTS_WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
+UNSCALED: Final = (0, 1)  # KVQuantMode NONE and FP8_PER_TENSOR: no scales within a block.
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `kv_connector_extra_config`."""
+
+    uri: str
+    """The storage, such as "file:/var/lib/tidekv?capacity=200GB"."""
+    options: dict[str, object] | str | None = None
+    """Further options of its engine."""
+    model: str | None = None
+    """The fingerprint that decode engines have in `EngineConfig(model=…)`; without it vLLM's name of the model."""
+    page_size: int | None = None
+    """Tokens of a page: a multiple of vLLM's block size, which it is by default."""
+    host: int | str = "4GB"
+    """Host memory of each worker, in bytes: pages on their way, and those last used (L2)."""
+    threshold_tokens: int = 0
+    """What would bring fewer tokens than this is not loaded."""
+    lookup_timeout_s: float = 0.5
+    """A request waits so long, at most, for the answer what storage has of it."""
+    load_timeout_s: float = 10.0
+    """What is not loaded by then is recomputed."""
+    save_timeout_s: float = 30.0
+    """How long one batch of writes may go on starting work."""
+
+    def __post_init__(self) -> None:
+        for name in ("lookup_timeout_s", "load_timeout_s", "save_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidConfig(f"{HINT}: {name} must be more than 0, not {getattr(self, name)!r}")
+        if self.threshold_tokens < 0:
+            raise InvalidConfig(f"{HINT}: threshold_tokens must be at least 0, not {self.threshold_tokens!r}")
+        if (parse_size(self.host) or 0) <= 0:
+            raise InvalidConfig(f"{HINT}: host must be a size such as 4GB or 512MiB, not {self.host!r}")
+        if split_uri(self.uri).scheme == "memory":
+            raise InvalidConfig(
+                f"{HINT}: memory: is known to one process, and vLLM's scheduler and workers are several"
+            )
+
+    @property
+    def host_bytes(self) -> int:
+        """`host` as a number."""
+        return parse_size(self.host) or 0
+
+
+def read_settings(given: Mapping[str, object]) -> ConnectorSettings:
+    """Return the settings. Raises InvalidConfig, which names what is wrong."""
+    names = ConnectorSettings.__struct_fields__
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise InvalidConfig(f"{HINT} has no option {unknown[0]!r}; it has {', '.join(names)}")
+    if not isinstance(given.get("uri"), str):
+        raise InvalidConfig(f'{HINT} needs "uri", such as "file:/var/lib/tidekv?capacity=200GB"')
+    try:
+        return msgspec.convert(dict(given), ConnectorSettings)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InvalidConfig):
+            raise error.__cause__ from None
+        raise InvalidConfig(f"{HINT}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What both sides of a connector know: how pages look, who they are shared with, and which way they go.
+
+    `ranks` counts the namespaces that pages are in: 1 where all ranks hold the same latent vectors.
+    """
+
+    settings: ConnectorSettings
+    layout: KVLayout
+    model: str
+    block_size: int
+    num_blocks: int
+    layer_names: tuple[str, ...]
+    rank: int
+    ranks: int
+    is_writer: bool
+    loads: bool
+    saves: bool
+
+    @property
+    def blocks_per_page(self) -> int:
+        """vLLM's blocks that make one page."""
+        return self.layout.page_size // self.block_size
+
+
+def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
+    """Return what a connector made of these shares. Raises InvalidConfig for what has no counterpart in tidekv."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    settings = read_settings(transfer.kv_connector_extra_config)
+    if transfer.kv_load_failure_policy != "recompute":
+        raise InvalidConfig(
+            'set "kv_load_failure_policy": "recompute" in the KV transfer config: by vLLM\'s default a page that '
+            "cannot be loaded fails its request, and a cache must never do that"
+        )
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise InvalidConfig(f"pages of {name} {getattr(parallel, name)} cannot be shared; it must be 1")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
+        raise InvalidConfig(f"KV of a draft model ({speculative.method}) cannot be shared; without one, or with ngram")
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise InvalidConfig(
+            "models with several groups of KV cannot be shared; only full attention or MLA in one group"
+        )
+    group = kv_cache_config.kv_cache_groups[0]
+    layout = _layout_of(group.kv_cache_spec, len(group.layer_names), settings.page_size)
+    is_mla = layout.kind == "mla"
+    tp_rank, tp_size = parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size
+    return Shared(
+        settings=settings,
+        layout=layout,
+        model=settings.model or str(vllm_config.model_config.model),
+        block_size=int(group.kv_cache_spec.block_size),
+        num_blocks=int(kv_cache_config.num_blocks),
+        layer_names=tuple(group.layer_names),
+        rank=0 if is_mla else tp_rank,
+        ranks=1 if is_mla else tp_size,
+        is_writer=not is_mla or tp_rank == 0,
+        loads=bool(transfer.is_kv_consumer),
+        saves=bool(transfer.is_kv_producer),
+    )
+
+
+def check_backends(names: set[str], layout: KVLayout) -> None:
+    """Refuse attention backends whose blocks are in an order that is not known here (InvalidConfig)."""
+    known = MLA_BACKENDS if layout.kind == "mla" else MHA_BACKENDS
+    unknown = sorted(names - set(known))
+    if unknown:
+        raise InvalidConfig(
+            f"blocks of attention backend {unknown[0]} cannot be shared; those of {', '.join(known)} can"
+        )
+
+
+def _layout_of(spec: Any, num_layers: int, page_size: int | None) -> KVLayout:
+    kind = {"FullAttentionSpec": "mha", "MLAAttentionSpec": "mla"}.get(type(spec).__name__)
+    if kind is None:
+        raise InvalidConfig(f"KV of {type(spec).__name__} cannot be shared; only full attention and MLA")
+    block_size = int(spec.block_size)
+    page_size = block_size if page_size is None else page_size
+    if page_size < 1 or page_size % block_size:
+        raise InvalidConfig(f"{HINT}: page_size must be a multiple of vLLM's block size, {block_size}, not {page_size}")
+    dense = {"num_head_slots": None, "state_content_bytes": None, "page_size_padded": None, "tokens_per_state": 1}
+    for name, plain in dense.items():
+        if getattr(spec, name) != plain:
+            raise InvalidConfig(f"KV blocks with {name} {getattr(spec, name)!r} cannot be shared: they are packed")
+    if int(spec.kv_quant_mode) not in UNSCALED:
+        raise InvalidConfig(
+            f"KV quantized as {spec.kv_quant_mode!r} cannot be shared: its scales are within the blocks"
+        )
+    if spec.head_size_v != (spec.head_size if kind == "mha" else 0):
+        raise InvalidConfig(
+            f"K of {spec.head_size} and V of {spec.head_size_v} elements cannot be shared; equal ones can"
+        )
+    dtype = next((name for name, known in DTYPES.items() if known == spec.dtype), None)
+    if dtype is None:
+        raise InvalidConfig(f"KV of {spec.dtype} cannot be shared; tidekv knows {', '.join(DTYPES)}")
+    return KVLayout(
+        num_layers=num_layers,
+        num_kv_heads=int(spec.num_kv_heads),
+        head_dim=int(spec.head_size),
+        dtype=dtype,
+        page_size=page_size,
+        kind=kind,
+    )

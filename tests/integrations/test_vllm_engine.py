@@ -1,0 +1,112 @@
+"""vLLM's own scheduler, block manager and worker hooks drive the connector: no wrong byte, and pages shared with us."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+
+PROGRAM = Path(__file__).with_name("vllm_engine.py")
+VARIABLES = ("TIDEKV_TEST_VLLM", "TIDEKV_TEST_VLLM_PACKAGES")
+PAGE = 16
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", page_size=PAGE)
+needs_wheel = pytest.mark.skipif(
+    not all(os.environ.get(name) for name in VARIABLES),
+    reason=f"set {' and '.join(VARIABLES)} as vllm_engine.py says, to drive vLLM's own scheduler",
+)
+
+
+async def program(*arguments: object) -> None:
+    """Run the program to its end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-W",
+        "ignore",
+        str(PROGRAM),
+        *map(str, arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode(errors="replace")[-3000:]
+
+
+@pytest.mark.slow
+@needs_wheel
+@pytest.mark.parametrize("options", [(), ("--async",), ("--page", 24), ("--page", 16, "--async")])
+async def test_conversations_with_few_blocks_read_no_wrong_byte(tmp_path: Path, options: tuple[object, ...]) -> None:
+    file = tmp_path / "figures"
+    await program("churn", f"file:{tmp_path}/store?capacity=64MB", 7, file, *options)
+    figures = json.loads(file.read_text())
+    loaded = figures["load_pages_host"] + figures["load_pages_storage"]
+    assert figures["save_pages_stored"] > 10
+    assert loaded > 20
+    assert figures["load_pages_missing"] > 0, "bytes in storage were damaged, and nobody noticed"
+    assert figures["computed"] < figures["prompt"]
+
+
+@pytest.mark.slow
+@needs_wheel
+async def test_methods_take_what_vllm_gives(tmp_path: Path) -> None:
+    file = tmp_path / "contract"
+    await program("contract", "none", 0, file)
+    found = json.loads(file.read_text())
+    assert set(found["abstract"]) <= set(found["declared"])
+    assert len(found["declared"]) >= 17
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@needs_wheel
+async def test_vllms_scheduler_and_an_engine_hit_what_the_other_computed(tmp_path: Path) -> None:
+    uri = f"file:{tmp_path}/store?capacity=64MB"
+
+    async def vllm(what: str, first_token: int) -> list[bytes]:
+        file = tmp_path / what
+        await program(what, uri, first_token, file, "--page", PAGE, "--async")
+        pages = await asyncio.to_thread(file.read_bytes)
+        return [pages[start : start + LAYOUT.page_bytes] for start in range(0, len(pages), LAYOUT.page_bytes)]
+
+    written = await vllm("write", 100)
+    assert len(set(written)) == 4
+    prefill_pool = DevicePool.allocate(LAYOUT, 32)
+    device = DevicePool.allocate(LAYOUT, 64)
+    engine = DecodeEngine(
+        EngineConfig(model="m", prefetch_threshold_tokens=1),
+        device=device,
+        host=HostPool.allocate(LAYOUT, 64),
+        storage=open_storage(uri),
+        transport=NixlTransport(name="decode-0"),
+    )
+    peer = PrefillPeer(
+        device=prefill_pool,
+        transport=NixlTransport("prefill-0"),
+        model="m",
+        on_room=SyntheticPrefill(prefill_pool, vocabulary=1000).serve,
+    )
+    async with peer, engine:
+
+        async def restored(first_token: int) -> tuple[dict[str, int], list[bytes]]:
+            tokens = [*range(first_token, first_token + 4 * PAGE), 1, 2]
+            ready = await engine.restore(
+                DecodeRequest(request_id=str(first_token), tokens=tokens, prefill=peer.address, prompt="send")
+            )
+            pages = [page.numpy().tobytes() for page in device.read_pages(ready.pages[:4])]
+            await engine.finish(ready, [ready.first_token])
+            return dict(ready.sources), pages
+
+        sources, pages = await restored(100)
+        assert sources == {"l1": 0, "l2": 0, "l3": 4 * PAGE, "transfer": 2}
+        assert pages == written
+        sources, computed = await restored(500)
+        assert sources["l3"] == 0
+        await engine.wait_settled()
+    assert await vllm("read", 500) == computed

@@ -1,0 +1,391 @@
+"""A vLLM worker's pages: loads and saves with storage that is good, slow, broken or full, and blocks that show it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any  # The wrapped engine's calls are passed on as they are.
+
+import pytest
+import torch
+
+from tidekv import KVLayout
+from tidekv.backends.storage.base import Storage
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.integrations.vllm_blocks import PagedBlocks
+from tidekv.engine.integrations.vllm_jobs import LoadEnded, LoadJob, SaveJob
+from tidekv.engine.integrations.vllm_lookup import PrefixLookup
+from tidekv.engine.integrations.vllm_pages import WorkerPages
+from tidekv.engine.integrations.vllm_settings import ConnectorSettings, Shared
+from tidekv.states.errors import EngineClosed, InvalidConfig, StorageFailed
+
+LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 4, 4, 40
+LAYOUT = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=BLOCK)
+KEYS = [bytes([number]) * 32 for number in range(1, 30)]
+
+
+class Storehouse:
+    """A storage engine whose calls a test can hold, or let fail. Everything else is the real engine's."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self.fails: set[str] = set()
+        self.held: dict[str, threading.Event] = {}
+        self.reached = threading.Event()
+        self.calls: list[str] = []
+        self.says: list[bool] | None = None
+        """What is there, whatever is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def exists(self, *args: Any, **given: Any) -> list[bool]:
+        return self.says or await self._call("exists", *args, **given)
+
+    async def get_into(self, *args: Any, **given: Any) -> list[bool]:
+        return await self._call("get_into", *args, **given)
+
+    async def put_from(self, *args: Any, **given: Any) -> list[bool]:
+        return await self._call("put_from", *args, **given)
+
+    async def _call(self, name: str, *args: Any, **given: Any) -> list[bool]:
+        self.calls.append(name)
+        if name in self.fails:
+            raise StorageFailed("no disk")
+        found: list[bool] = await getattr(self._inner, name)(*args, **given)
+        if name in self.held:
+            self.reached.set()
+            await asyncio.to_thread(self.held[name].wait)
+        return found
+
+
+class Worker:
+    """Tensors full of noise, and pages over them."""
+
+    def __init__(self, uri: str, *, seed: int = 0, host_pages: int = 16, **settings: Any) -> None:
+        shape = (LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM)
+        self.tensors = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        self.ended: list[LoadEnded] = []
+        self.store = Storehouse(open_storage(uri))
+        shared = Shared(
+            settings=ConnectorSettings(uri=uri, host=host_pages * LAYOUT.page_bytes, **settings),
+            layout=LAYOUT,
+            model="m",
+            block_size=BLOCK,
+            num_blocks=BLOCKS,
+            layer_names=("layers.0", "layers.1"),
+            rank=0,
+            ranks=1,
+            is_writer=True,
+            loads=True,
+            saves=True,
+        )
+        blocks = PagedBlocks(list(self.tensors), layout=LAYOUT, block_size=BLOCK, num_blocks=BLOCKS)
+        self.pages = WorkerPages(self.store, blocks=blocks, shared=shared)
+
+    def block(self, number: int) -> torch.Tensor:
+        return self.tensors[:, number].clone()
+
+    def save(self, first: int, count: int) -> None:
+        """Save blocks 0, 1, … under keys `first`, `first` + 1, …"""
+        self.pages.save(SaveJob("s", tuple(KEYS[first : first + count]), tuple(range(count))))
+
+    def load(self, first: int, count: int, *, at: int = 20, name: str = "r") -> None:
+        """Load keys `first`, … into blocks `at`, …"""
+        self.pages.load(LoadJob(name, tuple(KEYS[first : first + count]), tuple(range(at, at + count))))
+
+    def settled(self) -> dict[str, int]:
+        """Wait until nothing is on its way; returns what was counted."""
+        self.pages._loop.call(_idle(self.pages))
+        self.ended += self.pages.take_ended()
+        return {name: count for name, count in self.pages.take_counts().items() if count}
+
+
+async def _idle(pages: WorkerPages) -> None:
+    while len(pages._tasks):
+        pages._changed.clear()
+        await pages._changed.wait()
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return f"file:{tmp_path}?capacity=16MB"
+
+
+@pytest.fixture
+def worker(uri: str) -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def make(**given: Any) -> Worker:
+        made.append(Worker(uri, **given))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for gate in one.store.held.values():
+            gate.set()
+        one.pages.close()
+
+
+def same(theirs: Worker, ours: Worker, pairs: Sequence[tuple[int, int]]) -> bool:
+    return all(torch.equal(theirs.block(source), ours.block(target)) for source, target in pairs)
+
+
+def test_what_one_worker_saved_another_loads(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1), worker(seed=2)
+    writer.save(0, 5)
+    assert writer.settled() == {"save_pages_stored": 5}
+    untouched = reader.block(25)
+    reader.load(0, 5)
+    assert reader.settled() == {"load_pages_storage": 5}
+    assert reader.ended == [LoadEnded("r")]
+    assert same(writer, reader, [(number, 20 + number) for number in range(5)])
+    assert torch.equal(reader.block(25), untouched)
+    reader.load(0, 5, at=30, name="again")
+    assert reader.settled() == {"load_pages_host": 5}, "host memory has them now"
+    assert same(writer, reader, [(number, 30 + number) for number in range(5)])
+
+
+def test_what_is_read_out_may_be_overwritten_at_once(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1), worker(seed=2)
+    writer.store.held["exists"] = threading.Event()
+    saved = [writer.block(number) for number in range(3)]
+    writer.save(0, 3)
+    writer.tensors.zero_()
+    writer.store.held["exists"].set()
+    assert writer.settled() == {"save_pages_stored": 3}
+    reader.load(0, 3)
+    reader.settled()
+    assert all(torch.equal(reader.block(20 + number), page) for number, page in enumerate(saved))
+
+
+def test_a_load_ends_at_the_first_page_that_is_missing(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1), worker(seed=2)
+    writer.save(0, 2)
+    writer.pages.save(SaveJob("s", (KEYS[3],), (3,)))
+    writer.settled()
+    before = [reader.block(number) for number in (22, 23)]
+    reader.load(0, 4)
+    assert reader.settled() == {"load_pages_storage": 2, "load_pages_missing": 2}
+    assert reader.ended == [LoadEnded("r", (22, 23))]
+    assert same(writer, reader, [(0, 20), (1, 21)])
+    assert [torch.equal(reader.block(number), page) for number, page in zip((22, 23), before, strict=True)] == [
+        True
+    ] * 2
+
+
+def test_more_pages_than_the_host_has_go_in_batches(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1, host_pages=40), worker(seed=2, host_pages=4)
+    writer.save(0, 20)
+    assert writer.settled() == {"save_pages_stored": 20}
+    reader.load(0, 20)
+    reader.load(0, 20, at=0, name="other")
+    counts = reader.settled()
+    assert counts["load_pages_storage"] + counts.get("load_pages_host", 0) == 40
+    assert {one.request_id: one.failed_blocks for one in reader.ended} == {"r": (), "other": ()}
+    assert same(writer, reader, [(number, 20 + number) for number in range(20)])
+
+
+def test_saves_use_half_of_the_host_and_drop_the_rest(worker: Callable[..., Worker]) -> None:
+    writer, other = worker(seed=1, host_pages=8), worker(seed=3)
+    other.save(10, 2)
+    other.settled()
+    writer.store.held["put_from"] = threading.Event()
+    writer.save(0, 6)
+    assert writer.store.reached.wait(30)
+    writer.load(10, 2)
+    writer.pages._loop.call(_a_load_has_ended(writer.pages))
+    assert writer.pages.take_ended() == [LoadEnded("r")], "a load has room, whatever storage does with saves"
+    writer.store.held["put_from"].set()
+    assert writer.settled() == {"save_pages_stored": 4, "save_pages_dropped": 2, "load_pages_storage": 2}
+
+
+async def _a_load_has_ended(pages: WorkerPages) -> None:
+    async with asyncio.timeout(30):
+        while not pages._ended:
+            pages._changed.clear()
+            await pages._changed.wait()
+
+
+async def _probed(lookup: PrefixLookup) -> None:
+    await asyncio.wait(lookup._guard._tasks._tasks, timeout=30)
+
+
+def test_what_storage_has_already_is_not_written_again(worker: Callable[..., Worker]) -> None:
+    first, second = worker(seed=1), worker(seed=2)
+    first.save(0, 3)
+    first.settled()
+    second.save(0, 5)
+    assert second.settled() == {"save_pages_present": 3, "save_pages_stored": 2}
+    second.save(0, 5)
+    assert second.settled() == {"save_pages_present": 5}
+
+
+def test_storage_that_cannot_be_read_is_a_miss(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+    reader = worker()
+    reader.store.fails.add("get_into")
+    reader.load(0, 2)
+    assert reader.settled() == {"load_pages_missing": 2}
+    assert reader.ended == [LoadEnded("r", (20, 21))]
+    assert "no disk" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["exists", "put_from"])
+def test_storage_that_cannot_be_written_is_left_alone_after_a_while(
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    writer = worker()
+    writer.store.fails.add(call)
+    for number in range(8):
+        writer.save(number, 1)
+        assert writer.settled() == {"save_pages_failed": 1}
+    writer.save(9, 2)
+    assert writer.settled() == {"save_pages_dropped": 2}
+    assert caplog.text.count("no disk") == 8
+    assert "left alone" in caplog.text
+
+
+def test_a_load_that_takes_too_long_is_given_up_and_never_written(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1), worker(seed=2, load_timeout_s=0.05)
+    writer.save(0, 3)
+    writer.settled()
+    before = [reader.block(20 + number) for number in range(3)]
+    reader.store.held["get_into"] = threading.Event()
+    reader.load(0, 3)
+    reader.pages._loop.call(_a_load_has_ended(reader.pages))
+    assert reader.pages.take_ended() == [LoadEnded("r", (20, 21, 22))]
+    assert reader.pages._cache.available() == 13, "the read has its pages until it ends"
+    reader.store.held["get_into"].set()
+    assert reader.settled() == {"load_pages_late": 3}
+    assert reader.ended == []
+    assert [torch.equal(reader.block(20 + number), page) for number, page in enumerate(before)] == [True] * 3
+    assert reader.pages._cache.available() == 16
+
+
+def test_a_load_has_not_ended_while_it_still_writes_to_blocks(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1), worker(seed=2)
+    writer.save(0, 2)
+    writer.settled()
+    write, begun, gate = reader.pages._copies.write, threading.Event(), threading.Event()
+
+    def slow(*given: Any, **named: Any) -> None:
+        begun.set()
+        gate.wait()
+        # What was said of the load by now would be too early.
+        assert reader.pages.take_ended() == []
+        write(*given, **named)
+
+    reader.pages._copies.write = slow  # type: ignore[method-assign]  # A device that takes its time.
+    reader.load(0, 2)
+    assert begun.wait(30)
+    reader.pages._loop.call(_stop_the_load(reader.pages))
+    gate.set()
+    assert reader.settled() == {"load_pages_failed": 2}
+    assert reader.ended == [LoadEnded("r", (20, 21))]
+
+
+async def _stop_the_load(pages: WorkerPages) -> None:
+    """Cancel the load's task, which is not to heed it yet."""
+    (load,) = [task for task in pages._tasks._tasks if "load" in task.get_name()]
+    load.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not load.done()
+
+
+def test_a_copy_that_fails_is_recomputed(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+    writer, reader = worker(seed=1), worker(seed=2)
+    writer.save(0, 2)
+    writer.settled()
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no device")
+
+    reader.pages._copies.write = broken  # type: ignore[method-assign]  # A device that fails.
+    with caplog.at_level(logging.ERROR, "tidekv.vllm"):
+        reader.load(0, 2)
+        assert reader.settled() == {"load_pages_failed": 2}
+    assert reader.ended == [LoadEnded("r", (20, 21))]
+    assert "no device" in caplog.text
+    assert reader.pages._cache.available() == 16
+
+
+def test_closing_stores_what_was_saved_and_ends_what_was_loaded(uri: str) -> None:
+    writer = Worker(uri, seed=1)
+    writer.save(0, 6)
+    writer.load(20, 2)
+    writer.pages.close()
+    assert writer.pages.take_ended() == [LoadEnded("r", (20, 21))]
+    writer.pages.close()
+    with pytest.raises(EngineClosed):
+        writer.load(0, 1)
+    reader = Worker(uri, seed=2)
+    reader.load(0, 6)
+    assert reader.settled() == {"load_pages_storage": 6}
+    reader.pages.close()
+
+
+def test_a_place_that_cannot_be_used_leaves_no_thread(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    before = threading.active_count()
+    with pytest.raises((StorageFailed, InvalidConfig)):
+        Worker(f"file:{tmp_path}/file?capacity=16MB")
+    assert threading.active_count() == before
+
+
+def lookup_of(stores: list[Storehouse]) -> PrefixLookup:
+    left = iter(stores)
+    return PrefixLookup(lambda: next(left), layout=LAYOUT, model="m", ranks=len(stores), timeout_s=30.0)
+
+
+def test_a_lookup_counts_what_all_ranks_have(uri: str, worker: Callable[..., Worker]) -> None:
+    stores = [Storehouse(open_storage(uri)) for _ in range(2)]
+    lookup = lookup_of(stores)
+    assert lookup.ask(KEYS[:4]).result() == 0
+    stores[0].says = [True, True, True, False]
+    stores[1].says = [True, True, False, True]
+    assert lookup.ask(KEYS[:4]).result() == 2
+    assert lookup.ask([]).result() == 0
+    lookup.close()
+    with pytest.raises(EngineClosed):
+        lookup.ask(KEYS)
+
+
+def test_a_lookup_of_storage_that_fails_is_a_miss_and_then_not_tried(
+    uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Storehouse(open_storage(uri))
+    lookup = lookup_of([store])
+    store.fails.add("exists")
+    for _ in range(20):
+        assert lookup.ask(KEYS).result() == 0
+    assert store.calls.count("exists") == 8
+    assert "counts as a miss: no disk" in caplog.text
+    lookup.close()
+
+
+def test_a_lookup_of_a_place_that_cannot_be_used_leaves_no_thread(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    before = threading.active_count()
+    with pytest.raises((StorageFailed, InvalidConfig)):
+        lookup_of([Storehouse(open_storage(f"file:{tmp_path}/file?capacity=16MB"))])
+    assert threading.active_count() == before
+
+
+def test_storage_that_is_well_again_is_used_again(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidekv.engine.integrations.storage_guard.BACKOFF_S", 0.001)
+    store = Storehouse(open_storage(uri))
+    lookup = lookup_of([store])
+    store.fails.add("exists")
+    while not lookup._guard.is_open:
+        lookup.ask(KEYS).result()
+    store.fails.clear()
+    lookup._loop.call(_probed(lookup))
+    assert not lookup._guard.is_open
+    calls = len(store.calls)
+    assert lookup.ask(KEYS).result() == 0
+    assert len(store.calls) == calls + 1
+    lookup.close()

@@ -1,0 +1,328 @@
+"""The scheduler's side of the vLLM connector: what it asks for, loads and saves, with requests shaped as vLLM's are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any  # vLLM's objects are not typed here.
+
+import pytest
+
+from tidekv import KVLayout
+from tidekv.backends.keys import namespace_seed, pack_tokens, page_digests
+from tidekv.engine.integrations.vllm_jobs import LoadJob, SaveJob
+from tidekv.engine.integrations.vllm_scheduler import SchedulerSide
+from tidekv.engine.integrations.vllm_settings import ConnectorSettings, Shared
+
+BLOCK = 4
+TOKENS = list(range(100, 142))
+
+
+def shared_of(*, per_page: int = 1, loads: bool = True, saves: bool = True, **settings: Any) -> Shared:
+    return Shared(
+        settings=ConnectorSettings(uri="file:/nowhere", **settings),
+        layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", page_size=BLOCK * per_page),
+        model="m",
+        block_size=BLOCK,
+        num_blocks=64,
+        layer_names=("layers.0",),
+        rank=0,
+        ranks=1,
+        is_writer=True,
+        loads=loads,
+        saves=saves,
+    )
+
+
+@dataclass
+class AskedLookup:
+    """Storage that answers when it is told to."""
+
+    asked: list[tuple[list[bytes], Future[int]]] = field(default_factory=list)
+
+    def ask(self, keys: Sequence[bytes]) -> Future[int]:
+        future: Future[int] = Future()
+        self.asked.append((list(keys), future))
+        return future
+
+    def answer(self, pages: int) -> None:
+        self.asked[-1][1].set_result(pages)
+
+
+class Rig:
+    """One scheduler's side, its storage and its clock."""
+
+    def __init__(self, **shared: Any) -> None:
+        self.lookup = AskedLookup()
+        self.now_s = 0.0
+        self.side = SchedulerSide(shared_of(**shared), self.lookup, clock=lambda: self.now_s)
+
+    def step(self, request: Any, count: int, blocks: Sequence[int]) -> tuple[list[LoadJob], list[SaveJob]]:
+        """A step that schedules so many tokens of a request."""
+        found = self.side.jobs({request.request_id: count}, lambda _: blocks)
+        request.num_computed_tokens += count
+        return found
+
+    def admit(self, request: Any, *, stored: int = 0, computed: int = 0) -> int:
+        """Storage answers, and vLLM admits the request with blocks 10, 11, …; returns the tokens to load."""
+        self.side.arrived(request)
+        self.lookup.answer(stored)
+        tokens = self.side.matched(request, computed)
+        assert tokens is not None
+        request.num_computed_tokens = computed + tokens
+        self.side.allocated(request, blocks_of(request), tokens)
+        return tokens
+
+
+def request_of(tokens: Sequence[int] = TOKENS, **changes: Any) -> Any:
+    given = {
+        "request_id": "r",
+        "prompt_token_ids": list(tokens),
+        "all_token_ids": list(tokens),
+        "num_tokens": len(tokens),
+        "num_computed_tokens": 0,
+        "prompt_embeds": None,
+        "mm_features": [],
+        "resumable": False,
+        "lora_request": None,
+        "cache_salt": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**{**given, **changes})
+
+
+def say(request: Any, *tokens: int) -> None:
+    request.all_token_ids += tokens
+    request.num_tokens += len(tokens)
+
+
+def blocks_of(request: Any) -> list[int]:
+    return list(range(10, 10 + -(-request.num_tokens // BLOCK)))
+
+
+def keys_of(tokens: Sequence[int], *, page: int = BLOCK, seed: bytes = b"") -> list[bytes]:
+    return page_digests(pack_tokens(list(tokens)), page, prefix=seed)
+
+
+def test_a_request_waits_for_the_answer_and_then_loads_what_vllm_has_not() -> None:
+    rig, request = Rig(), request_of()
+    rig.side.arrived(request)
+    (keys, _) = rig.lookup.asked[0]
+    assert keys == keys_of(TOKENS)[:10], "all full pages but one token"
+    assert rig.side.matched(request, 8) is None
+    assert rig.side.matched(request, 8) is None
+    rig.lookup.answer(7)
+    assert rig.side.matched(request, 8) == 5 * BLOCK
+    assert rig.side.matched(request, 8) == 5 * BLOCK, "asked again, it says the same"
+    rig.side.allocated(request, blocks_of(request), 5 * BLOCK)
+    loads, saves = rig.side.jobs({}, lambda _: [])
+    assert loads == [LoadJob("r", tuple(keys_of(TOKENS)[2:7]), (12, 13, 14, 15, 16))]
+    assert saves == []
+    assert rig.side.jobs({}, lambda _: []) == ([], []), "a job is given once"
+    assert len(rig.lookup.asked) == 1
+    assert rig.side.take_counts() == {"lookups": 1}
+
+
+def test_a_page_is_loaded_for_the_blocks_of_it_that_are_missing() -> None:
+    rig, request = Rig(per_page=3), request_of()
+    keys = keys_of(TOKENS, page=3 * BLOCK)
+    assert rig.admit(request, stored=3, computed=16) == 20, "vLLM has four blocks: one of the second page"
+    (load,), _ = rig.side.jobs({}, lambda _: [])
+    assert load == LoadJob("r", tuple(keys[1:3]), (14, 15, 16, 17, 18), skip=1)
+
+
+def test_a_load_that_vllm_shortens_leaves_the_rest_alone() -> None:
+    rig, request = Rig(per_page=3), request_of()
+    rig.side.arrived(request)
+    rig.lookup.answer(3)
+    assert rig.side.matched(request, 0) == 36
+    rig.side.allocated(request, blocks_of(request), 16)
+    (load,), _ = rig.side.jobs({}, lambda _: [])
+    assert load == LoadJob("r", tuple(keys_of(TOKENS, page=12)[:2]), (10, 11, 12, 13))
+
+
+def test_the_page_of_the_last_token_is_never_loaded() -> None:
+    rig = Rig()
+    whole = request_of(TOKENS[:40])
+    rig.side.arrived(whole)
+    assert len(rig.lookup.asked[0][0]) == 9
+    rig.lookup.answer(10)
+    assert rig.side.matched(whole, 0) == 36
+    assert rig.side.matched(request_of(TOKENS[:3], request_id="short"), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored", "computed", "tokens"),
+    [
+        ({}, 0, 0, 0),
+        ({}, 2, 8, 0),
+        ({}, 2, 12, 0),
+        ({"threshold_tokens": 9}, 2, 0, 0),
+        ({"threshold_tokens": 8}, 2, 0, 8),
+    ],
+)
+def test_too_little_is_not_loaded(settings: dict[str, Any], stored: int, computed: int, tokens: int) -> None:
+    assert Rig(**settings).admit(request_of(), stored=stored, computed=computed) == tokens
+
+
+def test_storage_that_does_not_answer_is_not_waited_for() -> None:
+    rig, request = Rig(lookup_timeout_s=0.5), request_of()
+    rig.side.arrived(request)
+    rig.now_s = 0.4
+    assert rig.side.matched(request, 0) is None
+    rig.now_s = 0.5
+    assert rig.side.matched(request, 0) == 0
+    rig.lookup.answer(5)
+    assert rig.side.matched(request, 0) == 0, "an answer that is late changes nothing"
+    assert rig.side.take_counts() == {"lookups": 1, "lookups_late": 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": None},
+        {"prompt_embeds": object()},
+        {"mm_features": [object()]},
+        {"resumable": True},
+    ],
+)
+def test_requests_whose_kv_is_not_of_tokens_alone_are_left_alone(changes: dict[str, Any]) -> None:
+    rig, request = Rig(), request_of(**changes)
+    rig.side.arrived(request)
+    assert rig.side.matched(request, 0) == 0
+    rig.side.allocated(request, blocks_of(request), 0)
+    assert rig.step(request, 42, blocks_of(request)) == ([], [])
+    assert not rig.side.finished(request, blocks_of(request))
+    assert rig.lookup.asked == []
+
+
+def test_a_request_that_must_not_read_caches_is_saved_and_not_loaded() -> None:
+    rig, request = Rig(), request_of(skip_reading_prefix_cache=True)
+    rig.side.arrived(request)
+    assert rig.side.matched(request, 0) == 0
+    assert rig.lookup.asked == []
+    _, (save,) = rig.step(request, 42, blocks_of(request))
+    assert save.keys == tuple(keys_of(TOKENS))
+
+
+def test_adapter_and_salt_are_in_the_keys() -> None:
+    rig = Rig()
+    for name, changes, seed in (
+        ("a", {"lora_request": SimpleNamespace(lora_name="french")}, namespace_seed("french")),
+        ("b", {"cache_salt": "tenant"}, namespace_seed(salt="tenant")),
+    ):
+        rig.side.arrived(request_of(request_id=name, **changes))
+        assert rig.lookup.asked[-1][0] == keys_of(TOKENS, seed=seed)[:10]
+
+
+def test_pages_are_saved_when_they_are_full_and_once() -> None:
+    rig, request = Rig(), request_of()
+    rig.admit(request, stored=0)
+    blocks, keys = blocks_of(request), keys_of(TOKENS)
+    assert rig.step(request, 10, blocks) == ([], [SaveJob("r", tuple(keys[:2]), (10, 11))])
+    assert rig.step(request, 1, blocks) == ([], [])
+    assert rig.step(request, 31, blocks) == ([], [SaveJob("r", tuple(keys[2:10]), tuple(range(12, 20)))])
+    say(request, 1)
+    assert rig.step(request, 1, blocks) == ([], [])
+    say(request, 2)
+    _, (save,) = rig.step(request, 1, blocks)
+    assert save == SaveJob("r", (keys_of([*TOKENS, 1, 2])[10],), (20,))
+    assert not rig.side.finished(request, blocks), "nothing is left to save"
+
+
+def test_what_storage_has_is_not_saved_again_and_what_it_lost_is() -> None:
+    rig, request = Rig(), request_of()
+    rig.admit(request, stored=3, computed=24)
+    _, (save,) = rig.step(request, 18, blocks_of(request))
+    assert save.keys == tuple(keys_of(TOKENS)[3:10]), "vLLM has six pages in its own cache, and storage has three"
+
+
+def test_tokens_that_are_only_drafted_are_in_no_page() -> None:
+    rig, request = Rig(), request_of(TOKENS[:6])
+    rig.admit(request)
+    rig.step(request, 6, blocks_of(request))
+    say(request, 7)
+    # One token and three drafts, which may all be wrong.
+    assert rig.step(request, 4, [10, 11, 12]) == ([], [])
+    request.num_computed_tokens = 8
+    say(request, 8, 9)
+    request.num_computed_tokens = 9
+    assert rig.side.finished(request, [10, 11, 12])
+    _, (last,) = rig.side.jobs({}, lambda _: [])
+    assert last == SaveJob("r", (keys_of([*TOKENS[:6], 7, 8])[1],), (11,), is_last=True)
+
+
+@pytest.mark.parametrize("blocks", [[], [10]])
+def test_a_request_that_ends_without_its_blocks_saves_what_they_hold(blocks: list[int]) -> None:
+    rig, request = Rig(), request_of()
+    rig.admit(request)
+    rig.step(request, 3, blocks_of(request))
+    request.num_computed_tokens = 40
+    assert rig.side.finished(request, blocks) is bool(blocks)
+
+
+def test_a_request_that_ends_while_it_is_loaded_saves_nothing() -> None:
+    rig, request = Rig(), request_of()
+    assert rig.admit(request, stored=5) == 20
+    assert not rig.side.finished(request, blocks_of(request))
+    rig.side.heard(["r"], [11])
+    assert rig.side.jobs({}, lambda _: [])[1] == []
+
+
+def test_a_failed_load_is_computed_saved_anew_and_not_tried_again() -> None:
+    rig, request = Rig(per_page=2), request_of()
+    assert rig.admit(request, stored=4) == 32
+    rig.side.jobs({}, lambda _: [])
+    # The fifth block has failed: it is in the third page.
+    rig.side.heard(["r"], [14, 15])
+    request.num_computed_tokens = 16
+    assert rig.side.matched(request, 0) == 0
+    _, (save,) = rig.step(request, 26, blocks_of(request))
+    assert save.keys == tuple(keys_of(TOKENS, page=8)[2:5])
+
+
+def test_a_request_that_was_preempted_is_looked_up_anew_with_its_output() -> None:
+    rig, request = Rig(), request_of()
+    rig.admit(request)
+    rig.step(request, 42, blocks_of(request))
+    say(request, 1, 2, 3)
+    request.num_computed_tokens = 0
+    assert rig.side.matched(request, 0) is None
+    assert rig.lookup.asked[-1][0] == keys_of([*TOKENS, 1, 2, 3])
+    rig.lookup.answer(11)
+    assert rig.side.matched(request, 0) == 44
+
+
+def test_after_a_reset_nothing_old_is_found_or_saved_under_old_keys() -> None:
+    rig, request = Rig(), request_of()
+    rig.admit(request)
+    rig.side.reset()
+    _, (save,) = rig.step(request, 42, blocks_of(request))
+    assert not set(save.keys) & set(keys_of(TOKENS))
+    rig.side.arrived(request_of(request_id="later"))
+    assert rig.lookup.asked[-1][0] == list(save.keys)[:10]
+
+
+def test_a_producer_only_saves_and_a_consumer_only_loads() -> None:
+    rig, request = Rig(loads=False), request_of()
+    rig.side.arrived(request)
+    assert rig.side.matched(request, 0) == 0
+    assert rig.lookup.asked == []
+    rig.side.allocated(request, blocks_of(request), 0)
+    assert len(rig.step(request, 42, blocks_of(request))[1]) == 1
+    rig, request = Rig(saves=False), request_of()
+    assert rig.admit(request, stored=2) == 8
+    assert rig.step(request, 34, blocks_of(request))[1] == []
+    assert not rig.side.finished(request, blocks_of(request))
+
+
+def test_nothing_is_known_of_a_request_that_has_ended() -> None:
+    rig, request = Rig(), request_of()
+    rig.admit(request)
+    rig.step(request, 42, blocks_of(request))
+    rig.side.finished(request, blocks_of(request))
+    assert rig.side._known == {}
+    assert rig.step(request, 0, []) == ([], [])
+    assert not rig.side.finished(request, [])
