@@ -34,6 +34,8 @@ class LiveCall:
         self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
         """First token and aux by generation: they come before the core is told."""
         self.ready: ReadyRequest | None = None
+        self.reserves_given = 0
+        """Answers to its growth so far."""
 
 
 class Calls:
@@ -260,9 +262,10 @@ class Calls:
                 future.set_exception(error)
 
     def _give_reserve(self, command: commands.GiveReserve) -> None:
-        ready = self._live[command.request_id].ready
-        assert ready is not None, "only a READY request grows"
-        ready.reserve.extend(command.pages)
+        live = self._live[command.request_id]
+        assert live.ready is not None, "only a READY request grows"
+        live.ready.reserve.extend(command.pages)
+        live.reserves_given += 1
 
     def _tell_finished(self, command: commands.TellFinished) -> None:
         self._end(command.request_id, command.inserted)

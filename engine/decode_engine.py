@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Self
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.effects import TokenRecord
-from tidekv.engine.growth import grow_from_reserve, kept_tokens, pages_needed
+from tidekv.engine.growth import Growth, kept_tokens
 from tidekv.engine.parts import Parts
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
-from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, OutOfPages, RequestFailed
+from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, RequestFailed
 from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class DecodeEngine:
         """Start all parts. Raises what they raise, with everything stopped again; EngineClosed if entered before."""
         await self._parts.start()
         self._driver = self._parts.front
+        self._growth = Growth(self._calls, self._driver, page_size=self.layout.page_size)
         return self
 
     @property
@@ -178,38 +179,23 @@ class DecodeEngine:
         was given back, or was lost to an error of ours: then its pages are no longer yours.
         """
         self._check_open()
-        self._calls.ready(ready)
-        page_size = self.layout.page_size
-        needed = pages_needed(ready, tokens, page_size=page_size)
-        if needed > len(ready.reserve):
-            self._tell_growth(ready, 0, wanted=needed - len(ready.reserve))
-        if needed > len(ready.reserve):
-            raise OutOfPages(
-                f"request {ready.request_id!r} needs {needed} more device pages; {len(ready.reserve)} can be had"
-            )
-        if needed:
-            # Before it takes them: a request that is lost while this is told has grown by nothing.
-            self._tell_growth(ready, needed)
-        taken = grow_from_reserve(ready, tokens, page_size=page_size)
-        assert taken is not None, "what was told is there"
-        return taken
+        return self._growth.grow(ready, tokens)
+
+    async def wait_grown(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
+        """Like `grow`, but where the reserve is too small, wait for the ranks to agree on more, which the callers
+        of all ranks ask for. Raises OutOfPages where the pool has no more, or another rank does not ask in time.
+        """
+        self._check_open()
+        if self._parts.ranks is None:
+            return self._growth.grow(ready, tokens)
+        return await self._growth.wait_grown(ready, tokens, hold_s=self._parts.ranks.hold_s)
 
     def note_growth(self, ready: ReadyRequest, page_count: int) -> None:
         """Say that `grow_from_reserve` took so many pages, on whatever thread: the reserve is refilled soon. To be said
         before the request is given back; of one that is lost already it says nothing.
         """
         self._check_open()
-        if self._calls.holds(ready):
-            self._driver.post(self._growth(ready, page_count))
-
-    def _tell_growth(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> None:
-        self._driver.take_now(self._growth(ready, page_count, wanted=wanted))
-        # Whatever became of it became of it now: nobody writes to pages that are no longer the request's.
-        self._calls.ready(ready)
-
-    def _growth(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> events.GrowthTaken:
-        at_s, request_id = self._driver.clock(), ready.request_id
-        return events.GrowthTaken(at_s=at_s, request_id=request_id, page_count=page_count, wanted=wanted)
+        self._growth.note(ready, page_count)
 
     async def finish(self, ready: ReadyRequest, output_tokens: Tokens = ()) -> int:
         """Keep prompt and output in the cache, back them up, give everything back.
@@ -351,6 +337,12 @@ class DecodeEngine:
         except TimeoutError:
             return self._calls.live_ids()
         return []
+
+    async def wait_formed(self) -> None:
+        """Wait until all ranks of the instance are there (again); without ranks they always are."""
+        self._check_open()
+        if self._parts.ranks is not None:
+            await self._parts.ranks.wait_formed()
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tidekv.backends.keys import Tokens
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
+    from tidekv.engine.rank_group import RankGroup
     from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest
     from tidekv.transports.base import Transport
 
@@ -64,11 +65,14 @@ class EngineThread:
         storage: Storage | None = None,
         transport: Transport,
         recompute: Recompute | None = None,
+        ranks: RankGroup | None = None,
         name: str = "tidekv-engine",
     ) -> None:
-        """Nothing is started. Parts and errors are those of `DecodeEngine`; `recompute` runs on the engine's loop."""
+        """Nothing is started. Parts and errors are those of `DecodeEngine`; `recompute` runs on the engine's loop. With
+        `ranks`, starting waits for the other ranks, which start in processes or threads of their own.
+        """
         self._engine = DecodeEngine(
-            config, device=device, host=host, storage=storage, transport=transport, recompute=recompute
+            config, device=device, host=host, storage=storage, transport=transport, recompute=recompute, ranks=ranks
         )
         self._page_size = device.layout.page_size
         self._vocabulary = config.vocabulary or None

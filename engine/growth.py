@@ -10,15 +10,85 @@ as long as every taking is told before the request is given back.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tidekv.backends.keys import TOKEN_BYTES
-from tidekv.states.errors import InvalidRequest
+from tidekv.states import events
+from tidekv.states.errors import InvalidRequest, OutOfPages
 
 if TYPE_CHECKING:
+    from tidekv.engine.calls import Calls
+    from tidekv.engine.driver import Driver
+    from tidekv.engine.rank_driver import RankDriver
     from tidekv.engine.values import ReadyRequest
+
+
+class Growth:
+    """Growth of READY requests as the engine offers it: taken on the loop, and told to the core."""
+
+    def __init__(self, calls: Calls, front: Driver | RankDriver, *, page_size: int) -> None:
+        self._calls = calls
+        self._front = front
+        self._page_size = page_size
+
+    def grow(self, ready: ReadyRequest, tokens: int) -> list[int]:
+        """See `DecodeEngine.grow`."""
+        self._calls.ready(ready)
+        needed = pages_needed(ready, tokens, page_size=self._page_size)
+        if needed > len(ready.reserve):
+            self._tell(ready, 0, wanted=needed - len(ready.reserve))
+        return self._take(ready, tokens, needed)
+
+    async def wait_grown(self, ready: ReadyRequest, tokens: int, *, hold_s: float) -> list[int]:
+        """See `DecodeEngine.wait_grown`. `hold_s`: so long the callers of other ranks are waited for."""
+        live = self._calls.ready(ready)
+        needed = pages_needed(ready, tokens, page_size=self._page_size)
+        # The first answer may be to growth that was told before this was asked; a second one is not.
+        for _ in range(2):
+            if needed <= len(ready.reserve):
+                break
+            answers = live.reserves_given
+            self._front.post(self._event(ready, 0, wanted=needed - len(ready.reserve)))
+
+            def is_answered(answers: int = answers) -> bool:
+                return not self._calls.holds(ready) or live.reserves_given > answers
+
+            try:
+                async with asyncio.timeout(hold_s):
+                    await self._calls.wait_until(is_answered)
+            except TimeoutError:
+                break
+            self._calls.ready(ready)
+        return self._take(ready, tokens, needed)
+
+    def note(self, ready: ReadyRequest, page_count: int) -> None:
+        """See `DecodeEngine.note_growth`."""
+        if self._calls.holds(ready):
+            self._front.post(self._event(ready, page_count))
+
+    def _take(self, ready: ReadyRequest, tokens: int, needed: int) -> list[int]:
+        if needed > len(ready.reserve):
+            raise OutOfPages(
+                f"request {ready.request_id!r} needs {needed} more device pages; {len(ready.reserve)} can be had"
+            )
+        if needed:
+            # Before it takes them: a request that is lost while this is told has grown by nothing.
+            self._tell(ready, needed)
+        taken = grow_from_reserve(ready, tokens, page_size=self._page_size)
+        assert taken is not None, "what was told is there"
+        return taken
+
+    def _tell(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> None:
+        self._front.take_now(self._event(ready, page_count, wanted=wanted))
+        # Whatever became of it became of it now: nobody writes to pages that are no longer the request's.
+        self._calls.ready(ready)
+
+    def _event(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> events.GrowthTaken:
+        at_s, request_id = self._front.clock(), ready.request_id
+        return events.GrowthTaken(at_s=at_s, request_id=request_id, page_count=page_count, wanted=wanted)
 
 
 def pages_needed(ready: ReadyRequest, tokens: int, *, page_size: int) -> int:

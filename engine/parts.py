@@ -145,8 +145,9 @@ class Parts:
             )
         if config.metrics_listen is not None:
             fold = self._fold = MetricsFold(self.core)
+            votes = None if self.ranks is None else self.ranks.vote_s
             collector = MetricsCollector(
-                fold, page_bytes=memory.page_bytes, statistics=self.statistics, loop_lag=self.watchdog.lag
+                fold, page_bytes=memory.page_bytes, statistics=self.statistics, loop_lag=self.watchdog.lag, vote_s=votes
             )
             self.metrics = MetricsServer(config.metrics_listen, collector)
         if config.kv_events is not None and (self._rank_group is None or self._rank_group.rank == 0):

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidekv.engine.metrics.histogram import Histogram
+from tidekv.engine.rank_group import open_channel
 from tidekv.engine.rank_phase import Phase
 from tidekv.states import commands, events
 from tidekv.states.agreement import LEADER, Agreement, Decision, Opening
 from tidekv.states.errors import InvalidConfig, InvalidRequest, RankBroken, RankLost, RanksDiverged
 from tidekv.states.questions import LOST_RANK
-from tidekv.transports.ranks import RankChannel
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
@@ -60,22 +61,17 @@ class RankDriver:
         self.lost: RankLost | None = None
         """Why calls are refused now."""
         self.turns = 0
+        self.losses = 0
+        self.vote_s = Histogram()
+        """From this rank's casting its words to the answer of all ranks."""
+        self.hold_s = group.hold_s
+        """So long a call waits for the callers of all ranks."""
         self._group = group
         self._calls = calls
         self._renew = renew
         self._on_broken = on_broken
         self._phase = Phase.FORMING
-        self._channel = RankChannel(
-            self,
-            rank=group.rank,
-            ranks=group.ranks,
-            address=group.address,
-            secret=group.secret,
-            settings=settings,
-            silence_s=group.silence_s,
-            vote_timeout_s=group.vote_timeout_s,
-            group=group.group,
-        )
+        self._channel = open_channel(group, self, settings=settings)
         self._tasks = OwnedTasks("rank driver")
         self._loop = asyncio.get_running_loop()
         self._openings: deque[Opening] = deque()
@@ -198,7 +194,7 @@ class RankDriver:
             self._end_turn()
 
     def statistics(self) -> dict[str, int | str]:
-        """rank, ranks, phase, epoch, turns, votes (all-reduces), questions (slots in use)."""
+        """rank, ranks, phase, epoch, turns, votes (all-reduces), questions (slots in use), losses (of a rank)."""
         return {
             "rank": self._group.rank,
             "ranks": self._group.ranks,
@@ -207,6 +203,7 @@ class RankDriver:
             "turns": self.turns,
             "votes": self._channel.votes,
             "questions": self._agreement.questions,
+            "losses": self.losses,
         }
 
     # --- Turns ---
@@ -261,10 +258,11 @@ class RankDriver:
         self.turns += 1
         self._clock_offset_s = opening.at_s - self.clock()
         vote = self._channel.vote(opening.turn, self._agreement.cast())
-        vote.add_done_callback(partial(self._voted, opening))
+        vote.add_done_callback(partial(self._voted, opening, self.clock()))
 
-    def _voted(self, opening: Opening, vote: asyncio.Future[Words]) -> None:
+    def _voted(self, opening: Opening, cast_at_s: float, vote: asyncio.Future[Words]) -> None:
         self._is_voting = False
+        self.vote_s.observe(self.clock() - cast_at_s)
         failed = None if vote.cancelled() else vote.exception()
         if self._phase is not Phase.VOTING or opening.epoch != self._channel.epoch or vote.cancelled():
             return
@@ -387,6 +385,7 @@ class RankDriver:
         if self._agreement.is_leaving and not self._left.done():
             self._left.set_result(None)
         self._phase = Phase.ALONE
+        self.losses += 1
         self._in_turn = self._is_voting = False
         self.lost = lost
         self._calls.drop_cause = str(lost)

@@ -15,12 +15,14 @@ import msgspec
 
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.votes import RANKS_MAX
+from tidekv.transports.ranks import RankChannel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tidekv.states.settings import CoreSettings
     from tidekv.states.shapes import Identity
+    from tidekv.transports.ranks import RankOwner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,21 @@ class RankGroup:
         for name in ("silence_s", "vote_timeout_s", "hold_s", "form_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+
+
+def open_channel(group: RankGroup, owner: RankOwner, *, settings: bytes) -> RankChannel:
+    """The channel of this rank to the others; nothing is opened yet."""
+    return RankChannel(
+        owner,
+        rank=group.rank,
+        ranks=group.ranks,
+        address=group.address,
+        secret=group.secret,
+        settings=settings,
+        silence_s=group.silence_s,
+        vote_timeout_s=group.vote_timeout_s,
+        group=group.group,
+    )
 
 
 def settings_digest(settings: CoreSettings, identity: Identity) -> bytes:

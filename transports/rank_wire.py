@@ -1,7 +1,7 @@
 """The words of the rank channel: small frames between the leader of a decode instance and its other ranks.
 
-A frame is a little-endian u32 length and one msgpack array `[tag, field, …]`, decoded strictly. The votes themselves do
-not travel here: they are an all-reduce.
+A message is one msgpack array `[tag, field, …]` in a frame of `frames`. The votes themselves do not travel here: they
+are an all-reduce.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import struct
 from typing import Annotated
 
 import msgspec
 
 from tidekv.states.agreement import Opening
-from tidekv.states.errors import RemoteProtocolError
+from tidekv.transports import frames
 
 VERSION = 2
 FRAME_BYTES_MAX = 64 * 1024 * 1024
-LENGTH = struct.Struct("<I")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -120,17 +118,11 @@ def proof_of(secret: str, nonce: bytes, rank: int) -> bytes:
 
 def encode(message: RankMessage) -> bytes:
     """The frame of a message."""
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return frames.frame(_encoder.encode(message))
 
 
 async def read(reader: asyncio.StreamReader) -> AnyRankMessage:
     """The next message. Raises RemoteProtocolError for what is no frame, IncompleteReadError at the end."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if not 0 < length <= FRAME_BYTES_MAX:
-        raise RemoteProtocolError(f"a rank announces a frame of {length} bytes; {FRAME_BYTES_MAX} are allowed")
-    body = await reader.readexactly(length)
-    try:
-        return _decoder.decode(body)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        raise RemoteProtocolError(f"a rank sent a frame that is no message: {error}") from error
+    prefix = await reader.readexactly(frames.LENGTH.size)
+    length = frames.body_length(prefix, frame_bytes_max=FRAME_BYTES_MAX)
+    return frames.decode(_decoder, await reader.readexactly(length))

@@ -9,21 +9,21 @@ This file must never do I/O, and must never change the meaning of a field withou
 
 from __future__ import annotations
 
-import struct
 import sys
 from array import array
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
+from tidekv.states.errors import InvalidRequest, LocalProtocolError
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
+from tidekv.transports import frames
 
 VERSION = 2
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 CAUSE_CHARACTERS_MAX = 2048
 NAME_CHARACTERS_MAX = 512
-LENGTH = struct.Struct("<I")
+LENGTH = frames.LENGTH
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Generation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # It grows with every request that decode takes.
@@ -250,25 +250,17 @@ def encode_frame(message: Message, *, frame_bytes_max: int = FRAME_BYTES_MAX) ->
         raise LocalProtocolError(
             f"{type(message).__name__} has {len(body)} bytes, a frame has {frame_bytes_max} at most"
         )
-    return LENGTH.pack(len(body)) + body
+    return frames.frame(body)
 
 
 def body_length(prefix: bytes, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> int:
     """The length that a frame's first four bytes announce, judged before anything is read or set aside for it."""
-    if len(prefix) != LENGTH.size:
-        raise RemoteProtocolError(f"a frame starts with {LENGTH.size} bytes of length, got {len(prefix)}")
-    (length,) = LENGTH.unpack(prefix)
-    if not 0 < length <= frame_bytes_max:
-        raise RemoteProtocolError(f"peer announces a frame of {length} bytes; 1 to {frame_bytes_max} are allowed")
-    return int(length)
+    return frames.body_length(prefix, frame_bytes_max=frame_bytes_max)
 
 
 def decode_body(body: bytes) -> AnyMessage:
     """The message of one frame's body. Raises RemoteProtocolError, whatever the bytes are."""
-    try:
-        return _decoder.decode(body)
-    except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise RemoteProtocolError(f"peer sent a frame of {len(body)} bytes that is no message: {error}") from error
+    return frames.decode(_decoder, body)
 
 
 def _check_packed(packed: bytes) -> None:

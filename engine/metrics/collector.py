@@ -21,8 +21,8 @@ class MetricsCollector(Collector):
     """Register it with a `prometheus_client.CollectorRegistry`.
 
     `page_bytes` turns pages into bytes. `statistics` are those of a running engine, for what no event tells: poller,
-    copies, storage; `loop_lag` is how late the loop was whenever somebody looked. A scrape may come from any thread: it
-    copies what it reads, and a number may be one step newer than its neighbor.
+    copies, storage, ranks; `loop_lag` is how late the loop was whenever somebody looked, `vote_s` how long votes took.
+    A scrape may come from any thread: it copies what it reads, and a number may be one step newer than its neighbor.
     """
 
     def __init__(
@@ -32,11 +32,13 @@ class MetricsCollector(Collector):
         page_bytes: int = 0,
         statistics: Callable[[], Mapping[str, object]] | None = None,
         loop_lag: Histogram | None = None,
+        vote_s: Histogram | None = None,
     ) -> None:
         self._fold = fold
         self._page_bytes = page_bytes
         self._statistics = statistics
         self._loop_lag = loop_lag
+        self._vote_s = vote_s
 
     def collect(self) -> Iterator[Metric]:
         """All families, in the same order every time."""
@@ -92,6 +94,10 @@ class MetricsCollector(Collector):
         if self._loop_lag is not None:
             yield _histogram(
                 "tidekv_loop_lag_seconds", "How late the event loop was, while there was work.", self._loop_lag
+            )
+        if self._vote_s is not None:
+            yield _histogram(
+                "tidekv_vote_seconds", "From this rank's casting its vote to the answer of all ranks.", self._vote_s
             )
         if self._statistics is not None:
             statistics = self._statistics()

@@ -42,6 +42,7 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("What the core counts", "short", _rate("tidekv_core_total", "what")),
     ("Events", "short", _rate("tidekv_events_total", "type")),
     ("Lag of the event loop", "s", _quantiles("tidekv_loop_lag_seconds", "instance")),
+    ("Votes of the ranks", "s", _quantiles("tidekv_vote_seconds", "instance")),
     ("CPU of the pollers", "percentunit", _rate("tidekv_poller_cpu_seconds_total", "poller")),
     ("Parts of the engine", "short", [("tidekv_engine", "{{part}} {{name}}")]),
 )

@@ -47,6 +47,7 @@ def metric_families() -> list[Metric]:
         page_bytes=1,
         statistics=lambda: {"poller": pollers, "storage_poller": pollers},
         loop_lag=Histogram(),
+        vote_s=Histogram(),
     )
     return list(collector.collect())
 

@@ -33,7 +33,7 @@ from tidekv.engine.workload.rank_faults import Divergence, FailingCopier, Failin
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.workload.traces import read_trace
-from tidekv.states.errors import RankLost, RequestFailed, TidekvError
+from tidekv.states.errors import EngineClosed, RankLost, RequestFailed, TidekvError
 from tidekv.transports.nixl import NixlTransport
 from tidekv.transports.outgoing import Room
 
@@ -221,7 +221,10 @@ class RankWorker:
                 ends[end] = ends.get(end, 0) + 1
 
         await asyncio.gather(*(one(number, tokens) for number, tokens in enumerate(prompts)))
-        await self.engine.wait_settled()
+        try:
+            await self.engine.wait_settled()
+        except EngineClosed as error:
+            causes[str(error)] = None
         return Served(ends, wrong, sources, self._books(), self._statistics(), self._faults.counts, list(causes))
 
     def _books(self) -> str:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 import pytest
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, NixlTransport
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    EngineThread,
+    Finished,
+    NixlTransport,
+    Restored,
+)
 from tidekv.backends.keys import pack_tokens
 from tidekv.engine.rank_group import RankGroup
 from tidekv.engine.workload.sliced_prefill import Instance, PrefillInstances
@@ -27,6 +37,11 @@ PREFILLS = {
     "mla 4": Instance(ranks=4, heads=1, total=1, kind="mla"),
 }
 PROMPT = list(range(7, 7 + 30))
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +71,7 @@ def prefills() -> Iterator[dict[str, str]]:
 async def test_every_head_comes_to_the_rank_that_holds_it(
     prefills: dict[str, str], prefill: str, decode: Instance
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     pools = [DevicePool.allocate(decode.layout(), 32) for _ in range(decode.ranks)]
     engines = [
         DecodeEngine(
@@ -86,3 +100,34 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
             assert readies[0].sources["l1"] == (16 if name == "second" else 0)
             await asyncio.gather(*(engine.finish(ready) for engine, ready in zip(engines, readies, strict=True)))
         await asyncio.gather(*(life.aclose() for life in lives))
+
+
+def test_engines_on_threads_of_their_own_decide_as_one(prefills: dict[str, str]) -> None:
+    decode, address = PREFILLS["mha 2"], free_address()
+    pools = [DevicePool.allocate(decode.layout(), 32) for _ in range(2)]
+    threads = [
+        EngineThread(
+            EngineConfig(close_deadline_s=5.0),
+            device=pool,
+            transport=NixlTransport(f"decode-{rank}"),
+            ranks=RankGroup(rank=rank, ranks=2, address=address),
+        )
+        for rank, pool in enumerate(pools)
+    ]
+    with ThreadPoolExecutor(2) as starters:
+        # Each start, and each end, waits for the other rank.
+        list(starters.map(EngineThread.start, threads))
+        request = DecodeRequest(request_id="r", tokens=PROMPT, prefill=prefills["mha 4"], prompt="send")
+        for thread in threads:
+            thread.submit(request)
+        outcomes = [outcome for thread in threads for outcome in thread.poll(30.0)]
+        restored = [outcome.ready for outcome in outcomes if isinstance(outcome, Restored)]
+        assert len(restored) == 2, outcomes
+        assert restored[0].pages.tolist() == restored[1].pages.tolist()
+        digests = prompt_digests(pack_tokens(PROMPT), decode.page_size)
+        for rank, (thread, ready) in enumerate(zip(threads, restored, strict=True)):
+            assert decode.pages_of(rank, pools[rank]).wrong(page_ids(ready.pages.tolist()), digests) == []
+            thread.finish(ready)
+        ended = [outcome for thread in threads for outcome in thread.poll(30.0)]
+        assert [type(outcome) for outcome in ended] == [Finished, Finished]
+        list(starters.map(EngineThread.close, threads))

@@ -1,0 +1,195 @@
+"""Several ranks of an instance in one process, each with a prefill rank of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    KVLayout,
+    LoopbackTransport,
+    PrefillPeer,
+    open_storage,
+)
+from tidekv.backends.keys import pack_tokens
+from tidekv.backends.storage.base import Storage
+from tidekv.engine.rank_group import RankGroup
+from tidekv.engine.values import ReadyRequest
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.states.errors import StorageFailed
+from tidekv.states.shapes import PageIds
+from tidekv.transports.outgoing import Room
+
+PAGE_SIZE = 4
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
+PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
+FULL_PAGES = 10
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class MoodyStorage:
+    """A storage engine that lacks pages or fails, on the rank that has it."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self.fault = ""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+        if self.fault == "error":
+            raise StorageFailed("the disk is gone")
+        flags = await self._inner.get_into(keys, pages, timeout_s=timeout_s)
+        return [False] * len(flags) if self.fault == "nothing" else flags
+
+
+class Rank:
+    """One rank: an engine, its pools, and a prefill rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        address: str,
+        *,
+        device_pages: int = 64,
+        host_pages: int = 128,
+        journals: str = "",
+        metrics: bool = False,
+        **fields: object,
+    ) -> None:
+        self.prefills = [f"prefill-{at} of {address}" for at in range(ranks)]
+        self.device = DevicePool.allocate(LAYOUT, device_pages)
+        self.kv = SyntheticKV(self.device)
+        self.storage = MoodyStorage(open_storage("memory:?capacity=64MiB"))
+        self.gate = asyncio.Event()
+        """Prefill computes while it is set."""
+        self.gate.set()
+        prefill_pool = DevicePool.allocate(LAYOUT, max(256, 2 * device_pages))
+        self.prefill = SyntheticPrefill(prefill_pool, chunk_pages=3)
+        self.peer = PrefillPeer(
+            device=prefill_pool,
+            transport=LoopbackTransport(f"prefill-{rank}"),
+            listen=self.prefills[rank],
+            on_room=self._serve,
+            rank=rank,
+            ranks=ranks,
+        )
+        group = {"silence_s": 1.0, "hold_s": 2.0, "form_timeout_s": 20.0, **fields}
+        self.engine = DecodeEngine(
+            EngineConfig(
+                prefetch_threshold_tokens=0,
+                close_deadline_s=2.0,
+                metrics_listen="127.0.0.1:0" if metrics else None,
+                journal=f"{journals}/rank-{rank}.jsonl" if journals else None,
+            ),
+            device=self.device,
+            host=HostPool.allocate(LAYOUT, host_pages),
+            storage=self.storage,
+            transport=LoopbackTransport(f"decode-{rank}"),
+            ranks=RankGroup(rank=rank, ranks=ranks, address=address, **group),  # type: ignore[arg-type]  # Seconds.
+        )
+        self.life = AsyncExitStack()
+
+    async def _serve(self, room: Room) -> None:
+        await self.gate.wait()
+        await self.prefill.serve(room)
+
+    async def enter(self) -> None:
+        await self.life.enter_async_context(self.peer)
+        await self.life.enter_async_context(self.engine)
+
+    async def restore(self, request_id: str, tokens: Sequence[int], **options: object) -> ReadyRequest:
+        ready = await self.engine.restore(
+            DecodeRequest(
+                request_id=request_id, tokens=tokens, prefill=",".join(self.prefills), prompt="send", **options
+            )
+        )
+        digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
+        assert self.kv.verify(ready.pages[: len(digests)].tolist(), digests) == []
+        return ready
+
+    def books(self) -> tuple[object, ...]:
+        """What must be the same on all ranks."""
+        core = self.engine._core
+        nodes = sorted(
+            (node.namespace, node.edge, tuple(node.device or ()), tuple(node.host or ()), node.depth_pages)
+            for node in core.books.index.nodes()
+        )
+        return (nodes, list(core.books.device.free_pages), list(core.books.host.free_pages), len(core.queue))
+
+    def statistics(self) -> dict[str, object]:
+        found = self.engine.statistics()["ranks"]
+        assert isinstance(found, dict)
+        return found
+
+
+@asynccontextmanager
+async def instance(ranks: int, **fields: object) -> AsyncIterator[list[Rank]]:
+    address = free_address()
+    members = [Rank(rank, ranks, address, **fields) for rank in range(ranks)]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(member.enter() for member in members))
+        try:
+            yield members
+        finally:
+            await asyncio.gather(*(member.life.aclose() for member in members))
+
+
+async def restore_all(members: list[Rank], request_id: str, tokens: Sequence[int] = PROMPT) -> list[ReadyRequest]:
+    readies = await asyncio.gather(*(member.restore(request_id, tokens) for member in members))
+    assert all(ready.pages.tolist() == readies[0].pages.tolist() for ready in readies)
+    assert all(ready.sources == readies[0].sources for ready in readies)
+    return list(readies)
+
+
+async def finish_all(members: list[Rank], readies: list[ReadyRequest], output: Sequence[int] = (1,)) -> None:
+    inserted = await asyncio.gather(
+        *(member.engine.finish(ready, output) for member, ready in zip(members, readies, strict=True))
+    )
+    assert len(set(inserted)) == 1
+
+
+async def settle(members: list[Rank]) -> None:
+    await asyncio.gather(*(member.engine.wait_settled() for member in members))
+    assert all(member.books() == members[0].books() for member in members)
+    for member in members:
+        member.engine._core.check()
+
+
+async def wait_for_room(member: Rank) -> None:
+    async with asyncio.timeout(10):
+        await member.engine._calls.wait_until(lambda: len(member.engine._core.rooms) > 0)
+
+
+@pytest.fixture
+def world() -> SimpleNamespace:
+    """What tests of ranks are written in."""
+    return SimpleNamespace(
+        Rank=Rank,
+        instance=instance,
+        restore_all=restore_all,
+        finish_all=finish_all,
+        settle=settle,
+        wait_for_room=wait_for_room,
+        free_address=free_address,
+        PROMPT=PROMPT,
+        FULL_PAGES=FULL_PAGES,
+        PAGE_SIZE=PAGE_SIZE,
+    )

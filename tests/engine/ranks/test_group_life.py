@@ -1,0 +1,119 @@
+"""How a group of ranks ends and begins anew: a rank that breaks, differs, or is lost is named."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidekv.states.errors import (
+    BrokenInvariant,
+    EngineClosed,
+    InvalidConfig,
+    RankBroken,
+    RankLost,
+    RanksDiverged,
+    RequestFailed,
+)
+
+
+async def test_a_rank_whose_core_breaks_stops_all_by_its_number(world) -> None:
+    address = world.free_address()
+    members = [world.Rank(rank, 2, address) for rank in range(2)]
+    await asyncio.gather(*(member.enter() for member in members))
+    readies = await world.restore_all(members, "a")
+
+    def broken(event: object) -> None:
+        raise BrokenInvariant("planted")
+
+    members[1].engine._core.step = broken  # type: ignore[method-assign, assignment]  # The fault of this test.
+    ends = await asyncio.gather(
+        *(member.engine.finish(ready) for member, ready in zip(members, readies, strict=True)), return_exceptions=True
+    )
+    # world.Rank 0 had taken the finish before it could hear of anything.
+    assert isinstance(ends[1], EngineClosed)
+    with pytest.raises(EngineClosed, match="rank 1 broke"):
+        async with asyncio.timeout(10):
+            await members[0].engine._calls.wait_until(lambda: False)
+    for member, what in zip(members, (RankBroken, BrokenInvariant), strict=True):
+        with pytest.raises(what):
+            await member.life.aclose()
+
+
+async def test_ranks_that_keep_different_pages_stop_with_the_name_of_what_differs(world) -> None:
+    address = world.free_address()
+    members = [world.Rank(rank, 2, address) for rank in range(2)]
+    await asyncio.gather(*(member.enter() for member in members))
+    free = members[1].engine._core.books.device.free_pages
+    free[0], free[1] = free[1], free[0]
+    with pytest.raises(EngineClosed, match=r"ranks differ at turn [0-9]+ in: device pool"):
+        await world.restore_all(members, "a")
+    for member in members:
+        with pytest.raises(RanksDiverged):
+            await member.life.aclose()
+
+
+async def test_a_request_that_one_caller_never_makes_fails_with_its_rank(world) -> None:
+    async with world.instance(2, hold_s=0.3) as members:
+        with pytest.raises(RequestFailed, match="rank 1 did not make the call in time"):
+            await members[0].restore("a", world.PROMPT)
+        with pytest.raises(RequestFailed, match="did not make the call in time"):
+            await members[1].restore("a", world.PROMPT)
+        await world.finish_all(members, await world.restore_all(members, "b"))
+
+
+async def test_a_rank_that_is_configured_differently_is_refused(world) -> None:
+    address = world.free_address()
+    leader, other = world.Rank(0, 2, address), world.Rank(1, 2, address, host_pages=64)
+
+    async def enter_leader() -> None:
+        with pytest.raises((RankLost, asyncio.CancelledError)):
+            await leader.enter()
+
+    waiting = asyncio.ensure_future(enter_leader())
+    with pytest.raises(InvalidConfig, match="configured differently"):
+        await other.enter()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await leader.life.aclose()
+    await other.life.aclose()
+
+
+async def test_a_lost_rank_fails_requests_by_its_name_and_a_new_epoch_begins_empty_when_it_is_back(world) -> None:
+    address = world.free_address()
+    members = [world.Rank(rank, 3, address) for rank in range(3)]
+    await asyncio.gather(*(member.enter() for member in members))
+    readies = await world.restore_all(members, "kept")
+    # world.Rank 2 ends without leaving, as a killed process does.
+    ranks = members[2].engine._parts.ranks
+    assert ranks is not None
+    for member in members:
+        member.gate.clear()
+    hanging = [asyncio.ensure_future(member.restore("waits", world.PROMPT[::-1])) for member in members]
+    await asyncio.gather(*(world.wait_for_room(member) for member in members))
+    await ranks.close()
+    for waiting in hanging[:2]:
+        with pytest.raises(RequestFailed, match="rank 2 is lost"):
+            await waiting
+    hanging[2].cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+    for member in members:
+        member.gate.set()
+    for member, ready in zip(members[:2], readies, strict=False):
+        with pytest.raises((RankLost, RequestFailed)):
+            await member.restore("too early", world.PROMPT)
+        assert not member.engine._calls.holds(ready)
+    await members[2].life.aclose()
+    members[2] = world.Rank(2, 3, address)
+    await members[2].enter()
+    async with asyncio.timeout(20):
+        for member in members:
+            driver = member.engine._parts.ranks
+            assert driver is not None
+            await driver.wait_formed()
+            assert member.statistics()["epoch"] == 2
+    readies = await world.restore_all(members, "again")
+    assert readies[0].sources["transfer"] == len(world.PROMPT)
+    await world.finish_all(members, readies)
+    await world.settle(members)
+    await asyncio.gather(*(member.life.aclose() for member in members))

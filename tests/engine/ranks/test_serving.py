@@ -1,0 +1,142 @@
+"""Engines that decide as one: what one rank cannot do, no rank does, and all keep the same pages."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tidekv import Replayer
+from tidekv.states.errors import (
+    InvalidRequest,
+    RequestFailed,
+)
+from tidekv.states.shapes import PageIds
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+async def test_ranks_serve_through_every_tier_with_equal_pages(world, ranks: int) -> None:
+    async with world.instance(ranks) as members:
+        readies = await world.restore_all(members, "first")
+        assert readies[0].sources["transfer"] == len(world.PROMPT)
+        await world.finish_all(members, readies)
+        await world.settle(members)
+        readies = await world.restore_all(members, "l1")
+        assert readies[0].sources["l1"] == world.FULL_PAGES * world.PAGE_SIZE
+        await world.finish_all(members, readies)
+        await members[0].engine.flush(("l1",))
+        readies = await world.restore_all(members, "l2")
+        assert readies[0].sources["l2"] == world.FULL_PAGES * world.PAGE_SIZE
+        await world.finish_all(members, readies)
+        await world.settle(members)
+        await members[0].engine.flush(("l1", "l2"))
+        readies = await world.restore_all(members, "l3")
+        assert readies[0].sources["l3"] == world.FULL_PAGES * world.PAGE_SIZE
+        await world.finish_all(members, readies)
+        await world.settle(members)
+
+
+async def test_callers_that_submit_in_different_orders_are_served_in_the_leaders(world) -> None:
+    async with world.instance(2) as members:
+        prompts = {f"r{number}": [number * 50 + at for at in range(30)] for number in range(12)}
+        names = list(prompts)
+
+        async def serve(member, order: list[str]) -> dict[str, list[int]]:
+            async def one(name: str) -> tuple[str, list[int]]:
+                ready = await member.restore(name, prompts[name])
+                pages = ready.pages.tolist()
+                await member.engine.finish(ready)
+                return name, pages
+
+            return dict(await asyncio.gather(*(one(name) for name in order)))
+
+        first, second = await asyncio.gather(serve(members[0], names), serve(members[1], names[::-1]))
+        assert first == second
+        await world.settle(members)
+
+
+@pytest.mark.parametrize("fault", ["nothing", "error"])
+@pytest.mark.parametrize("at", [0, 1])
+async def test_storage_that_fails_on_one_rank_cuts_the_plan_on_all(world, fault: str, at: int) -> None:
+    async with world.instance(2) as members:
+        await world.finish_all(members, await world.restore_all(members, "warm"))
+        await world.settle(members)
+        await members[0].engine.flush(("l1", "l2"))
+        members[at].storage.fault = fault
+        readies = await world.restore_all(members, "cut")
+        assert readies[0].sources["l3"] == 0
+        assert readies[0].sources["transfer"] == len(world.PROMPT)
+        await world.finish_all(members, readies)
+        await world.settle(members)
+
+
+async def test_a_copy_that_cannot_be_started_on_one_rank_cuts_the_plan_on_all(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world.instance(2) as members:
+        await world.finish_all(members, await world.restore_all(members, "warm"))
+        await world.settle(members)
+        await members[0].engine.flush(("l1",))
+
+        def refuse(host_pages: PageIds, device_pages: PageIds) -> None:
+            raise MemoryError("no staging memory on this rank")
+
+        copier = members[1].engine._parts.copier
+        assert copier is not None
+        monkeypatch.setattr(copier, "to_device", refuse)
+        readies = await world.restore_all(members, "cut")
+        assert readies[0].sources["l2"] == 0
+        assert readies[0].sources["transfer"] == len(world.PROMPT)
+        await world.finish_all(members, readies)
+        await world.settle(members)
+
+
+async def test_the_journal_of_each_rank_holds_the_same_events_and_replays(world, tmp_path: Path) -> None:
+    async with world.instance(2, journals=str(tmp_path)) as members:
+        await world.finish_all(members, await world.restore_all(members, "warm"))
+        await world.settle(members)
+        await members[0].engine.flush(("l1",))
+        members[1].storage.fault = "nothing"
+        await world.finish_all(members, await world.restore_all(members, "again"))
+        await world.settle(members)
+        books = members[0].books()
+    for rank in range(2):
+        replayer = Replayer(tmp_path / f"rank-{rank}.jsonl")
+        assert replayer.run().complete
+        assert list(replayer.core.books.device.free_pages) == books[1]
+
+
+async def test_an_abort_on_one_rank_ends_the_request_on_all(world) -> None:
+    async with world.instance(2) as members:
+        readies = await world.restore_all(members, "a")
+        await members[1].engine.abort("a")
+        with pytest.raises((RequestFailed, InvalidRequest)):
+            await members[0].engine.finish(readies[0])
+        await world.settle(members)
+
+
+async def test_only_the_leader_flushes_and_changes_policies(world) -> None:
+    async with world.instance(2) as members:
+        with pytest.raises(InvalidRequest, match="call them on rank 0"):
+            await members[1].engine.flush()
+        with pytest.raises(InvalidRequest, match="call them on rank 0"):
+            members[1].engine.change_policy(breaker_failures=3)
+        members[0].engine.change_policy(breaker_failures=3)
+        await world.finish_all(members, await world.restore_all(members, "a"))
+        await world.settle(members)
+        assert [member.engine.policy.breaker_failures for member in members] == [3, 3]
+
+
+async def test_storage_is_used_while_all_ranks_have_one(world) -> None:
+    async with world.instance(2) as members:
+        await world.finish_all(members, await world.restore_all(members, "warm"))
+        await world.settle(members)
+        await members[0].engine.flush()
+        await members[1].engine.detach_storage()
+        readies = await world.restore_all(members, "without")
+        assert readies[0].sources["l3"] == 0
+        await world.finish_all(members, readies)
+        await members[1].engine.attach_storage("memory:?capacity=64MiB")
+        await world.settle(members)
+        assert all(member.engine._core.books.storage_available for member in members)
