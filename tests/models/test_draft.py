@@ -100,6 +100,25 @@ async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **optio
             assert asked.answer == second
 
 
+@pytest.mark.parametrize("count", [1, 2, 24])
+@pytest.mark.parametrize(("draft_layers", "shift"), DRAFTS, ids=IDS)
+def test_both_have_kv_of_all_positions_but_the_last(draft_layers: int, shift: int, count: int) -> None:
+    """Whatever was accepted last: what is given back is what both would have computed in one go."""
+    for seed in range(3):
+        prompt, pages = prompt_of(10, seed), list(range(64))
+        said, afresh = (DevicePool.allocate(layout_of(draft_layers), 64) for _ in range(2))
+        pair = pair_on(said, draft_layers, shift)
+        answer = pair.answer(prompt, pair.prefill(prompt, pages), pages, count)
+        assert len(answer.output) == count
+        assert sum(answer.steps) >= count - 1
+        whole = [*prompt, *answer.output]
+        assert pair_on(afresh, draft_layers, shift).prefill(whole[:-1], pages) == whole[-1]
+        for name in ("full", "draft"):
+            for ours, wanted in zip(said.group(name).tensors, afresh.group(name).tensors, strict=True):
+                ours, wanted = (tensor.flatten(0, 1)[: len(whole) - 1] for tensor in (ours, wanted))
+                torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize(("draft_layers", "shift"), DRAFTS, ids=IDS)
 async def test_accept_length_from_every_tier_equals_the_fresh_one(draft_layers: int, shift: int, make_rig: Any) -> None:
     await check_every_tier(draft_layers, shift, make_rig)
