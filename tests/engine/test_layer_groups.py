@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tidekv import (
     DecodeEngine,
@@ -21,8 +22,10 @@ from tidekv import (
     InvalidConfig,
     KVLayout,
     LoopbackTransport,
+    NixlTransport,
     PageLayout,
     PrefillPeer,
+    Replayer,
     RequestFailed,
     open_storage,
 )
@@ -51,11 +54,12 @@ class Worker:
     engine: DecodeEngine
     device: DevicePool
     host: HostPool
+    prefill: str = "prefill"
 
     async def ask(self, request_id: str, prompt: list[int] = PROMPT) -> dict[str, int]:
         """Restore, verify every byte of every group, give back."""
         ready = await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=prompt, prefill="prefill", prompt="send")
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.prefill, prompt="send")
         )
         digests = prompt_digests(pack_tokens(prompt), SIZE)
         assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
@@ -64,29 +68,46 @@ class Worker:
         return ready.sources
 
 
+def wrapped(layout: Layout, num_pages: int) -> DevicePool:
+    """A pool of tensors that lie wherever torch put them, as an embedder has them."""
+    pools = {}
+    for name, shape in layout.groups:
+        size = (num_pages, *shape.piece_shape)
+        k, v = ([torch.zeros(size, dtype=shape.torch_dtype) for _ in range(shape.num_layers)] for _ in range(2))
+        pools[name] = DevicePool.wrap(k, None if shape.kind == "mla" else v, shape)
+    return DevicePool.join(**pools)
+
+
 @asynccontextmanager
 async def worker(
-    folder: Path | None = None, *, layout: Layout = LAYOUT, prefill_layout: Layout | None = None
+    folder: Path | None = None,
+    *,
+    layout: Layout = LAYOUT,
+    prefill_layout: Layout | None = None,
+    nixl: bool = False,
+    journal: Path | None = None,
 ) -> AsyncIterator[Worker]:
     network = LoopbackNetwork()
-    prefill_pool = DevicePool.allocate(prefill_layout or layout, 64)
-    device, host = DevicePool.allocate(layout, 32), HostPool.allocate(layout, 32)
+    make_pool = wrapped if nixl else DevicePool.allocate
+    prefill_pool = make_pool(prefill_layout or layout, 64)
+    device, host = make_pool(layout, 32), HostPool.allocate(layout, 32)
+    ends = [NixlTransport(name) if nixl else LoopbackTransport(name, network) for name in ("prefill-0", "decode-0")]
     async with (
         PrefillPeer(
             device=prefill_pool,
-            transport=LoopbackTransport("prefill-0", network),
-            listen="prefill",
+            transport=ends[0],
+            listen="127.0.0.1:0" if nixl else "prefill",
             on_room=SyntheticPrefill(prefill_pool, chunk_pages=3).serve,
-        ),
+        ) as peer,
         DecodeEngine(
-            EngineConfig(prefetch_threshold_tokens=0),
+            EngineConfig(prefetch_threshold_tokens=0, journal=None if journal is None else str(journal)),
             device=device,
             host=host,
             storage=None if folder is None else open_storage(f"file:{folder}?capacity=64MB"),
-            transport=LoopbackTransport("decode-0", network),
+            transport=ends[1],
         ) as engine,
     ):
-        yield Worker(engine, device, host)
+        yield Worker(engine, device, host, peer.address)
 
 
 def find_in(folder: Path, content: bytes) -> tuple[Path, int]:
@@ -108,16 +129,28 @@ def draft_part(made: Worker, page: int, digests: list[bytes]) -> bytes:
     return content
 
 
-async def test_all_groups_travel_through_every_tier(tmp_path: Path) -> None:
-    async with worker(tmp_path) as made:
+async def check_every_tier(folder: Path, *, nixl: bool = False, journal: Path | None = None) -> None:
+    async with worker(folder, nixl=nixl, journal=journal) as made:
         assert (await made.ask("r1"))["transfer"] == len(PROMPT)
         assert (await made.ask("r2"))["l1"] == 24
         await made.engine.flush(("l1",))
         assert (await made.ask("r3"))["l2"] == 24
         await made.engine.flush(("l1", "l2"))
         assert (await made.ask("r4"))["l3"] == 24
-    async with worker(tmp_path) as made:
+    async with worker(folder, nixl=nixl) as made:
         assert (await made.ask("r5"))["l3"] == 24
+
+
+async def test_all_groups_travel_through_every_tier_and_the_journal_names_them(tmp_path: Path) -> None:
+    await check_every_tier(tmp_path / "storage", journal=tmp_path / "journal")
+    replayer = Replayer(tmp_path / "journal")
+    replayer.run()
+    assert [group["name"] for group in replayer.header.layout["groups"]] == ["scales", "indexer", "draft"]
+
+
+@pytest.mark.nixl
+async def test_all_groups_travel_over_nixl_from_tensors_of_the_caller(tmp_path: Path) -> None:
+    await check_every_tier(tmp_path, nixl=True)
 
 
 async def test_pages_with_and_without_a_draft_never_meet(tmp_path: Path) -> None:
