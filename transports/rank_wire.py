@@ -47,7 +47,11 @@ class Join(RankMessage, frozen=True, tag="join"):
 
 
 class Settled(RankMessage, frozen=True, tag="settled"):
-    """Nothing of an earlier epoch is in flight on this rank: it can be part of a new group."""
+    """Nothing of an earlier epoch is in flight on this rank: it can be part of a new group. `epoch` is its last one;
+    that of a group which is being formed says that this rank could not form it.
+    """
+
+    epoch: Count
 
 
 class Form(RankMessage, frozen=True, tag="form"):

@@ -126,7 +126,7 @@ class RankChannel:
         if self._rank == LEADER:
             self._form_if_all_are_there()
         else:
-            self._say_to_leader(wire.Settled())
+            self._say_to_leader(wire.Settled(self.epoch))
 
     def open_turn(self, opening: Opening) -> None:
         """Leader: tell all other ranks that a turn begins."""
@@ -224,7 +224,9 @@ class RankChannel:
             case wire.Wish(epoch=epoch):
                 if epoch == self.epoch and self.is_formed:
                     self._owner.turn_wished()
-            case wire.Settled():
+            case wire.Settled(epoch=epoch):
+                if self._is_forming and epoch == self.epoch:
+                    self._lose(rank, "it could not form the group")
                 peer.is_settled = True
                 self._form_if_all_are_there()
             case wire.Formed(epoch=epoch):
@@ -320,7 +322,7 @@ class RankChannel:
         )
         self._peers[LEADER] = leader
         if self._is_settled:
-            leader.say(wire.Settled())
+            leader.say(wire.Settled(self.epoch))
 
     def _take_from_leader(self, message: wire.AnyRankMessage) -> None:
         match message:
@@ -333,7 +335,10 @@ class RankChannel:
                 self.epoch, self.group_name, self._is_forming = epoch, name, True
                 self._tasks.spawn(self._form_as_told(epoch, port), name="form the group")
             case wire.Lost(epoch=epoch, rank=rank, cause=cause):
-                if epoch == self.epoch:
+                if epoch == self.epoch and not (self.is_formed or self._is_forming) and self._is_settled:
+                    # It had given up forming before the leader did, which has forgotten that it settled.
+                    self._say_to_leader(wire.Settled(self.epoch))
+                elif epoch == self.epoch:
                     self._lose(rank, cause)
             case wire.Refused(cause=cause):
                 self._owner.rank_refused(cause)

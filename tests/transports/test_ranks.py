@@ -145,6 +145,38 @@ async def test_a_leader_that_ends_is_named_and_its_successor_counts_on() -> None
             assert await member.owner.expect("formed") == ("formed", 2)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+async def test_a_group_that_one_rank_cannot_form_is_formed_at_the_next_try(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = free_address()
+    members = [Member(rank, 2, address, vote_timeout_s=1.0) for rank in range(2)]
+    thread = members[at].channel._thread
+    form = thread.form
+
+    def form_later(epoch: int, store_port: int) -> asyncio.Future[None]:
+        monkeypatch.setattr(thread, "form", form)
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        failed.set_exception(TransferFailed("planted"))
+        return failed
+
+    monkeypatch.setattr(thread, "form", form_later)
+    # While a group is formed, a loss is no more than one more try.
+    for member in members:
+        member.owner.rank_lost = lambda rank, cause, channel=member.channel: channel.settled()  # type: ignore[method-assign]
+    try:
+        for member in members:
+            await member.begin()
+        for member in members:
+            kind, epoch = await member.owner.expect("formed")
+            assert (kind, epoch > 1) == ("formed", True)
+    finally:
+        for member in members:
+            member.channel.leave()
+        for member in members:
+            await member.channel.close()
+
+
 async def test_a_rank_that_does_not_vote_in_time_is_named() -> None:
     async with group(3, lambda rank: {"vote_timeout_s": 1.0}) as members:
         for member in members:
