@@ -1,6 +1,6 @@
 """Agent sessions end to end in two processes, with and without decode cache: `python benchmarks/sessions.py RECORDING`.
 
-Lengths are an eighth of the recorded ones, and a token has 8 KiB of KV, a sixteenth of what an 8B model has; all pages
+Lengths are an eighth of the recorded ones, and a token has 16 KiB of KV, an eighth of what an 8B model has. All pages
 of every 16th request are verified. Requests are served one at a time: the time to ready is that of the request, and not
 that of others whose pages are being verified. The prefill worker keeps prefixes in both runs: what differs is what it
 has to send. Storage is in memory, since nearly all hits are in L1.
@@ -20,8 +20,8 @@ from tidekv import KVLayout
 from tidekv.engine.main_job import TierOptions, run_trace
 from tidekv.engine.workload.blocks import TraceOptions
 
-LAYOUT = KVLayout(num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16", page_size=16)
-L2_PAGES = 8192
+LAYOUT = KVLayout(num_layers=8, num_kv_heads=4, head_dim=128, dtype="bfloat16", page_size=16)
+L2_PAGES = 2048
 STORAGE = "memory:?capacity=512MB"
 VERIFY_EVERY = 16
 

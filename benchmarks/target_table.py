@@ -108,7 +108,7 @@ TARGETS: tuple[Target, ...] = (
            measurement="latency", figure="lag.p99", at_most=2),
     Target(name="engine.journal", asks="CPU that the journal adds", unit="%",
            measurement="journal", figure="journal.grows", at_most=5),
-    Target(name="transfer.raw", asks="bandwidth over raw NIXL's, the least of all shapes", unit="%",
+    Target(name="transfer.raw", asks="bandwidth over that of raw NIXL, the least of all bulk shapes", unit="%",
            measurement="transfer", figure="transfer.least", at_least=95),
     Target(name="transfer.messages", asks="round trips of control messages a request", unit="",
            measurement="latency", figure="round_trips", at_most=2),

@@ -122,7 +122,8 @@ async def main(path: Path | None) -> None:
     console.print(f"idle transport: {100 * await idle_share():.1f} % of a core")
     if path is not None:
         with Figures(path) as figures:
-            least = min(ratios, key=lambda shape: ratios[shape])
+            # Of one page the time counts that passes, which is in the table above, and no bandwidth.
+            least = min((shape for shape in ratios if not shape.startswith("1 x")), key=lambda shape: ratios[shape])
             told = "; ".join(f"{shape}: {100 * ratio:.0f} %" for shape, ratio in ratios.items())
             figures.add("transfer.least", 100 * ratios[least], told)
 

@@ -147,6 +147,7 @@ async def prefill_worker(
     transport: Callable[[], NixlTransport] | None = None,
     lease_s: float = 10.0,
     close_deadline_s: float = 5.0,
+    bigram_keys: bool = False,
 ) -> AsyncIterator[tuple[PrefillPeer, ModelPrefill | SyntheticPrefill, PrefixPages]]:
     """Be the prefill worker of an order for as long as the block lasts."""
     pool = DevicePool.allocate(order.layout, order.num_pages)
@@ -159,7 +160,9 @@ async def prefill_worker(
             worker = ModelPrefill(model, pages, compute, chunk_tokens=order.chunk_tokens)
         else:
             chunk_pages = max(1, order.chunk_tokens // order.layout.page_size)
-            worker = SyntheticPrefill(pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary, pages=pages)
+            worker = SyntheticPrefill(
+                pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary, keep_prefixes=order.keep_prefixes
+            )
         async with PrefillPeer(
             device=pool,
             transport=transport() if transport else NixlTransport(name=order.name),
@@ -168,6 +171,7 @@ async def prefill_worker(
             on_room=worker.serve,
             lease_s=lease_s,
             close_deadline_s=close_deadline_s,
+            bigram_keys=bigram_keys,
         ) as peer:
             yield peer, worker, pages
 
@@ -180,6 +184,8 @@ async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         while line := await reader.readline():
             if msgspec.json.decode(line, type=Ask).what == "forget":
                 pages.forget()
+                if isinstance(worker, SyntheticPrefill):
+                    worker.forget()
             counts: Counts = {**peer.statistics()}
             if isinstance(worker, ModelPrefill):
                 counts |= {f"pages_{name}": count for name, count in pages.counts().items()}

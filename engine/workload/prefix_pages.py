@@ -34,11 +34,10 @@ class PrefixPages:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self._readers: dict[bytes, int] = {}
 
-    def take(self, packed: bytes, digests: Sequence[bytes] | None = None) -> PromptPages | None:
+    def take(self, packed: bytes) -> PromptPages | None:
         """Take pages for a prompt; None if there are too few now. Raises InvalidRequest if there never will be enough.
 
-        The last token's page is never a known one: computing it gives the first token of the answer. `digests` are
-        those of the full pages, where the caller has made them already.
+        The last token's page is never a known one: computing it gives the first token of the answer.
         """
         tokens = len(packed) // TOKEN_BYTES
         total = -(-tokens // self._page_size)
@@ -46,8 +45,7 @@ class PrefixPages:
             raise InvalidRequest(
                 f"a prompt of {tokens} tokens needs {total} pages; the prefill pool has {self._num_pages}"
             )
-        if digests is None:
-            digests = page_digests(packed, self._page_size)
+        digests = page_digests(packed, self._page_size)
         known = 0
         while known < (tokens - 1) // self._page_size and digests[known] in self._kept:
             known += 1

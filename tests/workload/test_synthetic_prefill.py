@@ -20,7 +20,6 @@ from tidekv import (
     RequestFailed,
 )
 from tidekv.backends.keys import pack_tokens
-from tidekv.engine.workload.prefix_pages import PrefixPages
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork
@@ -144,7 +143,7 @@ async def test_a_prompt_that_the_pool_never_holds_is_refused_in_words() -> None:
 async def test_kept_prefixes_are_sent_without_being_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     network = LoopbackNetwork()
     pool = DevicePool.allocate(LAYOUT, 16)
-    prefill = SyntheticPrefill(pool, chunk_pages=2, pages=PrefixPages(16, LAYOUT.page_size))
+    prefill = SyntheticPrefill(pool, chunk_pages=2, keep_prefixes=True)
     filled: list[int] = []
     fill = prefill._kv.fill
 

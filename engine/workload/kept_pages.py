@@ -1,0 +1,90 @@
+"""The pages of a synthetic prefill worker: those of prompts being served, and those kept of earlier prompts.
+
+Kept pages are found by the prefix index, as in a prefill worker with a prefix cache: what a prompt costs here grows
+with what is new in it, so that a measurement of the decode side does not measure this side's books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from tidekv.backends.keys import TOKEN_BYTES, namespace_seed, page_digests
+from tidekv.states.accounts import PageAccount
+from tidekv.states.errors import InvalidRequest
+from tidekv.states.index import PrefixIndex, Receipt
+from tidekv.states.shapes import PageIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldPages:
+    """What a prompt holds: one page a page of the prompt, of which the first `known` have their content already, and
+    the digests of those behind them, the last one over a partial page if there is one.
+    """
+
+    pages: PageIds
+    known: int
+    digests: Sequence[bytes]
+    keys: bytes
+    receipt: Receipt
+
+
+class KeptPages:
+    """Gives pages to prompts. `keep=False` keeps nothing: every prompt is made anew."""
+
+    def __init__(self, num_pages: int, page_size: int, *, namespace: str = "", keep: bool = True) -> None:
+        self._page_size = page_size
+        self._seed = namespace_seed(namespace)
+        self._keep = keep
+        self._account = PageAccount("prefill", num_pages)
+        nothing = PageAccount("prefill host", 0)
+        self._index = PrefixIndex(key_bytes=page_size * TOKEN_BYTES, device=self._account, host=nothing)
+        self._digests = [b""] * num_pages
+
+    def take(self, packed: bytes) -> HeldPages | None:
+        """Take pages for a prompt; None if there are too few now. Raises InvalidRequest if there never will be enough.
+
+        The last token's page is never a known one: computing it gives the first token of the answer.
+        """
+        tokens, width = len(packed) // TOKEN_BYTES, self._page_size * TOKEN_BYTES
+        total = -(-tokens // self._page_size)
+        if total > self._account.total:
+            raise InvalidRequest(
+                f"a prompt of {tokens} tokens needs {total} pages; the prefill pool has {self._account.total}"
+            )
+        match = self._index.match("", packed[: (tokens - 1) // self._page_size * width])
+        receipt = self._index.lock(match.device_node)
+        known = match.device_pages
+        short = total - known - self._account.free
+        if short > 0 and self._index.evict_device(short) < short:
+            self._index.unlock(receipt)
+            return None
+        pages = self._index.device_path(match.device_node)
+        prefix = self._digests[pages[-1]] if known else self._seed
+        pages += self._account.take(total - known)
+        digests = page_digests(packed[known * width :], self._page_size, prefix=prefix)
+        for page, digest in zip(pages[known:], digests, strict=False):
+            self._digests[page] = digest
+        if tail := packed[(known + len(digests)) * width :]:
+            digests.append(sha256((digests[-1] if digests else prefix) + tail).digest())
+        return HeldPages(pages, known, digests, packed[: tokens // self._page_size * width], receipt)
+
+    def give_back(self, held: HeldPages, *, computed: int) -> None:
+        """Take pages back; the full ones of the first `computed` are kept for later prompts. Nothing may use them."""
+        width = self._page_size * TOKEN_BYTES
+        kept = max(held.known, min(computed, len(held.keys) // width)) if self._keep else 0
+        if kept > held.known:
+            entered = self._index.insert("", held.keys[: kept * width], held.pages[:kept])
+            self._account.give_back(entered.duplicates + entered.rejected)
+        self._account.give_back(held.pages[kept:])
+        self._index.unlock(held.receipt)
+
+    def forget(self) -> None:
+        """Drop every kept page that no prompt reads."""
+        self._index.flush("device")
+
+    def counts(self) -> dict[str, int]:
+        """Pages by what they are: free, kept (and read by nobody), in use."""
+        free, kept = self._account.free, self._index.device_evictable
+        return {"free": free, "kept": kept, "in_use": self._account.total - free - kept}
