@@ -17,6 +17,7 @@ import gc
 import statistics
 from collections import deque
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from time import thread_time_ns
 from typing import Any  # Peers' objects have no types here.
@@ -228,6 +229,20 @@ def race_keys(figures: Figures, rounds: int) -> None:
         figures.add(f"sglang.keys.{page_size}", 1 / ratio, f"{own / 1e3:.0f} µs against {other / 1e3:.0f} µs")
 
 
+def note_limits(figures: Figures) -> None:
+    """What nobody who compares, copies or hashes 32k tokens can be faster than."""
+    packed = numbers(LONG, 1).astype("<u4").tobytes()
+    same = bytes(bytearray(packed))
+    within = b"\0" * 64 + packed
+    parts = {
+        "compare": lambda: packed == same,
+        "copy": lambda: within[64:],
+        "SHA-256 in one pass": lambda: sha256(packed).digest(),
+    }
+    told = ", ".join(f"{name} {per_call_ns(work) / 1e3:.1f} µs" for name, work in parts.items())
+    figures.note(f"limits for 32k packed tokens: {told}")
+
+
 def main() -> None:
     """Read the options, prepare the peer, race."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -252,6 +267,7 @@ def main() -> None:
             )
             return
         check_tree(SglangTree(PAGE, 1_000_000))
+        note_limits(figures)
         race_locks(figures, chosen.rounds)
         race_match(figures, chosen.rounds)
         race_eviction(figures, chosen.rounds)

@@ -242,6 +242,19 @@ def add_percentiles(figures: Figures, name: str, values: list[float]) -> None:
         figures.add(f"{name}.{percent}", value, f"p50 {p50:.0f} µs, p99 {p99:.0f} µs, {len(values)} of them")
 
 
+async def note_hop(figures: Figures) -> None:
+    """What nobody on this loop can be faster than: a future that is resolved, and the coroutine that waits for it."""
+    loop = asyncio.get_running_loop()
+    spent = []
+    for _ in range(2000):
+        future: asyncio.Future[None] = loop.create_future()
+        began_s = time.perf_counter()
+        loop.call_soon(future.set_result, None)
+        await future
+        spent.append((time.perf_counter() - began_s) * 1e6)
+    figures.note(f"limit: a future resolved in the loop's next turn, to its coroutine: {np.median(spent):.1f} µs p50")
+
+
 async def measure_small_calls(figures: Figures) -> None:
     """One page read from storage, and one copied to the device."""
     layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16", page_size=PAGE)
@@ -309,6 +322,7 @@ async def measure_hashing(figures: Figures) -> None:
 
 async def measure(figures: Figures, seconds: float) -> None:
     """Everything, in turn."""
+    await note_hop(figures)
     await measure_hashing(figures)
     await measure_small_calls(figures)
     await measure_load(figures, seconds)
