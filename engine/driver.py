@@ -68,10 +68,8 @@ class Driver:
         self.illegal_events = 0
         self.last_illegal = ""
 
-    @staticmethod
-    def clock() -> float:
-        """Monotonic seconds, as events carry them. (`loop.time()` of uvloop steps by a millisecond.)"""
-        return time.monotonic()
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    """Monotonic seconds, as events carry them. (`loop.time()` of uvloop steps by a millisecond.)"""
 
     def check(self) -> None:
         """Raise where no request can be taken now. Here it always can: there are no ranks to wait for."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tidekv.backends.copies import PageCopier
     from tidekv.backends.page_keys import PageKeys
     from tidekv.backends.storage.base import Storage
+    from tidekv.engine.known_digests import KnownDigests
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
     from tidekv.transports.receiver import Receiver
@@ -33,7 +34,17 @@ HASH_INLINE_BYTES = 64 * 1024
 class TokenRecord:
     """The tokens that a request's pages were computed from, and their storage keys as far as somebody asked."""
 
-    __slots__ = ("_digests", "_page_keys", "_seed", "address_list", "cache", "namespace", "packed", "sends_prompt")
+    __slots__ = (
+        "_digests",
+        "_known",
+        "_page_keys",
+        "_seed",
+        "address_list",
+        "cache",
+        "namespace",
+        "packed",
+        "sends_prompt",
+    )
 
     def __init__(
         self,
@@ -44,8 +55,11 @@ class TokenRecord:
         addresses: tuple[str, ...],
         sends_prompt: bool,
         cache: bool = True,
+        known: KnownDigests | None = None,
     ) -> None:
-        """Raises InvalidRequest for a namespace that is not valid text."""
+        """Raises InvalidRequest for a namespace that is not valid text. With `known`, pages of prompts that were hashed
+        lately are not hashed again.
+        """
         self.packed = packed
         self.namespace = namespace
         self.cache = cache
@@ -54,6 +68,7 @@ class TokenRecord:
         self.sends_prompt = sends_prompt
         self._page_keys = page_keys
         self._digests: list[bytes] = []
+        self._known = known
 
     @property
     def key_seed(self) -> bytes | None:
@@ -67,6 +82,9 @@ class TokenRecord:
     async def digests(self, first: int, count: int) -> list[bytes]:
         """Storage keys of pages [first, first + count). Only pages that are new to this record are hashed."""
         end = first + count
+        if not self._digests and self._known is not None:
+            self._digests = self._known.of(self._seed, self.packed)
+        start = len(self._digests)
         while (known := len(self._digests)) < end:
             prefix = self._digests[-1] if known else self._seed
             hash_pages = partial(self._page_keys.digests, self.packed, first=known, end=end, prefix=prefix)
@@ -75,6 +93,8 @@ class TokenRecord:
             # Another call may have hashed the same pages while this one was in its thread.
             if len(self._digests) == known:
                 self._digests += digests
+        if len(self._digests) > start and self._known is not None:
+            self._known.remember(self._seed, self.packed, self._digests)
         return self._digests[first:end]
 
 

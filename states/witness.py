@@ -1,7 +1,7 @@
 """Writes down in short what one step of a core did, so that two cores can be compared step by step.
 
 The short form holds everything that somebody may ask about a step: the moves of requests, the commands with their pages
-as a count and a checksum, what was evicted, and the books: both pools, locks, recency, and which page is taken next.
+as a checksum, what was evicted, and the books: both pools, locks, recency, and which page is taken next.
 Page keys never enter: a replay knows pages by other keys.
 
 It is made at every step of a running engine, on its loop. So it only keeps what the next step may change, as plain
@@ -11,7 +11,6 @@ values that an encoder takes as they are, elsewhere and later.
 from __future__ import annotations
 
 import zlib
-from array import array
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -62,7 +61,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     moves: Moves = ()
     """Requests that changed state, in order, with the state that they came to."""
     commands: list[Command] | tuple[()] = ()
-    """Name and fields of each command; pages as their count and checksum."""
+    """Name and fields of each command; pages as their checksum."""
     evicted: Evictions = ()
     """Tier, pages and checksum of their ids, of every copy that left the index."""
     books: tuple[int, ...] = ()
@@ -164,11 +163,10 @@ OF_REQUESTS = frozenset(
 """The events that are of one request."""
 
 
-def encode_pages(value: object) -> tuple[int, int]:
-    """Pages in short: their count, and the CRC-32 of their ids. An encoder of answers needs it as its `enc_hook`."""
-    if isinstance(value, array):
-        return len(value), zlib.crc32(value)
-    raise NotImplementedError(f"{type(value).__name__} has no short form")
+encode_pages = zlib.crc32
+"""Pages in short: the CRC-32 of their ids. An encoder of answers needs it as its `enc_hook`, which it asks for pages
+alone: what is neither pages nor plain is a TypeError.
+"""
 
 
 def _without_words(command: Command) -> Command:

@@ -75,7 +75,7 @@ def journal_document() -> str:
     )
     parts += [_section(kind, f"`{kind.__name__}`", events, skip=("at_s",)) for kind in event_types()]
     parts.append(
-        "## Commands in short\n\nName first, then these fields, in this order; of pages a pair: their count, and the "
+        "## Commands in short\n\nName first, then these fields, in this order; of pages the "
         "CRC-32 of their ids (little-endian i32). `detail` is empty: it holds words for people.\n"
     )
     for kind in COMMANDS:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, EncodedSteps, Recorder
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
+from tidekv.states.witness import Noted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.witness import Noted
 
 LOG = logging.getLogger("tidekv.journal")
 
-SLICE_STEPS = 32
+SLICE_STEPS = 64
 """So many steps are encoded at once: some tenths of a millisecond's work."""
 SLICE_PAGES_MAX = 512
 """So many pages are hashed for a slice; with more that are new, the thread encodes."""
@@ -87,10 +87,16 @@ class Journal:
         """Whoever has it may take from `_waiting` and add to `_encoded`."""
         self._is_for_thread = False
         """Whether the next step has more pages than can be hashed on the loop."""
-        self._is_full = False
+        self._is_hindered = False
+        """Whether steps are not simply taken: there is too much, or the journal has ended early."""
         self._missing = 0
+        """Steps that were noted and dropped, since the last count of such."""
+        self._unnoted = 0
+        """Steps after its early end."""
+        self._gaps_waiting = 0
+        """Counts in `_waiting`; raised before such a count is there."""
         # Each of these only grows, and is changed by one thread alone, or by who has the lock.
-        self._events_noted = self._events_written = 0
+        self._events_written = 0
         self._keys_noted_bytes = self._keys_encoded_bytes = 0
         self._encoded_bytes = self._taken_bytes = 0
         self._is_awake = False
@@ -114,11 +120,11 @@ class Journal:
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """Take the step that the core has just made. Never blocks."""
-        self._events_noted += 1
         if self._failure is not None:
+            self._unnoted += 1
             return
         noted = self._note(event, given, error)
-        if self._is_full and not self._has_caught_up():
+        if self._is_hindered and not self._has_caught_up():
             self._missing += 1
             return
         if type(event) in WITH_KEYS:
@@ -140,7 +146,7 @@ class Journal:
                 self._encoding.release()
         if self._is_for_thread or self._encoded_bytes - self._taken_bytes > HURRY_BYTES:
             self._hurry.set()
-        self._is_full = self._waits_more_than(1)
+        self._is_hindered = self._waits_more_than(1)
 
     def _waits_more_than(self, share: float) -> bool:
         """Whether more waits than that share of what may."""
@@ -153,8 +159,9 @@ class Journal:
         """Whether steps may wait again, after there was too much: the count of those that were dropped goes first."""
         if self._waits_more_than(0.5):
             return False
+        self._gaps_waiting += 1
         self._waiting.append(self._missing)
-        self._is_full, self._missing = False, 0
+        self._is_hindered, self._missing = False, 0
         return True
 
     @property
@@ -163,6 +170,10 @@ class Journal:
         before that, those that are still to be written are counted as well.
         """
         return self._events_noted - self._events_written
+
+    @property
+    def _events_noted(self) -> int:
+        return self._recorder.witness.events + self._unnoted
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write what is waiting and the end record, and close the file, within `timeout_s`. The core is not stepped any
@@ -191,30 +202,34 @@ class Journal:
 
     def _encode_line(self, pages_max: int) -> int:
         """Encode what makes one line, with at most so many pages to be hashed; returns how many entries that took."""
-        waiting = self._waiting
-        steps: list[Noted] = []
-        while waiting and len(steps) < STEPS_PER_LINE_MAX:
-            entry = waiting.popleft()
-            if isinstance(entry, int):
-                # Of steps that were dropped: it ends the line.
-                waiting.appendleft(entry)
-                break
-            steps.append(entry)
+        steps = self._take_steps()
         if steps:
-            keys = [_keys_bytes_of(step) for step in steps]
             encoded = self._recorder.encode(steps, pages_max=pages_max)
             if encoded.steps < len(steps):
-                waiting.extendleft(reversed(steps[encoded.steps :]))
+                self._waiting.extendleft(reversed(steps[encoded.steps :]))
                 self._is_for_thread = True
             if encoded.steps:
-                self._keys_encoded_bytes += sum(keys[: encoded.steps])
+                self._keys_encoded_bytes += encoded.keys_bytes
                 self._encoded_bytes += len(encoded.json)
                 self._encoded.append(encoded)
             return encoded.steps
-        if waiting:
-            self._encoded.append(waiting.popleft())  # type: ignore[arg-type]  # The count that was put back.
+        if self._waiting:
+            self._encoded.append(self._waiting.popleft())  # type: ignore[arg-type]  # The count that was left.
+            self._gaps_waiting -= 1
             return 1
         return 0
+
+    def _take_steps(self) -> list[Noted]:
+        """What makes one line, at most: the steps in front of the first count of steps that were dropped."""
+        waiting = self._waiting
+        # In this order: a count that comes from now on stands behind all of these.
+        most = min(len(waiting), STEPS_PER_LINE_MAX)
+        if not self._gaps_waiting:
+            return [waiting.popleft() for _ in range(most)]  # type: ignore[misc]  # There is no count among them.
+        steps: list[Noted] = []
+        while len(steps) < most and isinstance(waiting[0], Noted):
+            steps.append(waiting.popleft())  # type: ignore[arg-type]  # The one that was just looked at.
+        return steps
 
     # --- On the journal's thread ---
 
@@ -281,8 +296,3 @@ class Journal:
             self._files.write(self._recorder.gap_line(self._missing))
         self._files.write(self._recorder.end_line())
         self._has_ended = True
-
-
-def _keys_bytes_of(step: Noted) -> int:
-    """How many bytes of page keys a step holds."""
-    return len(step.took.keys) if type(step.took) in WITH_KEYS else 0  # type: ignore[attr-defined]  # All of these do.

@@ -15,7 +15,7 @@ import msgspec
 from tidekv.states.events import AnyEvent
 from tidekv.states.settings import CoreSettings
 
-JOURNAL_VERSION = 3
+JOURNAL_VERSION = 4
 """The version of this format. A journal of another one is refused."""
 
 SUFFIX_BYTES = len(b',"crc":"00000000"}')

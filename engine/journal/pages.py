@@ -13,8 +13,8 @@ import os
 import secrets
 import struct
 import sys
-from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 DIGEST_BYTES = 8
 IS_SECRET = (
@@ -29,6 +29,15 @@ CONVERSATIONS_MAX = 16
 REMEMBERED_BYTES_MAX = 32 << 20
 BLOCK_PAGES = 1024
 """Half a millisecond's work."""
+GROUP_PAGES = 64
+"""So many pages are hashed by one call."""
+
+
+class Group(NamedTuple):
+    """How so many pages are cut out of a prompt, and their hashes made to bytes."""
+
+    cut: Callable[[bytes], tuple[bytes, ...]]
+    join: Callable[..., bytes]
 
 
 class PageDigests:
@@ -39,7 +48,8 @@ class PageDigests:
         self._width = key_bytes
         self._breathe = breathe
         self._key = secrets.token_bytes(16)
-        self._split = struct.Struct(f"{key_bytes}s").iter_unpack
+        self._whole_group = self._group(GROUP_PAGES)
+        self._groups: dict[int, Group] = {}
         self._remembered: dict[bytes, list[tuple[bytes, bytes]]] = {}
         """By first page: keys and digests of prompts, the last used one last."""
         self._remembered_bytes = 0
@@ -67,6 +77,9 @@ class PageDigests:
         self.hashed += (len(keys) - first) // self._width
         if not isinstance(prompts, list):
             prompts = self._remembered[keys[: self._width]] = []
+        elif found < 0 and prompts and prompts[-1][1] is known:
+            # It goes on from the prompt that was asked for last of these.
+            found = len(prompts) - 1
         if found >= 0:
             self._forget(prompts, found)
         if len(prompts) >= CONVERSATIONS_MAX:
@@ -102,5 +115,20 @@ class PageDigests:
             width, key = self._width, self._key
             pages = [keys[at : at + width] for at in range(0, len(keys), width)]
             return b"".join([hashlib.blake2b(page, digest_size=DIGEST_BYTES, key=key).digest() for page in pages])
-        # Each page comes as a tuple of one: its hash is a mix of the page's, and no loop of Python's is needed.
-        return array("q", map(hash, self._split(keys))).tobytes()
+        whole = GROUP_PAGES * self._width
+        digests = [self._hash_group(keys[at : at + whole]) for at in range(0, len(keys), whole)]
+        return digests[0] if len(digests) == 1 else b"".join(digests)
+
+    def _hash_group(self, keys: bytes) -> bytes:
+        count = len(keys) // self._width
+        if count == GROUP_PAGES:
+            group = self._whole_group
+        elif (found := self._groups.get(count)) is not None:
+            group = found
+        else:
+            group = self._groups[count] = self._group(count)
+        # Cut, hashed and joined by one call each: a loop, even one in C over single pages, costs as much as the hashes.
+        return group.join(*map(hash, group.cut(keys)))
+
+    def _group(self, count: int) -> Group:
+        return Group(struct.Struct(f"{self._width}s" * count).unpack, struct.Struct(f"<{count}q").pack)

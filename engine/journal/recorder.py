@@ -24,7 +24,7 @@ from tidekv.states.witness import Noted, Witness, encode_pages
 if TYPE_CHECKING:
     from tidekv.states.core import Core
 
-STEPS_PER_LINE_MAX = 128
+STEPS_PER_LINE_MAX = 512
 ARRIVED_MIN = 256
 """Keys of so many requests are kept before those that are over are looked for."""
 
@@ -36,6 +36,8 @@ class EncodedSteps(NamedTuple):
     """How many."""
     json: bytes
     """A list of them."""
+    keys_bytes: int
+    """Bytes of page keys that they had."""
 
 
 class Recorder:
@@ -55,7 +57,8 @@ class Recorder:
         """`breathe` is called now and then while long prompts are hashed, to leave the interpreter to others."""
         self.run = secrets.token_hex(8)
         self._core = core
-        self.note = Witness(core).note
+        self.witness = Witness(core)
+        self.note = self.witness.note
         """Takes the step that the core has just made; see Witness.note."""
         self.events = 0
         """Events that are in the lines so far."""
@@ -92,20 +95,22 @@ class Recorder:
         """Steps as they will be written, up to the first that would need more than `pages_max` pages to be hashed, all
         in all. Each of them once: what was encoded has digests in place of its keys.
         """
-        left, count = pages_max, len(noted)
+        left, count, keys_bytes = pages_max, len(noted), 0
         for at, step in enumerate(noted):
             if type(step.took) in WITH_KEYS:
+                had_bytes = len(step.took.keys)  # type: ignore[attr-defined]  # All kinds of that set have them.
                 hashed = self._hide_tokens(step, left)
                 if hashed is None:
                     count, noted = at, noted[:at]
                     break
                 left -= hashed
+                keys_bytes += had_bytes
         try:
-            return EncodedSteps(count, self._encode(noted))
+            return EncodedSteps(count, self._encode(noted), keys_bytes)
         except UnicodeEncodeError:
             # Half a character, as names of files in the words of an error may hold it: JSON has no word for that.
             plain = msgspec.to_builtins(noted, enc_hook=encode_pages)
-            return EncodedSteps(count, self._encode(_with_whole_characters(plain)))
+            return EncodedSteps(count, self._encode(_with_whole_characters(plain)), keys_bytes)
 
     # --- One thread at a time, in the order of the lines ---
 
@@ -127,8 +132,7 @@ class Recorder:
     def steps_line(self, parts: Sequence[EncodedSteps]) -> bytes:
         """One line of steps."""
         self.events += sum([part.steps for part in parts])
-        steps = b",".join([part.json[1:-1] for part in parts])
-        return self._say("steps", steps=msgspec.Raw(b"[%b]" % steps))
+        return self._say("steps", steps=[part.json for part in parts])
 
     def gap_line(self, events: int) -> bytes:
         """Say that steps are missing here."""
@@ -148,7 +152,14 @@ class Recorder:
         return self._line
 
     def _render(self, logger: object, method: str, fields: Mapping[str, object]) -> bytes:
-        line, self._crc = seal(self._encode({"event": fields["event"], **fields}), self._crc)
+        if fields["event"] == "steps":
+            # They are encoded already, list by list.
+            parts = fields["steps"]
+            assert isinstance(parts, list)
+            body = b'{"event":"steps","steps":[%b]}' % b",".join([part[1:-1] for part in parts])
+        else:
+            body = self._encode({"event": fields["event"], **fields})
+        line, self._crc = seal(body, self._crc)
         return line
 
     def _hide_tokens(self, step: Noted, pages_max: int) -> int | None:

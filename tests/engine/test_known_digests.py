@@ -1,0 +1,69 @@
+"""Keys that are remembered against keys that are hashed anew: whatever is asked in what order, they are the same."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidekv.backends import page_keys
+from tidekv.backends.keys import namespace_seed, page_digests
+from tidekv.backends.page_keys import PageKeys
+from tidekv.engine import known_digests
+from tidekv.engine.effects import TokenRecord
+from tidekv.engine.known_digests import KnownDigests
+
+PAGES = PageKeys(2)
+# Few different tokens, so that prompts share prefixes, and odd lengths, so that some end within a page.
+PROMPTS = st.lists(st.sampled_from((1, 2)), min_size=1, max_size=15)
+
+
+def packed(tokens: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def record(prompt: bytes, known: KnownDigests, keys: PageKeys = PAGES, namespace: str = "") -> TokenRecord:
+    return TokenRecord(prompt, page_keys=keys, namespace=namespace, addresses=(), sends_prompt=False, known=known)
+
+
+@given(st.lists(st.tuples(PROMPTS, st.sampled_from(("", "tenant"))), max_size=30), st.booleans())
+async def test_remembered_keys_are_those_that_hashing_gives(asked: list[tuple[list[int], str]], bigrams: bool) -> None:
+    keys = PageKeys(2, bigrams=bigrams)
+    known = KnownDigests(keys)
+    for tokens, namespace in asked:
+        prompt, seed = packed(tokens), namespace_seed(namespace)
+        plain = keys.digests(prompt, prefix=seed)
+        assert plain[: len(known.of(seed, prompt))] == known.of(seed, prompt)
+        assert await record(prompt, known, keys, namespace).digests(0, keys.count(len(tokens))) == plain
+        assert known.of(seed, prompt) == plain
+
+
+async def test_a_turn_hashes_only_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(fresh: bytes, page_size: int, *, prefix: bytes, bigrams: bool) -> list[bytes]:
+        hashed.append(len(fresh) // PAGES.key_bytes)
+        return page_digests(fresh, page_size, prefix=prefix, bigrams=bigrams)
+
+    monkeypatch.setattr(page_keys, "page_digests", counted)
+    known = KnownDigests(PAGES)
+    first, second = packed([1, 2, 3, 4, 5, 6]), packed([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    other = packed([1, 2, 3, 4, 9, 9])
+    turns = record(first, known)
+    assert await turns.digests(0, 3) == page_digests(first, 2)
+    turns.grown(second)
+    assert (await turns.digests(3, 1))[0] == page_digests(second, 2)[3]
+    assert await record(second, known).digests(0, 4) == page_digests(second, 2)
+    assert await record(other, known).digests(0, 3) == page_digests(other, 2)
+    assert hashed == [3, 1, 1]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_digests, "REMEMBERED_BYTES_MAX", 1000)
+    known = KnownDigests(PAGES)
+    for number in range(100):
+        prompt = packed([number // 20, 0, number, 0])
+        known.remember(b"", prompt, page_digests(prompt, 2))
+        assert len(known) <= 8
+        assert known.of(b"", prompt) == page_digests(prompt, 2)
+    assert known.of(b"", packed([0, 0, 0, 0])) == []
