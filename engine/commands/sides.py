@@ -73,6 +73,8 @@ def prefill(
             transport=_transport(loaded, "prefill-0", listens=True),
             lease_s=section.lease_s,
             close_deadline_s=section.close_deadline_s,
+            # It is of both sides: one file may be theirs.
+            bigram_keys=loaded.configuration.engine.bigram_keys,
         ) as (peer, _, _):
             console.print(
                 f"prefill worker at {peer.address}, model {order.fingerprint}; Ctrl-C ends it", soft_wrap=True

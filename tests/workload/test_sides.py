@@ -17,17 +17,20 @@ import pytest
 def test_a_decode_worker_finds_a_prefill_worker_that_runs_already(
     prefill_command: Callable[[dict[str, str]], AbstractContextManager[tuple[subprocess.Popen[str], str]]],
 ) -> None:
+    # An option of both sides; they would refuse each other if one of them did not take it.
+    both = {"TIDEKV_ENGINE_BIGRAM_KEYS": "true"}
+
     def decode(address: str, secret: str, *rounds: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "tidekv", "decode", "--prefill", address, *rounds],
-            env={**os.environ, "TIDEKV_SECRET": secret},
+            env={**os.environ, **both, "TIDEKV_SECRET": secret},
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
 
-    with prefill_command({"TIDEKV_SECRET": "between us"}) as (prefill, address):
+    with prefill_command({**both, "TIDEKV_SECRET": "between us"}) as (prefill, address):
         served = decode(address, "between us", "--conversations", "2", "--rounds", "2")
         assert served.returncode == 0, served.stdout + served.stderr
         assert "generated tokens equal those of one process" in served.stdout.replace("\n", " ")
