@@ -160,7 +160,9 @@ async def prefill_worker(
             worker = ModelPrefill(model, pages, compute, chunk_tokens=order.chunk_tokens)
         else:
             chunk_pages = max(1, order.chunk_tokens // order.layout.page_size)
-            worker = SyntheticPrefill(pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary, pages=pages)
+            worker = SyntheticPrefill(
+                pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary, keep_prefixes=order.keep_prefixes
+            )
         async with PrefillPeer(
             device=pool,
             transport=transport() if transport else NixlTransport(name=order.name),
@@ -182,6 +184,8 @@ async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         while line := await reader.readline():
             if msgspec.json.decode(line, type=Ask).what == "forget":
                 pages.forget()
+                if isinstance(worker, SyntheticPrefill):
+                    worker.forget()
             counts: Counts = {**peer.statistics()}
             if isinstance(worker, ModelPrefill):
                 counts |= {f"pages_{name}": count for name, count in pages.counts().items()}
