@@ -91,7 +91,7 @@ class Rank:
             rank=rank,
             ranks=ranks,
         )
-        group = {"silence_s": 1.0, "hold_s": 2.0, "form_timeout_s": 20.0, **fields}
+        group = {"silence_s": 2.0, "hold_s": 2.0, "form_timeout_s": 20.0, **fields}
         self.engine = DecodeEngine(
             EngineConfig(
                 prefetch_threshold_tokens=0,
@@ -144,7 +144,7 @@ class Rank:
 async def instance(ranks: int, **fields: object) -> AsyncIterator[list[Rank]]:
     address = free_address()
     members = [Rank(rank, ranks, address, **fields) for rank in range(ranks)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(member.enter() for member in members))
         try:
             yield members
