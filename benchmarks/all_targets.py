@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -87,6 +89,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw cost against work to this .png or .svg file")
     parser.add_argument("--list", action="store_true", help="show the targets, and measure nothing")
     chosen = parser.parse_args()
+    # The program that runs is of a session of its own, and is ended with this one.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     targets = chosen_targets(chosen.only)
     console = Console(width=None if Console().is_terminal else 200)
     if chosen.list:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -46,9 +46,8 @@ def all_targets(
     given = {"json": json, "peers": peers, "traces": traces, "plot": plot}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     command = [sys.executable, str(ALL_TARGETS), *options, *(["--list"] if show else [])]
-    code = subprocess.run([*command, *(["--only", *only] if only else [])], check=False).returncode
-    if code:
-        raise typer.Exit(code)
+    # In this process's place: who ends it ends the measurements.
+    os.execv(command[0], [*command, *(["--only", *only] if only else [])])
 
 
 @bench_app.command()

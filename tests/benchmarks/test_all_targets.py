@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,30 @@ def test_a_program_that_fails_or_is_late_keeps_what_it_measured(tmp_path: Path) 
     late = outcome(5.0, "late")
     assert late.figures == {"a": 1.5}  # type: ignore[attr-defined]
     assert late.why_not("c") == ("failed", "it was not done after 5 s")  # type: ignore[attr-defined]
+
+
+def test_who_ends_the_whole_run_ends_the_program_that_measures(tmp_path: Path) -> None:
+    begun, measuring = tmp_path / "begun", tmp_path / "measuring.py"
+    os.mkfifo(begun)
+    measuring.write_text(
+        "import os, sys, time\nwith open(sys.argv[-1], 'w') as begun: begun.write(str(os.getpid()))\ntime.sleep(3600)\n"
+    )
+    program = (
+        "import measurements, all_targets, sys\n"
+        "begun, measuring = sys.argv.pop(), sys.argv.pop()\n"
+        "measurements.MEASUREMENTS['multiturn'] = measurements.Measurement(\n"
+        "    program=measuring, budget_s=3600, arguments=lambda _, file: [begun]\n"
+        ")\n"
+        "all_targets.main()\n"
+    )
+    arguments = [sys.executable, "-c", program, "--only", "multiturn", str(measuring), str(begun)]
+    with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)}) as whole:
+        # Reading waits until the program has written who it is.
+        measuring_pid = int(begun.read_text())
+        whole.terminate()
+        assert whole.wait() == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(measuring_pid, 0)
 
 
 def test_an_installed_package_says_that_it_needs_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
