@@ -23,7 +23,7 @@ from tidekv.engine.kv_events.watch import KVEventWatcher
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.rank_driver import RankDriver
-from tidekv.engine.rank_group import RankGroup, settings_digest
+from tidekv.engine.rank_group import RankGroup, place_of, settings_digest
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
@@ -138,7 +138,7 @@ class Parts:
         if self._rank_group is not None:
             self.ranks = RankDriver(
                 self._rank_group,
-                settings=settings_digest(self.core.settings, self._identity),
+                settings=settings_digest(self.core.settings, self._identity, stages=self._rank_group.stages),
                 calls=self.calls,
                 renew=self._begin_anew,
                 on_broken=self._break,
@@ -170,9 +170,7 @@ class Parts:
             lease_s=config.lease_s,
             heartbeat_s=config.heartbeat_s,
             missed_s=config.peer_silence_s,
-            rank=0 if self._rank_group is None else self._rank_group.rank,
-            ranks=1 if self._rank_group is None else self._rank_group.ranks,
-            kv_heads_total=0 if self._rank_group is None else self._rank_group.kv_heads_total,
+            **place_of(self._rank_group),
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
         )
         await self.receiver.start()

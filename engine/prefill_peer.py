@@ -92,6 +92,7 @@ class PrefillPeer:
         rank: int = 0,
         ranks: int = 1,
         kv_heads_total: int = 0,
+        stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet. Raises InvalidConfig. Leaving the block waits `close_deadline_s` for writes, before it
@@ -101,7 +102,8 @@ class PrefillPeer:
         Decode workers name all of them (`DecodeRequest(prefill="host:7000,host:7001")`), in order. A decode instance
         may have another number of ranks: each pair exchanges the heads that both hold. A room opens on every prefill
         rank when all ranks of the decode instance have promised the same. `kv_heads_total`: the KV heads of the model
-        where there are more ranks than heads; 0: as many as all ranks hold together.
+        where there are more ranks than heads; 0: as many as all ranks hold together. `stages`: pipeline stages that the
+        ranks make up, counted stage by stage; decode must have as many.
         """
         # Peers and NIXL know its addresses only: this reference is what keeps the memory there.
         self._device = device
@@ -136,6 +138,7 @@ class PrefillPeer:
             rank=rank,
             ranks=ranks,
             kv_heads_total=kv_heads_total,
+            stages=stages,
             settings=settings,
         )
 

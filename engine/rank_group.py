@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.shares import check_stages
 from tidekv.states.votes import RANKS_MAX
 from tidekv.transports.ranks import RankChannel
 
@@ -40,6 +41,10 @@ class RankGroup:
     """KV heads of the whole model; 0: as many as all ranks hold together. To be given where there are more ranks than
     heads, so that some ranks hold copies; prefill must say the same.
     """
+    stages: int = 1
+    """Pipeline stages: ranks are counted stage by stage, and those of a stage hold the KV of its layers. All ranks
+    vote, and the first of the first stage leads; prefill must have as many stages.
+    """
     secret: str = ""
     """Must be the same on all ranks; whoever does not know it is not let in."""
     silence_s: float = 5.0
@@ -60,6 +65,7 @@ class RankGroup:
             raise InvalidConfig(f"rank {self.rank} of {self.ranks}: there are 1 to {RANKS_MAX} ranks, counted from 0")
         if self.kv_heads_total < 0:
             raise InvalidConfig(f"kv_heads_total must be a count of heads, not {self.kv_heads_total}")
+        check_stages(ranks=self.ranks, stages=self.stages)
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise InvalidConfig(f"address must be host:port with a port that all ranks know, not {self.address!r}")
@@ -83,6 +89,24 @@ def open_channel(group: RankGroup, owner: RankOwner, *, settings: bytes) -> Rank
     )
 
 
-def settings_digest(settings: CoreSettings, identity: Identity) -> bytes:
-    """A digest of everything that must be configured alike on all ranks."""
+class Place(TypedDict):
+    """A rank's place, as the hand-over takes it."""
+
+    rank: int
+    ranks: int
+    stages: int
+    kv_heads_total: int
+
+
+def place_of(group: RankGroup | None) -> Place:
+    """The place of a rank; without a group it is alone."""
+    if group is None:
+        return Place(rank=0, ranks=1, stages=1, kv_heads_total=0)
+    return Place(rank=group.rank, ranks=group.ranks, stages=group.stages, kv_heads_total=group.kv_heads_total)
+
+
+def settings_digest(settings: CoreSettings, identity: Identity, *, stages: int = 1) -> bytes:
+    """A digest of everything that must be configured alike on all ranks; stages have layers of their own."""
+    if stages > 1:
+        identity = msgspec.structs.replace(identity, **dict.fromkeys(("layers", "page_bytes"), 0), piece_bytes=())
     return hashlib.sha256(msgspec.msgpack.encode((settings, identity))).digest()

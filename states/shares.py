@@ -5,6 +5,9 @@ ranks: then a decode rank is written by several prefill ranks, each a part of it
 several decode ranks, each a part of what it has. With more ranks than heads, and of latent (MLA) KV always, ranks hold
 copies of the same heads: one of the copies writes, and which one follows from the decode rank, so that all take turns.
 
+With pipeline stages each stage holds other layers, of all heads: ranks are counted stage by stage, both ends have the
+same stages, and all of this is so within each of them.
+
     prefill, 2 ranks of 4 heads     | 0 1 2 3 | 4 5 6 7 |
     decode, 4 ranks of 2 heads      | 0 1 | 2 3 | 4 5 | 6 7 |        rank 1 is written the second half of prefill 0
 """
@@ -73,6 +76,17 @@ def shares_of(rank: int, decode: Holding, prefill: Holding) -> list[Share]:
         writer = start // prefill.heads * prefill.copies + rank % prefill.copies
         shares.append(Share(prefill=writer, source=low - start, target=low - first, count=high - low))
     return shares
+
+
+def stage_of(rank: int, *, ranks: int, stages: int) -> tuple[int, int]:
+    """Which pipeline stage a rank belongs to, and which rank of that stage it is."""
+    return divmod(rank, ranks // stages)
+
+
+def check_stages(*, ranks: int, stages: int) -> None:
+    """Raise InvalidConfig unless so many ranks make up so many stages."""
+    if stages < 1 or ranks % stages:
+        raise InvalidConfig(f"{ranks} ranks cannot make up {stages} pipeline stages of as many ranks each")
 
 
 def split_like(ranks: int, decode: Holding) -> Holding:

@@ -28,6 +28,7 @@ def make_hello(
     rank: int = 0,
     ranks: int = 1,
     kv_heads_total: int = 0,
+    stages: int = 1,
 ) -> wire.Hello:
     """Our Hello; `memory` must be registered with the transport already. `kv_heads_total`: see `slices.holding`."""
     return wire.Hello(
@@ -41,6 +42,7 @@ def make_hello(
         process=process.this_process(),
         lease_s=lease_s,
         kv_heads_total=kv_heads_total,
+        stages=stages,
     )
 
 
@@ -59,6 +61,11 @@ async def receive_hello(link: base.Link) -> wire.Hello:
 def judge_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     """Raise PeerMismatch with the first field that differs, RemoteProtocolError for memory that is not sound."""
     _must_equal("version", ours.version, theirs.version)
+    _must_equal("stages", ours.stages, theirs.stages)
+    if theirs.ranks % theirs.stages or not theirs.rank < theirs.ranks:
+        raise RemoteProtocolError(
+            f"peer says that it is rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages"
+        )
     # Ranks may hold more heads or fewer at the other end: all that follows from their number is compared as if not.
     identity, pieces = slices.in_heads_of(theirs, ours)
     names = [info.name for info in msgspec.structs.fields(Identity) if info.name not in OF_ALL_GROUPS]
@@ -70,8 +77,6 @@ def judge_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     # The identity says what the layout should be, the memory what really lies there; a write pairs the pieces up.
     _must_equal("memory pieces", _pieces(ours.memory), pieces)
     _must_equal("kv_heads_total", slices.total_of(ours), slices.total_of(theirs))
-    if not theirs.rank < theirs.ranks:
-        raise RemoteProtocolError(f"peer says that it is rank {theirs.rank} of {theirs.ranks}")
     base.check_memory(theirs.memory)
 
 

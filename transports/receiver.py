@@ -25,6 +25,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, PeerMismatch, RemoteProtocolError, TidekvError
@@ -57,6 +58,7 @@ class Receiver:
         rank: int = 0,
         ranks: int = 1,
         kv_heads_total: int = 0,
+        stages: int = 1,
         group: Callable[[], str] = lambda: "",
     ) -> None:
         """`memory` must be registered with the transport before the first promise. `deliver_aux` gets request id,
@@ -68,18 +70,21 @@ class Receiver:
             )
         self.counts: Counter[str] = Counter()
         self._transport = transport
-        self._memory = memory
         self._identity = identity
         self._deliver = deliver
         self._told = Told(deliver, clock)
         self._deliver_aux = deliver_aux
         self._clock = clock
-        self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._beats_max = math.ceil(missed_s / heartbeat_s)
         self._rank = rank
         self._ranks = ranks
-        self._holding = slices.holding(identity, ranks=ranks, kv_heads_total=kv_heads_total)
+        place = {"rank": rank, "ranks": ranks, "kv_heads_total": kv_heads_total, "stages": stages}
+        self._make_hello = partial(
+            hello.make_hello, transport, memory=memory, identity=identity, lease_s=lease_s, **place
+        )
+        holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
+        self._writers = partial(slices.expected_writers, holding, rank=rank, stages=stages)
         self._group = group
         self._links: dict[str, PrefillLink] = {}
         self._rooms: dict[RoomKey, IncomingRoom] = {}
@@ -93,15 +98,7 @@ class Receiver:
 
     async def start(self) -> None:
         """Make our Hello; the transport is started and has our memory."""
-        self._ours = hello.make_hello(
-            self._transport,
-            memory=self._memory,
-            identity=self._identity,
-            lease_s=self._lease_s,
-            rank=self._rank,
-            ranks=self._ranks,
-            kv_heads_total=self._holding.total,
-        )
+        self._ours = self._make_hello()
 
     async def close(self) -> None:
         """Close all links; no event comes after that. Rooms that are not settled stay so: abort them first."""
@@ -146,7 +143,7 @@ class Receiver:
             tokens=tokens if self._rank == 0 else None,
             key_seed=key_seed,
         )
-        writers = slices.expected_writers(self._holding, rank=self._rank, prefill_ranks=len(addresses))
+        writers = self._writers(prefill_ranks=len(addresses))
         links = [self._links.get(one) or self._connect(one) for one in addresses]
         room = self._rooms[room_key] = IncomingRoom(promise, links, writers, page_size=self._identity.page_size)
         for leg in list(room.legs):

@@ -51,6 +51,7 @@ class Sender:
         rank: int = 0,
         ranks: int = 1,
         kv_heads_total: int = 0,
+        stages: int = 1,
         rooms_max: int = 4096,
         settings: RoomSettings | None = None,
     ) -> None:
@@ -66,6 +67,7 @@ class Sender:
         self._rank = rank
         self._ranks = ranks
         self._kv_heads_total = kv_heads_total
+        self._stages = stages
         self._rooms_max = rooms_max
         self._tasks = OwnedTasks(f"sender {transport.instance}")
         self._courier = Courier(
@@ -181,6 +183,7 @@ class Sender:
             rank=self._rank,
             ranks=self._ranks,
             kv_heads_total=self._kv_heads_total,
+            stages=self._stages,
         )
         try:
             link.send(ours)

@@ -11,19 +11,27 @@ import msgspec
 
 from tidekv.states.errors import InvalidConfig, PeerMismatch
 from tidekv.states.shapes import Identity, PoolMemory, Segment
-from tidekv.states.shares import Holding, Share, holding_of, shares_of, split_like
+from tidekv.states.shares import Holding, Share, check_stages, holding_of, shares_of, split_like, stage_of
 from tidekv.transports import wire
 from tidekv.transports.base import Exchange
 
+OF_LAYERS = ("layers", "kv_heads", "page_bytes", "piece_bytes", "groups")
+"""Fields of an identity that may differ between stages."""
+
 
 def holding(identity: Identity, *, ranks: int, kv_heads_total: int = 0) -> Holding:
-    """How heads lie on the ranks of an instance whose ranks have this identity. Raises InvalidConfig."""
+    """How heads lie on so many ranks of this identity, which are those of one stage. Raises InvalidConfig."""
     return holding_of(ranks=ranks, heads=identity.kv_heads, kind=identity.kind, total=kv_heads_total)
 
 
-def expected_writers(decode: Holding, *, rank: int, prefill_ranks: int) -> tuple[int, ...]:
-    """The prefill ranks that write to this decode rank. Raises InvalidConfig where heads cannot lie on so many."""
-    return tuple(share.prefill for share in shares_of(rank, decode, split_like(prefill_ranks, decode)))
+def expected_writers(decode: Holding, *, rank: int, prefill_ranks: int, stages: int = 1) -> tuple[int, ...]:
+    """The prefill ranks that write to this decode rank: those of its stage that hold heads of its own. `decode` is how
+    heads lie on the ranks of one stage. Raises InvalidConfig where heads cannot lie on so many.
+    """
+    check_stages(ranks=prefill_ranks, stages=stages)
+    width = prefill_ranks // stages
+    stage, place = divmod(rank, decode.ranks)
+    return tuple(stage * width + share.prefill for share in shares_of(place, decode, split_like(width, decode)))
 
 
 def exchanged_with(*, decode: wire.Hello, prefill: wire.Hello) -> Exchange | None:
@@ -35,9 +43,11 @@ def exchanged_with(*, decode: wire.Hello, prefill: wire.Hello) -> Exchange | Non
         there, here = (_holding_of(hello) for hello in (decode, prefill))
     except InvalidConfig as error:
         raise PeerMismatch(field=f"ranks ({error})", ours=prefill.ranks, theirs=decode.ranks) from error
-    for share in shares_of(decode.rank, there, here):
-        if share.prefill == prefill.rank:
-            return _exchange(share, decode, prefill)
+    (their_stage, their_place), (our_stage, our_place) = _stage_of(decode), _stage_of(prefill)
+    if their_stage == our_stage:
+        for share in shares_of(their_place, there, here):
+            if share.prefill == our_place:
+                return _exchange(share, decode, prefill)
     return None
 
 
@@ -47,6 +57,11 @@ def in_heads_of(theirs: wire.Hello, ours: wire.Hello) -> tuple[Identity, tuple[i
     As they are where that cannot be said, so that comparing them with ours names what differs.
     """
     identity, pieces = theirs.identity, tuple(segment.piece_bytes for segment in theirs.memory.segments)
+    if (theirs.stages, ours.stages) != (1, 1) and _stage_of(theirs)[0] != _stage_of(ours)[0]:
+        # Another stage has other layers: nothing is exchanged with it but promises.
+        mine, own = ours.identity, tuple(segment.piece_bytes for segment in ours.memory.segments)
+        layers = {name: getattr(mine, name) for name in OF_LAYERS}
+        return msgspec.structs.replace(identity, **layers), own
     there, here = identity.kv_heads, ours.identity.kv_heads
     sizes = (*identity.piece_bytes, *pieces, identity.page_bytes)
     scales = there > 0 and not any(size % there for size in sizes) and not getattr(identity, "groups", ())
@@ -83,11 +98,16 @@ def total_of(hello: wire.Hello) -> int:
     """How many KV heads the speaker's model has, as far as it can be told from the ranks."""
     if hello.kv_heads_total or hello.identity.kind == "mla":
         return hello.kv_heads_total or hello.identity.kv_heads
-    return hello.identity.kv_heads * hello.ranks
+    return hello.identity.kv_heads * hello.ranks // hello.stages
 
 
 def _holding_of(hello: wire.Hello) -> Holding:
-    return holding(hello.identity, ranks=hello.ranks, kv_heads_total=hello.kv_heads_total)
+    check_stages(ranks=hello.ranks, stages=hello.stages)
+    return holding(hello.identity, ranks=hello.ranks // hello.stages, kv_heads_total=hello.kv_heads_total)
+
+
+def _stage_of(hello: wire.Hello) -> tuple[int, int]:
+    return stage_of(hello.rank, ranks=hello.ranks, stages=hello.stages)
 
 
 def _exchange(share: Share, decode: wire.Hello, prefill: wire.Hello) -> Exchange:

@@ -77,7 +77,7 @@ class Hello(Message, frozen=True, tag="hello"):
     """Who speaks, what its pages look like and where they lie. Both sides send one, before anything else.
 
     `kv_heads_total` is how many KV heads the model has; 0: as many as all ranks hold together. The identity says how
-    many this rank holds.
+    many this rank holds. Ranks are counted stage by stage: with 2 `stages` of 4 ranks, the second has ranks 4 to 7.
     """
 
     version: Count
@@ -90,6 +90,7 @@ class Hello(Message, frozen=True, tag="hello"):
     process: ProcessMark
     lease_s: Seconds
     kv_heads_total: Count = 0
+    stages: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
 
 
 class Promise(Message, frozen=True, tag="promise"):

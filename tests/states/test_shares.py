@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.shares import Holding, holding_of, shares_of, split_like
+from tidekv.states.shares import Holding, check_stages, holding_of, shares_of, split_like, stage_of
 
 
 def heads_on(holding: Holding, rank: int) -> list[int]:
@@ -66,3 +66,11 @@ def test_heads_that_cannot_lie_so_are_refused(ranks: int, heads: int, total: int
         Holding(ranks=ranks, heads=heads, total=total)
     with pytest.raises(InvalidConfig, match="cannot hold"):
         split_like(3, Holding(ranks=2, heads=2, total=4))
+
+
+def test_ranks_are_counted_stage_by_stage() -> None:
+    assert [stage_of(rank, ranks=6, stages=2) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    check_stages(ranks=6, stages=3)
+    for stages in (0, 4, 7):
+        with pytest.raises(InvalidConfig, match="pipeline stages"):
+            check_stages(ranks=6, stages=stages)

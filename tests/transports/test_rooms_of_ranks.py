@@ -146,6 +146,57 @@ async def test_ranks_that_hold_copies_send_nothing_and_know_it(make_ranks, world
     assert {await room.received() for room in rooms} == {"received"}
 
 
+async def test_each_stage_is_written_by_its_own_and_compares_with_all(world) -> None:
+    # Two stages of two decode ranks and one prefill rank each; the second stage has another number of layers.
+    decodes = [
+        await world.decode(
+            name=f"decode-{at}",
+            rank=at,
+            ranks=4,
+            stages=2,
+            heads=2,
+            identity=world.identity(heads=2, layers=1 + at // 2),
+            group=lambda: "group",
+        )
+        for at in range(4)
+    ]
+    prefills = [
+        await world.prefill(
+            f"prefill:{at + 1}",
+            name=f"prefill-{at}",
+            rank=at,
+            ranks=2,
+            stages=2,
+            heads=4,
+            identity=world.identity(heads=4, layers=1 + at),
+        )
+        for at in range(2)
+    ]
+    ranks = Ranks(world, decodes, prefills)
+    ranks.promise("r1", promised=4)
+    await ranks.serve("r1")
+    await ranks.told(events.ChunkLanded, last=True)
+    await ranks.told(events.AuxLanded)
+    for at, decode in enumerate(decodes):
+        source, place = prefills[at // 2], at % 2
+        # Page 1 of the prompt is page 10 here, 1 there: of each token the heads of this rank.
+        for mine, whole in zip(decode.pool.buffers, source.pool.buffers, strict=True):
+            heads = whole[1].reshape(world.PAGE_SIZE, 2, -1)[:, place]
+            assert mine[10].tobytes() == heads.tobytes()
+        decode.receiver.received("r1", 0)
+    ranks.promise("r2", promised=[4, 4, 4, 0])
+    await ranks.told(events.RoomRefused)
+    assert "rank 3 promised 0 of 8" in decodes[0].of(events.RoomRefused)[0].cause
+
+
+async def test_another_number_of_stages_is_a_mismatch(world) -> None:
+    decode = await world.decode(rank=0, ranks=2, stages=2, group=lambda: "group")
+    prefill = await world.prefill(rank=0, ranks=2)
+    decode.promise(f"{prefill.address},nobody:1", "r1", tokens=4, promised=0, pages=[1])
+    failed = await decode.wait(events.RoomFailed)
+    assert "stages" in failed.cause or "nobody" in failed.cause
+
+
 async def test_an_abort_of_one_rank_ends_the_room_on_every_rank_and_each_writer_says_drained(make_ranks) -> None:
     ranks = await make_ranks(1, 4)
     ranks.promise("r1")

@@ -103,6 +103,7 @@ def test_hello_keeps_its_fields_in_order() -> None:
         ["h", 1, 2],
         10.0,
         0,
+        1,
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
 

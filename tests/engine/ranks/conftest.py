@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,16 +73,19 @@ class Rank:
         host_pages: int = 128,
         journals: str = "",
         metrics: bool = False,
+        stages: int = 1,
         **fields: object,
     ) -> None:
         self.prefills = [f"prefill-{at} of {address}" for at in range(ranks)]
-        self.device = DevicePool.allocate(LAYOUT, device_pages)
+        # Stages have layers of their own, and not equally many.
+        layout = LAYOUT if stages == 1 else replace(LAYOUT, num_layers=2 + rank)
+        self.device = DevicePool.allocate(layout, device_pages)
         self.kv = SyntheticKV(self.device)
         self.storage = MoodyStorage(open_storage("memory:?capacity=64MiB"))
         self.gate = asyncio.Event()
         """Prefill computes while it is set."""
         self.gate.set()
-        prefill_pool = DevicePool.allocate(LAYOUT, max(256, 2 * device_pages))
+        prefill_pool = DevicePool.allocate(layout, max(256, 2 * device_pages))
         self.prefill = SyntheticPrefill(prefill_pool, chunk_pages=3)
         self.peer = PrefillPeer(
             device=prefill_pool,
@@ -90,6 +94,7 @@ class Rank:
             on_room=self._serve,
             rank=rank,
             ranks=ranks,
+            stages=stages,
         )
         group = {"silence_s": 2.0, "hold_s": 2.0, "form_timeout_s": 20.0, **fields}
         self.engine = DecodeEngine(
@@ -100,10 +105,10 @@ class Rank:
                 journal=f"{journals}/rank-{rank}.jsonl" if journals else None,
             ),
             device=self.device,
-            host=HostPool.allocate(LAYOUT, host_pages),
+            host=HostPool.allocate(layout, host_pages),
             storage=self.storage,
             transport=LoopbackTransport(f"decode-{rank}"),
-            ranks=RankGroup(rank=rank, ranks=ranks, address=address, **group),  # type: ignore[arg-type]  # Seconds.
+            ranks=RankGroup(rank=rank, ranks=ranks, stages=stages, address=address, **group),  # type: ignore[arg-type]  # Seconds.
         )
         self.life = AsyncExitStack()
 

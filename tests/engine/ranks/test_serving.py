@@ -37,6 +37,22 @@ async def test_ranks_serve_through_every_tier_with_equal_pages(world, ranks: int
         await world.settle(members)
 
 
+async def test_stages_restore_their_own_layers_from_every_tier_and_decide_as_one(world) -> None:
+    async with world.instance(2, stages=2) as members:
+        await world.finish_all(members, await world.restore_all(members, "transfer"))
+        await world.settle(members)
+        await members[0].engine.flush(("l1",))
+        members[1].storage.fault = "nothing"
+        await world.finish_all(members, await world.restore_all(members, "l2"))
+        await world.settle(members)
+        await members[0].engine.flush()
+        # Storage of the second stage lacks its pages: the first stage does not use its own either.
+        readies = await world.restore_all(members, "cut")
+        assert readies[0].sources["transfer"] == len(world.PROMPT)
+        await world.finish_all(members, readies)
+        await world.settle(members)
+
+
 async def test_callers_that_submit_in_different_orders_are_served_in_the_leaders(world) -> None:
     async with world.instance(2) as members:
         prompts = {f"r{number}": [number * 50 + at for at in range(30)] for number in range(12)}
