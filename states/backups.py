@@ -324,13 +324,14 @@ class Backups:
     def _pin(self, backup: Backup, node: Node | None) -> None:
         """Hold the host pages down to `node` from now on, and no others."""
         index = self._books.index
-        with ExitStack() as undo:
-            pin = None if node is None else index.pin(node)
-            if pin is not None:
-                undo.callback(index.unpin, pin)
-            if backup.pin is not None:
+        pin = None if node is None else index.pin(node)
+        if backup.pin is not None:
+            try:
                 index.unpin(backup.pin)
-            undo.pop_all()
+            except BaseException:
+                if pin is not None:
+                    index.unpin(pin)
+                raise
         backup.pin = pin
 
     # --- Ranges of a path ---

@@ -70,15 +70,16 @@ class Loads:
     def begin_copy(self, first: int, nodes: list[Node], pages: PageIds, *, tier: str = "l2") -> Load:
         """Load nodes that are in host memory alone into `pages`, the caller's until now. `tier` brought them there."""
         load = Load(first=first, tier=tier, stage=Stage.COPYING)
-        with ExitStack() as undo:
-            undo.callback(self.abandon, load)
+        try:
             for node in nodes:
                 at = node.depth_pages - node.page_count - first
                 self._books.index.give_device(node, pages[at : at + node.page_count], load)
                 load.nodes.append(node)
             self.hold(load)
             self.start_copy(load)
-            undo.pop_all()
+        except BaseException:
+            self.abandon(load)
+            raise
         return load
 
     def begin_fetch(
@@ -87,8 +88,7 @@ class Loads:
         """Load a new child of `parent` from storage into `pages`, the caller's until now, by way of free host pages."""
         books = self._books
         load = Load(first=first, tier="l3", stage=Stage.FETCHING)
-        with ExitStack() as undo:
-            undo.callback(self.abandon, load)
+        try:
             load.nodes.append(books.index.insert_pending(parent, request.namespace, keys, pages, load))
             load.host_pages = books.host.take(len(pages))
             self.hold(load)
@@ -104,7 +104,9 @@ class Loads:
             )
             books.storage.fetch_began(load, len(pages))
             load.begun_at_s, load.queued_pages = books.now_s, books.storage.pages_in_flight
-            undo.pop_all()
+        except BaseException:
+            self.abandon(load)
+            raise
         return load
 
     def abandon(self, load: Load) -> None:

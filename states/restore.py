@@ -197,10 +197,11 @@ class Restore:
         index = self._books.index
         assert request.lock is not None, "whose pages are kept has locked them"
         lock = index.lock(node)
-        with ExitStack() as undo:
-            undo.callback(index.unlock, lock)
+        try:
             index.unlock(request.lock)
-            undo.pop_all()
+        except BaseException:
+            index.unlock(lock)
+            raise
         request.lock = lock
 
     def _lock_again(self, request: Request, node: Node) -> None:
