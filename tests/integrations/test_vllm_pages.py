@@ -269,7 +269,8 @@ def test_a_load_has_not_ended_while_it_still_writes_to_blocks(worker: Callable[.
     writer, reader = worker(seed=1), worker(seed=2)
     writer.save(0, 2)
     writer.settled()
-    write, begun, gate = reader.pages._copies.write, threading.Event(), threading.Event()
+    write, begun = reader.pages._copies.write, threading.Event()
+    gate = reader.store.held["write"] = threading.Event()
 
     def slow(*given: Any, **named: Any) -> None:
         begun.set()

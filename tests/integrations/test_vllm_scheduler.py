@@ -271,6 +271,16 @@ def test_a_request_that_ends_while_it_is_loaded_saves_nothing() -> None:
     assert rig.side.jobs({}, lambda _: [])[1] == []
 
 
+def test_a_request_that_ends_before_its_load_was_begun_saves_nothing() -> None:
+    rig, request = Rig(), request_of()
+    rig.side.arrived(request)
+    rig.lookup.answer(5)
+    assert rig.side.matched(request, 0) == 20
+    # vLLM counts the tokens as soon as it has blocks for them, and may put the load off.
+    request.num_computed_tokens = 20
+    assert not rig.side.finished(request, blocks_of(request))
+
+
 def test_a_failed_load_is_computed_saved_anew_and_not_tried_again() -> None:
     rig, request = Rig(per_page=2), request_of()
     assert rig.admit(request, stored=4) == 32

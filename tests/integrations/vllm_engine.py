@@ -10,8 +10,8 @@ the parameters of the methods that vLLM's base class has and the connector has, 
 TIDEKV_TEST_VLLM names an unpacked wheel of vllm 0.33.0, TIDEKV_TEST_VLLM_PACKAGES a directory with what it imports and
 tests do not have:
 
-    pip install --no-deps --target DIR psutil cachetools blake3 cbor2 cloudpickle regex aiohttp multidict yarl \\
-        aiosignal frozenlist propcache attrs aiohappyeyeballs pyzmq openai_harmony
+    pip install --no-deps --target DIR psutil cachetools cbor2 cloudpickle py-cpuinfo openai_harmony \\
+        partial-json-parser pybase64 sentencepiece blake3
 
 Only the model is ours: there is no GPU. What is only imported and never used here is replaced by nothing.
 """
