@@ -149,7 +149,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "multiturn": Measurement(program="published_rates.py", budget_s=60),
     "sessions": Measurement(
         program="sessions.py",
-        budget_s=420,
+        budget_s=600,
         arguments=lambda options, file: [str(options.traces / SESSIONS), "--json", str(file)],
         recording=SESSIONS,
     ),
