@@ -16,8 +16,10 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
 from tidekv.states.lookahead import AheadRun
 from tidekv.states.request import Request, State
+from tidekv.states.request_tails import RequestTails
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.table import PROGRESS_GUARDS
+from tidekv.states.tail_moves import TailBackup
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -32,6 +34,7 @@ def audit_core(core: Core) -> None:
     core.books.device.check()
     core.books.host.check()
     loads = _loads_of(core)
+    _check_components(core)
     _check_device_pages(core)
     _check_host_pages(core, loads)
     _check_receipts(core, loads)
@@ -84,6 +87,38 @@ def _check_device_pages(core: Core) -> None:
     _check_pages(core.books.device, owned, draining)
 
 
+def _tails_of(core: Core) -> list[RequestTails]:
+    """The tails of requests, and those that requests have left while something still writes to them."""
+    tails = {request.tails: None for request in core.books.requests.values()}
+    for owner in core.books.operations.values():
+        if isinstance(owner, RequestTails):
+            tails[owner] = None
+        elif isinstance(owner, LateRecompute):
+            tails[owner.tails] = None
+    return [held for held in tails if held is not None]
+
+
+def _check_components(core: Core) -> None:
+    components = core.books.components
+    if components is None:
+        return
+    components.check()
+    copies = Counter(owner for owner in core.books.operations.values() if isinstance(owner, RequestTails))
+    for held in _tails_of(core):
+        _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of its tails")
+    backups = [owner for owner in core.books.operations.values() if isinstance(owner, TailBackup)]
+    for name in components.components:
+        owned, draining, backed_up = page_ids(), page_ids(), page_ids()
+        for held in _tails_of(core):
+            owned += held.own[name]
+        for left in core.rooms.quarantine:
+            draining += left.tails[name]
+        for backup in backups:
+            backed_up += backup.fresh if backup.component == name else page_ids()
+        _check_pages(components.device[name].account, owned, draining)
+        _check_pages(components.host[name].account, backed_up, page_ids())
+
+
 def _check_host_pages(core: Core, loads: dict[Load, None]) -> None:
     owned = page_ids()
     for load in loads:
@@ -116,6 +151,11 @@ def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
         receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
     for holder in (*loads, *core.backups):
         receipts += (holder.lock, holder.pin)
+    for tails in _tails_of(core):
+        receipts += [part.full for part in (tails.lock, tails.pin) if part is not None]
+    for owner in core.books.operations.values():
+        if isinstance(owner, TailBackup):
+            receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
     held = [receipt for receipt in receipts if receipt is not None]
     _require(not any(receipt.released for receipt in held), "a receipt is held that was given back")
     _require(len(set(map(id, held))) == len(held), "a receipt has two holders")
@@ -189,6 +229,8 @@ def _check_operations(core: Core, loads: dict[Load, None]) -> None:
 def _check_request(core: Core, request: Request) -> None:
     holds = request.lock is not None
     _require(holds == (request.state is not State.PREALLOC), f"{request} has no lock, or one before its grant")
+    has_tails = holds and core.books.components is not None
+    _require(has_tails == (request.tails is not None), f"{request} has tails without a grant, or none with one")
     early = request.state in (State.PREALLOC, State.MATCH)
     _require(early or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
     _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")

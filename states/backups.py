@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tidekv.states.books import Books
     from tidekv.states.index import Node, Receipt
     from tidekv.states.request import Request
+    from tidekv.states.tail_moves import TailBackups
 
 STORE_DEADLINE_S = 60.0
 AHEAD_MAX = 4
@@ -72,8 +73,9 @@ class Backup:
 class Backups:
     """All backups of a core, and what retracted requests hold in host memory."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, tails: TailBackups | None) -> None:
         self._books = books
+        self._tails = tails
         self._live: dict[Backup, None] = {}
         self.waiting: dict[Backup, None] = {}
         """Puts that give way to fetches, in order."""
@@ -265,6 +267,8 @@ class Backups:
     def _copied(self, backup: Backup) -> None:
         books = self._books
         host_leaf = self._host_leaf(backup.leaf)
+        if self._tails is not None and host_leaf is not None:
+            self._tails.begin(host_leaf)
         if backup.retracts:
             self._tell_retracted(backup, host_leaf)
         puts = books.storage.is_usable and books.settings.write != "back"

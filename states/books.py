@@ -9,6 +9,7 @@ import heapq
 from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.states.accounts import PageAccount
+from tidekv.states.component_index import ComponentIndex
 from tidekv.states.index import PrefixIndex
 from tidekv.states.storage_use import StorageUse
 
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
     from tidekv.states.load import LateFetch, LateRecompute, Load
     from tidekv.states.lookahead import AheadRun
     from tidekv.states.request import Request
+    from tidekv.states.request_tails import RequestTails
     from tidekv.states.settings import CoreSettings
+    from tidekv.states.tail_moves import TailBackup
 
-    Owner: TypeAlias = Request | AheadRun | Load | LateFetch | LateRecompute | Backup | StorageUse
+    Owner: TypeAlias = (
+        Request | AheadRun | Load | LateFetch | LateRecompute | Backup | StorageUse | RequestTails | TailBackup
+    )
 
 
 class Books:
@@ -31,6 +36,10 @@ class Books:
         self.device = PageAccount("device", settings.device_pages)
         self.host = PageAccount("host", settings.host_pages)
         self.index = PrefixIndex(key_bytes=settings.key_bytes, device=self.device, host=self.host)
+        self.components: ComponentIndex | None = None
+        """The index with components beside it, where there are any."""
+        if settings.components:
+            self.components = ComponentIndex(self.index, settings.components, page_size=settings.page_size)
         self.now_s = 0.0
         self.storage_available = False
         """Whether a storage engine is attached; `storage` says whether it may be asked now."""

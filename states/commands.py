@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tidekv.states.components import TailPages, TailTable
+from tidekv.states.node import TierName
 from tidekv.states.shapes import PageIds
 
 
@@ -54,6 +56,16 @@ class CopyToHost(Operation, frozen=True, kw_only=True):
     host_pages: PageIds
 
 
+class CopyTail(Operation, frozen=True, kw_only=True):
+    """Copy pages of a component from its pool of one tier to that of another, or within the device → CopyEnded."""
+
+    component: str
+    source: TierName
+    source_pages: PageIds
+    target: TierName
+    target_pages: PageIds
+
+
 class StorePages(Operation, frozen=True, kw_only=True):
     """Put host pages, which are pages [first, …) of the tokens that request `serial` left, in storage → PagesStored.
 
@@ -76,6 +88,7 @@ class Recompute(Operation, frozen=True, kw_only=True):
     generation: int
     first: int
     pages: PageIds
+    tails: tuple[TailTable, ...] | None = None
 
 
 class SendPromise(Command, frozen=True, kw_only=True):
@@ -91,6 +104,10 @@ class SendPromise(Command, frozen=True, kw_only=True):
     pages: PageIds
     renewed: bool = False
     """Whether an earlier room of the request was left: what a router once brought to prefill may be used up."""
+    tails: tuple[TailPages, ...] | None = None
+    """Of each component what prefill is to send of the tail at the prompt's end, before its last chunk of span 0; no
+    pages where decode has all of it. None: this worker has no components.
+    """
 
 
 class SendExtend(Command, frozen=True, kw_only=True):
@@ -125,6 +142,10 @@ class TellReady(Command, frozen=True, kw_only=True):
     pages: PageIds
     sources: dict[str, int]
     reserve: PageIds
+    tails: tuple[TailTable, ...] | None = None
+    """The tails at the prompt's end. A window never needs more pages than it is given here: those of its own that it
+    has left behind are written again. None: this worker has no components.
+    """
 
 
 class TellFailed(Command, frozen=True, kw_only=True):

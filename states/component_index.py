@@ -114,6 +114,14 @@ class ComponentIndex:
         device_pages = min(device_pages, boundary)
         return device_pages, boundary - device_pages
 
+    def tail(self, tier: TierName, name: str, node: Node) -> tuple[int, dict[int, int]]:
+        """Where the tail at the end of `node` begins, and which pages of it this tier has, by position."""
+        first = self._first(name, node.depth_pages)
+        pages: dict[int, int] = {}
+        for above in reach(node, first):
+            pages.update(self._tier(tier)[name].pages_of(above))
+        return first, {at: page for at, page in pages.items() if at >= first}
+
     # --- Receipts ---
 
     def lock(self, node: Node, *, boundary: int) -> TailReceipt:
@@ -136,9 +144,12 @@ class ComponentIndex:
 
     # --- Going on from a match ---
 
-    def reserve(self, match: Match, spare: Mapping[str, int]) -> Reserved | None:
+    def reserve(
+        self, match: Match, spare: Mapping[str, int], needed_from: Mapping[str, int] | None = None
+    ) -> Reserved | None:
         """Take, for a request that goes on from a match just made, what it needs of every component, and `spare` more
-        pages by name; None, with nothing changed but the order of eviction, where a pool is short even so.
+        pages by name; None, with nothing changed but the order of eviction, where a pool is short even so. Who has the
+        end of its tail written by somebody else needs nothing of positions before `needed_from`.
 
         Nothing of it is in the index yet. When the copies are done, shared pages can be entered (`insert`).
         """
@@ -146,7 +157,11 @@ class ComponentIndex:
         lock = self.lock(match.device_node, boundary=boundary)
         pin = self.pin(match.host_node, boundary=boundary)
         # What is needed is guarded from here on: what can still be evicted is of no use to this request.
-        missing = {name: self._missing(name, match.host_node, boundary) for name in self.components}
+        firsts = {
+            name: min(boundary, max(self._first(name, boundary), (needed_from or {}).get(name, 0)))
+            for name in self.components
+        }
+        missing = {name: self._missing(name, match.host_node, boundary, firsts[name]) for name in self.components}
         wanted = {name: len(positions) + spare.get(name, 0) for name, positions in missing.items()}
         if any(self.device[name].room < count for name, count in wanted.items()):
             self.unlock(lock)
@@ -156,13 +171,38 @@ class ComponentIndex:
         for name, positions in missing.items():
             tier = self.device[name]
             tier.evict(wanted[name] - tier.account.free)
-            tails[name] = self._tail(name, match.host_node, boundary, positions, tier.account.take(wanted[name]))
+            tails[name] = self._tail(
+                name, match.host_node, boundary, firsts[name], positions, tier.account.take(wanted[name])
+            )
         return Reserved(boundary, lock, pin, tails)
 
     def release(self, reserved: Reserved) -> None:
         """Give back the receipts of what was reserved. Its pages stay the caller's."""
         self.unlock(reserved.lock)
         self.unpin(reserved.pin)
+
+    def take_host(self, name: str, count: int) -> PageIds | None:
+        """Take host pages of a component, evicting others; None, and nothing is evicted, where there are fewer."""
+        tier = self.host[name]
+        if tier.room < count:
+            return None
+        tier.evict(count - tier.account.free)
+        return tier.account.take(count)
+
+    def give_back(self, pages: Mapping[str, PageIds], tier: TierName = "device") -> None:
+        """Make owned pages, by component, free."""
+        for name, ours in pages.items():
+            self._tier(tier)[name].account.give_back(ours)
+
+    def drain(self, pages: Mapping[str, PageIds]) -> None:
+        """Put owned device pages into the quarantine: prefill may still write to them."""
+        for name, ours in pages.items():
+            self.device[name].account.drain(ours)
+
+    def settle(self, pages: Mapping[str, PageIds]) -> None:
+        """Free device pages of the quarantine."""
+        for name, ours in pages.items():
+            self.device[name].account.settle(ours)
 
     # --- Growing and shrinking ---
 
@@ -248,16 +288,14 @@ class ComponentIndex:
         for name, guard in receipt.guards.items():
             tiers[name].unguard(guard)
 
-    def _missing(self, name: str, node: Node, boundary: int) -> list[int]:
+    def _missing(self, name: str, node: Node, boundary: int, first: int) -> list[int]:
         """The positions for which a request needs a page of its own. Of a state that is its record, wherever it is."""
-        first = self._first(name, boundary)
         if not self.components[name].is_shared:
             return [first]
         here = {at for above in reach(node, first) for at in self.device[name].pages_of(above)}
         return [at for at in range(first, boundary) if at not in here]
 
-    def _tail(self, name: str, node: Node, boundary: int, missing: list[int], own: PageIds) -> Tail:
-        first = self._first(name, boundary)
+    def _tail(self, name: str, node: Node, boundary: int, first: int, missing: list[int], own: PageIds) -> Tail:
         device: dict[int, int] = {}
         host: dict[int, int] = {}
         for above in reach(node, first):

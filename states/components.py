@@ -30,6 +30,7 @@ from typing import Literal
 import msgspec
 
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.shapes import PageIds
 
 ComponentKind = Literal["window", "state"]
 
@@ -68,11 +69,36 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         """Pages of a tail, at most."""
         return -(-self.window_tokens // page_size) if self.kind == "window" else 1
 
+    def needed_from(self, prompt_tokens: int, page_size: int) -> int:
+        """The first position of the tail at the end of a prompt, which need not be the end of a page."""
+        return max(0, prompt_tokens - (self.window_tokens or 1)) // page_size
+
     def live_pages(self, page_size: int) -> int:
         """Pages that one request needs while it generates, at most: however long it grows, that is its tail and the
         page that it writes. A record is both.
         """
         return self.tail_pages(page_size) + (self.kind == "window")
+
+
+class TailPages(msgspec.Struct, frozen=True, array_like=True):
+    """Device pages of one component at positions [first, first + len(pages)) of a prompt. None at all is said by no
+    pages, which is another thing than saying nothing of the component.
+    """
+
+    component: str
+    first: int
+    pages: PageIds
+
+
+class TailTable(msgspec.Struct, frozen=True, array_like=True):
+    """What a request has of one component: `pages` are its tail, at positions [first, first + len(pages)); `own` are
+    the pages that it may write, whether they are in use in the tail or not. The others are shared, and only read.
+    """
+
+    component: str
+    first: int
+    pages: PageIds
+    own: PageIds
 
 
 Ranges = list[tuple[int, int]]

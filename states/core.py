@@ -23,11 +23,13 @@ from tidekv.states.loads import Loads
 from tidekv.states.lookahead import Lookahead
 from tidekv.states.queue import Queue
 from tidekv.states.request import Request, State
+from tidekv.states.request_tails import Tails
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
 from tidekv.states.statistics import count_core
 from tidekv.states.table import MOVES_ON, TRANSITIONS, build_machine
+from tidekv.states.tail_moves import TailBackups
 from tidekv.states.write_back import WriteBack
 
 if TYPE_CHECKING:
@@ -55,10 +57,13 @@ class Core:
         self.queue = Queue(settings)
         self.rooms = Rooms(self.books)
         self.loads = Loads(self.books, self.rooms)
-        self.backups = Backups(self.books)
+        components = self.books.components
+        self.tails = None if components is None else Tails(self.books, components)
+        self.tail_backups = None if components is None else TailBackups(self.books, components)
+        self.backups = Backups(self.books, self.tail_backups)
         self.write_back = WriteBack(self.books, self.backups)
         self.lookahead = Lookahead(self.books)
-        self.restore = Restore(self.books, self.rooms, self.loads, self.lookahead)
+        self.restore = Restore(self.books, self.rooms, self.loads, self.lookahead, self.tails)
         self.serving = Serving(self.books, self.restore, self.backups)
         self.moves: list[tuple[str, State]] = []
         """The changes of state that the last step made, in order: request and where it is now."""

@@ -21,6 +21,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     at_s: float
 
 
+class TailLeft(msgspec.Struct, frozen=True, array_like=True):
+    """Device pages of one component at positions [first, first + len(pages)) of a request's tokens, to be kept."""
+
+    component: str
+    first: int
+    pages: tuple[int, ...]
+
+
 # --- From the embedder ---
 
 
@@ -64,6 +72,10 @@ class FinishRequested(Event, frozen=True, kw_only=True):
     request_id: str
     keys: bytes
     tokens: int
+    tails: tuple[TailLeft, ...] = ()
+    """What is to be kept of components: a window's trailing pages, a record of the state at the end of a page. They are
+    the request's own pages, or those it shares, at their positions.
+    """
 
 
 class RetractRequested(Event, frozen=True, kw_only=True):
@@ -72,6 +84,8 @@ class RetractRequested(Event, frozen=True, kw_only=True):
     request_id: str
     keys: bytes
     tokens: int
+    tails: tuple[TailLeft, ...] = ()
+    """See FinishRequested."""
 
 
 class RetractedDropped(Event, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from tidekv.states.shapes import PageIds, page_ids
 if TYPE_CHECKING:
     from tidekv.states.node import Node, Receipt
     from tidekv.states.request import Request
+    from tidekv.states.request_tails import RequestTails
 
 
 class Stage(enum.Enum):
@@ -102,7 +103,8 @@ class LateFetch:
 class LateRecompute:
     """A computation of a caller that nobody waits for: it keeps its device pages until it has ended."""
 
-    __slots__ = ("device_pages",)
+    __slots__ = ("device_pages", "tails")
 
-    def __init__(self, device_pages: PageIds) -> None:
+    def __init__(self, device_pages: PageIds, tails: RequestTails | None) -> None:
         self.device_pages = device_pages
+        self.tails = tails

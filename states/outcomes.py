@@ -13,7 +13,9 @@ from tidekv.states import events, steps
 from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
 from tidekv.states.lookahead import AheadRun
 from tidekv.states.request import Request, State
+from tidekv.states.request_tails import RequestTails
 from tidekv.states.storage_use import StorageUse
+from tidekv.states.tail_moves import TailBackup
 
 if TYPE_CHECKING:
     from tidekv.states.backups import Backup
@@ -54,7 +56,15 @@ def operation_ended(core: Core, event: Outcome) -> None:
         books.pages_freed = True
     elif isinstance(owner, LateRecompute):
         core.insist(partial(books.device.give_back, owner.device_pages))
+        if owner.tails is not None and core.tails is not None:
+            core.insist(partial(core.tails.give_up, owner.tails))
         books.pages_freed = True
+    elif isinstance(owner, RequestTails):
+        assert core.tails is not None
+        core.insist(partial(core.tails.copied, owner, error), partial(core.tails.give_up, owner))
+    elif isinstance(owner, TailBackup):
+        assert core.tail_backups is not None
+        core.insist(partial(core.tail_backups.ended, owner, error), partial(core.tail_backups.give_up, owner))
     elif isinstance(owner, StorageUse):
         core.insist(partial(owner.probed, error))
     else:
@@ -101,6 +111,12 @@ def time_passed(core: Core, event: events.ClockAdvanced) -> None:
             core.insist(partial(core.lookahead.is_late, owner))
         elif isinstance(owner, StorageUse):
             core.insist(owner.probe)
+        elif isinstance(owner, RequestTails):
+            assert core.tails is not None
+            core.insist(partial(core.tails.is_late, owner))
+        elif isinstance(owner, TailBackup):
+            assert core.tail_backups is not None
+            core.insist(core.tail_backups.is_late)
         else:
             assert not isinstance(owner, LateFetch | LateRecompute), "what is late already has no deadline any more"
             core.insist(partial(core.backups.is_late, owner))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tidekv.states.index import Receipt
     from tidekv.states.load import Load
     from tidekv.states.lookahead import Ahead
+    from tidekv.states.request_tails import RequestTails
     from tidekv.states.rooms import Room
 
 
@@ -91,6 +92,8 @@ class Request:
         "stored_first",
         "stored_found",
         "table",
+        "tail_limit",
+        "tails",
         "trouble",
     )
 
@@ -126,6 +129,8 @@ class Request:
         self.stored_found = 0
         self.ahead: Ahead | None = None
         """What is fetched for it while it waits for device pages."""
+        self.tail_limit = 0
+        """What it uses of cached components: 0 all, 1 nothing that is to be loaded from the host, 2 nothing."""
         self.trouble = ""
         """Why it fell back last, in words. Nothing is decided by it, nor by `declined`."""
         self.forget_plan()
@@ -139,6 +144,7 @@ class Request:
         self.reserve: PageIds = page_ids()
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
+        self.tails: RequestTails | None = None
         self.recompute_op = 0
         self.recomputed = False
         self.matched = 0
@@ -151,6 +157,11 @@ class Request:
     def restore_limit(self) -> int:
         """What the fallback leaves of the plan: 0 all tiers, 1 no storage, 2 neither storage nor host."""
         return 2 if self.recomputes else min(self.raised, 2)
+
+    @property
+    def waits_for_tails(self) -> bool:
+        """Whether copies of its components are under way."""
+        return self.tails is not None and self.tails.copies > 0
 
     @property
     def is_planned(self) -> bool:

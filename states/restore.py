@@ -20,46 +20,30 @@ from tidekv.states.adoption import Adoption
 from tidekv.states.commands import QueryStorage, Recompute, TellReady
 from tidekv.states.load import LateRecompute, Load, Stage
 from tidekv.states.node import Match
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.plan import Plan
+from tidekv.states.shapes import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
+    from tidekv.states.events import TailLeft
     from tidekv.states.index import Node, Receipt
     from tidekv.states.loads import Loads
     from tidekv.states.lookahead import Lookahead
     from tidekv.states.request import Request
+    from tidekv.states.request_tails import Tails
     from tidekv.states.rooms import Rooms
-
-
-class Plan:
-    """A plan while it is made: how far the loads reach, where that ends, and the pages that are left."""
-
-    __slots__ = ("end", "host_node", "loads", "node", "own")
-
-    def __init__(self, match: Match, own: PageIds) -> None:
-        self.node = match.device_node
-        self.host_node = match.host_node
-        self.end = match.device_pages
-        self.own = own
-        self.loads: list[Load] = []
-
-    def add(self, load: Load, node: Node, page_count: int) -> None:
-        """One more load, which took so many of the pages and ends at `node`."""
-        self.loads.append(load)
-        self.node = node
-        self.end += page_count
-        self.own = self.own[page_count:]
 
 
 class Restore:
     """The steps of a restore."""
 
-    def __init__(self, books: Books, rooms: Rooms, loads: Loads, lookahead: Lookahead) -> None:
+    def __init__(self, books: Books, rooms: Rooms, loads: Loads, lookahead: Lookahead, tails: Tails | None) -> None:
         self._books = books
         self._lookahead = lookahead
         self._adoption = Adoption(books, loads)
         self._rooms = rooms
         self._loads = loads
+        self._tails = tails
         self._insertions = 0
 
     # --- PREALLOC ---
@@ -94,9 +78,12 @@ class Restore:
         match = self._match(request)
         request.lock = books.index.lock(match.device_node)
         needed = request.page_count - match.device_pages + books.settings.growth_reserve_pages
-        if not books.make_device_room(needed):
+        has_room = books.make_device_room(needed)
+        if not has_room or not (self._tails is None or self._tails.reserve(request, match)):
             books.index.unlock(request.lock)
             request.lock = None
+            if has_room:
+                return self._grant_without_tails(request)
             request.short_need, request.short_version = needed, self._insertions
             return False
         pages = books.device.take(needed)
@@ -110,12 +97,23 @@ class Restore:
             self.ask_storage(request)
         return True
 
+    def _grant_without_tails(self, request: Request) -> bool:
+        """Pools of components are short. That others give something back is waited for, if there are any."""
+        assert self._tails is not None
+        if request.tail_limit > 1 or not self._tails.is_alone():
+            return False
+        request.tail_limit = 2
+        return self.grant(request)
+
     # --- MATCH ---
 
     def fix_plan(self, request: Request) -> None:
         """Cut the prompt into runs by source, start the loads, and send the promise. A raise leaves all as it was."""
         books = self._books
         match = self._match(request)
+        if self._tails is not None and not self._tails.serves(request, match):
+            books.homeless[request] = "the caches no longer have what was granted"
+            return
         # Others may have extended the match since the grant; what was reserved for that part is given back.
         surplus = len(request.own) - (request.page_count - match.device_pages)
         assert surplus >= 0, "what was locked is still there"
@@ -131,6 +129,8 @@ class Restore:
             if request.restore_limit < 1:
                 adopted = self._adopt_reads(request, plan, undo)
                 self._load_from_storage(request, plan, undo)
+            if self._tails is not None:
+                self._tails.begin(request, plan.node, undo)
             lock = books.index.lock(plan.node)
             undo.callback(books.index.unlock, lock)
             books.index.unlock(request.lock)
@@ -161,7 +161,8 @@ class Restore:
         """Promise to prefill what the plan covers, or ask the caller for the rest; returns the operation of that."""
         books = self._books
         if not request.recomputes:
-            self._rooms.open(request, promised=plan.end, own=plan.own)
+            tails = None if self._tails is None else self._tails.promise(request)
+            self._rooms.open(request, promised=plan.end, own=plan.own, tails=tails)
             return 0
         with ExitStack() as undo:
             op = books.begin(request, deadline_s=float("inf"))
@@ -173,6 +174,7 @@ class Restore:
                     generation=request.generation,
                     first=plan.end,
                     pages=books.index.device_path(lock.node) + plan.own,
+                    tails=None if request.tails is None else request.tails.table,
                 )
             )
             undo.pop_all()
@@ -180,6 +182,8 @@ class Restore:
 
     def _match(self, request: Request) -> Match:
         """What the index has of the prompt. Who recomputes shares no loads: it could not extend into them."""
+        if self._tails is not None:
+            return self._tails.match(request)
         match = self._books.index.match(request.namespace, request.keys)
         if not request.recomputes:
             return match
@@ -314,6 +318,7 @@ class Restore:
         books.index.note_served(request.lock.node)
         if request.room is not None:
             self._rooms.receive(request.room)
+        tails = None if self._tails is None else self._tails.commit(request)
         books.say(
             TellReady(
                 request_id=request.request_id,
@@ -321,14 +326,16 @@ class Restore:
                 pages=request.table,
                 sources=sources,
                 reserve=request.reserve,
+                tails=tails,
             )
         )
 
-    def keep(self, request: Request, keys: bytes) -> int:
+    def keep(self, request: Request, keys: bytes, tails: tuple[TailLeft, ...] = ()) -> int:
         """Insert the request's pages under `keys` (full pages, from the first on) in the cache.
 
         Where the cache has other pages for the same tokens the request goes over to those. Its lock moves to the end
-        of what was inserted; `own` keeps the pages that could not be. Returns how many pages are new to the cache.
+        of what was inserted; `own` keeps the pages that could not be. Returns how many pages are new to the cache. What
+        the caller leaves of components goes with them.
         """
         books = self._books
         count = len(keys) // books.settings.key_bytes
@@ -340,6 +347,8 @@ class Restore:
         books.device.give_back(inserted.duplicates)
         request.own = kept
         self._lock_at(request, inserted.node)
+        if self._tails is not None:
+            self._tails.keep(request, tails, inserted.node)
         self._insertions += 1
         books.pages_freed = True
         return inserted.inserted_count
@@ -359,8 +368,8 @@ class Restore:
             self._rooms.leave(request.room, settled=settled)
         elif request.recompute_op:
             # The caller's own computation writes to these pages until it says that it has ended.
-            books.operations[request.recompute_op] = LateRecompute(request.own)
-            request.own, request.recompute_op = page_ids(), 0
+            books.operations[request.recompute_op] = LateRecompute(request.own, request.tails)
+            request.own, request.recompute_op, request.tails = page_ids(), 0, None
         else:
             books.device.give_back(request.own)
             request.own = page_ids()
@@ -370,6 +379,8 @@ class Restore:
         if request.pin is not None:
             books.index.unpin(request.pin)
             request.pin = None
+        if self._tails is not None:
+            self._tails.leave(request)
         books.device.give_back(request.reserve)
         books.operations.pop(request.query_op, None)
         books.homeless.pop(request, None)

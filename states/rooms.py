@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tidekv.states.books import Books
+    from tidekv.states.components import TailPages
     from tidekv.states.events import ChunkLanded
     from tidekv.states.load import Load
     from tidekv.states.request import Request
@@ -86,14 +87,16 @@ class Room:
 class Draining:
     """What a left room still holds: pages that somebody may write to."""
 
-    __slots__ = ("drained", "loads", "pages", "ranks", "writer")
+    __slots__ = ("drained", "loads", "pages", "ranks", "tails", "writer")
 
-    def __init__(self, room: Room, pages: PageIds) -> None:
+    def __init__(self, room: Room) -> None:
         self.writer = room.writer
         self.ranks = room.ranks
         """0: the promise was not sent, as far as is known; whoever answers then answers for all."""
         self.drained: set[int] = set()
-        self.pages = pages
+        self.pages: PageIds = page_ids()
+        self.tails: dict[str, PageIds] = {}
+        """Pages of components, by name."""
         self.loads = room.lost
 
 
@@ -125,7 +128,9 @@ class Rooms:
         """The live room of that name, if there is one."""
         return self._live.get((request_id, generation))
 
-    def open(self, request: Request, *, promised: int, own: PageIds) -> None:
+    def open(
+        self, request: Request, *, promised: int, own: PageIds, tails: tuple[TailPages, ...] | None = None
+    ) -> None:
         """Open the room of a planned request: what is promised is not sent, its own pages are span 0."""
         room = Room(request, prefill=request.attempts % request.prefill_count)
         room.spans.append(Span(promised, len(own), None))
@@ -138,6 +143,7 @@ class Rooms:
                 promised_tokens=min(promised * self._books.settings.page_size, request.prompt_tokens),
                 pages=own,
                 renewed=request.generation != request.first_generation,
+                tails=tails,
             )
         )
         self._live[room.key] = room
@@ -205,12 +211,19 @@ class Rooms:
             self._books.say(SendAbort(request_id=request.request_id, generation=room.generation))
             room.is_aborted = True
         if settled or room.is_written:
+            if request.tails is not None and self._books.components is not None:
+                self._books.components.give_back(request.tails.remote)
+                request.tails.give_up_remote()
             self._books.device.give_back(request.own)
             self._books.settled_loads.extend(room.lost)
             self._books.pages_freed = True
         else:
+            draining = self._draining.setdefault(room.key, Draining(room))
+            if request.tails is not None and self._books.components is not None:
+                self._books.components.drain(request.tails.remote)
+                draining.tails.update(request.tails.give_up_remote())
             self._books.device.drain(request.own)
-            self._draining[room.key] = Draining(room, request.own)
+            draining.pages = request.own
         request.own = page_ids()
         request.room = None
         del self._live[room.key]
@@ -254,6 +267,9 @@ class Rooms:
 
     def _settle(self, key: RoomKey) -> None:
         draining = self._draining[key]
+        if self._books.components is not None:
+            self._books.components.settle(draining.tails)
+            draining.tails = {}
         self._books.device.settle(draining.pages)
         del self._draining[key]
         self._books.settled_loads.extend(draining.loads)

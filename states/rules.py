@@ -23,8 +23,8 @@ def waits_for_storage(core: Core, request: Request, event: Event) -> bool:
 
 def waits_for_copies(core: Core, request: Request, event: Event) -> bool:
     """It is planned, and a copy to the device is under way, or a failed load has nobody yet who extends into it."""
-    return is_planned(core, request, event) and any(
-        load.stage in (Stage.COPYING, Stage.FAILED) for load in request.loads
+    return is_planned(core, request, event) and (
+        request.waits_for_tails or any(load.stage in (Stage.COPYING, Stage.FAILED) for load in request.loads)
     )
 
 
@@ -46,7 +46,7 @@ def needs_no_local_tier(core: Core, request: Request, event: Event) -> bool:
 def has_everything(core: Core, request: Request, event: Event) -> bool:
     """Every load has ended, every span is written, and the first token is here."""
     is_written = request.recomputed or (request.room is not None and request.room.is_complete)
-    return is_written and not request.loads
+    return is_written and not request.loads and not request.waits_for_tails
 
 
 def has_another_prefill(core: Core, request: Request, event: Event) -> bool:

@@ -40,14 +40,14 @@ class Serving:
 
     def finish(self, request: Request, event: FinishRequested) -> None:
         """Keep prompt and output, back them up, give everything back."""
-        inserted = self._keep_all(request, event.keys)
+        inserted = self._keep_all(request, event)
         self._back_up(request, retracts=False)
         self._restore.leave(request, settled=True)
         self._books.say(TellFinished(request_id=request.request_id, inserted=inserted))
 
     def retract(self, request: Request, event: RetractRequested) -> None:
         """Like finish, but what reaches host memory is held there until the request is resumed or dropped."""
-        self._keep_all(request, event.keys)
+        self._keep_all(request, event)
         self._back_up(request, retracts=True)
         self._restore.leave(request, settled=True)
 
@@ -60,14 +60,14 @@ class Serving:
         self._books.pages_freed = True
         self._books.say(TellFlushed(call=event.call, dropped=dropped, spared=spared))
 
-    def _keep_all(self, request: Request, keys: bytes) -> int:
+    def _keep_all(self, request: Request, event: FinishRequested | RetractRequested) -> int:
         if not request.cache:
             return 0
         settings = self._books.settings
         pages = len(request.table)
         if not settings.keep_output:
             pages = request.full_pages
-        return self._restore.keep(request, keys[: pages * settings.key_bytes])
+        return self._restore.keep(request, event.keys[: pages * settings.key_bytes], event.tails)
 
     def _back_up(self, request: Request, *, retracts: bool) -> None:
         assert request.lock is not None

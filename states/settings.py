@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tidekv.states.components import Component
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.policy import POLICY_FIELDS, StoragePolicy
 
@@ -35,6 +36,8 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     copy_deadline_s: float = 30.0
     attempts_per_prefill: int = 1
     """How often each prefill of a request's list is tried before the request fails."""
+    components: tuple[Component, ...] = ()
+    """Windows and states that travel beside the KV. Storage holds full pages alone, so it is not used with them."""
     keep_output: bool = True
     """False: what decode generated is not kept, only prompts are (a baseline to measure against)."""
 
@@ -49,6 +52,13 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
         for name in ("query_deadline_s", "copy_deadline_s", "ageing_s"):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+
+        for component in self.components:
+            if component.device_pages < component.live_pages(self.page_size):
+                raise InvalidConfig(
+                    f"component {component.name!r} has {component.device_pages} device pages, one request needs"
+                    f" {component.live_pages(self.page_size)}"
+                )
 
     def _at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:

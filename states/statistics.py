@@ -24,6 +24,7 @@ def count_core(core: Core) -> dict[str, int]:
     return {
         **states,
         **pools,
+        **_count_components(core),
         "device_evictable": books.index.device_evictable,
         "device_protected": books.index.device_protected,
         "host_evictable": books.index.host_evictable,
@@ -39,3 +40,18 @@ def count_core(core: Core) -> dict[str, int]:
         "requests_retracted": core.backups.retracted_requests,
         **books.counters,
     }
+
+
+def _count_components(core: Core) -> dict[str, int]:
+    components = core.books.components
+    if components is None:
+        return {}
+    numbers = {}
+    for name in components.components:
+        for tier in (components.device[name], components.host[name]):
+            account = tier.account
+            for condition in ("free", "owned", "cached", "draining", "total"):
+                numbers[f"{name}_{tier.name}_{condition}"] = getattr(account, condition)
+            numbers[f"{name}_{tier.name}_evictable"] = tier.evictable
+            numbers[f"{name}_{tier.name}_protected"] = tier.protected
+    return numbers

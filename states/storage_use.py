@@ -51,7 +51,7 @@ class StorageUse:
     @property
     def is_usable(self) -> bool:
         """Whether storage may be asked."""
-        return self._books.storage_available and not self.op
+        return self._books.storage_available and not self.op and self._books.components is None
 
     def policy_changed(self, event: PolicyChanged) -> None:
         """Go on by other policies."""

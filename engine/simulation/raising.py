@@ -41,6 +41,21 @@ INDEX_CALLS = (
     "evict_host",
     "flush",
 )
+COMPONENT_CALLS = (
+    "match",
+    "peek",
+    "tail",
+    "lock",
+    "unlock",
+    "pin",
+    "unpin",
+    "reserve",
+    "insert",
+    "take_host",
+    "give_back",
+    "drain",
+    "settle",
+)
 ACCOUNT_CALLS = ("take", "give_back", "drain", "settle")
 BOOKS_CALLS = ("say", "begin", "make_device_room", "make_host_room")
 PLACES_MAX = 24
@@ -63,6 +78,8 @@ class Places:
         books = core.books
         for name in INDEX_CALLS:
             setattr(books.index, name, self._watched(getattr(books.index, name)))
+        for name in COMPONENT_CALLS if books.components is not None else ():
+            setattr(books.components, name, self._watched(getattr(books.components, name)))
         for name in BOOKS_CALLS:
             setattr(books, name, self._watched(getattr(books, name)))
         # An account has no room for methods of its own: it becomes one of a class that does.

@@ -120,7 +120,9 @@ class Rig:
             events.PagesFetched, op=fetch.op, good=len(fetch.host_pages) if good is None else good, error=error
         )
 
-    def copied(self, copy: commands.CopyToDevice | commands.CopyToHost, error: str = "") -> list[commands.Command]:
+    def copied(
+        self, copy: commands.CopyToDevice | commands.CopyToHost | commands.CopyTail, error: str = ""
+    ) -> list[commands.Command]:
         """A copy has ended."""
         return self.step(events.CopyEnded, op=copy.op, error=error)
 
@@ -194,7 +196,7 @@ class Rig:
                         self.answer(wish, 0)
                     case commands.FetchPages():
                         self.fetched(wish)
-                    case commands.CopyToDevice() | commands.CopyToHost():
+                    case commands.CopyToDevice() | commands.CopyToHost() | commands.CopyTail():
                         self.copied(wish)
                     case commands.StorePages():
                         self.stored(wish)

@@ -55,7 +55,7 @@ def test_moves_commands_and_books_are_written_in_short() -> None:
     arrived = seen.short(0)
     assert arrived["moves"] == [["a", "PREALLOC"], ["a", "MATCH"], ["a", "TRANSFER"]]
     (short,) = arrived["commands"]
-    assert short == ["SendPromise", "a", promise.generation, 0, 8, 0, zlib.crc32(promise.pages), False]
+    assert short == ["SendPromise", "a", promise.generation, 0, 8, 0, zlib.crc32(promise.pages), False, None]
     books = seen.books()
     assert (books["device_free"], books["device_owned"], books["device_cached"]) == (2, 8, 0)
     seen.rig.promised(promise)
@@ -66,7 +66,7 @@ def test_moves_commands_and_books_are_written_in_short() -> None:
     (received, ready) = seen.short(-1)["commands"]
     assert (received[0], ready[0]) == ("SendReceived", "TellReady")
     pages = zlib.crc32(seen.rig.take(commands.TellReady).pages)
-    assert ready[3:] == [pages, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}, zlib.crc32(b"")]
+    assert ready[3:] == [pages, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}, zlib.crc32(b""), None]
     assert seen.books()["device_cached"] == 8
 
 

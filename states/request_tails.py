@@ -1,0 +1,259 @@
+"""What a request has of components: its tails, from the grant until it gives everything back.
+
+With components a plan ends at a boundary that all of them can serve, and what the request needs of each is taken with
+the grant, in the same step as its full pages, or the request waits. Of a component it needs the tail at the *prompt's
+end*, part of which may lie before the boundary:
+
+    positions of a window    [first, boundary)       of the index, shared; or loaded from the host into own pages
+                             [boundary, page_count)  own, written by prefill
+    the record of a state    own: a copy of the index's, where the boundary is the prompt's end; else prefill's
+
+A window never grows beyond its tail and the page that is being written, so each request gets that many own pages at
+once and never asks for more: what the window has left behind is written again. All of a component or nothing: where a
+copy fails, the request starts over, trusts no host copies of components, and after another failure no copies at all.
+
+A caller that computes by itself begins with the first page: its tails would have to be in place before it begins.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import CopyTail
+from tidekv.states.components import TailPages, TailTable
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.books import Books
+    from tidekv.states.component_index import ComponentIndex, Reserved, TailReceipt
+    from tidekv.states.events import TailLeft
+    from tidekv.states.node import Match, Node, TierName
+    from tidekv.states.request import Request
+
+
+class RequestTails:
+    """The tails of one request, or of one that has left while copies into its pages are under way."""
+
+    __slots__ = ("boundary", "copies", "firsts", "lock", "own", "pin", "remote", "request", "reserved", "tables")
+
+    def __init__(self, request: Request, reserved: Reserved) -> None:
+        self.request: Request | None = request
+        """None: it has left."""
+        self.reserved = reserved
+        self.boundary = reserved.boundary
+        self.lock: TailReceipt | None = reserved.lock
+        self.pin: TailReceipt | None = reserved.pin
+        self.copies = 0
+        """Copies under way."""
+        self.own = {name: tail.own for name, tail in reserved.tails.items()}
+        self.firsts: dict[str, int] = {}
+        self.tables: dict[str, PageIds] = {}
+        """By component, the pages of its tail at the prompt's end, at positions from `firsts` on."""
+        self.remote: dict[str, PageIds] = {}
+        """Those of `own` that prefill may write to."""
+
+    def give_up_remote(self) -> dict[str, PageIds]:
+        """Take out the pages that prefill may write to: they are the caller's."""
+        remote, self.remote = self.remote, {}
+        self.own = {name: without(pages, remote.get(name, ())) for name, pages in self.own.items()}
+        return remote
+
+    @property
+    def table(self) -> tuple[TailTable, ...]:
+        """What the request's caller is told."""
+        return tuple(TailTable(name, self.firsts[name], self.tables[name], own) for name, own in self.own.items())
+
+
+class Tails:
+    """The steps of requests with components."""
+
+    def __init__(self, books: Books, index: ComponentIndex) -> None:
+        self._books = books
+        self._index = index
+
+    # --- The grant ---
+
+    def match(self, request: Request) -> Match:
+        """What the index and all components have of the prompt; once it is granted, no more than was reserved for."""
+        width = self._books.settings.key_bytes
+        if request.tails is not None:
+            return self._index.index.match(request.namespace, request.keys[: request.tails.boundary * width])
+        keys = b"" if request.recomputes or request.tail_limit > 1 else request.keys
+        use_host = request.restore_limit < 2 and not request.tail_limit
+        return self._index.match(request.namespace, keys, use_host=use_host)
+
+    def reserve(self, request: Request, match: Match) -> bool:
+        """Take what the request needs of every component, or nothing and False."""
+        page_size = self._books.settings.page_size
+        components = self._index.components
+        spare = {name: c.live_pages(page_size) if c.is_shared else 0 for name, c in components.items()}
+        needed = {name: c.needed_from(request.prompt_tokens, page_size) for name, c in components.items()}
+        reserved = self._index.reserve(match, spare, needed)
+        if reserved is None:
+            return False
+        tails = request.tails = RequestTails(request, reserved)
+        for name, tail in reserved.tails.items():
+            first = tails.firsts[name] = max(tail.first, needed[name])
+            begin = max(first, reserved.boundary)
+            remote = tail.own[len(tail.own) - spare[name] :] if components[name].is_shared else tail.own
+            remote = remote[: request.page_count - begin]
+            if request.recomputes:
+                remote = page_ids()
+            tails.remote[name] = remote
+            tails.tables[name] = tail.table + remote if components[name].is_shared else tail.table
+        return True
+
+    def is_alone(self) -> bool:
+        """Whether nobody holds anything of components: waiting for them would be in vain."""
+        tiers = self._index.device.values()
+        return not any(tier.receipts or tier.account.owned or tier.account.draining for tier in tiers)
+
+    # --- The plan ---
+
+    def serves(self, request: Request, match: Match) -> bool:
+        """Whether what was reserved still goes with what the index has, and with the tiers that are trusted."""
+        tails = request.tails
+        assert tails is not None
+        loads = any(len(tail.loads[0]) for tail in tails.reserved.tails.values())
+        is_trusted = request.restore_limit < 2 or not (match.host_pages or loads)
+        return is_trusted and match.device_pages + match.host_pages == tails.boundary
+
+    def begin(self, request: Request, node: Node, undo: ExitStack) -> None:
+        """Start the copies, and lock the tails to `node`, the end of the plan. `undo` takes all of it back."""
+        tails = request.tails
+        assert tails is not None
+        assert tails.lock is not None
+        undo.callback(self._lock_at, tails, tails.lock.full.node)
+        self._lock_at(tails, node)
+        undo.callback(self._forget_copies, tails)
+        for name, tail in tails.reserved.tails.items():
+            self._copy(tails, name, "host", tail.loads, undo)
+            self._copy(tails, name, "device", tail.clones, undo)
+
+    def _copy(
+        self, tails: RequestTails, name: str, source: TierName, pages: tuple[PageIds, PageIds], undo: ExitStack
+    ) -> None:
+        if not pages[0]:
+            return
+        op = self._books.begin(tails, deadline_s=self._books.settings.copy_deadline_s)
+        undo.callback(self._books.operations.pop, op)
+        tails.copies += 1
+        self._books.say(
+            CopyTail(
+                op=op, component=name, source=source, source_pages=pages[0], target="device", target_pages=pages[1]
+            )
+        )
+
+    def _forget_copies(self, tails: RequestTails) -> None:
+        tails.copies = 0
+
+    def _lock_at(self, tails: RequestTails, node: Node) -> None:
+        assert tails.lock is not None
+        lock = self._index.lock(node, boundary=tails.boundary)
+        with ExitStack() as undo:
+            undo.callback(self._index.unlock, lock)
+            self._index.unlock(tails.lock)
+            undo.pop_all()
+        tails.lock = lock
+
+    def promise(self, request: Request) -> tuple[TailPages, ...]:
+        """What prefill is to send of each component."""
+        tails = request.tails
+        assert tails is not None
+        return tuple(
+            TailPages(name, max(tails.firsts[name], tails.boundary), pages) for name, pages in tails.remote.items()
+        )
+
+    # --- Copies ---
+
+    def copied(self, tails: RequestTails, error: str) -> None:
+        """A copy is over."""
+        tails.copies -= 1
+        if error:
+            self._books.count("copies_failed")
+            self._distrust(tails, "a copy of a component failed")
+        if tails.request is not None:
+            self._books.dirty[tails.request] = None
+        elif not tails.copies:
+            self.give_up(tails)
+
+    def is_late(self, tails: RequestTails) -> None:
+        """A copy did not end in time: who has waited for it starts over on other pages."""
+        self._books.count("copies_late")
+        self._distrust(tails, "a copy of a component did not end in time")
+
+    def _distrust(self, tails: RequestTails, cause: str) -> None:
+        if tails.request is not None and tails.request not in self._books.homeless:
+            tails.request.tail_limit += 1
+            self._books.homeless[tails.request] = cause
+
+    # --- The ends ---
+
+    def commit(self, request: Request) -> tuple[TailTable, ...]:
+        """Everything is here: what was loaded of windows joins the index. Returns what the caller is told."""
+        tails = request.tails
+        assert tails is not None and tails.lock is not None
+        tails.remote = {}
+        for name, tail in tails.reserved.tails.items():
+            if self._index.components[name].is_shared:
+                self._enter(tails, name, tail.first, tail.table)
+        self._let_go_of_sources(tails)
+        return tails.table
+
+    def keep(self, request: Request, left: tuple[TailLeft, ...], node: Node) -> None:
+        """Enter what the caller has left of components into the index, as far as the full pages reach: to `node`."""
+        tails = request.tails
+        assert tails is not None
+        for tail in left:
+            pages = page_ids(tail.pages[: max(0, node.depth_pages - tail.first)])
+            first = tails.firsts[tail.component]
+            shared = tails.tables[tail.component]
+            for position, page in enumerate(pages, tail.first):
+                is_shared = first <= position < first + len(shared) and shared[position - first] == page
+                if page not in tails.own[tail.component] and not is_shared:
+                    raise BrokenInvariant(f"{request} leaves page {page} of {tail.component!r}, which it does not have")
+            _, unused = self._index.insert("device", tail.component, node, tail.first, pages)
+            taken = without(pages, unused)
+            tails.own[tail.component] = without(tails.own[tail.component], taken)
+
+    def leave(self, request: Request) -> None:
+        """Give everything back; pages that copies still write to when those have ended."""
+        if request.tails is None:
+            return
+        if not request.tails.copies:
+            self.give_up(request.tails)
+        request.tails.request = None
+        request.tails = None
+
+    def give_up(self, tails: RequestTails) -> None:
+        """Nobody writes to the pages any more: they are free, and so is what was locked. Can be called again."""
+        self._index.give_back(tails.own)
+        tails.own = {}
+        if tails.lock is not None:
+            self._index.unlock(tails.lock)
+            tails.lock = None
+        self._let_go_of_sources(tails)
+        self._books.pages_freed = True
+
+    def _let_go_of_sources(self, tails: RequestTails) -> None:
+        if tails.pin is not None:
+            self._index.unpin(tails.pin)
+            tails.pin = None
+
+    def _enter(self, tails: RequestTails, name: str, first: int, pages: PageIds) -> None:
+        """The index takes what it does not have; where it has another page, that is used from now on."""
+        assert tails.lock is not None
+        table, unused = self._index.insert("device", name, tails.lock.full.node, first, pages)
+        # Said before anything is given back, so that a raise from here on loses no page.
+        tails.own[name] = without(tails.own[name], without(pages, unused))
+        self._index.give_back({name: unused})
+        tails.own[name] = without(tails.own[name], unused)
+        tails.tables[name] = table + tails.tables[name][len(table) :]
+
+
+def without(pages: PageIds, others: object) -> PageIds:
+    """The pages that are not among `others`, in their order."""
+    gone = set(others)  # type: ignore[call-overload]  # Page ids, or nothing.
+    return page_ids(page for page in pages if page not in gone)

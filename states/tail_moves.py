@@ -1,0 +1,105 @@
+"""Backups of components: what a finished request leaves of tails on the device goes on to the host.
+
+A backup of full pages that has reached the end of its path asks for the tails of that boundary. A tail is copied whole
+or not at all: where the device has not all of it, or the host has no room for it, nothing is. Each copy holds a lock of
+its source and a pin of the place where it is to go, until it has ended.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import CopyTail
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.books import Books
+    from tidekv.states.component_index import ComponentIndex, TailReceipt
+    from tidekv.states.node import Node
+
+
+class TailBackup:
+    """A copy of one component's tail to the host."""
+
+    __slots__ = ("component", "first", "fresh", "lock", "node", "pin", "table")
+
+    def __init__(self, component: str, node: Node, first: int, lock: TailReceipt, pin: TailReceipt) -> None:
+        self.component = component
+        self.node = node
+        self.first = first
+        self.lock: TailReceipt | None = lock
+        self.pin: TailReceipt | None = pin
+        self.fresh: PageIds = page_ids()
+        """Host pages that are its own: they are written to."""
+        self.table: PageIds = page_ids()
+        """Host pages of the whole tail, from position `first` on."""
+
+
+class TailBackups:
+    """All backups of components under way are operations; this file knows how they begin and end."""
+
+    def __init__(self, books: Books, index: ComponentIndex) -> None:
+        self._books = books
+        self._index = index
+
+    def begin(self, leaf: Node) -> None:
+        """Copy to the host what it lacks of the tails at the end of `leaf`, whose full pages are in both tiers."""
+        for name in self._index.components:
+            first, device = self._index.tail("device", name, leaf)
+            _, host = self._index.tail("host", name, leaf)
+            missing = [at for at in range(first, leaf.depth_pages) if at not in host]
+            if missing and all(at in device for at in missing):
+                self._copy(name, leaf, first, [device[at] for at in missing], host)
+
+    def _copy(self, name: str, leaf: Node, first: int, sources: list[int], host: dict[int, int]) -> None:
+        with ExitStack() as undo:
+            lock = self._index.lock(leaf, boundary=leaf.depth_pages)
+            undo.callback(self._index.unlock, lock)
+            pin = self._index.pin(leaf, boundary=leaf.depth_pages)
+            undo.callback(self._index.unpin, pin)
+            pages = self._index.take_host(name, len(sources))
+            if pages is None:
+                return
+            undo.callback(self._index.give_back, {name: pages}, "host")
+            backup = TailBackup(name, leaf, first, lock, pin)
+            backup.fresh, fresh = pages, iter(pages)
+            backup.table = page_ids(host[at] if at in host else next(fresh) for at in range(first, leaf.depth_pages))
+            op = self._books.begin(backup, deadline_s=self._books.settings.copy_deadline_s)
+            undo.callback(self._books.operations.pop, op)
+            self._books.say(
+                CopyTail(
+                    op=op,
+                    component=name,
+                    source="device",
+                    source_pages=page_ids(sources),
+                    target="host",
+                    target_pages=pages,
+                )
+            )
+            undo.pop_all()
+
+    def ended(self, backup: TailBackup, error: str) -> None:
+        """The copy is over; with an error its pages are garbage and given back."""
+        if error:
+            self._books.count("backups_failed")
+        else:
+            _, unused = self._index.insert("host", backup.component, backup.node, backup.first, backup.table)
+            backup.fresh = unused
+        self.give_up(backup)
+
+    def give_up(self, backup: TailBackup) -> None:
+        """The copy is over, and the host has what it was to have: let go of the rest. Can be called again."""
+        self._index.give_back({backup.component: backup.fresh}, "host")
+        backup.fresh = page_ids()
+        if backup.lock is not None:
+            self._index.unlock(backup.lock)
+            backup.lock = None
+        if backup.pin is not None:
+            self._index.unpin(backup.pin)
+            backup.pin = None
+        self._books.pages_freed = True
+
+    def is_late(self) -> None:
+        """A copy is late: it keeps what it holds until it ends, and is counted."""
+        self._books.count("backups_late")

@@ -1,0 +1,203 @@
+"""Rules with components that raise: at every call that they make, nothing is lost, neither full pages nor tails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tidekv.engine.simulation.raising import Places
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.components import Component
+
+PROMPT = b"abcdefgh"
+Step = Callable[[Rig], object]
+
+
+def rig_with_past(*, state_pages: int = 8) -> Rig:
+    """The prompt with its tails is on the host, the first half of it on the device as well."""
+    components = (
+        Component(name="window", kind="window", window_tokens=3, device_pages=16, host_pages=16),
+        Component(name="state", kind="state", device_pages=state_pages, host_pages=8),
+    )
+    rig = Rig(components=components, growth_reserve_pages=1)  # type: ignore[arg-type]  # Not a number.
+    leave(rig, PROMPT)
+    rig.flush("l1")
+    leave(rig, PROMPT[:4])
+    return rig
+
+
+def leave(rig: Rig, tokens: bytes) -> None:
+    finish(rig, restored(rig, "past", tokens), tokens)
+    rig.settle()
+
+
+def restored(rig: Rig, request_id: str, tokens: bytes) -> commands.TellReady:
+    rig.arrive(request_id, tokens)
+    (ready,) = (wish for wish in rig.settle() if isinstance(wish, commands.TellReady))
+    return ready
+
+
+def finish(
+    rig: Rig, ready: commands.TellReady, tokens: bytes, kind: type[events.Event] = events.FinishRequested
+) -> None:
+    assert ready.tails is not None
+    left = tuple(events.TailLeft(table.component, table.first, tuple(table.pages)) for table in ready.tails)
+    rig.step(kind, request_id=ready.request_id, keys=tokens, tokens=len(tokens), tails=left)
+
+
+def arrival(rig: Rig) -> Step:
+    return lambda rig: rig.arrive("a", PROMPT)
+
+
+def copies_end(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT)
+    rig.serve(rig.take(commands.SendPromise))
+    rig.copied(rig.take(commands.CopyToDevice))
+    first, second = rig.take_all(commands.CopyTail)
+    rig.copied(first)
+    return lambda rig: rig.copied(second)
+
+
+def copy_fails(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT)
+    first, second = rig.take_all(commands.CopyTail)
+    rig.pending.append(second)
+    return lambda rig: rig.copied(first, error="bus error")
+
+
+def copy_is_late(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT)
+    return lambda rig: rig.wait_until(rig.now_s + 40.0)
+
+
+def a_window_is_here_already(rig: Rig) -> Step:
+    """Two requests load the same: who is ready later goes over to the first one's window."""
+    rig.arrive("b", PROMPT)
+    rig.arrive("a", PROMPT)
+    of_window, of_state, *others = rig.take_all(commands.CopyTail)
+    rig.copied(rig.take(commands.CopyToDevice))
+    for promise in rig.take_all(commands.SendPromise):
+        rig.serve(promise)
+    for copy in (of_window, of_state, others[1]):
+        rig.copied(copy)
+    return lambda rig: rig.copied(others[0])
+
+
+def room_is_lost(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT + b"ij", prefill_count=2)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    return lambda rig: rig.step(
+        events.RoomFailed, request_id="a", generation=promise.generation, cause="lost", settled=False
+    )
+
+
+def room_was_never_sent(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT + b"ij", prefill_count=2)
+    promise = rig.take(commands.SendPromise)
+    return lambda rig: rig.step(
+        events.RoomFailed, request_id="a", generation=promise.generation, cause="lost", settled=True
+    )
+
+
+def abort(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT + b"ij")
+    rig.promised(rig.take(commands.SendPromise))
+    return lambda rig: rig.abort("a")
+
+
+def copy_of_the_aborted_ends(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT)
+    copies = rig.take_all(commands.CopyTail)
+    rig.abort("a")
+    for copy in copies[1:]:
+        rig.copied(copy)
+    return lambda rig: rig.copied(copies[0])
+
+
+def drained(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT + b"ij")
+    rig.promised(rig.take(commands.SendPromise))
+    rig.abort("a")
+    return lambda rig: rig.drained(rig.take(commands.SendAbort))
+
+
+def finished(rig: Rig) -> Step:
+    ready = restored(rig, "a", b"xyzxyz")
+    return lambda rig: finish(rig, ready, b"xyzxyz")
+
+
+def retracted(rig: Rig) -> Step:
+    ready = restored(rig, "a", b"xyzxyz")
+    return lambda rig: finish(rig, ready, b"xyzxyz", events.RetractRequested)
+
+
+def full_backup_ends(rig: Rig) -> Step:
+    finish(rig, restored(rig, "a", b"xyzxyz"), b"xyzxyz")
+    return lambda rig: rig.copied(rig.take(commands.CopyToHost))
+
+
+def tail_backup_ends(rig: Rig) -> Step:
+    full_backup_ends(rig)(rig)
+    copies = rig.take_all(commands.CopyTail)
+    rig.copied(copies[0])
+    return lambda rig: rig.copied(copies[1])
+
+
+def tail_backup_fails(rig: Rig) -> Step:
+    full_backup_ends(rig)(rig)
+    copies = rig.take_all(commands.CopyTail)
+    rig.copied(copies[0])
+    return lambda rig: rig.copied(copies[1], error="bus error")
+
+
+def computed_by_the_caller(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT, can_recompute=True)
+    promise = rig.take(commands.SendPromise)
+    rig.step(events.RoomFailed, request_id="a", generation=promise.generation, cause="lost", settled=True)
+    order = rig.take(commands.Recompute)
+    rig.abort("a")
+    return lambda rig: rig.step(events.Recomputed, op=order.op)
+
+
+STORIES = [
+    arrival,
+    copies_end,
+    copy_fails,
+    copy_is_late,
+    a_window_is_here_already,
+    room_is_lost,
+    room_was_never_sent,
+    abort,
+    copy_of_the_aborted_ends,
+    drained,
+    finished,
+    retracted,
+    full_backup_ends,
+    tail_backup_ends,
+    tail_backup_fails,
+    computed_by_the_caller,
+]
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_a_raise_at_any_call_loses_no_tail(story: Callable[[Rig], Step]) -> None:
+    calls = raised = 0
+    while raised == calls:
+        rig = rig_with_past()
+        step = story(rig)
+        places = Places(rig.core)
+        raised += 1
+        places.left = raised
+        step(rig)
+        calls, places.left = places.count if places.left else raised, 0
+        rig.settle()
+        for name in ("a", "b", "c"):
+            if rig.core.request(name) is not None:
+                rig.abort(name)
+        rig.step(events.RetractedDropped, request_id="a")
+        rig.settle()
+        rig.expect_nothing_held()
+    assert raised > 1, "the step made no call at all"
