@@ -163,7 +163,17 @@ class Rig:
         self.script = Script(chunk_pages=load.chunk_tokens // load.page_size, page_size=load.page_size)
         self.storage = KeyStorage()
         self.engine = DecodeEngine(
-            EngineConfig(model="synthetic", journal=journal, default_deadline_s=3600.0, hold_up_limit_s=5.0),
+            EngineConfig(
+                model="synthetic",
+                journal=journal,
+                default_deadline_s=3600.0,
+                hold_up_limit_s=5.0,
+                # Thousands that arrive at once wait for seconds: storage is asked and waited for all the same.
+                query_deadline_s=600.0,
+                prefetch_base_s=600.0,
+                fetch_deadline_share=0.0,
+                breaker_failures=0,
+            ),
             device=DevicePool.allocate(load.layout, self._device_pages),
             host=HostPool.allocate(load.layout, self._host_pages),
             storage=self.storage,
