@@ -29,7 +29,7 @@ class TailBackup:
         self.node = node
         self.first = first
         self.lock: TailReceipt | None = lock
-        self.pin: TailReceipt | None = pin
+        self.pin = pin
         self.fresh: PageIds = page_ids()
         """Host pages that are its own: they are written to."""
         self.table: PageIds = page_ids()
@@ -95,9 +95,7 @@ class TailBackups:
         if backup.lock is not None:
             self._index.unlock(backup.lock)
             backup.lock = None
-        if backup.pin is not None:
-            self._index.unpin(backup.pin)
-            backup.pin = None
+        self._index.unpin(backup.pin)
         self._books.pages_freed = True
 
     def is_late(self) -> None:
