@@ -82,11 +82,7 @@ class Checked:
 
 
 class Others:
-    """Watches what other programs use.
-
-    Kernel threads are left out, since they write the pages of this one to disk, and programs of low priority (nice),
-    since they give way to it.
-    """
+    """Watches what other programs use. Kernel threads are left out: they write the pages of this one to disk."""
 
     def __init__(self) -> None:
         self._used_s, self._at_s = _others_s(), time.perf_counter()
@@ -107,13 +103,13 @@ class Others:
 
 
 def _others_s() -> float:
-    """Return the seconds of processors that all other programs of normal priority used so far."""
+    """Return the seconds of processors that all programs but this process used so far."""
     with Path("/proc/stat").open() as file:
         # User, nice, system, then idle and waiting for disks, then interrupts and what the hypervisor took.
         ticks = [int(word) for word in file.readline().split()[1:9]]
     kernel = sum(_kernel_ticks(path) for path in Path("/proc").iterdir() if path.name.isdigit())
     own = os.times()
-    return (sum(ticks) - ticks[1] - ticks[3] - ticks[4] - kernel) / os.sysconf("SC_CLK_TCK") - own.user - own.system
+    return (sum(ticks) - ticks[3] - ticks[4] - kernel) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 def _kernel_ticks(process: Path) -> int:
