@@ -94,6 +94,8 @@ class RankChannel:
         self._is_settled = False
         self._is_forming = False
         self._formed_epoch = -1
+        self._forming: asyncio.Future[None] | None = None
+        """What the thread tries to form, which it cannot give up before its time is over."""
 
     @property
     def votes(self) -> int:
@@ -123,7 +125,15 @@ class RankChannel:
     def settled(self) -> None:
         """Nothing of an earlier epoch is in flight here."""
         self._is_settled = True
-        if self._rank == LEADER:
+        self._tell_settled()
+
+    def _tell_settled(self, _: object = None) -> None:
+        """Say so as soon as the thread is free for the next group: one that is behind would never catch up."""
+        if not self._is_settled or self.is_formed:
+            return
+        if self._forming is not None and not self._forming.done():
+            self._forming.add_done_callback(self._tell_settled)
+        elif self._rank == LEADER:
             self._form_if_all_are_there()
         else:
             self._say_to_leader(wire.Settled(self.epoch))
@@ -239,7 +249,8 @@ class RankChannel:
                 raise RemoteProtocolError(f"rank {rank} sent {type(message).__name__}, which is the leader's to send")
 
     def _form_if_all_are_there(self) -> None:
-        ready = self._is_settled and len(self._peers) == self._ranks - 1
+        is_free = self._forming is None or self._forming.done()
+        ready = self._is_settled and is_free and len(self._peers) == self._ranks - 1
         if ready and not self.is_formed and not self._is_forming and all(p.is_settled for p in self._peers.values()):
             self._is_forming = True
             self.epoch = max(self.epoch, 0, *(peer.epoch for peer in self._peers.values())) + 1
@@ -253,7 +264,8 @@ class RankChannel:
             for peer in self._peers.values():
                 peer.say(wire.Form(epoch, port, self.group_name))
             if self._own_group:
-                await self._thread.form(epoch, port)
+                self._forming = self._thread.form(epoch, port)
+                await self._forming
         except TidekvError as error:
             self._lose_forming(epoch, error)
             return
@@ -321,8 +333,7 @@ class RankChannel:
             )
         )
         self._peers[LEADER] = leader
-        if self._is_settled:
-            leader.say(wire.Settled(self.epoch))
+        self._tell_settled()
 
     def _take_from_leader(self, message: wire.AnyRankMessage) -> None:
         match message:
@@ -337,7 +348,7 @@ class RankChannel:
             case wire.Lost(epoch=epoch, rank=rank, cause=cause):
                 if epoch == self.epoch and not (self.is_formed or self._is_forming) and self._is_settled:
                     # It had given up forming before the leader did, which has forgotten that it settled.
-                    self._say_to_leader(wire.Settled(self.epoch))
+                    self._tell_settled()
                 elif epoch == self.epoch:
                     self._lose(rank, cause)
             case wire.Refused(cause=cause):
@@ -349,7 +360,8 @@ class RankChannel:
     async def _form_as_told(self, epoch: int, port: int) -> None:
         try:
             if self._own_group:
-                await self._thread.form(epoch, port)
+                self._forming = self._thread.form(epoch, port)
+                await self._forming
         except TidekvError as error:
             self._lose_forming(epoch, error)
             return
