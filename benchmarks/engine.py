@@ -173,6 +173,8 @@ class Rig:
                 prefetch_base_s=600.0,
                 fetch_deadline_share=0.0,
                 breaker_failures=0,
+                peer_silence_s=600.0,  # The script answers no pings.
+                lease_s=600.0,
             ),
             device=DevicePool.allocate(load.layout, self._device_pages),
             host=HostPool.allocate(load.layout, self._host_pages),
