@@ -104,10 +104,12 @@ async def open_engine(name: str, options: str, root: Path, pages: Pages, poller:
     count, page_bytes = pages.shape
     directory = root / name.replace(" ", "-").replace(":", "").replace(",", "")
     storage = open_storage(f"file:{directory}?{options}", {"capacity": 3 * BATCH_BYTES + (32 << 20)})
+    # As a host pool gives its pages.
+    memory = memoryview(pages.reshape(-1))
     segment = Segment(address=pages.ctypes.data, piece_bytes=page_bytes, stride_bytes=page_bytes, page_count=count)
     await storage.register(
         PoolMemory(segments=(segment,), page_count=count),
-        lambda page: memoryview(pages[page]),
+        lambda page: memory[page * page_bytes : (page + 1) * page_bytes],
         namespace=b"b" * 32,
         poller=poller,
     )

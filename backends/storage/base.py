@@ -138,8 +138,9 @@ def check_pairs(keys: Sequence[bytes], pages: PageIds, *, page_count: int, disti
     check_keys(keys)
     if len(keys) != len(pages):
         raise InvalidRequest(f"storage was given {len(keys)} keys and {len(pages)} pages; they go in pairs")
-    if len(pages) and not (min(pages) >= 0 and max(pages) < page_count):
+    distinct = set(pages)
+    if distinct and not (min(distinct) >= 0 and max(distinct) < page_count):
         position, page = next((at, page) for at, page in enumerate(pages) if not 0 <= page < page_count)
         raise InvalidRequest(f"host pool has pages 0 to {page_count - 1}; page {page} (number {position}) is not one")
-    if distinct_pages and len(set(pages)) != len(pages):
+    if distinct_pages and len(distinct) != len(pages):
         raise InvalidRequest("storage was asked to read two keys into one page")

@@ -45,8 +45,7 @@ def index_of(slot: int) -> int:
 
 def indices_of(slots: Sequence[int]) -> list[int]:
     """Return the places of many slots in their segments."""
-    places: list[int] = (np.array(slots, np.int64) & (SLOTS_PER_SEGMENT_MAX - 1)).tolist()
-    return places
+    return [slot & (SLOTS_PER_SEGMENT_MAX - 1) for slot in slots]
 
 
 def namespace_directory(root: Path, namespace: bytes) -> Path:
@@ -71,6 +70,9 @@ def slot_runs(slots: Sequence[int]) -> list[Run]:
     """Cut a batch of slots into runs of neighbors, in batch order."""
     if not slots:
         return []
+    # The common case first: numpy lets go of the interpreter at every step, and waits for it when threads read pages.
+    if segment_of(slots[0]) == segment_of(slots[-1]) and list(slots) == list(range(slots[0], slots[0] + len(slots))):
+        return [Run(0, len(slots))]
     # By numpy: a loop over many slots would keep the interpreter from the event loop.
     found = np.array(slots, np.int64)
     breaks = (found[1:] - found[:-1] != 1) | (found[1:] & (SLOTS_PER_SEGMENT_MAX - 1) == 0)

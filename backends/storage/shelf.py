@@ -25,8 +25,10 @@ from tidekv.states.errors import StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
 # How much is looked up and read, or reserved, written and published, at once: less would have the event loop fight with
-# the threads for the interpreter. The pages are descriptors of NIXL, which has room for many times as many.
-CHUNK_BYTES: Final = 32 << 20
+# the threads for the interpreter. Less is written than read, so that one chunk is published while another is written.
+# The pages are descriptors of NIXL, which has room for many times as many.
+READ_CHUNK_BYTES: Final = 64 << 20
+WRITE_CHUNK_BYTES: Final = 32 << 20
 CHUNK_PAGES_MAX: Final = 1024
 READ_CHUNKS_IN_FLIGHT_MAX: Final = 2
 WRITE_CHUNKS_IN_FLIGHT_MAX: Final = 2
@@ -59,11 +61,13 @@ class Shelf:
         self.open_again = open_again
         self.page_count = page_count
         self.page_bytes = place.segments.geometry.page_bytes
-        self._chunk_pages = min(max(CHUNK_BYTES // self.page_bytes, 1), CHUNK_PAGES_MAX)
+        self._read_pages = min(max(READ_CHUNK_BYTES // self.page_bytes, 1), CHUNK_PAGES_MAX)
+        self._write_pages = min(max(WRITE_CHUNK_BYTES // self.page_bytes, 1), CHUNK_PAGES_MAX)
         self._reads = asyncio.Semaphore(READ_CHUNKS_IN_FLIGHT_MAX)
         self._writes = asyncio.Semaphore(WRITE_CHUNKS_IN_FLIGHT_MAX)
         self._slot_by_key = place.index.mirror.slot_by_key
         self._catching_up: asyncio.Task[None] | None = None
+        self._noting: asyncio.Task[None] | None = None
         self._caught_up_s = time.monotonic()
         self._chunks_in_flight = 0
 
@@ -158,14 +162,18 @@ class Shelf:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
         if not all(self.exist(keys)):
             await self.catch_up(call.left_s())
-        causes = await self._in_chunks(call, keys, pages, limit=self._reads, chunk=self._chunks.get)
+        causes = await self._in_chunks(
+            call, keys, pages, size=self._read_pages, limit=self._reads, chunk=self._chunks.get
+        )
         if len(self._place.index.touched) >= TOUCHED_MAX:
-            await self._chunks.bring_up(self._place.index.note_touched)
+            self._note_touched()
         return causes
 
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Write and publish pages; the cause of a failure for each, empty for a stored one."""
-        return await self._in_chunks(call, keys, pages, limit=self._writes, chunk=self._chunks.put)
+        return await self._in_chunks(
+            call, keys, pages, size=self._write_pages, limit=self._writes, chunk=self._chunks.put
+        )
 
     async def forget(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove keys; True for each that was there."""
@@ -192,8 +200,8 @@ class Shelf:
     def stored(self) -> Iterator[Sequence[tuple[bytes, int]]]:
         """Return what the index has, in parts fit for `verify`."""
         pairs = sorted(self._slot_by_key.copy().items(), key=lambda pair: pair[1])
-        for first in range(0, len(pairs), self._chunk_pages):
-            yield pairs[first : first + self._chunk_pages]
+        for first in range(0, len(pairs), self._write_pages):
+            yield pairs[first : first + self._write_pages]
 
     async def verify(self, pairs: Sequence[tuple[bytes, int]]) -> list[Verdict]:
         """Read stored pages and tell which are whole."""
@@ -207,17 +215,23 @@ class Shelf:
 
     async def close(self) -> None:
         """Close everything. No call may be under way."""
-        if self._catching_up is not None:
-            await asyncio.wait({self._catching_up})
+        begun = {task for task in (self._catching_up, self._noting) if task is not None}
+        if begun:
+            await asyncio.wait(begun)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads.workers, self._io.close)
         await loop.run_in_executor(self._threads.index, self._place.close)
 
+    def _note_touched(self) -> None:
+        """Write down which slots were used, unless that is under way: nobody waits for it but `close`."""
+        if self._noting is None or self._noting.done():
+            self._noting = asyncio.get_running_loop().create_task(self._chunks.bring_up(self._place.index.note_touched))
+
     async def _in_chunks(
-        self, call: Call, keys: Sequence[bytes], pages: PageIds, *, limit: asyncio.Semaphore, chunk: Chunk
+        self, call: Call, keys: Sequence[bytes], pages: PageIds, *, size: int, limit: asyncio.Semaphore, chunk: Chunk
     ) -> list[str]:
-        """Do a call chunk by chunk, as many at once as the limit lets; what is not started in time is late."""
-        causes, size = [LATE] * len(keys), self._chunk_pages
+        """Do a call in chunks of `size`, as many at once as the limit lets; what is not started in time is late."""
+        causes = [LATE] * len(keys)
         firsts = iter(range(0, len(keys), size))
 
         async def lane() -> None:
