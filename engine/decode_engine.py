@@ -378,6 +378,8 @@ class DecodeEngine:
 
     def _check_open(self) -> None:
         if not self._parts.is_open:
+            if (error := self._parts.broken) is not None:
+                raise EngineClosed(f"the engine broke: {type(error).__name__}: {error}; make a new one") from error
             raise EngineClosed("the engine is not running: enter it with `async with`, and call nothing after its end")
         try:
             loop = asyncio.get_running_loop()

@@ -24,6 +24,7 @@ from tidekv import (
     open_storage,
 )
 from tidekv.engine import parts
+from tidekv.states.errors import BrokenInvariant
 from tidekv.transports.loopback import LoopbackNetwork
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
@@ -206,3 +207,12 @@ async def test_a_prefill_peer_is_entered_once_too(make_pair) -> None:
         with pytest.raises(EngineClosed, match="entered before"):
             await pair.peer.__aenter__()
         await pair.engine.finish(await pair.restore("r1", [1] * 5))
+
+
+async def test_a_broken_engine_tells_every_later_call_what_broke_it(make_pair) -> None:
+    with pytest.raises(BrokenInvariant, match="planted"):
+        async with make_pair() as pair:
+            pair.engine._parts._break(BrokenInvariant("planted"))
+            for _ in range(2):
+                with pytest.raises(EngineClosed, match="the engine broke: BrokenInvariant: planted"):
+                    await pair.restore("r1", [1] * 9)
