@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 
@@ -43,10 +45,11 @@ def test_unlocked_cache_makes_room() -> None:
     assert rig.core.statistics()["device_cached"] == 0
 
 
-def test_a_small_request_passes_a_big_one_but_only_so_often() -> None:
+@pytest.mark.parametrize("priority", [0, 1])
+def test_a_small_request_passes_a_big_one_but_only_so_often(priority: int) -> None:
     rig = Rig(passes_max=3)
     fill_device(rig, free=4)
-    rig.arrive("wide", b"0123456789")
+    rig.arrive("wide", b"0123456789", priority=priority)
     for number in range(5):
         rig.arrive(f"small{number}", bytes([200 + number]), cache=False)
         for promise in rig.take_all(commands.SendPromise):
