@@ -389,3 +389,18 @@ def test_what_cannot_even_be_failed_is_not_hidden(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="leave is broken"):
         rig.core.step(events.AbortRequested(at_s=0.0, request_id="a"))
     assert len(raised) == RAISES_MAX + 1
+
+
+def test_a_raise_between_two_pins_of_a_backup_gives_both_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.attach_storage()
+    rig.make_cached("past", EIGHT[:4])
+    rig.make_ready("a", EIGHT)
+    rig.finish("a", EIGHT)
+    copy = rig.take(commands.CopyToHost)
+    raised = raise_times(monkeypatch, PrefixIndex, "unpin", 1)
+    rig.copied(copy)
+    assert raised == [1]
+    rig.settle()
+    assert rig.core.statistics()["host_protected"] == 0
+    assert rig.core.statistics()["transitions_raised"] == 1
