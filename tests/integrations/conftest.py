@@ -1,4 +1,6 @@
-"""SGLang's base class: its own, from an unpacked wheel that TIDEKV_TEST_SGLANG names, or one made of its contract."""
+"""What tests of integrations share: SGLang's base class (its own, from an unpacked wheel that TIDEKV_TEST_SGLANG names,
+or one made of its contract), and an engine of our own beside what others wrote.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,17 @@ import os
 import sys
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import ModuleType
 
 import pytest
+
+from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+
+Restored = Callable[[list[int]], Awaitable[tuple[dict[str, int], list[bytes]]]]
 
 MODULE = "sglang.srt.mem_cache.hicache_storage"
 
@@ -59,3 +68,43 @@ def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
             if name.startswith("sglang") or name == "tidekv.engine.integrations.sglang":
                 del sys.modules[name]
         sys.modules.pop("tidekv.engine.integrations.sglang", None)
+
+
+@asynccontextmanager
+async def _engine_on(uri: str, layout: KVLayout) -> AsyncIterator[Restored]:
+    prefill_pool = DevicePool.allocate(layout, 32)
+    device = DevicePool.allocate(layout, 64)
+    engine = DecodeEngine(
+        EngineConfig(model="m", prefetch_threshold_tokens=1),
+        device=device,
+        host=HostPool.allocate(layout, 64),
+        storage=open_storage(uri),
+        transport=NixlTransport(name="decode-0"),
+    )
+    peer = PrefillPeer(
+        device=prefill_pool,
+        transport=NixlTransport("prefill-0"),
+        model="m",
+        on_room=SyntheticPrefill(prefill_pool, vocabulary=1000).serve,
+    )
+    async with peer, engine:
+
+        async def restored(tokens: list[int]) -> tuple[dict[str, int], list[bytes]]:
+            ready = await engine.restore(
+                DecodeRequest(request_id=str(tokens[0]), tokens=tokens, prefill=peer.address, prompt="send")
+            )
+            pages = [page.numpy().tobytes() for page in device.read_pages(ready.pages[:4])]
+            await engine.finish(ready, [ready.first_token])
+            return dict(ready.sources), pages
+
+        yield restored
+        await engine.wait_settled()
+
+
+@pytest.fixture
+def engine_on() -> Callable[[str, KVLayout], AbstractAsyncContextManager[Restored]]:
+    """A decode engine and its prefill, with the storage of a URI, for pages of a layout: `restored(tokens)` serves a
+    prompt, and tells how many tokens came from where, and what the first 4 pages hold. When the block is left well,
+    all is stored.
+    """
+    return _engine_on

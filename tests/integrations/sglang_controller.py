@@ -15,50 +15,25 @@ What is only imported and never used here is replaced by nothing.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 import tempfile
 import threading
 import types
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any  # SGLang has no types.
-from unittest.mock import MagicMock
+
+from stand_ins import Nothing, make_importable
 
 UNUSED = {"torchvision", "IPython", "sentencepiece", "compressed_tensors", "gguf"}
 LAYERS, HEADS, DIM, SIZE, PAGES = 3, 2, 4, 8, 4
 
 
-class Nothing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for packages that are imported and not used."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> Any:
-        if name.partition(".")[0] not in UNUSED:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> Any:
-        return MagicMock(name=spec.name, __name__=spec.name, __path__=[], __spec__=spec, __file__=None)
-
-    def exec_module(self, module: object) -> None:
-        pass
-
-
 def prepare() -> None:
     """Make SGLang importable, without what its own __init__ starts."""
-    sys.path.append(os.environ["TIDEKV_TEST_SGLANG_PACKAGES"])
-    package = types.ModuleType("sglang")
-    package.__path__ = [os.environ["TIDEKV_TEST_SGLANG"] + "/sglang"]
-    package.__version__ = "0"
-    sys.modules["sglang"] = package
-    # Before the stand-ins: transformers looks at what is installed when it is asked for these.
-    import transformers
-
-    for name in ("AutoImageProcessor", "AutoProcessor", "AutoTokenizer", "PretrainedConfig", "ProcessorMixin"):
-        getattr(transformers, name)
-    sys.meta_path.append(Nothing())
+    make_importable(
+        "sglang", wheel=os.environ["TIDEKV_TEST_SGLANG"], packages=os.environ["TIDEKV_TEST_SGLANG_PACKAGES"]
+    )
+    sys.meta_path.append(Nothing(UNUSED))
 
 
 def main(what: str, uri: str, first_token: int, file: Path) -> None:

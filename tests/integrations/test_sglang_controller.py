@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
-from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv import KVLayout
 
 PROGRAM = Path(__file__).with_name("sglang_controller.py")
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", page_size=8)
@@ -44,40 +45,16 @@ async def controller(what: str, uri: str, first_token: int, file: Path) -> list[
     not all(os.environ.get(name) for name in VARIABLES),
     reason=f"set {' and '.join(VARIABLES)} as sglang_controller.py says, to drive SGLang's own controller",
 )
-async def test_sglangs_controller_and_an_engine_hit_what_the_other_wrote(tmp_path: Path) -> None:
+async def test_sglangs_controller_and_an_engine_hit_what_the_other_wrote(
+    tmp_path: Path, engine_on: Callable[..., AbstractAsyncContextManager[Callable[..., Any]]]
+) -> None:
     uri = f"file:{tmp_path}/store?capacity=64MB"
     written = await controller("write", uri, 1000, tmp_path / "written")
     assert len(set(written)) == 4
-    prefill_pool = DevicePool.allocate(LAYOUT, 32)
-    device = DevicePool.allocate(LAYOUT, 64)
-    engine = DecodeEngine(
-        EngineConfig(model="m", prefetch_threshold_tokens=1),
-        device=device,
-        host=HostPool.allocate(LAYOUT, 64),
-        storage=open_storage(uri),
-        transport=NixlTransport(name="decode-0"),
-    )
-    peer = PrefillPeer(
-        device=prefill_pool,
-        transport=NixlTransport("prefill-0"),
-        model="m",
-        on_room=SyntheticPrefill(prefill_pool, vocabulary=1000).serve,
-    )
-    async with peer, engine:
-
-        async def restored(first_token: int) -> tuple[dict[str, int], list[bytes]]:
-            tokens = [*range(first_token, first_token + 32), 1, 2]
-            ready = await engine.restore(
-                DecodeRequest(request_id=str(first_token), tokens=tokens, prefill=peer.address, prompt="send")
-            )
-            pages = [page.numpy().tobytes() for page in device.read_pages(ready.pages[:4])]
-            await engine.finish(ready, [ready.first_token])
-            return dict(ready.sources), pages
-
-        sources, pages = await restored(1000)
+    async with engine_on(uri, LAYOUT) as restored:
+        sources, pages = await restored([*range(1000, 1032), 1, 2])
         assert sources == {"l1": 0, "l2": 0, "l3": 32, "transfer": 2}
         assert pages == written
-        sources, computed = await restored(5000)
+        sources, computed = await restored([*range(5000, 5032), 1, 2])
         assert sources["l3"] == 0
-        await engine.wait_settled()
     assert await controller("read", uri, 5000, tmp_path / "read") == computed

@@ -5,15 +5,10 @@ With vLLM's own classes, scheduler and block manager: test_vllm_engine.py.
 
 from __future__ import annotations
 
-import enum
-import importlib
 import json
-import pickle
-import sys
-import types
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
@@ -21,274 +16,25 @@ from typing import Any  # vLLM's objects are not typed here.
 import pytest
 import torch
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
-from tidekv.backends.storage.uri import open_storage
+from tidekv import KVLayout
 from tidekv.engine.integrations.vllm_jobs import COUNTS
 from tidekv.engine.integrations.vllm_settings import MHA_BACKENDS, MLA_BACKENDS, ConnectorSettings, read_settings
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
-LAYERS, HEADS, DIM, BLOCK, BLOCKS = 3, 2, 4, 8, 20
-NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
-V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-
-
-class KVConnectorRole(enum.Enum):
-    SCHEDULER = 0
-    WORKER = 1
-
-
-class CacheHitSource(enum.StrEnum):
-    DISK = "disk"
-    EXTERNAL_UNSPECIFIED = "external_unspecified"
-
-
-class KVConnectorMetadata(ABC):  # noqa: B024  # As vLLM's is.
-    pass
-
-
-@dataclass
-class KVConnectorStats:
-    data: dict[str, Any] = field(default_factory=dict)
-
-
-class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name.
-    """What vLLM 0.33.0 asks of a connector and gives it, as its own class declares it."""
-
-    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
-
-    def __init__(self, vllm_config, role, kv_cache_config):
-        self._connector_metadata = None
-        self._vllm_config, self._role, self._kv_cache_config = vllm_config, role, kv_cache_config
-
-    def bind_connector_metadata(self, connector_metadata):
-        self._connector_metadata = connector_metadata
-
-    def clear_connector_metadata(self):
-        self._connector_metadata = None
-
-    def _get_connector_metadata(self):
-        assert self._connector_metadata is not None
-        return self._connector_metadata
-
-    @abstractmethod
-    def start_load_kv(self, forward_context, **kwargs): ...
-
-    @abstractmethod
-    def wait_for_layer_load(self, layer_name): ...
-
-    @abstractmethod
-    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs): ...
-
-    @abstractmethod
-    def wait_for_save(self): ...
-
-    @abstractmethod
-    def get_num_new_matched_tokens(self, request, num_computed_tokens): ...
-
-    @abstractmethod
-    def update_state_after_alloc(self, request, blocks, num_external_tokens): ...
-
-    @abstractmethod
-    def build_connector_meta(self, scheduler_output): ...
-
-
-CONTRACT: dict[str, dict[str, object]] = {
-    f"{V1}.base": {
-        "KVConnectorBase_V1": KVConnectorBase_V1,
-        "KVConnectorMetadata": KVConnectorMetadata,
-        "KVConnectorRole": KVConnectorRole,
-    },
-    f"{V1}.metrics": {"KVConnectorStats": KVConnectorStats},
-    "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": CacheHitSource},
-}
-MODULE = "tidekv.engine.integrations.vllm"
+CONTRACT = runpy.run_path(str(Path(__file__).with_name("vllm_contract.py")))
+Vllm, configs_of, request_of = CONTRACT["Vllm"], CONTRACT["configs_of"], CONTRACT["request_of"]
+FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec = (
+    CONTRACT[f"{kind}Spec"] for kind in ("FullAttention", "MLAAttention", "SlidingWindow")
+)
+KVConnectorRole, CacheHitSource, MODULE = (CONTRACT[name] for name in ("KVConnectorRole", "CacheHitSource", "MODULE"))
+LAYERS, HEADS, DIM, BLOCK, BLOCKS = (CONTRACT[name] for name in ("LAYERS", "HEADS", "DIM", "BLOCK", "BLOCKS"))
 
 
 @pytest.fixture
 def connector() -> Iterator[ModuleType]:
     """The module under test, upon the contract."""
-    before = dict(sys.modules)
-    for module, members in CONTRACT.items():
-        parts = module.split(".")
-        for count in range(1, len(parts) + 1):
-            name = ".".join(parts[:count])
-            sys.modules[name] = sys.modules.get(name) or types.ModuleType(name)
-        vars(sys.modules[module]).update(members)
-    try:
-        yield importlib.import_module(MODULE)
-    finally:
-        for name in set(sys.modules) - set(before):
-            if name.partition(".")[0] == "vllm" or name == MODULE:
-                del sys.modules[name]
-
-
-@dataclass
-class FullAttentionSpec:
-    """vLLM's description of a layer's blocks."""
-
-    block_size: int = BLOCK
-    num_kv_heads: int = HEADS
-    head_size: int = DIM
-    head_size_v: int = DIM
-    dtype: torch.dtype = torch.float32
-    kv_quant_mode: int = 0
-    num_head_slots: int | None = None
-    state_content_bytes: int | None = None
-    page_size_padded: int | None = None
-    tokens_per_state: int = 1
-
-
-@dataclass
-class MLAAttentionSpec(FullAttentionSpec):
-    num_kv_heads: int = 1
-    head_size_v: int = 0
-
-
-@dataclass
-class SlidingWindowSpec(FullAttentionSpec):
-    pass
-
-
-def configs_of(uri: str, *, spec: Any = None, groups: int = 1, backend: str = "FLASH_ATTN", **changes: Any) -> Any:
-    """What vLLM gives a connector: its configuration and that of its KV."""
-    extra = {"uri": uri, "model": "m", "host": "1MB", **changes.pop("extra", {})}
-    transfer = {
-        "kv_connector_extra_config": {name: value for name, value in extra.items() if value is not None},
-        "kv_load_failure_policy": "recompute",
-        "is_kv_consumer": True,
-        "is_kv_producer": True,
-    }
-    parallel = {
-        "rank": 0,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-    }
-    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
-    vllm_config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(**{k: changes.pop(k, v) for k, v in transfer.items()}),
-        parallel_config=SimpleNamespace(**{k: changes.pop(k, v) for k, v in parallel.items()}),
-        speculative_config=changes.pop("speculative", None),
-        model_config=SimpleNamespace(model="its/name"),
-        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(NAMES, layer)),
-    )
-    assert not changes, changes
-    group = SimpleNamespace(layer_names=NAMES, kv_cache_spec=spec or FullAttentionSpec())
-    return vllm_config, SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group] * groups)
-
-
-class Vllm:
-    """Both sides and paged tensors, driven in the order in which vLLM calls them. One request at a time."""
-
-    def __init__(self, module: ModuleType, uri: str, *, seed: int = 0, **changes: Any) -> None:
-        configs = configs_of(uri, **changes)
-        heads, width = configs[1].kv_cache_groups[0].kv_cache_spec.num_kv_heads, 2 * DIM
-        if isinstance(configs[1].kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec):
-            width = DIM
-        shape = (LAYERS, BLOCKS, BLOCK, heads, width)
-        stored = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        self.caches = {name: stored[layer].transpose(1, 2) for layer, name in enumerate(NAMES)}
-        self.scheduler = module.TidekvConnector(configs[0], KVConnectorRole.SCHEDULER, configs[1])
-        self.worker = module.TidekvConnector(configs[0], KVConnectorRole.WORKER, configs[1])
-        self.worker.register_kv_caches(dict(reversed(self.caches.items())))
-        self.invalid: set[int] = set()
-        self.counts: dict[str, int] = {}
-
-    def step(self, scheduled: dict[str, int], blocks: Sequence[int]) -> tuple[set[str], set[str]]:
-        """One step of both sides; returns the requests that were read out, and those that were loaded."""
-        output = SimpleNamespace(
-            num_scheduled_tokens=scheduled,
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (list(blocks),)),
-        )
-        # From one process to another.
-        self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output))))
-        self.worker.start_load_kv(None)
-        for name in NAMES:
-            self.worker.wait_for_layer_load(name)
-            self.worker.save_kv_layer(name, self.caches[name], None)
-        self.worker.wait_for_save()
-        sending, loaded = self.worker.get_finished(set())
-        invalid = self.worker.get_block_ids_with_load_errors()
-        self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(SimpleNamespace(finished_recving=loaded, invalid_block_ids=invalid))
-        self.invalid |= invalid
-        for side in (self.worker, self.scheduler):
-            stats = side.get_kv_connector_stats()
-            for name, count in stats.reduce().items() if stats is not None else ():
-                self.counts[name] = self.counts.get(name, 0) + count
-        return sending or set(), loaded or set()
-
-    def settle(self) -> None:
-        """Wait until the worker has nothing on its way."""
-        self.worker._pages._loop.call(_idle(self.worker._pages))
-
-    def serve(self, tokens: Sequence[int], blocks: Sequence[int]) -> int:
-        """A prompt from arrival to end, in these blocks; returns how many tokens were loaded for it."""
-        request = request_of(tokens)
-        self.scheduler.on_new_request(request)
-        found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
-        while found is None:
-            self.scheduler._scheduler._known["r"].answer.result()
-            found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
-        assert is_async is bool(found)
-        allocated = SimpleNamespace(get_block_ids=lambda: (list(blocks),))
-        self.scheduler.update_state_after_alloc(request, allocated, found)
-        loaded: set[str] = set()
-        if found:
-            _, loaded = self.step({}, [])
-            self.settle()
-            _, later = self.step({}, [])
-            assert loaded ^ later == {"r"}, "told once"
-            first_bad = next((at for at, block in enumerate(blocks) if block in self.invalid), len(blocks))
-            request.num_computed_tokens = min(found, first_bad * BLOCK)
-        count = len(tokens) - request.num_computed_tokens
-        sending, _ = self.step({"r": count}, blocks)
-        request.num_computed_tokens += count
-        assert not sending
-        assert self.scheduler.request_finished(request, list(blocks)) == (False, None)
-        self.settle()
-        self.step({}, [])
-        return found
-
-    def page(self, block: int) -> bytes:
-        """A page's bytes in tidekv's order, element by element."""
-        parts = 1 if next(iter(self.caches.values())).shape[-1] == DIM else 2
-        found = [
-            cache[block, head, slot, part * DIM : (part + 1) * DIM]
-            for cache in self.caches.values()
-            for part in range(parts)
-            for slot in range(BLOCK)
-            for head in range(cache.shape[1])
-        ]
-        return torch.cat(found).numpy().tobytes()
-
-    def close(self) -> None:
-        self.worker.shutdown()
-        self.scheduler.shutdown()
-
-
-async def _idle(pages: Any) -> None:
-    while len(pages._tasks):
-        pages._changed.clear()
-        await pages._changed.wait()
-
-
-def request_of(tokens: Sequence[int]) -> Any:
-    return SimpleNamespace(
-        request_id="r",
-        prompt_token_ids=list(tokens),
-        all_token_ids=list(tokens),
-        num_tokens=len(tokens),
-        num_computed_tokens=0,
-        prompt_embeds=None,
-        mm_features=[],
-        resumable=False,
-        lora_request=None,
-        cache_salt=None,
-        skip_reading_prefix_cache=False,
-    )
+    with CONTRACT["upon_contract"]() as module:
+        yield module
 
 
 @pytest.fixture
@@ -494,43 +240,20 @@ def test_counts_are_summed_and_shown(connector: ModuleType) -> None:
 
 
 @pytest.mark.nixl
-async def test_a_decode_engine_hits_what_vllm_computed_and_the_reverse(connector: ModuleType, uri: str) -> None:
+async def test_a_decode_engine_hits_what_vllm_computed_and_the_reverse(
+    connector: ModuleType, uri: str, engine_on: Callable[..., AbstractAsyncContextManager[Callable[..., Any]]]
+) -> None:
     layout = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=BLOCK)
     mine = [*range(500, 500 + 4 * BLOCK), 1, 2]
     writer = Vllm(connector, uri, seed=5)
     writer.serve(PROMPT, [9, 8, 7, 6, 5])
     writer.close()
-    prefill_pool = DevicePool.allocate(layout, 32)
-    device = DevicePool.allocate(layout, 64)
-    engine = DecodeEngine(
-        EngineConfig(model="m", prefetch_threshold_tokens=1),
-        device=device,
-        host=HostPool.allocate(layout, 64),
-        storage=open_storage(uri),
-        transport=NixlTransport(name="decode-0"),
-    )
-    peer = PrefillPeer(
-        device=prefill_pool,
-        transport=NixlTransport("prefill-0"),
-        model="m",
-        on_room=SyntheticPrefill(prefill_pool, vocabulary=1000).serve,
-    )
-    async with peer, engine:
-
-        async def restored(request_id: str, tokens: list[int]) -> tuple[dict[str, int], list[bytes]]:
-            ready = await engine.restore(
-                DecodeRequest(request_id=request_id, tokens=tokens, prefill=peer.address, prompt="send")
-            )
-            pages = [page.numpy().tobytes() for page in device.read_pages(ready.pages[:4])]
-            await engine.finish(ready, [ready.first_token])
-            return dict(ready.sources), pages
-
-        sources, pages = await restored("theirs", PROMPT)
+    async with engine_on(uri, layout) as restored:
+        sources, pages = await restored(PROMPT)
         assert sources == {"l1": 0, "l2": 0, "l3": 4 * BLOCK, "transfer": 2}
         assert pages == [writer.page(block) for block in (9, 8, 7, 6)]
-        sources, computed = await restored("mine", mine)
+        sources, computed = await restored(mine)
         assert sources["l3"] == 0
-        await engine.wait_settled()
     reader = Vllm(connector, uri, seed=6)
     assert reader.serve(mine, [15, 14, 13, 12, 11]) == 4 * BLOCK
     assert [reader.page(block) for block in (15, 14, 13, 12)] == computed

@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
-from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv import KVLayout
 
 PROGRAM = Path(__file__).with_name("vllm_engine.py")
 VARIABLES = ("TIDEKV_TEST_VLLM", "TIDEKV_TEST_VLLM_PACKAGES")
@@ -66,7 +67,9 @@ async def test_methods_take_what_vllm_gives(tmp_path: Path) -> None:
 @pytest.mark.nixl
 @pytest.mark.slow
 @needs_wheel
-async def test_vllms_scheduler_and_an_engine_hit_what_the_other_computed(tmp_path: Path) -> None:
+async def test_vllms_scheduler_and_an_engine_hit_what_the_other_computed(
+    tmp_path: Path, engine_on: Callable[..., AbstractAsyncContextManager[Callable[..., Any]]]
+) -> None:
     uri = f"file:{tmp_path}/store?capacity=64MB"
 
     async def vllm(what: str, first_token: int) -> list[bytes]:
@@ -77,36 +80,10 @@ async def test_vllms_scheduler_and_an_engine_hit_what_the_other_computed(tmp_pat
 
     written = await vllm("write", 100)
     assert len(set(written)) == 4
-    prefill_pool = DevicePool.allocate(LAYOUT, 32)
-    device = DevicePool.allocate(LAYOUT, 64)
-    engine = DecodeEngine(
-        EngineConfig(model="m", prefetch_threshold_tokens=1),
-        device=device,
-        host=HostPool.allocate(LAYOUT, 64),
-        storage=open_storage(uri),
-        transport=NixlTransport(name="decode-0"),
-    )
-    peer = PrefillPeer(
-        device=prefill_pool,
-        transport=NixlTransport("prefill-0"),
-        model="m",
-        on_room=SyntheticPrefill(prefill_pool, vocabulary=1000).serve,
-    )
-    async with peer, engine:
-
-        async def restored(first_token: int) -> tuple[dict[str, int], list[bytes]]:
-            tokens = [*range(first_token, first_token + 4 * PAGE), 1, 2]
-            ready = await engine.restore(
-                DecodeRequest(request_id=str(first_token), tokens=tokens, prefill=peer.address, prompt="send")
-            )
-            pages = [page.numpy().tobytes() for page in device.read_pages(ready.pages[:4])]
-            await engine.finish(ready, [ready.first_token])
-            return dict(ready.sources), pages
-
-        sources, pages = await restored(100)
+    async with engine_on(uri, LAYOUT) as restored:
+        sources, pages = await restored([*range(100, 100 + 4 * PAGE), 1, 2])
         assert sources == {"l1": 0, "l2": 0, "l3": 4 * PAGE, "transfer": 2}
         assert pages == written
-        sources, computed = await restored(500)
+        sources, computed = await restored([*range(500, 500 + 4 * PAGE), 1, 2])
         assert sources["l3"] == 0
-        await engine.wait_settled()
     assert await vllm("read", 500) == computed

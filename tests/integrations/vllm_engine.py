@@ -18,15 +18,12 @@ Only the model is ours: there is no GPU. What is only imported and never used he
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import inspect
 import json
 import logging
 import os
 import random
 import sys
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +32,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import torch
+from stand_ins import Nothing, make_importable
 
 UNUSED = {"vllm.reasoning", "xgrammar", "fastapi", "llguidance"}
 LAYERS, HEADS, DIM, BLOCK = 3, 2, 4, 8
@@ -42,35 +40,10 @@ NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
 VOCABULARY = 1000
 
 
-class Nothing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for packages that are imported and not used."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> Any:
-        parts = name.split(".")
-        if UNUSED.isdisjoint(".".join(parts[:count]) for count in range(1, len(parts) + 1)):
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> Any:
-        return MagicMock(name=spec.name, __name__=spec.name, __path__=[], __spec__=spec, __file__=None)
-
-    def exec_module(self, module: object) -> None:
-        pass
-
-
 def prepare() -> None:
     """Make vLLM importable, without what its own __init__ patches, on a platform that is none."""
-    sys.path.append(os.environ["TIDEKV_TEST_VLLM_PACKAGES"])
-    package = types.ModuleType("vllm")
-    package.__path__ = [os.environ["TIDEKV_TEST_VLLM"] + "/vllm"]
-    package.__version__ = "0"
-    sys.modules["vllm"] = package
-    # Before the stand-ins: transformers looks at what is installed when it is asked for these.
-    import transformers
-
-    for name in ("AutoImageProcessor", "AutoProcessor", "AutoTokenizer", "PretrainedConfig", "ProcessorMixin"):
-        getattr(transformers, name)
-    sys.meta_path.insert(0, Nothing())
+    make_importable("vllm", wheel=os.environ["TIDEKV_TEST_VLLM"], packages=os.environ["TIDEKV_TEST_VLLM_PACKAGES"])
+    sys.meta_path.insert(0, Nothing(UNUSED))
     import vllm.platforms
     from vllm.platforms.interface import Platform, PlatformEnum
 
