@@ -88,7 +88,7 @@ class PageLayout:
             head_dim=full.head_dim,
             page_bytes=self.page_bytes,
             piece_bytes=self.pieces,
-            groups=tuple(_group_identity(group) for group in self.groups[1:]),
+            groups=tuple(group_identity(group) for group in self.groups[1:]),
         )
 
 
@@ -109,7 +109,8 @@ def same_pages(one: Layout, other: Layout) -> bool:
     return one.groups == other.groups
 
 
-def _group_identity(group: LayerGroup) -> GroupIdentity:
+def group_identity(group: LayerGroup) -> GroupIdentity:
+    """What a group of layers is compared by."""
     layout = group.layout
     return GroupIdentity(
         name=group.name,

@@ -6,6 +6,7 @@ from typing import Literal
 
 from tidekv.backends.page_keys import PageKeys
 from tidekv.engine.values import NAMESPACE_MARK
+from tidekv.states.components import Component
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.policy import StoragePolicy
 from tidekv.states.settings import CoreSettings
@@ -104,7 +105,9 @@ class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fiel
         """How the core and storage know pages of this size."""
         return PageKeys(page_size, bigrams=self.bigram_keys)
 
-    def core_settings(self, *, page_size: int, device_pages: int, host_pages: int) -> CoreSettings:
+    def core_settings(
+        self, *, page_size: int, device_pages: int, host_pages: int, components: tuple[Component, ...] = ()
+    ) -> CoreSettings:
         """The part of it that decides."""
         shared = {name: getattr(self, name) for name in CoreSettings.__struct_fields__ if hasattr(self, name)}
         return CoreSettings(
@@ -112,5 +115,6 @@ class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fiel
             key_bytes=self.page_keys(page_size).key_bytes,
             device_pages=device_pages,
             host_pages=host_pages,
+            components=components,
             **shared,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -20,6 +20,7 @@ from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, Re
 from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
 
 if TYPE_CHECKING:
+    from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.device import DevicePool
     from tidekv.backends.host import HostPool
     from tidekv.backends.keys import Tokens
@@ -49,6 +50,7 @@ class DecodeEngine:
         *,
         device: DevicePool,
         host: HostPool | None = None,
+        components: Sequence[ComponentPools] = (),
         storage: Storage | None = None,
         transport: Transport,
         recompute: Recompute | None = None,
@@ -56,6 +58,8 @@ class DecodeEngine:
     ) -> None:
         """Nothing is started. Raises InvalidConfig for parts that do not fit each other.
 
+        `components`: sliding windows and recurrent states of the model, which travel beside the KV of every page; a
+        prefix is then as long as all of them can go on from.
         `recompute` is the last resort: where no prefill of a request's list can send what is missing, it computes that
         on this machine, and the request is READY all the same. `ranks`: it is one of several engines that
         decide as one.
@@ -63,7 +67,14 @@ class DecodeEngine:
         self.config = config
         self.layout = device.layout
         self._parts = Parts(
-            config, device=device, host=host, storage=storage, transport=transport, recompute=recompute, ranks=ranks
+            config,
+            device=device,
+            host=host,
+            components=components,
+            storage=storage,
+            transport=transport,
+            recompute=recompute,
+            ranks=ranks,
         )
         self._calls = self._parts.calls
         self._known_digests = KnownDigests(self._parts.page_keys)
@@ -94,7 +105,7 @@ class DecodeEngine:
         Raises InvalidRequest (nothing was changed), CapacityError (the queue is full), RequestFailed, EngineClosed.
         Cancelling the awaiting task aborts the request.
         """
-        self._check_open()
+        self._parts.check_open()
         if self._parts.is_draining:
             raise EngineClosed("the engine drains: it takes no new requests")
         limit = self.config.vocabulary or None
@@ -165,7 +176,7 @@ class DecodeEngine:
         """End a request, waiting or READY: its `restore` raises RequestFailed("aborted"). True: it is over now, and its
         id is free. False: it is not live, or was given to finish or retract before.
         """
-        self._check_open()
+        self._parts.check_open()
         serial = self._calls.serial_of(request_id)
         if serial is None or self._calls.is_given_back(request_id):
             return False
@@ -181,14 +192,14 @@ class DecodeEngine:
         Raises OutOfPages, having changed nothing: retract or finish a request, and call again. InvalidRequest where it
         was given back, or was lost to an error of ours: then its pages are no longer yours.
         """
-        self._check_open()
+        self._parts.check_open()
         return self._growth.grow(ready, tokens)
 
     async def wait_grown(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
         """Like `grow`, but where the reserve is too small, wait for the ranks to agree on more, which the callers
         of all ranks ask for. Raises OutOfPages where the pool has no more, or another rank does not ask in time.
         """
-        self._check_open()
+        self._parts.check_open()
         if self._parts.ranks is None:
             return self._growth.grow(ready, tokens)
         return await self._growth.wait_grown(ready, tokens, hold_s=self._parts.ranks.hold_s)
@@ -197,7 +208,7 @@ class DecodeEngine:
         """Say that `grow_from_reserve` took so many pages, on whatever thread: the reserve is refilled soon. To be said
         before the request is given back; of one that is lost already it says nothing.
         """
-        self._check_open()
+        self._parts.check_open()
         self._growth.note(ready, page_count)
 
     async def finish(self, ready: ReadyRequest, output_tokens: Tokens = ()) -> int:
@@ -242,12 +253,12 @@ class DecodeEngine:
         Raises as `restore`. What was held in host memory is let go of when the request is READY or has failed; it stays
         held where the call was refused (InvalidRequest, CapacityError).
         """
-        self._check_open()
+        self._parts.check_open()
         return await self._submit(retracted.request, retracted.packed_tokens)
 
     def drop(self, retracted: RetractedRequest) -> None:
         """Let go of what a retracted request that will not be resumed holds in host memory."""
-        self._check_open()
+        self._parts.check_open()
         self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=retracted.request.request_id))
 
     def _drop_unclaimed(self, request_id: str, done: asyncio.Future[int]) -> None:
@@ -257,7 +268,7 @@ class DecodeEngine:
 
     def _kept(self, ready: ReadyRequest, output_tokens: Tokens) -> tuple[bytes, int]:
         """Keys and count of the tokens that have KV; the record learns the tokens."""
-        self._check_open()
+        self._parts.check_open()
         live = self._calls.ready(ready)
         output = pack_tokens(output_tokens, vocabulary=self.config.vocabulary or None) if len(output_tokens) else b""
         tokens = kept_tokens(ready, output, page_size=self.layout.page_size)
@@ -272,7 +283,7 @@ class DecodeEngine:
 
         "l3" clears storage; it spares nothing.
         """
-        self._check_open()
+        self._parts.check_open()
         wrong = set(tiers) - {"l1", "l2", "l3"}
         if wrong:
             raise InvalidRequest(f"flush knows the tiers l1, l2 and l3, not {', '.join(sorted(wrong))}")
@@ -293,13 +304,13 @@ class DecodeEngine:
         raises (InvalidConfig, StorageFailed) or is cancelled, the old one is in use as before, and the new one closed.
         What closing the old one raises is raised, with the new one in use. The engine closes storage at its end.
         """
-        self._check_open()
-        await self._parts.swap_storage(open_storage(storage, options) if isinstance(storage, str) else storage)
+        self._parts.check_open()
+        await self._parts.storage_in_use.swap(open_storage(storage, options) if isinstance(storage, str) else storage)
 
     async def detach_storage(self) -> None:
         """Use no storage from now on: its calls in flight are waited for, then it is closed."""
-        self._check_open()
-        await self._parts.swap_storage(None)
+        self._parts.check_open()
+        await self._parts.storage_in_use.swap(None)
 
     @property
     def policy(self) -> StoragePolicy:
@@ -312,7 +323,7 @@ class DecodeEngine:
         Names and values are those of `StoragePolicy`, which is returned; what is not named stays, and so does how what
         is under way goes on. Raises InvalidConfig, having changed nothing, for a name or value that there is not.
         """
-        self._check_open()
+        self._parts.check_open()
         policy = changed_policy(self.policy, changes)
         self._driver.take_now(events.PolicyChanged(at_s=self._driver.clock(), policy=policy))
         return policy
@@ -324,7 +335,8 @@ class DecodeEngine:
         """
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
         joined = join_namespaces(self.config.namespace, namespace)
-        device, host = self._core.books.index.peek(joined, self._parts.page_keys.of(packed))
+        books = self._core.books
+        device, host = (books.components or books.index).peek(joined, self._parts.page_keys.of(packed))
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:
@@ -332,7 +344,7 @@ class DecodeEngine:
 
         Resuming is still possible. Returns the ids of the requests that are live still.
         """
-        self._check_open()
+        self._parts.check_open()
         self._parts.is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -343,13 +355,13 @@ class DecodeEngine:
 
     async def wait_formed(self) -> None:
         """Wait until all ranks of the instance are there (again); without ranks they always are."""
-        self._check_open()
+        self._parts.check_open()
         if self._parts.ranks is not None:
             await self._parts.ranks.wait_formed()
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""
-        self._check_open()
+        self._parts.check_open()
         await self._parts.wait_settled()
 
     @property
@@ -375,18 +387,3 @@ class DecodeEngine:
         if self._parts.loop is None:
             raise EngineClosed("the engine was not started: enter it with `async with`")
         return self._parts.statistics()
-
-    def _check_open(self) -> None:
-        if not self._parts.is_open:
-            if (error := self._parts.broken) is not None:
-                raise EngineClosed(f"the engine broke: {type(error).__name__}: {error}; make a new one") from error
-            raise EngineClosed("the engine is not running: enter it with `async with`, and call nothing after its end")
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        if loop is not self._parts.loop:
-            raise InvalidRequest(
-                "the engine is called on the loop that entered it only; from another thread use "
-                "asyncio.run_coroutine_threadsafe"
-            )

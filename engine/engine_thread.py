@@ -12,7 +12,7 @@ it, and `grow` where the reserve is used up, wait for the engine's thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -27,6 +27,7 @@ from tidekv.engine.growth import grow_from_reserve, kept_tokens
 from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages
 
 if TYPE_CHECKING:
+    from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.device import DevicePool
     from tidekv.backends.host import HostPool
     from tidekv.backends.keys import Tokens
@@ -62,6 +63,7 @@ class EngineThread:
         *,
         device: DevicePool,
         host: HostPool | None = None,
+        components: Sequence[ComponentPools] = (),
         storage: Storage | None = None,
         transport: Transport,
         recompute: Recompute | None = None,
@@ -72,7 +74,14 @@ class EngineThread:
         `ranks`, starting waits for the other ranks, which start in processes or threads of their own.
         """
         self._engine = DecodeEngine(
-            config, device=device, host=host, storage=storage, transport=transport, recompute=recompute, ranks=ranks
+            config,
+            device=device,
+            host=host,
+            components=components,
+            storage=storage,
+            transport=transport,
+            recompute=recompute,
+            ranks=ranks,
         )
         self._page_size = device.layout.page_size
         self._vocabulary = config.vocabulary or None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.copies import PageCopier
-from tidekv.backends.keys import storage_namespace
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.calls import Calls
 from tidekv.engine.closing import Closable, close_in_order
@@ -24,6 +25,7 @@ from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.rank_driver import RankDriver
 from tidekv.engine.rank_group import RankGroup, place_of, settings_digest
+from tidekv.engine.storage_swap import StorageInUse
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
@@ -62,6 +64,7 @@ class Parts:
         *,
         device: DevicePool,
         host: HostPool | None,
+        components: Sequence[ComponentPools] = (),
         storage: Storage | None,
         transport: Transport,
         recompute: Recompute | None,
@@ -72,6 +75,7 @@ class Parts:
             raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
+        check_components(components, device=device, host=host)
         self.config = config
         self.page_keys = config.page_keys(device.layout.page_size)
         self.core = Core(
@@ -79,6 +83,7 @@ class Parts:
                 page_size=device.layout.page_size,
                 device_pages=device.num_pages,
                 host_pages=0 if host is None else host.num_pages,
+                components=tuple(pools.component for pools in components),
             )
         )
         self.calls = Calls(page_size=device.layout.page_size, last_resort=recompute)
@@ -88,10 +93,10 @@ class Parts:
         self.watchdog = Watchdog(limit_s=config.hold_up_limit_s)
         self.transport = transport
         self.host = host
+        self.components = {pools.name: pools for pools in components}
         self.copier: PageCopier | None = None
-        self.storage: Storage | None = None
         self.ranks: RankDriver | None = None
-        self._rank_group = ranks
+        self.rank_group = ranks
         self._fold: MetricsFold | None = None
         self.journal: Journal | None = None
         self.metrics: MetricsServer | None = None
@@ -101,12 +106,10 @@ class Parts:
         self.broken: BaseException | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._device = device
-        self._first_storage = storage
-        identity = device.layout.identity(config.model)
-        self._identity = msgspec.structs.replace(identity, bigram_keys=config.bigram_keys)
+        identity = with_components(device.layout.identity(config.model), components)
+        self.identity = msgspec.structs.replace(identity, bigram_keys=config.bigram_keys)
         self.group: EffectGroup | None = None
-        self._storage_swap = asyncio.Lock()
-        self._retired: list[Storage] = []
+        self.storage_in_use = StorageInUse(self, storage)
 
     async def start(self) -> None:
         """Start poller, transport, pools, storage. Raises what they raise, with everything stopped again.
@@ -129,16 +132,16 @@ class Parts:
     async def _start(self) -> None:
         config = self.config
         self.watchdog.start()
-        self.storage = self._first_storage
+        self.storage_in_use.own_first()
         self.poller.start()
         self.storage_poller.start()
         await self.transport.start(poller=self.poller)
         memory = self._device.memory
         await self.transport.register(memory)
-        if self._rank_group is not None:
+        if self.rank_group is not None:
             self.ranks = RankDriver(
-                self._rank_group,
-                settings=settings_digest(self.core.settings, self._identity, stages=self._rank_group.stages),
+                self.rank_group,
+                settings=settings_digest(self.core.settings, self.identity, stages=self.rank_group.stages),
                 calls=self.calls,
                 renew=self._begin_anew,
                 on_broken=self._break,
@@ -150,7 +153,7 @@ class Parts:
                 fold, page_bytes=memory.page_bytes, statistics=self.statistics, loop_lag=self.watchdog.lag, vote_s=votes
             )
             self.metrics = MetricsServer(config.metrics_listen, collector)
-        if config.kv_events is not None and (self._rank_group is None or self._rank_group.rank == 0):
+        if config.kv_events is not None and (self.rank_group is None or self.rank_group.rank == 0):
             self.kv_events = KVEventPublisher(
                 config.kv_events,
                 replay=config.kv_events_replay,
@@ -163,14 +166,14 @@ class Parts:
         self.receiver = Receiver(
             self.transport,
             memory=memory,
-            identity=self._identity,
+            identity=self.identity,
             deliver=self.front.post,
             deliver_aux=self.calls.note_aux,
             clock=self.driver.clock,
             lease_s=config.lease_s,
             heartbeat_s=config.heartbeat_s,
             missed_s=config.peer_silence_s,
-            **place_of(self._rank_group),
+            **place_of(self.rank_group),
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
         )
         await self.receiver.start()
@@ -191,10 +194,7 @@ class Parts:
             store_timeout_s=config.store_timeout_s,
             query_timeout_s=config.query_deadline_s,
         )
-        if self._first_storage is not None:
-            await self._register(self._first_storage)
-            self.effects.storage = self._first_storage
-            self.front.post(events.StorageChanged(at_s=self.driver.clock(), available=True))
+        await self.storage_in_use.register_first()
         if self.ranks is not None:
             await self.ranks.start()
 
@@ -203,7 +203,7 @@ class Parts:
         self.journal = await open_journal(
             self.config,
             self.core,
-            identity=self._identity,
+            identity=self.identity,
             page_bytes=self._device.memory.page_bytes,
             instance=self.transport.instance,
         )
@@ -293,7 +293,7 @@ class Parts:
             self.ranks,
             getattr(self, "receiver", None),
             self.copier,
-            *self._retired,
+            *self.storage_in_use.retired,
             self.storage,
             self.transport,
             self.poller,
@@ -313,61 +313,26 @@ class Parts:
         if failures:
             raise ExceptionGroup("closing the engine", failures)
 
-    # --- Storage, while serving ---
+    @property
+    def storage(self) -> Storage | None:
+        """The storage in use; the engine closes it."""
+        return self.storage_in_use.current
 
-    async def swap_storage(self, storage: Storage | None) -> None:
-        """Use this storage, or none, from now on: open the new one, drain the old one, swap, close the old one.
-
-        Whatever raises before the swap, a cancellation too, leaves the old one in use and closes the new one.
-        Raises InvalidRequest for the one that is in use already.
-        """
-        if storage is not None and self.host is None:
-            raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
-        async with self._storage_swap:
-            old = self.storage
-            if storage is not None and storage is old:
-                raise InvalidRequest(f"{storage.uri} is attached already")
-            await self._prepare_swap(old, storage)
-            self.storage = self.effects.storage = storage
-            if storage is not None:
-                self._tell_storage(available=True)
-            if old is not None:
-                # Should closing be cut off, the engine's own end closes it once more.
-                self._retired.append(old)
-                await old.close()
-                self._retired.remove(old)
-
-    async def _prepare_swap(self, old: Storage | None, new: Storage | None) -> None:
-        """Open the new one and drain the old one; all of it, or nothing and the new one closed."""
-        is_told = False
+    def check_open(self) -> None:
+        """Raise EngineClosed where it takes no calls, InvalidRequest on another loop than its own."""
+        if not self.is_open:
+            if (error := self.broken) is not None:
+                raise EngineClosed(f"the engine broke: {type(error).__name__}: {error}; make a new one") from error
+            raise EngineClosed("the engine is not running: enter it with `async with`, and call nothing after its end")
         try:
-            if new is not None:
-                await self._register(new)
-            if old is not None:
-                is_told = True
-                self._tell_storage(available=False)
-                # With ranks, the core hears of it when all of them do.
-                await self.calls.wait_until(lambda: not self.core.books.storage_available)
-                await self.effects.storage_is_quiet()
-            if not self.is_open:
-                raise EngineClosed("the engine was closed while storage was attached")
-        except BaseException:
-            if is_told:
-                self._tell_storage(available=True)
-            if new is not None:
-                await new.close()
-            raise
-
-    async def _register(self, storage: Storage) -> None:
-        assert self.host is not None
-        group = self._rank_group
-        place = {} if group is None else {"rank": group.rank, "ranks": group.ranks}
-        namespace = storage_namespace(self._identity, **place)
-        await storage.register(self.host.memory, self.host.page, namespace=namespace, poller=self.storage_poller)
-
-    def _tell_storage(self, *, available: bool) -> None:
-        if self.is_open:
-            self.front.take_now(events.StorageChanged(at_s=self.driver.clock(), available=available))
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self.loop:
+            raise InvalidRequest(
+                "the engine is called on the loop that entered it only; from another thread use "
+                "asyncio.run_coroutine_threadsafe"
+            )
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests."""

@@ -53,12 +53,26 @@ class GroupIdentity(msgspec.Struct, frozen=True):
     head_dim: int
 
 
+class ComponentIdentity(msgspec.Struct, frozen=True):
+    """A window or state that travels beside the pages, by what makes its bytes interchangeable. `groups` has all groups
+    of its layout, "full" included; `page_size` is the tokens of a window's page, and of a record one of its dimensions.
+    """
+
+    name: str
+    kind: str
+    window_tokens: int
+    page_size: int
+    piece_bytes: tuple[int, ...]
+    groups: tuple[GroupIdentity, ...]
+
+
 class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """What must be equal at both ends of a hand-over, field by field; a difference is refused by the field's name.
 
     `kind` to `head_dim` are of the group "full"; `groups` has the others, in the order in which a page holds them.
     Without any it is left out where this is written, so that digests over it are what they were before there were any.
-    `bigram_keys` says how pages are named: see `tidekv.backends.page_keys`.
+    `bigram_keys` says how pages are named: see `tidekv.backends.page_keys`. `components` are in the
+    order of their names.
     """
 
     model: str
@@ -72,3 +86,4 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     piece_bytes: tuple[int, ...]
     groups: tuple[GroupIdentity, ...] = ()
     bigram_keys: bool = False
+    components: tuple[ComponentIdentity, ...] = ()

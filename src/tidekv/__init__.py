@@ -21,6 +21,7 @@ from tidekv.states.errors import (
 )
 
 if TYPE_CHECKING:
+    from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.device import DevicePool
     from tidekv.backends.host import HostPool
     from tidekv.backends.layout import KVLayout
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CapacityError",
+    "ComponentPools",
     "DecodeEngine",
     "DecodeRequest",
     "DevicePool",
@@ -76,6 +78,7 @@ __all__ = [
 
 # Imported when they are first asked for: torch takes seconds, which whoever only reads a help text need not wait for.
 _LATER = {
+    "ComponentPools": "tidekv.backends.component_pools",
     "DecodeEngine": "tidekv.engine.decode_engine",
     "DecodeRequest": "tidekv.engine.values",
     "DevicePool": "tidekv.backends.device",
