@@ -9,6 +9,7 @@ the program ends.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,13 @@ from types import TracebackType
 from typing import Self
 
 from peers import PeerMissing
+
+
+def option_parser(what: str | None) -> argparse.ArgumentParser:
+    """The options that every measuring program has: where its figures go."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    return parser
 
 
 class Figures:

@@ -7,14 +7,13 @@ the index meanwhile, without the bytes of the keys themselves, is divided by the
 
 from __future__ import annotations
 
-import argparse
 import gc
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from figures import Figures
+from figures import Figures, option_parser
 
 from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.workload.traces import read_trace
@@ -45,8 +44,7 @@ def recorded(path: Path) -> Iterator[bytes]:
 
 def main() -> None:
     """Read the options and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = option_parser(__doc__)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--pages", type=int, default=1_000_000)
     chosen = parser.parse_args()

@@ -12,7 +12,6 @@ Times are CPU times of the one thread, so that who else is on the machine matter
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 from collections import deque
@@ -23,7 +22,7 @@ from time import thread_time_ns
 from typing import Any  # Peers' objects have no types here.
 
 import numpy as np
-from figures import Figures
+from figures import Figures, option_parser
 from peer_trees import Ids, OurTree, SglangTree, VllmPool, chain, check_tree, check_vllm, enter, numbers
 from peers import PeerMissing, default_cache, fetch, make_importable
 
@@ -245,9 +244,8 @@ def note_limits(figures: Figures) -> None:
 
 def main() -> None:
     """Read the options, prepare the peer, race."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("peer", choices=("sglang", "vllm"))
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
     parser.add_argument("--trace", type=Path, help="a recording; without one only what needs none is measured")
     parser.add_argument("--requests", type=int, default=4000)

@@ -10,7 +10,6 @@ many pages a conversation hashes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import bisect
 import hashlib
@@ -22,14 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import uvloop
 from engine_rig import KeyStorage, Script, ScriptedTransport
-from figures import Figures
+from figures import Figures, option_parser
 
 from tidekv import (
     DecodeEngine,
@@ -330,8 +328,7 @@ async def measure(figures: Figures, seconds: float) -> None:
 
 def main() -> None:
     """Read the options and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = option_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=16.0)
     chosen = parser.parse_args()
     torch.set_num_threads(1)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from figures import Figures
+from figures import Figures, option_parser
 
 from tidekv.engine.workload.multiturn import run_both_ways, total_hit_rate
 
@@ -17,8 +14,7 @@ PUBLISHED = {
 
 def main() -> None:
     """Serve the rounds and compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = option_parser(__doc__)
     chosen = parser.parse_args()
     with Figures(chosen.json) as figures:
         apart, told = 0.0, []

@@ -8,19 +8,17 @@ for a prefix of 10,000 tokens that 50 waiting requests share. Times are to READY
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 import uvloop
-from figures import Figures
+from figures import Figures, option_parser
 
 from tidekv import (
     DecodeEngine,
@@ -199,8 +197,7 @@ async def measure(figures: Figures, rounds: int) -> None:
 
 def main() -> None:
     """Read the options and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     chosen = parser.parse_args()
     torch.set_num_threads(1)

@@ -8,7 +8,6 @@ allows.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import tempfile
 import time
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 import uvloop
 from engine import Load, Rig, measure  # noqa: TID251  # Not that of the package: engine.py in this folder.
-from figures import Figures, over_n_log_n
+from figures import Figures, option_parser, over_n_log_n
 
 from tidekv import Replayer
 from tidekv.states.accounts import PageAccount
@@ -91,8 +90,7 @@ def journal_s(times: int) -> tuple[float, int]:
 
 def main() -> None:
     """Read the options and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = option_parser(__doc__)
     parser.add_argument("--plot", type=Path, help="draw it to this .png or .svg file, too")
     parser.add_argument("--only", nargs="+", choices=("index", "engine", "journal"))
     chosen = parser.parse_args()

@@ -8,13 +8,12 @@ has to send. Storage is in memory, since nearly all hits are in L1.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from pathlib import Path
 
 import torch
 import uvloop
-from figures import Figures
+from figures import Figures, option_parser
 
 from tidekv import KVLayout
 from tidekv.engine.main_job import TierOptions, run_trace
@@ -28,9 +27,8 @@ VERIFY_EVERY = 16
 
 def main() -> None:
     """Run both ways, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("recording", type=Path)
-    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--sessions", type=int, default=20)
     parser.add_argument("--requests", type=int, default=0, help="at most so many; 0: all")
     parser.add_argument("--in-flight", type=int, default=1)

@@ -101,7 +101,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         for number, prompt in enumerate(prompts):
             self.insert_full(prompt)
             if pick >> number & 1:
-                self.give_host(pick)
+                self.give_the_other_tiers_copy(pick, "host")
             self.insert_tails("device" if pick >> number & 2 else "host", number)
 
     # --- The model's own view ---
@@ -178,29 +178,19 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         inserted = self.index.insert(prompt[0], keys(prompt[1]), account.take(len(prompt[1])))
         account.give_back(inserted.duplicates)
 
-    @rule(pick=PICK)
-    def give_host(self, pick: int) -> None:
-        account = self.full["host"]
+    @rule(pick=PICK, tier=TIERS)
+    def give_the_other_tiers_copy(self, pick: int, tier: str) -> None:
+        account = self.full[tier]
         nodes = [
             node
             for node in self.index.nodes()
-            if node.host is None and node.parent.host is not None and node.page_count <= account.free
+            if getattr(node, tier) is None
+            and getattr(node.parent, tier) is not None
+            and node.page_count <= account.free
         ]
         if nodes:
             node = nodes[pick % len(nodes)]
-            self.index.give_host(node, account.take(node.page_count))
-
-    @rule(pick=PICK)
-    def give_device(self, pick: int) -> None:
-        account = self.full["device"]
-        nodes = [
-            node
-            for node in self.index.nodes()
-            if node.device is None and node.parent.device is not None and node.page_count <= account.free
-        ]
-        if nodes:
-            node = nodes[pick % len(nodes)]
-            self.index.give_device(node, account.take(node.page_count))
+            (self.index.give_host if tier == "host" else self.index.give_device)(node, account.take(node.page_count))
 
     @rule(tier=TIERS, count=st.integers(1, 8))
     def evict_full(self, tier: str, count: int) -> None:
