@@ -7,6 +7,7 @@ import socket
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,53 @@ async def test_a_rank_that_ends_is_named_to_all_and_a_new_epoch_is_formed_when_i
             assert await member.owner.expect("formed") == ("formed", 2)
         votes = [member.channel.vote(1, array("q", [at])) for at, member in enumerate(members)]
         assert [list(vote) for vote in await asyncio.gather(*votes)] == [[0]] * 3
+
+
+async def test_the_next_group_is_formed_when_every_vote_thread_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread cannot give up forming before its time is over. One that were asked for the next group meanwhile would
+    come to that one late, fail, and be late for each one after it.
+    """
+    address = free_address()
+    members = [Member(rank, 2, address) for rank in range(2)]
+    loop = asyncio.get_running_loop()
+    asked: list[list[asyncio.Future[None]]] = [[], []]
+
+    def form(rank: int, epoch: int, port: int) -> asyncio.Future[None]:
+        assert all(earlier.done() for earlier in asked[rank]), f"rank {rank} is asked for epoch {epoch} and not free"
+        asked[rank].append(loop.create_future())
+        return asked[rank][-1]
+
+    for rank, member in enumerate(members):
+        monkeypatch.setattr(member.channel._thread, "form", partial(form, rank))
+    try:
+        for member in members:
+            await member.begin()
+        await turns_until(lambda: all(asked))
+        asked[0][0].set_exception(TransferFailed("no group in time"))
+        for member in members:
+            await member.owner.expect("lost")
+            member.channel.settled()
+        # Long enough for any message: the follower's thread tries on, and nobody begins anew without it.
+        await turns_until(lambda: len(asked[0]) > 1, turns_max=500)
+        assert [len(futures) for futures in asked] == [1, 1]
+        asked[1][0].set_exception(TransferFailed("no group in time"))
+        await turns_until(lambda: all(len(futures) == 2 for futures in asked))
+        for futures in asked:
+            futures[1].set_result(None)
+        for member in members:
+            assert await member.owner.expect("formed") == ("formed", 2)
+    finally:
+        for member in members:
+            member.channel.leave()
+            await member.channel.close()
+
+
+async def turns_until(is_so: Callable[[], bool], *, turns_max: int = 100_000) -> None:
+    """Let the loop turn until something is so, or has not come about in so many turns."""
+    for _ in range(turns_max):
+        if is_so():
+            return
+        await asyncio.sleep(0)
 
 
 async def test_a_leader_that_ends_is_named_and_its_successor_counts_on() -> None:
