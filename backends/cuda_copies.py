@@ -35,10 +35,7 @@ class StagedMover:
         self._host = host.buffer
         self._page_bytes = layout.page_bytes
         self._block_pages = max(1, staging_bytes // layout.page_bytes)
-        # A thread of the gather kernel moves one element: the wider, the fewer.
-        aligned = all(row.shape[1] % 8 == 0 and row.storage_offset() % 8 == 0 for row in device.rows)
-        self._element = torch.int64 if aligned else torch.uint8
-        self._rows = [row.view(self._element) for row in device.rows]
+        self._element, self._rows = _wide_rows(device)
         self._widths = [row.shape[1] for row in self._rows]
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
@@ -48,7 +45,7 @@ class StagedMover:
             staging = self._staging(len(host_pages[part]))
             for source, target, count in page_runs(host_pages[part], _positions(host_pages[part])):
                 staging[target : target + count].copy_(self._host[source : source + count], non_blocking=True)
-            index = self._upload(device_pages[part])
+            index = _upload(self._device, device_pages[part])
             for row, piece in zip(self._rows, self._pieces(staging), strict=True):
                 row.index_copy_(0, index, piece)
 
@@ -57,7 +54,7 @@ class StagedMover:
         for start in range(0, len(device_pages), self._block_pages):
             part = slice(start, start + self._block_pages)
             staging = self._staging(len(device_pages[part]))
-            index = self._upload(device_pages[part])
+            index = _upload(self._device, device_pages[part])
             for row, piece in zip(self._rows, self._pieces(staging), strict=True):
                 piece.copy_(row.index_select(0, index))
             for target, source, count in page_runs(host_pages[part], _positions(host_pages[part])):
@@ -70,12 +67,19 @@ class StagedMover:
         """The pieces of staged pages, each [pages, elements of the piece]."""
         return torch.split_with_sizes(staging.view(self._element), self._widths, dim=1)
 
-    def _upload(self, pages: PageIndex) -> torch.Tensor:
-        index = torch.from_numpy(np.ascontiguousarray(pages))
-        if self._device.type != "cuda":
-            return index
-        # From pageable memory the driver would first wait for all that the stream waits for, with the poller in it.
-        return index.pin_memory().to(self._device, non_blocking=True)
+
+class StagedCloner:
+    """Enqueues copies within a device pool on the current stream; returns before they are done. As StagedMover."""
+
+    def __init__(self, device: DevicePool) -> None:
+        self._device = device.device
+        _, self._rows = _wide_rows(device)
+
+    def clone(self, sources: PageIndex, targets: PageIndex) -> None:
+        """Enqueue copies of pages to other pages, pairwise."""
+        source, target = _upload(self._device, sources), _upload(self._device, targets)
+        for row in self._rows:
+            row.index_copy_(0, target, row.index_select(0, source))
 
 
 class CudaCopy:
@@ -119,3 +123,18 @@ class CudaCopy:
 
 def _positions(pages: PageIndex) -> PageIndex:
     return np.arange(len(pages), dtype=np.int64)
+
+
+def _wide_rows(device: DevicePool) -> tuple[torch.dtype, list[torch.Tensor]]:
+    """The pool's rows in the widest elements that all have: a thread of the gather kernel moves one element."""
+    aligned = all(row.shape[1] % 8 == 0 and row.storage_offset() % 8 == 0 for row in device.rows)
+    element = torch.int64 if aligned else torch.uint8
+    return element, [row.view(element) for row in device.rows]
+
+
+def _upload(device: torch.device, pages: PageIndex) -> torch.Tensor:
+    index = torch.from_numpy(np.ascontiguousarray(pages))
+    if device.type != "cuda":
+        return index
+    # From pageable memory the driver would first wait for all that the stream waits for, with the poller in it.
+    return index.pin_memory().to(device, non_blocking=True)

@@ -51,6 +51,19 @@ class PageMover:
             group.to_host(device_pages, host_pages, runs)
 
 
+class PageCloner:
+    """Copies pages within a device pool in host memory; blocks until done."""
+
+    def __init__(self, device: DevicePool) -> None:
+        self._rows = [row.numpy() for row in device.rows]
+
+    def clone(self, sources: PageIndex, targets: PageIndex) -> None:
+        """Copy pages to other pages, pairwise."""
+        for row in self._rows:
+            for source, target, count in page_runs(sources, targets):
+                row[target : target + count] = row[source : source + count]
+
+
 class _GroupMover:
     """Moves what one group of layers has of each page, which starts at byte `start` of a host page."""
 

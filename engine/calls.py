@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tidekv.engine.effects import TokenRecord, own_cancels_only
+from tidekv.engine.tails import ready_tails
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
 from tidekv.states import commands
 from tidekv.states.commands import Command
@@ -116,7 +117,7 @@ class Calls:
             raise InvalidRequest(f"request {ready.request_id!r} is being given back")
         return live
 
-    def expect(self, ready: ReadyRequest, what: str) -> asyncio.Future[int]:
+    def expect(self, ready: ReadyRequest) -> asyncio.Future[int]:
         """A future for the answer to finish or retract."""
         live = self.ready(ready)
         self._tokens_left[live.core_serial] = live.record
@@ -217,6 +218,7 @@ class Calls:
             pages=np.array(command.pages, dtype=np.int32),
             start_token=command.first * self._page_size,
             packed_tokens=live.record.packed,
+            tails=ready_tails(command.tails),
         )
         try:
             first_token, aux = await own_cancels_only(self.last_resort(job), "recompute")
@@ -243,6 +245,7 @@ class Calls:
             packed_tokens=live.record.packed,
             generation=command.generation,
             reserve=deque(command.reserve),
+            tails=ready_tails(command.tails),
         )
         if not live.outcome.done():
             live.outcome.set_result(live.ready)

@@ -14,6 +14,7 @@ from tidekv.engine.effects import TokenRecord
 from tidekv.engine.growth import Growth, kept_tokens
 from tidekv.engine.known_digests import KnownDigests
 from tidekv.engine.parts import Parts
+from tidekv.engine.tails import tails_left
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, RequestFailed
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
     from tidekv.engine.rank_group import RankGroup
+    from tidekv.engine.tails import LeftTails
     from tidekv.states.core import Core
     from tidekv.transports.base import Transport
 
@@ -211,31 +213,27 @@ class DecodeEngine:
         self._parts.check_open()
         self._growth.note(ready, page_count)
 
-    async def finish(self, ready: ReadyRequest, output_tokens: Tokens = ()) -> int:
+    async def finish(self, ready: ReadyRequest, output_tokens: Tokens = (), *, tails: LeftTails | None = None) -> int:
         """Keep prompt and output in the cache, back them up, give everything back.
 
-        The last output token has no KV yet and is left out. Returns how many pages were new to the cache. Raises
-        InvalidRequest for output that the request has no room for, RequestFailed where it was aborted just before.
-        Cancelling the awaiting task changes nothing: it is given back.
+        The last output token has no KV yet and is left out. `tails`: what is to be kept of components, by name, as
+        `(first, pages)`: own or shared pages at their positions, whose bytes are there. A prefix can be restored as far
+        as all components were left there. Returns how many pages were new to the cache. Raises InvalidRequest for
+        output that the request has no room for and for pages that are not its, RequestFailed where it was aborted just
+        before. Cancelling the awaiting task changes nothing: it is given back.
         """
-        keys, tokens = self._kept(ready, output_tokens)
-        done: asyncio.Future[int] = self._calls.expect(ready, "finish")
-        self._driver.post(
-            events.FinishRequested(at_s=self._driver.clock(), request_id=ready.request_id, keys=keys, tokens=tokens)
-        )
-        return await done
+        return await self._give_back(events.FinishRequested, ready, output_tokens, tails)
 
-    async def retract(self, ready: ReadyRequest, output_tokens: Tokens = ()) -> RetractedRequest:
+    async def retract(
+        self, ready: ReadyRequest, output_tokens: Tokens = (), *, tails: LeftTails | None = None
+    ) -> RetractedRequest:
         """Give the device pages back; what of the KV reaches host memory is held there until `resume` or `drop`.
 
-        Raises as `finish`. Where the awaiting task is cancelled, nothing stays held.
+        `tails` and errors are those of `finish`. Where the awaiting task is cancelled, nothing stays held.
         """
-        keys, tokens = self._kept(ready, output_tokens)
+        self._parts.check_open()
         live = self._calls.ready(ready)
-        done: asyncio.Future[int] = self._calls.expect(ready, "retract")
-        self._driver.post(
-            events.RetractRequested(at_s=self._driver.clock(), request_id=ready.request_id, keys=keys, tokens=tokens)
-        )
+        done = self._give_back(events.RetractRequested, ready, output_tokens, tails)
         try:
             held_pages = await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -266,15 +264,27 @@ class DecodeEngine:
         if done.exception() is None:
             self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=request_id))
 
-    def _kept(self, ready: ReadyRequest, output_tokens: Tokens) -> tuple[bytes, int]:
-        """Keys and count of the tokens that have KV; the record learns the tokens."""
+    def _give_back(
+        self,
+        kind: type[events.FinishRequested | events.RetractRequested],
+        ready: ReadyRequest,
+        output_tokens: Tokens,
+        tails: LeftTails | None,
+    ) -> asyncio.Future[int]:
+        """Tell the core of the tokens that have KV and of what is left of components; the record learns the tokens."""
         self._parts.check_open()
         live = self._calls.ready(ready)
+        page_keys = self._parts.page_keys
         output = pack_tokens(output_tokens, vocabulary=self.config.vocabulary or None) if len(output_tokens) else b""
         tokens = kept_tokens(ready, output, page_size=self.layout.page_size)
         packed = ready.packed_tokens + output
+        full_pages = page_keys.count(len(packed) // TOKEN_BYTES, tokens)
+        left = tails_left(ready.request_id, ready.tails, tails, full_pages=full_pages)
         live.record.grown(packed)
-        return self._parts.page_keys.of(packed, tokens), tokens
+        keys, at_s = page_keys.of(packed, tokens), self._driver.clock()
+        done = self._calls.expect(ready)
+        self._driver.post(kind(at_s=at_s, request_id=ready.request_id, keys=keys, tokens=tokens, tails=left))
+        return done
 
     # --- The whole ---
 

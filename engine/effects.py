@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -131,6 +131,7 @@ class Effects:
         clock: Callable[[], float],
         spawn: Callable[[Awaitable[None], str], None],
         copier: PageCopier | None,
+        tail_copiers: Mapping[str, PageCopier],
         receiver: Receiver,
         keys_put: Callable[[int], tuple[str, bytes]],
         page_keys: PageKeys,
@@ -145,6 +146,7 @@ class Effects:
         self._clock = clock
         self._spawn = spawn
         self._copier = copier
+        self._tail_copiers = tail_copiers
         self._receiver = receiver
         self._keys_put = keys_put
         self._page_keys = page_keys
@@ -159,6 +161,7 @@ class Effects:
             commands.ProbeStorage: self._probe,
             commands.CopyToDevice: self._copy_to_device,
             commands.CopyToHost: self._copy_to_host,
+            commands.CopyTail: self._copy_tail,
             commands.Recompute: self._recompute,
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
@@ -293,6 +296,16 @@ class Effects:
     def _copy_to_host(self, command: commands.CopyToHost) -> None:
         assert self._copier is not None, "the core copies only where there is a host pool"
         copied = self._copier.to_host(command.device_pages, command.host_pages)
+        copied.add_done_callback(partial(self._copied, command))
+
+    def _copy_tail(self, command: commands.CopyTail) -> None:
+        copier = self._tail_copiers[command.component]
+        if command.target == "host":
+            copied = copier.to_host(command.source_pages, command.target_pages)
+        elif command.source == "host":
+            copied = copier.to_device(command.source_pages, command.target_pages)
+        else:
+            copied = copier.clone(command.source_pages, command.target_pages)
         copied.add_done_callback(partial(self._copied, command))
 
     def _copied(self, command: commands.Operation, copied: asyncio.Future[None]) -> None:

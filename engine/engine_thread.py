@@ -18,12 +18,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.keys import TOKEN_BYTES, pack_tokens
 from tidekv.engine.decode_engine import DecodeEngine
 from tidekv.engine.engine_thread_loop import EngineLoop
 from tidekv.engine.engine_thread_outcomes import Failed, Finished, Mailbox, OnDone, Outcome, Restored, Retracted
 from tidekv.engine.engine_thread_tickets import Live, Ticket, Tickets
 from tidekv.engine.growth import grow_from_reserve, kept_tokens
+from tidekv.engine.tails import tails_left
 from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
     from tidekv.engine.rank_group import RankGroup
+    from tidekv.engine.tails import LeftTails
     from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest
     from tidekv.transports.base import Transport
 
@@ -84,6 +86,7 @@ class EngineThread:
             ranks=ranks,
         )
         self._page_size = device.layout.page_size
+        self._page_keys = config.page_keys(device.layout.page_size)
         self._vocabulary = config.vocabulary or None
         self._tickets = Tickets()
         self._mailbox = Mailbox()
@@ -163,27 +166,42 @@ class EngineThread:
         """Let go of what a retracted request that will not be resumed holds in host memory. Never waits."""
         self._loop.post(partial(self._engine.drop, retracted))
 
-    def finish(self, ready: ReadyRequest, output_tokens: Tokens = (), *, on_done: OnDone | None = None) -> int:
+    def finish(
+        self,
+        ready: ReadyRequest,
+        output_tokens: Tokens = (),
+        *,
+        tails: LeftTails | None = None,
+        on_done: OnDone | None = None,
+    ) -> int:
         """Keep prompt and output in the cache, give everything back; returns its ticket. Never waits.
 
-        The pages are not the caller's from this call on. Raises InvalidRequest, having changed nothing, for a request
-        that was given back or aborted, and for output that it has no room for.
+        The pages are not the caller's from this call on. `tails`: see `DecodeEngine.finish`. Raises InvalidRequest,
+        having changed nothing, for a request that was given back or aborted, for output that it has no room for, and
+        for pages of components that are not its.
         """
-        output = self._packed_output(ready, output_tokens)
+        output, left = self._checked(ready, output_tokens, tails)
         ticket = self._tickets.leave(ready, "finish", on_done)
 
         async def work() -> Outcome:
-            return Finished(ticket.number, ready.request_id, await self._engine.finish(ready, output))
+            return Finished(ticket.number, ready.request_id, await self._engine.finish(ready, output, tails=left))
 
         return self._begin(ticket, work)
 
-    def retract(self, ready: ReadyRequest, output_tokens: Tokens = (), *, on_done: OnDone | None = None) -> int:
+    def retract(
+        self,
+        ready: ReadyRequest,
+        output_tokens: Tokens = (),
+        *,
+        tails: LeftTails | None = None,
+        on_done: OnDone | None = None,
+    ) -> int:
         """Give the device pages back, hold the KV in host memory for `resume`; returns its ticket. As `finish`."""
-        output = self._packed_output(ready, output_tokens)
+        output, left = self._checked(ready, output_tokens, tails)
         ticket = self._tickets.leave(ready, "retract", on_done)
 
         async def work() -> Outcome:
-            return Retracted(ticket.number, ready.request_id, await self._engine.retract(ready, output))
+            return Retracted(ticket.number, ready.request_id, await self._engine.retract(ready, output, tails=left))
 
         return self._begin(ticket, work)
 
@@ -301,13 +319,15 @@ class EngineThread:
 
         return self._begin(ticket, work)
 
-    def _packed_output(self, ready: ReadyRequest, output_tokens: Tokens) -> bytes:
-        """Checked here, so that what is wrong is raised in the call and changes nothing."""
+    def _checked(self, ready: ReadyRequest, output_tokens: Tokens, tails: LeftTails | None) -> tuple[bytes, LeftTails]:
+        """Copies of both, checked here, so that what is wrong is raised in the call and changes nothing."""
         self._loop.check()
         self._tickets.check(ready)
         packed = pack_tokens(output_tokens, vocabulary=self._vocabulary) if len(output_tokens) else b""
-        kept_tokens(ready, packed, page_size=self._page_size)
-        return packed
+        kept = kept_tokens(ready, packed, page_size=self._page_size)
+        full_pages = self._page_keys.count((len(ready.packed_tokens) + len(packed)) // TOKEN_BYTES, kept)
+        left = tails_left(ready.request_id, ready.tails, tails, full_pages=full_pages)
+        return packed, {tail.component: (tail.first, tail.pages) for tail in left}
 
     def _begin(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
         try:

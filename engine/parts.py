@@ -11,6 +11,7 @@ import msgspec
 
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.copies import PageCopier
+from tidekv.backends.copy_lanes import CopyLanes
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.calls import Calls
 from tidekv.engine.closing import Closable, close_in_order
@@ -95,6 +96,8 @@ class Parts:
         self.host = host
         self.components = {pools.name: pools for pools in components}
         self.copier: PageCopier | None = None
+        self.tail_copiers: dict[str, PageCopier] = {}
+        self._lanes: CopyLanes | None = None
         self.ranks: RankDriver | None = None
         self.rank_group = ranks
         self._fold: MetricsFold | None = None
@@ -177,9 +180,7 @@ class Parts:
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
         )
         await self.receiver.start()
-        if self.host is not None:
-            self.copier = PageCopier(self._device, self.host, self.poller)
-            self.copier.start()
+        self._start_copiers()
         self.group = EffectGroup(self._break)
         await self.group.start()
         self.effects = Effects(
@@ -188,6 +189,7 @@ class Parts:
             clock=self.driver.clock,
             spawn=self.group.spawn,
             copier=self.copier,
+            tail_copiers=self.tail_copiers,
             receiver=self.receiver,
             keys_put=lambda op: self.core.keys_put(op),
             page_keys=self.page_keys,
@@ -197,6 +199,17 @@ class Parts:
         await self.storage_in_use.register_first()
         if self.ranks is not None:
             await self.ranks.start()
+
+    def _start_copiers(self) -> None:
+        """All of them share two lanes; there are none where nothing can be copied."""
+        if self.host is None and not self.components:
+            return
+        lanes = self._lanes = CopyLanes(self._device.device, self.poller)
+        lanes.start()
+        if self.host is not None:
+            self.copier = PageCopier(self._device, self.host, self.poller, lanes=lanes)
+        for name, pools in self.components.items():
+            self.tail_copiers[name] = PageCopier(pools.device, pools.host, self.poller, lanes=lanes)
 
     async def _drive_core(self) -> None:
         """Begin to step the core, and to tell whoever watches it."""
@@ -293,6 +306,8 @@ class Parts:
             self.ranks,
             getattr(self, "receiver", None),
             self.copier,
+            *self.tail_copiers.values(),
+            self._lanes,
             *self.storage_in_use.retired,
             self.storage,
             self.transport,
@@ -354,6 +369,9 @@ class Parts:
             "poller": msgspec.to_builtins(self.poller.statistics()),
             "storage_poller": msgspec.to_builtins(self.storage_poller.statistics()),
             "copies": None if self.copier is None else msgspec.to_builtins(self.copier.statistics()),
+            "component_copies": {
+                name: msgspec.to_builtins(copier.statistics()) for name, copier in self.tail_copiers.items()
+            },
             "storage": None if self.storage is None else msgspec.to_builtins(self.storage.statistics()),
             "events": self.driver.events_taken,
             "events_illegal": self.driver.illegal_events,

@@ -15,6 +15,7 @@ from tidekv.transports.wire import check_name
 
 if TYPE_CHECKING:
     from tidekv.backends.keys import Tokens
+    from tidekv.engine.tails import ReadyTail
 
 PRIORITY_MAX = 1_000_000
 NAMESPACE_MARK = "\0"
@@ -96,6 +97,8 @@ class RecomputeJob:
     start_token: int
     packed_tokens: bytes = field(repr=False)
     """The prompt, as packed little-endian u32."""
+    tails: Mapping[str, ReadyTail] = field(default_factory=dict)
+    """By component, where its window or state at the prompt's end is to be written; none of it is there yet."""
 
 
 Recompute = Callable[[RecomputeJob], Awaitable["tuple[int, Mapping[str, object]]"]]
@@ -122,6 +125,8 @@ class ReadyRequest:
     generation: int = 0
     reserve: deque[int] = field(default_factory=deque, repr=False)
     """Pages that `grow` hands out next. They are the engine's to take and to refill."""
+    tails: Mapping[str, ReadyTail] = field(default_factory=dict)
+    """What it has of each of the engine's components, by name: windows and states at the prompt's end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from tidekv.backends.base import Pollable
 from tidekv.backends.copies import PageCopier
-from tidekv.backends.cuda_copies import StagedMover
+from tidekv.backends.copy_lanes import CopyLanes
+from tidekv.backends.cuda_copies import StagedCloner, StagedMover
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
-from tidekv.backends.moves import PageMover, page_runs
+from tidekv.backends.moves import PageCloner, PageMover, page_runs
 from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.shapes import page_ids
@@ -297,3 +298,68 @@ async def test_bad_calls_are_refused_and_change_nothing() -> None:
 def test_pools_of_different_layouts_do_not_fit() -> None:
     with pytest.raises(InvalidConfig, match=r"device pool has KVLayout.*host pool has KVLayout"):
         PageCopier(device_pool(), HostPool.allocate(ODD, PAGES), NoPoller())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("layout", [LAYOUT, ODD, GROUPS], ids=["mha", "odd", "groups"])
+@given(data=st.data())
+@settings(deadline=None, max_examples=20)
+def test_clones_within_the_device_are_the_pages_that_they_were_made_of(
+    layout: Layout, *, wrapped: bool, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(PAGES)))
+    count = data.draw(st.integers(0, PAGES // 2))
+    sources, targets = order[:count], order[count : 2 * count]
+    device = device_pool(layout, wrapped=wrapped)
+    for cloner in (PageCloner(device), StagedCloner(device)):
+        written = filled(device, 1)
+        cloner.clone(np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64))
+        expected = written.clone()
+        expected[targets] = written[sources]
+        assert torch.equal(device.read_pages(range(PAGES)), expected)
+
+
+async def test_a_copier_without_a_host_pool_clones_and_does_nothing_else() -> None:
+    device = device_pool()
+    copier = PageCopier(device, None, NoPoller())
+    copier.start()
+    written = filled(device, 1)
+    await copier.clone([3, 4], [9, 1])
+    assert torch.equal(device.read_pages([9, 1]), written[[3, 4]])
+    assert copier.statistics().cloned_bytes == 2 * LAYOUT.page_bytes
+    with pytest.raises(InvalidRequest, match="without a host pool"):
+        copier.to_device([0], [0])
+    with pytest.raises(InvalidRequest, match="page 24"):
+        copier.clone([24], [0])
+    await copier.close()
+    with pytest.raises(EngineClosed):
+        copier.clone([0], [1])
+
+
+async def test_copiers_that_share_lanes_run_one_after_the_other_and_leave_them_open() -> None:
+    device, host = device_pool(), HostPool.allocate(LAYOUT, PAGES)
+    other, other_host = device_pool(ODD), HostPool.allocate(ODD, PAGES)
+    lanes, before = CopyLanes(device.device, NoPoller()), len(copy_threads())
+    first, second = (
+        PageCopier(device, host, NoPoller(), lanes=lanes),
+        PageCopier(other, other_host, NoPoller(), lanes=lanes),
+    )
+    with pytest.raises(EngineClosed):
+        first.to_device([0], [0])
+    lanes.start()
+    assert len(copy_threads()) == before + 2
+    gate = gated(first)
+    ended: list[str] = []
+    copies = [first.to_device([0], [0]), second.to_device([0], [0]), second.clone([0], [1])]
+    for name, copy in zip(("first", "second", "clone"), copies, strict=True):
+        copy.add_done_callback(lambda _, name=name: ended.append(name))
+    await second.to_host([0], [0])
+    assert not ended
+    gate.opened.set()
+    await asyncio.gather(*copies)
+    assert ended == ["first", "second", "clone"]
+    await first.close()
+    await second.to_host([0], [0])
+    await second.close()
+    await lanes.close()
+    assert len(copy_threads()) == before

@@ -87,6 +87,22 @@ async def test_scattered_pages_go_down_and_up_again(layout: Layout, wrapped: boo
     assert await poller.close() == 0
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, GROUPS], ids=["mha", "groups"])
+async def test_pages_are_cloned_within_the_device(layout: Layout) -> None:
+    device = device_pool(layout, wrapped=True)
+    poller = PollerThread()
+    poller.start()
+    copier = PageCopier(device, None, poller)
+    copier.start()
+    written = random_pages(layout=layout)
+    device.write_pages(range(PAGES), written)
+    half = PAGES // 2
+    await copier.clone(range(half), range(half, 2 * half))
+    assert torch.equal(device.read_pages(range(half, 2 * half)).cpu(), written[:half])
+    await copier.close()
+    assert await poller.close() == 0
+
+
 async def test_a_copy_reads_what_the_callers_stream_has_still_to_write() -> None:
     device, host = device_pool(wrapped=False), HostPool.allocate(LAYOUT, PAGES)
     poller = PollerThread()
