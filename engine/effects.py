@@ -337,6 +337,7 @@ class Effects:
             pages=command.pages,
             tokens=record.packed if sends_prompt else None,
             key_seed=record.key_seed,
+            tails=command.tails,
         )
 
     def _extend(self, command: commands.SendExtend) -> None:

@@ -140,7 +140,8 @@ class Parts:
         self.storage_poller.start()
         await self.transport.start(poller=self.poller)
         memory = self._device.memory
-        await self.transport.register(memory)
+        component_memory = {name: pools.device.memory for name, pools in self.components.items()}
+        await self.transport.register(memory, *component_memory.values())
         if self.rank_group is not None:
             self.ranks = RankDriver(
                 self.rank_group,
@@ -178,6 +179,7 @@ class Parts:
             missed_s=config.peer_silence_s,
             **place_of(self.rank_group),
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
+            component_memory=component_memory,
         )
         await self.receiver.start()
         self._start_copiers()

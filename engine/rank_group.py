@@ -108,5 +108,7 @@ def place_of(group: RankGroup | None) -> Place:
 def settings_digest(settings: CoreSettings, identity: Identity, *, stages: int = 1) -> bytes:
     """A digest of everything that must be configured alike on all ranks; stages have layers of their own."""
     if stages > 1:
-        identity = msgspec.structs.replace(identity, **dict.fromkeys(("layers", "page_bytes"), 0), piece_bytes=())
+        identity = msgspec.structs.replace(
+            identity, **dict.fromkeys(("layers", "page_bytes"), 0), piece_bytes=(), components=()
+        )
     return hashlib.sha256(msgspec.msgpack.encode((settings, identity))).digest()

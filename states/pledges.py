@@ -18,6 +18,8 @@ class Pledge(msgspec.Struct, frozen=True):
     prompt_tokens: int
     promised_tokens: int
     key_seed: bytes | None = None
+    tails: tuple[tuple[str, int], ...] | None = None
+    """By component the position from which on its tail is asked for. None: the rank has no components."""
 
 
 class Pledges:
@@ -49,6 +51,7 @@ def difference(one: Pledge, other: Pledge) -> str:
         (("ranks",), "{0} says that the instance has {1} ranks"),
         (("promised_tokens", "prompt_tokens"), "{0} promised {1} of {2} tokens"),
         (("key_seed",), "{0} names the storage keys of the prompt by {1!r}"),
+        (("tails",), "{0} asks for tails of components from positions {1} on"),
     ):
         values = [[getattr(pledge, name) for name in names] for pledge in (one, other)]
         if values[0] != values[1]:

@@ -1,10 +1,13 @@
 """What decode asked for in one room, and what prefill has said of it: every chunk is judged against its span.
 
-Chunks of a span follow one another without gap or overlap and end exactly at its end; control frames come in order, so
-anything else is a bug of the peer. This file must never do I/O.
+Chunks of a span follow one another without gap or overlap and end exactly at its end, and the tails of components that
+were asked for are said before the last chunk of span 0; control frames come in order, so anything else is a bug of the
+peer. This file must never do I/O.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -22,9 +25,11 @@ class _Asked(msgspec.Struct):
 class ReceiverRoom:
     """One room at the receiving side."""
 
-    def __init__(self, *, first: int, count: int) -> None:
-        """Span 0 is pages [first, first + count) of the prompt."""
+    def __init__(self, *, first: int, count: int, tails: Iterable[str] = ()) -> None:
+        """Span 0 is pages [first, first + count) of the prompt; `tails` are the components of which pages are asked."""
         self.has_aux = False
+        self._tails = set(tails)
+        """Components whose tail was asked for and is not here yet."""
         self._spans = {0: _Asked(first, first + count)}
 
     def extend(self, span: int, first: int, count: int) -> None:
@@ -45,8 +50,16 @@ class ReceiverRoom:
             raise RemoteProtocolError(f"{said} does not follow in what is left of it: [{asked.cursor}, {asked.end})")
         if last and first + count != asked.end:
             raise RemoteProtocolError(f"{said} is said to be the last; the span ends at {asked.end}")
+        if last and span == 0 and self._tails:
+            raise RemoteProtocolError(f"{said} is said to be the last; the tail of {min(self._tails)!r} was not sent")
         asked.cursor += count
         asked.ended = last
+
+    def land_tail(self, component: str) -> None:
+        """Prefill says that the tail of a component is in place. Raises RemoteProtocolError, and changes nothing."""
+        if component not in self._tails:
+            raise RemoteProtocolError(f"the tail of component {component!r} was not asked for, or was sent before")
+        self._tails.remove(component)
 
     def refuse(self, span: int) -> None:
         """Prefill will not serve a span. Raises RemoteProtocolError for one that was not asked for or has begun."""

@@ -9,17 +9,21 @@ others are asked for by Extend. In each span one cursor grows:
     [computed, end)     prefill has not computed it yet
 
 A chunk is said only after its write, and in the order of the pages. The last one of a span, empty if need be, is said
-only when prefill has finished: it is what decode waits for. When a room stops, nothing new starts, and it is drained
+only when prefill has finished: it is what decode waits for. That of span 0 is said only when the tails of components
+are in place as well (`tidekv.states.sending_tails`). When a room stops, nothing new starts, and it is drained
 once nothing is in flight. This file must never do I/O and never know time.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
+from tidekv.states.components import TailPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
+from tidekv.states.sending_tails import SenderTails, TailPart
 from tidekv.states.shapes import PageIds, page_ids
 
 SPANS_MAX = 1024
@@ -77,7 +81,15 @@ class _Span(msgspec.Struct):
 class SenderRoom:
     """One room at the sending side."""
 
-    def __init__(self, *, prompt_tokens: int, decode_prefix_len: int, page_size: int, pages: PageIds) -> None:
+    def __init__(
+        self,
+        *,
+        prompt_tokens: int,
+        decode_prefix_len: int,
+        page_size: int,
+        pages: PageIds,
+        tails: Iterable[TailPages] = (),
+    ) -> None:
         """Take a promise over. Raises RemoteProtocolError where it contradicts itself."""
         self.prompt_tokens = prompt_tokens
         self.decode_prefix_len = decode_prefix_len
@@ -101,6 +113,7 @@ class SenderRoom:
                 f"decode gave {len(pages)} pages for what it did not promise,"
                 f" which is {self.page_count - decode_prefix_len // page_size}"
             )
+        self.tails = SenderTails(tails, page_count=self.page_count)
 
     @property
     def is_drained(self) -> bool:
@@ -110,7 +123,11 @@ class SenderRoom:
     @property
     def is_complete(self) -> bool:
         """All that was asked for so far is in place and decode was told."""
-        return self.finished and all(span.ended and not span.posted for span in self._spans.values())
+        return (
+            self.finished
+            and self.tails.are_here
+            and all(span.ended and not span.posted for span in self._spans.values())
+        )
 
     @property
     def computed_pages(self) -> int:
@@ -150,6 +167,12 @@ class SenderRoom:
             raise InvalidRequest(f"pages from token {start_token} were sent before, as other pages")
         self._ours.extend(pages[len(known) : max(len(known), end - first)])
 
+    def send_tail(self, component: str, pages: PageIds) -> None:
+        """Prefill has the tail of a component. Raises InvalidRequest, and then nothing is changed."""
+        if self.finished:
+            raise InvalidRequest(f"the room is finished: the tail of component {component!r} can no longer be sent")
+        self.tails.send(component, pages)
+
     def extend(self, span: int, first: int, pages: PageIds) -> None:
         """Decode wants pages [first, first + len(pages)) as well; repeating a number is harmless.
 
@@ -168,14 +191,16 @@ class SenderRoom:
 
     def finish(self) -> None:
         """Prefill has sent all that it will. Raises InvalidRequest, and changes nothing, where it still owes pages of
-        the prompt; LocalProtocolError when called twice. Of a full hit no page need be sent at all: an Extend of it
-        is refused then.
+        the prompt or the tail of a component; LocalProtocolError when called twice. Of a full hit no page need be sent
+        at all: an Extend of it is refused then.
         """
         if self.finished:
             raise LocalProtocolError("the room is finished already")
         sent = len(self._ours)
         if sent < self.page_count and (sent or self._spans[0].pages):
             raise InvalidRequest(f"the room cannot finish: pages [{sent}, {self.page_count}) were never sent")
+        if owed := self.tails.unsent:
+            raise InvalidRequest(f"the room cannot finish: the tail of component {owed[0]!r} was never sent")
         self.finished = True
         for span in [span for span in self._spans.values() if span.pages and not sent]:
             self._refuse(span)
@@ -190,9 +215,11 @@ class SenderRoom:
 
     def can_write(self) -> bool:
         """True where `next_job` has something."""
-        return self.stopped is None and any(self._reach(span) > span.cursor for span in self._spans.values())
+        if self.stopped is not None:
+            return False
+        return self.tails.can_write() or any(self._reach(span) > span.cursor for span in self._spans.values())
 
-    def next_job(self, *, pages_max: int) -> WriteJob | None:
+    def next_job(self, *, pages_max: int) -> WriteJob | TailPart | None:
         """The next write, of at most so many pages; it is in flight from now on, until `settle`."""
         if self.stopped is not None:
             return None
@@ -205,17 +232,23 @@ class SenderRoom:
                 self.in_flight += 1
                 theirs = span.pages[first - span.first : end - span.first]
                 return WriteJob(span.number, first, self._ours[first:end], theirs)
-        return None
+        part = self.tails.next_part(pages_max=pages_max)
+        self.in_flight += part is not None
+        return part
 
-    def settle(self, job: WriteJob, *, landed: bool) -> None:
+    def settle(self, job: WriteJob | TailPart, *, landed: bool) -> None:
         """A write has ended; only one that landed may ever be told."""
         assert self.in_flight > 0, "a write settles once"
         self.in_flight -= 1
-        if landed:
-            self.pages_landed += len(job.our_pages)
-            for posted in self._spans[job.span].posted:
-                if posted.first == job.first:
-                    posted.landed = True
+        if not landed:
+            return
+        if isinstance(job, TailPart):
+            self.tails.land(job)
+            return
+        self.pages_landed += len(job.our_pages)
+        for posted in self._spans[job.span].posted:
+            if posted.first == job.first:
+                posted.landed = True
 
     def take_chunks(self) -> list[ChunkReady]:
         """What decode can be told now, in order; each is given out once."""
@@ -228,9 +261,15 @@ class SenderRoom:
                 span.ended = True
                 span.posted.append(_Posted(span.end, 0, last=True, landed=True))
             while span.posted and span.posted[0].landed:
+                if span.posted[0].last and span.number == 0 and not self.tails.are_here:
+                    break
                 posted = span.posted.popleft()
                 chunks.append(ChunkReady(span.number, posted.first, posted.count, posted.last))
         return chunks
+
+    def take_tails(self) -> list[str]:
+        """The components of whose tails decode can be told now, before any chunk of `take_chunks`; each once."""
+        return [] if self.stopped is not None else self.tails.take_said()
 
     def take_refusals(self) -> list[SpanRefused]:
         """Spans that will never be served; each is given out once."""

@@ -129,8 +129,8 @@ class Transport(Protocol):
         """Make ready; called once, before anything else."""
         ...
 
-    async def register(self, memory: PoolMemory) -> None:
-        """Make our pool writable and readable for peers; once, before `metadata`."""
+    async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
+        """Make our pool, and those of components, writable and readable for peers; once, before `metadata`."""
         ...
 
     def metadata(self) -> bytes:
@@ -140,8 +140,8 @@ class Transport(Protocol):
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
     ) -> PeerMemory:
-        """Make a peer's pool writable for us: its whole pages, or the parts of them that are exchanged, which lie
-        within both pools. Raises RemoteProtocolError for what is not sound; adding twice gives a further handle.
+        """Make a peer's pool writable for us: its whole pages from our first pool, or what is exchanged: pieces of it
+        and of one of our pools. Raises RemoteProtocolError for what is not sound; adding twice gives a further handle.
         """
         ...
 

@@ -1,24 +1,28 @@
 """What one room owes one rank of a decode instance: writes, the words about them, and the word that all have ended.
 
-`SenderRoom` decides what is written and told; this posts the writes (at most `writes_in_flight_max` at once) and says
-what is to be said on the link to that rank. A rank that this prefill rank writes nothing to has a delivery as well,
-whose writes go nowhere: its promise was compared, and its Received is waited for. It must never say a chunk before its
-write is done, and never call itself drained while a write is in flight.
+`SenderRoom` decides what is written and told, of pages and of components; this posts the writes (at most
+`writes_in_flight_max` at once) and says what is to be said on the link to that rank. A rank that this prefill rank
+writes nothing to has a delivery as well, whose writes go nowhere: its promise was compared, and its Received is waited
+for. It must never say a chunk before its write is done, and never call itself drained while a write is in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidekv.states.components import Component, TailPages
 from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
 from tidekv.states.sending import SenderRoom, WriteJob
+from tidekv.states.sending_tails import TailPart
 from tidekv.states.shapes import PageIds, PoolMemory, page_ids
 from tidekv.transports import base, wire
+from tidekv.transports.components import components_of
+from tidekv.transports.targets import Target
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ class Courier:
         *,
         transport: base.Transport,
         memory: PoolMemory,
+        component_memory: Mapping[str, PoolMemory],
         page_size: int,
         rank: int,
         clock: Callable[[], float],
@@ -49,6 +54,7 @@ class Courier:
     ) -> None:
         self.transport = transport
         self.memory = memory
+        self.component_memory = component_memory
         self.page_size = page_size
         self.rank = rank
         self.clock = clock
@@ -63,13 +69,13 @@ class Courier:
 class DecodePeer:
     """A decode worker at the other end of one link; its rooms live as long as its lease.
 
-    `memory` is its pool, None where we write nothing to it: it is a rank whose heads are not ours to send.
+    `target` are its pools, None where we write nothing to it: it is a rank whose heads are not ours to send.
     """
 
-    def __init__(self, link: base.Link, hello: wire.Hello, memory: base.PeerMemory | None, *, lease_s: float) -> None:
+    def __init__(self, link: base.Link, hello: wire.Hello, target: Target | None, *, lease_s: float) -> None:
         self.link = link
         self.hello = hello
-        self.memory = memory
+        self.target = target
         self.lease_s = lease_s
         self.lease_until_s = 0.0
         self.is_lost = False
@@ -96,6 +102,7 @@ class Delivery:
             decode_prefix_len=promise.decode_prefix_len,
             page_size=courier.page_size,
             pages=self._destination(promise),
+            tails=self._tails(promise),
         )
 
     def advance(self) -> None:
@@ -104,18 +111,20 @@ class Delivery:
             job = self.state.next_job(pages_max=self._courier.settings.pages_per_write_max)
             if job is None:
                 break
-            if self.peer.memory is None:
+            if self.peer.target is None:
                 self.state.settle(job, landed=True)
                 continue
-            write = self._write(self.peer.memory, job)
+            write = self._write(self.peer.target, job)
             task = self._courier.tasks.spawn(write, name=f"write of {self.room.request_id}")
             # In the callback, not in the task: a task that is cancelled before its first step runs nothing.
             task.add_done_callback(partial(self._write_ended, job))
-        refusals, chunks = self.state.take_refusals(), self.state.take_chunks()
-        if self.peer.memory is None:
+        refusals, tails, chunks = self.state.take_refusals(), self.state.take_tails(), self.state.take_chunks()
+        if self.peer.target is None:
             return
         for refusal in refusals:
             self.say(wire.Refused(room=self.key, span=refusal.span, cause=wire.brief(refusal.cause)))
+        for component in tails:
+            self.say(wire.TailSent(room=self.key, rank=self._courier.rank, component=component))
         for chunk in chunks:
             self.say(
                 wire.Chunk(
@@ -130,7 +139,7 @@ class Delivery:
 
     def say_aux(self, told: wire.Aux) -> None:
         """Tell the first token, where this rank is written to."""
-        if self.peer.memory is not None:
+        if self.peer.target is not None:
             self.say(msgspec.structs.replace(told, room=self.key))
 
     def extend(self, message: wire.Extend) -> None:
@@ -162,11 +171,11 @@ class Delivery:
             self._courier.messages_unsent += 1
 
     def _destination(self, promise: wire.Promise) -> PageIds:
-        if (promise.pages is None) != (self.peer.memory is None):
+        if (promise.pages is None) != (self.peer.target is None):
             expected = "nothing" if promise.pages is None else "pages"
             raise RemoteProtocolError(
                 f"decode's rank {promise.rank} of {promise.ranks} expects {expected} of prefill's rank "
-                f"{self._courier.rank}, whose heads are {'others' if self.peer.memory is None else 'among its own'}"
+                f"{self._courier.rank}, whose heads are {'others' if self.peer.target is None else 'among its own'}"
             )
         if promise.pages is None:
             page_size = self._courier.page_size
@@ -176,21 +185,56 @@ class Delivery:
         self._check(pages)
         return pages
 
+    def _tails(self, promise: wire.Promise) -> list[TailPages]:
+        """What is asked of components. Raises RemoteProtocolError unless it names every one that both ends have."""
+        told = None if promise.tails is None else sorted(tail.component for tail in promise.tails)
+        if told != (sorted(self._courier.component_memory) or None):
+            raise RemoteProtocolError(
+                f"decode's promise says {'nothing' if told is None else told} of components; both ends have"
+                f" {sorted(self._courier.component_memory) or 'none'}"
+            )
+        page_count = -(-promise.prompt_tokens // self._courier.page_size)
+        tails = []
+        for tail in promise.tails or ():
+            count = max(page_count - tail.first, 0)
+            pages = page_ids(range(count)) if tail.pages is None else wire.unpack_pages(tail.pages)
+            memory = self.peer.hello.components[tail.component]
+            if tail.pages is not None:
+                base.check_pages(pages, memory, whose=f"decode's {tail.component!r}")
+            if pages and tail.first < self._needed_from(tail.component, promise.prompt_tokens):
+                raise RemoteProtocolError(
+                    f"decode asks for {len(pages)} pages of component {tail.component!r}, which is more than its tail"
+                )
+            tails.append(TailPages(tail.component, tail.first, pages))
+        return tails
+
+    def _needed_from(self, name: str, prompt_tokens: int) -> int:
+        """The first position of a tail that goes to the end of a prompt."""
+        told = components_of(self.peer.hello)[name]
+        component = Component(
+            name=name,
+            kind="window" if told.kind == "window" else "state",
+            device_pages=1,
+            window_tokens=told.window_tokens,
+        )
+        return component.needed_from(prompt_tokens, self._courier.page_size)
+
     def _check(self, pages: PageIds) -> None:
-        if self.peer.memory is not None:
+        if self.peer.target is not None:
             base.check_pages(pages, self.peer.hello.memory, whose="decode's")
 
-    async def _write(self, target: base.PeerMemory, job: WriteJob) -> str:
+    async def _write(self, target: Target, job: WriteJob | TailPart) -> str:
         """Do one write; returns what failed, nothing if it landed."""
+        component = job.component if isinstance(job, TailPart) else "full"
         try:
-            written = await self._courier.transport.write(target, job.our_pages, job.their_pages)
+            written = await self._courier.transport.write(target.handles[component], job.our_pages, job.their_pages)
         except TidekvError as error:
-            return f"writing {len(job.our_pages)} pages to {self.peer.hello.instance} failed: {error}"
+            return f"writing {len(job.our_pages)} pages ({component}) to {self.peer.hello.instance} failed: {error}"
         self._courier.bytes_sent += written
         self._courier.pages_sent += len(job.our_pages)
         return ""
 
-    def _write_ended(self, job: WriteJob, task: asyncio.Task[str]) -> None:
+    def _write_ended(self, job: WriteJob | TailPart, task: asyncio.Task[str]) -> None:
         if task.cancelled():
             failure = "the write was cut off"
         else:

@@ -39,6 +39,7 @@ class Gathering:
                 prompt_tokens=promise.prompt_tokens,
                 promised_tokens=promise.decode_prefix_len,
                 key_seed=promise.key_seed,
+                tails=None if promise.tails is None else tuple((tail.component, tail.first) for tail in promise.tails),
             )
         )
         self.difference = self.difference or difference

@@ -17,12 +17,13 @@ from tidekv.states.receiving import ReceiverRoom
 from tidekv.transports import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from tidekv.states.components import TailPages
     from tidekv.transports.prefill_link import PrefillLink
 
 RoomKey: TypeAlias = tuple[str, int]
-FrameOfRoom: TypeAlias = "wire.Chunk | wire.Aux | wire.Refused | wire.Failed"
+FrameOfRoom: TypeAlias = "wire.Chunk | wire.TailSent | wire.Aux | wire.Refused | wire.Failed"
 
 
 class IncomingRoom:
@@ -44,9 +45,11 @@ class IncomingRoom:
         self.legs: list[Leg] = []
         for at, link in enumerate(links):
             number = writers.index(at) if at in writers else None
-            leg = Leg(self, link, place=(at, len(links)), number=number, first=first, count=count)
+            leg = Leg(self, link, place=(at, len(links)), number=number)
+            asked = [tail.component for tail in promise.tails or () if tail.pages]
+            leg.state = ReceiverRoom(first=first, count=count, tails=asked)
             # Whoever does not write to us only compares.
-            leg.waiting.append(promise if at in writers else msgspec.structs.replace(promise, pages=None))
+            leg.waiting.append(promise if at in writers else _without_pages(promise))
             self.legs.append(leg)
 
     @property
@@ -60,27 +63,33 @@ class IncomingRoom:
         return self.writers == 1
 
 
+def packed_tails(tails: Iterable[TailPages] | None) -> tuple[wire.Tail, ...] | None:
+    """What is asked of components, as it travels."""
+    if tails is None:
+        return None
+    return tuple(wire.Tail(component=t.component, first=t.first, pages=wire.pack_pages(t.pages)) for t in tails)
+
+
+def _without_pages(promise: wire.Promise) -> wire.Promise:
+    tails = promise.tails
+    if tails is not None:
+        tails = tuple(msgspec.structs.replace(tail, pages=None) for tail in tails)
+    return msgspec.structs.replace(promise, pages=None, tails=tails)
+
+
 class Leg:
     """One room's part at one prefill rank. `waiting` are its frames while the link is being opened."""
 
-    def __init__(
-        self,
-        room: IncomingRoom,
-        link: PrefillLink,
-        *,
-        place: tuple[int, int],
-        number: int | None,
-        first: int,
-        count: int,
-    ) -> None:
+    state: ReceiverRoom
+
+    def __init__(self, room: IncomingRoom, link: PrefillLink, *, place: tuple[int, int], number: int | None) -> None:
         """`place`: the rank, and of how many, that must be at the other end. `number`: which of the writers it is, None
-        where it writes nothing. Span 0 is pages [first, first + count) of the prompt.
+        where it writes nothing.
         """
         self.room = room
         self.link = link
         self.place = place
         self.number = number
-        self.state = ReceiverRoom(first=first, count=count)
         self.waiting: list[wire.Message] = []
         self.has_ended = False
 
@@ -133,11 +142,13 @@ class Told:
 
 
 def event_of(leg: Leg, message: FrameOfRoom, at_s: float) -> events.AnyEvent | None:
-    """What a frame means to the core, which knows the writers of a room by numbers from 0 on; None: it is late. Raises
-    RemoteProtocolError.
+    """What a frame means to the core, which knows the writers of a room by numbers from 0 on; None: nothing, since it
+    is late, or the word about a tail, which is judged here. Raises RemoteProtocolError.
     """
     (request_id, generation), number = leg.room.room_key, leg.number or 0
-    if isinstance(message, wire.Chunk | wire.Aux) and (message.rank != leg.place[0] or leg.number is None):
+    if isinstance(message, wire.Chunk | wire.TailSent | wire.Aux) and (
+        message.rank != leg.place[0] or leg.number is None
+    ):
         raise RemoteProtocolError(f"rank {message.rank} speaks on the link of rank {leg.place[0]}")
     match message:
         case wire.Chunk(span=span, first=first, count=count, last=last):
@@ -152,6 +163,9 @@ def event_of(leg: Leg, message: FrameOfRoom, at_s: float) -> events.AnyEvent | N
                 count=count,
                 last=last,
             )
+        case wire.TailSent(component=component):
+            leg.state.land_tail(component)
+            return None
         case wire.Aux():
             if leg.state.has_aux:
                 return None

@@ -247,7 +247,7 @@ class LoopbackTransport:
         self.instance = f"{name}-{uuid.uuid4().hex}"
         self.network = PROCESS_NETWORK if network is None else network
         self.links: set[LoopbackLink] = set()
-        self._memory: PoolMemory | None = None
+        self._memories: tuple[PoolMemory, ...] = ()
         self._writes: set[asyncio.Task[int]] = set()
         self._dead = False
         self._counts = {"bytes_written": 0, "pages_written": 0, "writes": 0, "writes_failed": 0}
@@ -256,11 +256,12 @@ class LoopbackTransport:
         """See `Transport.start`; a copy in memory needs no poller."""
         self.network.join(self)
 
-    async def register(self, memory: PoolMemory) -> None:
+    async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
         """See `Transport.register`."""
-        if memory.kind != "DRAM":
-            raise InvalidConfig(f"the loopback transport moves host memory only, not {memory.kind}")
-        self._memory = memory
+        for pool in (memory, *components):
+            if pool.kind != "DRAM":
+                raise InvalidConfig(f"the loopback transport moves host memory only, not {pool.kind}")
+        self._memories = (memory, *components)
 
     def metadata(self) -> bytes:
         """See `Transport.metadata`."""
@@ -274,10 +275,10 @@ class LoopbackTransport:
         if peer is None or metadata != peer.metadata():
             raise RemoteProtocolError(f"{instance} is not on this loopback network")
         check_memory(memory)
-        if memory != peer._memory:
+        if memory not in peer._memories:
             raise RemoteProtocolError(f"{instance} announces memory that it did not register")
         # A peer that is written nothing needs no pool of ours.
-        whole = Exchange(ours=self._memory or memory, theirs=memory)
+        whole = Exchange(ours=self._memories[0] if self._memories else memory, theirs=memory)
         return LoopbackPeer(instance=instance, memory=memory, exchange=exchange or whole)
 
     async def remove_peer(self, peer: PeerMemory) -> None:
@@ -285,11 +286,11 @@ class LoopbackTransport:
 
     async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
         """See `Transport.write`."""
-        if self._memory is None or self._dead:
+        if not self._memories or self._dead:
             raise TransferFailed(f"{self.instance} has no memory to write from, or is closed")
         if not isinstance(peer, LoopbackPeer) or len(our_pages) != len(their_pages):
             raise LocalProtocolError(f"{len(our_pages)} pages cannot be written over {len(their_pages)}")
-        check_pages(our_pages, self._memory, whose="our")
+        check_pages(our_pages, peer.exchange.ours, whose="our")
         check_pages(their_pages, peer.memory, whose="their")
         work = asyncio.get_running_loop().create_task(self._copy(peer, our_pages, their_pages))
         self._writes.add(work)

@@ -93,7 +93,6 @@ class NixlTransport:
         self._is_closed = False
         self._poller: Poller | None = None
         self._agent: NixlAgent | None = None
-        self._memory: PoolMemory | None = None
         self._peers: NixlPeers | None = None
         self._presence: Presence | None = None
         self._metadata = b""
@@ -110,22 +109,23 @@ class NixlTransport:
         make = partial(NixlAgent, self.instance, backends=self._backends, progress_delay_us=self._progress_delay_us)
         self._agent = await call_in_thread(make, what="making a NIXL agent", timeout_s=self._call_timeout_s)
 
-    async def register(self, memory: PoolMemory) -> None:
-        """Let NIXL reach our pool; the pool must live until `close` has returned. Raises InvalidRequest for a pool that
+    async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
+        """Let NIXL reach our pools, which must live until `close` has returned. Raises InvalidRequest for a pool that
         is not sound, TransferFailed where NIXL refuses.
         """
-        if self._memory is not None:
-            raise LocalProtocolError(f"transport {self.name} has its pool already: it takes one")
+        if self._peers is not None:
+            raise LocalProtocolError(f"transport {self.name} has its pools already: it takes them once")
         agent = self._started()
-        check_ours(memory)
+        for pool in (memory, *components):
+            check_ours(pool)
 
         def register() -> bytes:
-            agent.register(memory)
+            for pool in (memory, *components):
+                agent.register(pool)
             return agent.metadata()
 
-        blob = await call_in_thread(register, what="registering the pool", timeout_s=self._call_timeout_s)
+        blob = await call_in_thread(register, what="registering the pools", timeout_s=self._call_timeout_s)
         self._metadata = wrap(self.instance, blob)
-        self._memory = memory
         self._peers = NixlPeers(agent, memory, timeout_s=self._call_timeout_s)
         self._presence = Presence(agent, self._peers, self._required_poller(), timeout_s=self._call_timeout_s)
 
@@ -138,16 +138,16 @@ class NixlTransport:
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
     ) -> NixlPeer:
-        """Make a peer's pool writable for us; each call gives a handle of its own. Raises RemoteProtocolError for a
-        name, metadata or memory that is not sound (PeerMismatch where its pages have other pieces), TransferFailed
-        where NIXL refuses. Nothing is changed then.
+        """Make a peer's pool writable for us, from our first pool or that of the exchange; each call gives a handle of
+        its own. Raises RemoteProtocolError for a name, metadata or memory that is not sound (PeerMismatch where its
+        pages have other pieces), TransferFailed where NIXL refuses. Nothing is changed then.
         """
-        return await self._registered()[1].add(instance, metadata, memory, exchange)
+        return await self._registered().add(instance, metadata, memory, exchange)
 
     async def remove_peer(self, peer: PeerMemory) -> None:
         """Forget a handle of `add_peer`, after the last write to it has ended. Closing has forgotten all of them."""
         if not self._is_closed:
-            await self._registered()[1].remove(_ours(peer))
+            await self._registered().remove(_ours(peer))
 
     async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
         """Write our pages over the peer's, pairwise; returns the bytes once they are in place at the peer.
@@ -157,16 +157,18 @@ class NixlTransport:
         the pages may be written then, and no write of this call is in flight any more. A cancelled call posts nothing
         more and settles before it re-raises, which for a peer that hangs may take for ever.
         """
-        memory, _ = self._registered()
+        self._registered()
         target = _ours(peer)
         if target.is_removed:
             raise LocalProtocolError(f"write to peer {target.instance}, which was removed")
-        ours, theirs = checked_pages(our_pages, their_pages, ours=memory, theirs=target.memory, peer=target.instance)
+        ours, theirs = checked_pages(
+            our_pages, their_pages, ours=target.ours, theirs=target.memory, peer=target.instance
+        )
         if not len(ours):
             return 0
         plan = WritePlan(
             pieces=target.pieces,
-            our_page_count=memory.page_count,
+            our_page_count=target.ours.page_count,
             their_page_count=target.memory.page_count,
             our_pages=ours,
             their_pages=theirs,
@@ -256,11 +258,11 @@ class NixlTransport:
             raise LocalProtocolError(f"transport {self.name} is not started")
         return self._agent
 
-    def _registered(self) -> tuple[PoolMemory, NixlPeers]:
+    def _registered(self) -> NixlPeers:
         self._started()
-        if self._memory is None or self._peers is None:
+        if self._peers is None:
             raise LocalProtocolError(f"transport {self.name} has no pool registered")
-        return self._memory, self._peers
+        return self._peers
 
     def _required_poller(self) -> Poller:
         assert self._poller is not None, "a started transport has a poller"

@@ -23,10 +23,11 @@ from tidekv.transports.nixl_metadata import unwrap
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """A peer's pool as NIXL knows it, with the list of our pool that fits it piece by piece, or part by part."""
+    """A peer's pool as NIXL knows it, with the list of ours that fits it piece by piece, or part by part."""
 
     instance: str
     memory: PoolMemory
+    ours: PoolMemory
     pieces: tuple[Segment, ...]
     our_list: int
     their_list: int
@@ -44,6 +45,7 @@ class NixlPeers:
     """Adds and removes peers of one agent; on the event loop, with NIXL's part in a thread."""
 
     def __init__(self, agent: NixlAgent, ours: PoolMemory, *, timeout_s: float) -> None:
+        """`ours` is written from where an exchange names no other of our pools."""
         self._agent = agent
         self._ours = ours
         self._timeout_s = timeout_s
@@ -59,14 +61,15 @@ class NixlPeers:
         check_memory(memory)
         if instance == self._agent.name:
             raise RemoteProtocolError(f"peer calls itself {instance}, which is our own name")
-        pieces = pair_segments(*(exchange or (self._ours, memory)))
+        exchange = exchange or Exchange(ours=self._ours, theirs=memory)
+        pieces = pair_segments(*exchange)
         blob = unwrap(metadata, expected_name=instance)
         async with self._turn:
             known = self._known.get(instance)
             if known is not None and known.blob != blob:
                 raise RemoteProtocolError(f"{instance} comes with other metadata than before: a restart has a new name")
             made: list[NixlPeer] = []
-            load = partial(self._load, made, instance, blob, memory, pieces, is_known=known is not None)
+            load = partial(self._load, made, instance, blob, memory, exchange.ours, pieces, is_known=known is not None)
             try:
                 await call_in_thread(load, what=f"adding {instance}", timeout_s=self._timeout_s)
             except asyncio.CancelledError:
@@ -96,6 +99,7 @@ class NixlPeers:
         instance: str,
         blob: bytes,
         memory: PoolMemory,
+        ours: PoolMemory,
         pieces: tuple[tuple[Segment, ...], tuple[Segment, ...]],
         *,
         is_known: bool,
@@ -109,11 +113,11 @@ class NixlPeers:
                     undo.callback(agent.forget_peer, name)
                 if name != instance:
                     raise RemoteProtocolError(f"metadata of {instance} makes NIXL know {name!r}: it is not authentic")
-            ours = agent.prepare(pieces[0], kind=self._ours.kind, device=self._ours.device)
-            undo.callback(agent.release_list, ours)
-            theirs = agent.prepare(pieces[1], kind=memory.kind, device=memory.device, owner=instance)
+            our_list = agent.prepare(pieces[0], kind=ours.kind, device=ours.device)
+            undo.callback(agent.release_list, our_list)
+            their_list = agent.prepare(pieces[1], kind=memory.kind, device=memory.device, owner=instance)
             undo.pop_all()
-        made.append(NixlPeer(instance, memory, pieces[0], ours, theirs))
+        made.append(NixlPeer(instance, memory, ours, pieces[0], our_list, their_list))
 
     async def _unload(self, peer: NixlPeer, *, forget: bool) -> None:
         def unload() -> None:

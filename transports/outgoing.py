@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from tidekv.states.errors import InvalidRequest, ProtocolError
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.sending_tails import TailAsked
+from tidekv.states.shapes import PageIds, PoolMemory, page_ids
 from tidekv.transports import base, wire
 from tidekv.transports.delivery import Courier, DecodePeer, Delivery, RoomSettings
 
@@ -33,8 +34,8 @@ class RoomOutcome(StrEnum):
 class Room:
     """The hand-over of one prompt to one decode worker, or to all ranks of one.
 
-    Send all pages of the prompt, in order, then finish; the pages stay yours, but must stay as they are until
-    `received` returns.
+    Send all pages of the prompt, in order, and of each component the tail that is asked for (`tails`), then finish; the
+    pages stay yours, but must stay as they are until `received` returns.
     """
 
     def __init__(
@@ -88,11 +89,18 @@ class Room:
         return self._state.computed
 
     @property
+    def tails(self) -> dict[str, TailAsked]:
+        """What decode asks for of each component, by name; without components there are none. One of no pages need not
+        be sent.
+        """
+        return self._state.tails.asked
+
+    @property
     def sends_nothing(self) -> bool:
         """Whether no decode rank is written anything by this prefill rank, whatever was promised: it holds copies of
         what others send. Of a full hit this is False, and its page lists are empty.
         """
-        return all(delivery.peer.memory is None for delivery in self.deliveries)
+        return all(delivery.peer.target is None for delivery in self.deliveries)
 
     @property
     def writes_in_flight(self) -> int:
@@ -113,14 +121,27 @@ class Room:
         InvalidRequest, and then nothing is sent.
         """
         ids = page_ids(pages)
-        if ids and not 0 <= min(ids) <= max(ids) < self._courier.memory.page_count:
-            raise InvalidRequest(
-                f"pages {min(ids)} to {max(ids)} are not all in the pool of {self._courier.memory.page_count}"
-            )
+        _check_ours(ids, self._courier.memory, "")
         if self._state.stopped is not None:
             return
         for delivery in self.deliveries:
             delivery.state.remember(ids, start_token=start_token, end_token=end_token)
+        await self._hand_over()
+
+    async def send_tail(self, component: str, pages: Iterable[int] | PageIds) -> None:
+        """Hand over the tail of a component, once the whole prompt is computed and before `finish`: ids of our pool of
+        this component, one for each position that `tails` names. Of a state that is its record after the last token.
+
+        Returns when it was posted; also, doing nothing, when decode asks for none of it or the room has ended. Raises
+        InvalidRequest for a component that there is not, or other pages than are asked for, and then nothing is sent.
+        """
+        ids = page_ids(pages)
+        if (memory := self._courier.component_memory.get(component)) is not None:
+            _check_ours(ids, memory, f" of component {component!r}")
+        if self._state.stopped is not None:
+            return
+        for delivery in self.deliveries:
+            delivery.state.send_tail(component, ids)
         await self._hand_over()
 
     async def finish(
@@ -137,8 +158,8 @@ class Room:
         `tokens` is the prompt as packed little-endian u32, for a peer with storage whose promises bring no tokens:
         without them nobody can name the pages there.
 
-        Raises InvalidRequest where pages are missing or a value cannot be sent, and then nothing is changed. Does
-        nothing when the room has ended.
+        Raises InvalidRequest where pages, or the tail of a component, are missing or a value cannot be sent, and then
+        nothing is changed. Does nothing when the room has ended.
         """
         self._check_tokens(tokens)
         told = wire.Aux(
@@ -276,3 +297,8 @@ class Room:
                 delivery.peer.rooms -= 1
             self._settled.set()
             self._on_end(self)
+
+
+def _check_ours(pages: PageIds, memory: PoolMemory, of: str) -> None:
+    if pages and not 0 <= min(pages) <= max(pages) < memory.page_count:
+        raise InvalidRequest(f"pages {min(pages)} to {max(pages)}{of} are not all in the pool of {memory.page_count}")

@@ -24,14 +24,15 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from tidekv.states import events
+from tidekv.states.components import TailPages
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, PeerMismatch, RemoteProtocolError, TidekvError
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
 from tidekv.transports import base, hello, slices, wire
-from tidekv.transports.incoming import FrameOfRoom, IncomingRoom, Leg, RoomKey, Told, event_of
+from tidekv.transports.incoming import FrameOfRoom, IncomingRoom, Leg, RoomKey, Told, event_of, packed_tails
 from tidekv.transports.offenders import Offenders
 from tidekv.transports.prefill_link import PrefillLink
 from tidekv.transports.tasks import OwnedTasks
@@ -60,9 +61,10 @@ class Receiver:
         kv_heads_total: int = 0,
         stages: int = 1,
         group: Callable[[], str] = lambda: "",
+        component_memory: Mapping[str, PoolMemory] | None = None,
     ) -> None:
-        """`memory` must be registered with the transport before the first promise. `deliver_aux` gets request id,
-        generation, first token and aux, before the AuxLanded that belongs to it.
+        """`memory`, and that of each component by its name, must be registered before the first promise. `deliver_aux`
+        gets request id, generation, first token and aux, before the AuxLanded that belongs to it.
         """
         if not 0 < heartbeat_s <= missed_s <= lease_s:
             raise InvalidConfig(
@@ -80,9 +82,8 @@ class Receiver:
         self._rank = rank
         self._ranks = ranks
         place = {"rank": rank, "ranks": ranks, "kv_heads_total": kv_heads_total, "stages": stages}
-        self._make_hello = partial(
-            hello.make_hello, transport, memory=memory, identity=identity, lease_s=lease_s, **place
-        )
+        say_hello = partial(hello.make_hello, transport, memory=memory, component_memory=component_memory)
+        self._make_hello = partial(say_hello, identity=identity, lease_s=lease_s, **place)
         holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
         self._writers = partial(slices.expected_writers, holding, rank=rank, stages=stages)
         self._group = group
@@ -115,12 +116,13 @@ class Receiver:
         pages: PageIds,
         tokens: bytes | None = None,
         key_seed: bytes | None = None,
+        tails: Iterable[TailPages] | None = None,
     ) -> None:
         """Tell the prefill at `address` what not to send and where the rest goes → PromiseSent or RoomFailed.
 
-        `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere.
-        Raises LocalProtocolError for a room that is open already, InvalidConfig where the heads of the model cannot lie
-        on so many prefill ranks.
+        `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere. `tails` is what
+        is asked of components. Raises LocalProtocolError for a room that is open already, InvalidConfig where the heads
+        of the model cannot lie on so many prefill ranks.
         """
         room_key = (request_id, generation)
         if room_key in self._rooms:
@@ -142,6 +144,7 @@ class Receiver:
             # The ranks of an instance have the same tokens: one of them brings them.
             tokens=tokens if self._rank == 0 else None,
             key_seed=key_seed,
+            tails=packed_tails(tails),
         )
         writers = self._writers(prefill_ranks=len(addresses))
         links = [self._links.get(one) or self._connect(one) for one in addresses]
@@ -262,7 +265,7 @@ class Receiver:
         match message:
             case wire.Ping():
                 return
-            case wire.Chunk() | wire.Aux() | wire.Refused() | wire.Failed() | wire.Drained():
+            case wire.Chunk() | wire.TailSent() | wire.Aux() | wire.Refused() | wire.Failed() | wire.Drained():
                 room = self._rooms.get((message.room.request_id, message.room.generation))
                 legs = [] if room is None or room.key != message.room else room.legs
                 leg = next((leg for leg in legs if leg.link is link), None)
@@ -349,6 +352,8 @@ class Receiver:
         if isinstance(message, wire.Failed | wire.Refused):
             leg.has_ended |= isinstance(message, wire.Failed)
             LOG.warning("request %s, generation %s: %s says: %s", *leg.room.room_key, leg.link.address, message.cause)
+        if isinstance(message, wire.TailSent):
+            return
         if event is None:
             self.counts["frames_late"] += 1
             return

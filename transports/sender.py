@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -31,7 +31,7 @@ from tidekv.transports.delivery import Courier, DecodePeer, Delivery, RoomSettin
 from tidekv.transports.gathering import Gathering, Gatherings
 from tidekv.transports.offenders import is_offence
 from tidekv.transports.outgoing import Room, RoomOutcome
-from tidekv.transports.slices import exchanged_with
+from tidekv.transports.targets import make_target
 from tidekv.transports.tasks import OwnedTasks
 
 
@@ -54,12 +54,15 @@ class Sender:
         stages: int = 1,
         rooms_max: int = 4096,
         settings: RoomSettings | None = None,
+        component_memory: Mapping[str, PoolMemory] | None = None,
     ) -> None:
+        """`component_memory`: where the pages of each component of the identity lie, by its name."""
         if lease_s <= 0 or rooms_max < 1:
             raise InvalidConfig(f"lease_s is {lease_s} and rooms_max is {rooms_max}; both must be positive")
         self.counts: Counter[str] = Counter()
         self._transport = transport
         self._memory = memory
+        self._component_memory = dict(component_memory or {})
         self._identity = identity
         self._clock = clock
         self._on_room = on_room
@@ -73,6 +76,7 @@ class Sender:
         self._courier = Courier(
             transport=transport,
             memory=memory,
+            component_memory=self._component_memory,
             page_size=identity.page_size,
             rank=rank,
             clock=clock,
@@ -102,8 +106,8 @@ class Sender:
         return "" if self._listener is None else self._listener.address
 
     async def start(self, address: str) -> None:
-        """Register our pool and listen. The transport must have been started."""
-        await self._transport.register(self._memory)
+        """Register our pools and listen. The transport must have been started."""
+        await self._transport.register(self._memory, *self._component_memory.values())
         self._listener = await self._transport.listen(address, self._serve)
 
     async def close(self) -> None:
@@ -184,19 +188,20 @@ class Sender:
             ranks=self._ranks,
             kv_heads_total=self._kv_heads_total,
             stages=self._stages,
+            component_memory=self._component_memory,
         )
         try:
             link.send(ours)
             theirs = await hello.receive_hello(link)
             hello.judge_hello(ours, theirs)
-            memory = await self._add_memory(ours, theirs)
+            target = await make_target(self._transport, ours=ours, theirs=theirs)
         except (TransferFailed, RemoteProtocolError) as error:
             self.counts["hellos_refused"] += 1
             if is_offence(error):
                 link.blame()
             await link.close(str(error))
             return
-        peer = DecodePeer(link, theirs, memory, lease_s=self._lease_s)
+        peer = DecodePeer(link, theirs, target, lease_s=self._lease_s)
         peer.renew(self._clock())
         self._peers.add(peer)
         cause = "prefill is shutting down"
@@ -219,13 +224,6 @@ class Sender:
             await link.close(cause)
             if not peer.rooms:
                 await self._forget(peer)
-
-    async def _add_memory(self, ours: wire.Hello, theirs: wire.Hello) -> base.PeerMemory | None:
-        """Make the decode rank's pool writable, as far as its heads are ours to write; None: they are not."""
-        exchange = exchanged_with(decode=theirs, prefill=ours)
-        if exchange is None:
-            return None
-        return await self._transport.add_peer(theirs.instance, theirs.metadata, theirs.memory, exchange)
 
     def _take(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
@@ -373,8 +371,8 @@ class Sender:
     async def _forget(self, peer: DecodePeer) -> None:
         if peer in self._peers:
             self._peers.discard(peer)
-            if peer.memory is not None:
-                await self._transport.remove_peer(peer.memory)
+            if peer.target is not None:
+                await peer.target.forget(self._transport)
 
     def _say(self, peer: DecodePeer, message: wire.Message) -> None:
         try:

@@ -34,8 +34,8 @@ def expected_writers(decode: Holding, *, rank: int, prefill_ranks: int, stages: 
     return tuple(stage * width + share.prefill for share in shares_of(place, decode, split_like(width, decode)))
 
 
-def exchanged_with(*, decode: wire.Hello, prefill: wire.Hello) -> Exchange | None:
-    """The bytes that this prefill rank writes to this decode rank, of pools that were judged; None: it writes none.
+def share_between(*, decode: wire.Hello, prefill: wire.Hello) -> Share | None:
+    """The heads that this prefill rank writes to this decode rank; None: none.
 
     Raises PeerMismatch where the heads of the model cannot lie on such ranks.
     """
@@ -47,8 +47,20 @@ def exchanged_with(*, decode: wire.Hello, prefill: wire.Hello) -> Exchange | Non
     if their_stage == our_stage:
         for share in shares_of(their_place, there, here):
             if share.prefill == our_place:
-                return _exchange(share, decode, prefill)
+                return share
     return None
+
+
+def exchange_of(share: Share, *, decode: wire.Hello, prefill: wire.Hello) -> Exchange:
+    """The bytes of a share of heads in both pools, which were judged: whole pages where it is all that both hold."""
+    there, here = decode.identity.kv_heads, prefill.identity.kv_heads
+    if share.count == there == here:
+        return Exchange(ours=prefill.memory, theirs=decode.memory)
+    page_size = prefill.identity.page_size
+    return Exchange(
+        ours=heads_of(prefill.memory, page_size=page_size, heads=here, first=share.source, count=share.count),
+        theirs=heads_of(decode.memory, page_size=page_size, heads=there, first=share.target, count=share.count),
+    )
 
 
 def in_heads_of(theirs: wire.Hello, ours: wire.Hello) -> tuple[Identity, tuple[int, ...]]:
@@ -108,14 +120,3 @@ def _holding_of(hello: wire.Hello) -> Holding:
 
 def _stage_of(hello: wire.Hello) -> tuple[int, int]:
     return stage_of(hello.rank, ranks=hello.ranks, stages=hello.stages)
-
-
-def _exchange(share: Share, decode: wire.Hello, prefill: wire.Hello) -> Exchange:
-    there, here = decode.identity.kv_heads, prefill.identity.kv_heads
-    if share.count == there == here:
-        return Exchange(ours=prefill.memory, theirs=decode.memory)
-    page_size = prefill.identity.page_size
-    return Exchange(
-        ours=heads_of(prefill.memory, page_size=page_size, heads=here, first=share.source, count=share.count),
-        theirs=heads_of(decode.memory, page_size=page_size, heads=there, first=share.target, count=share.count),
-    )

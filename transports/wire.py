@@ -19,7 +19,7 @@ from tidekv.states.errors import InvalidRequest, LocalProtocolError
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
 from tidekv.transports import frames
 
-VERSION = 2
+VERSION = 3
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 CAUSE_CHARACTERS_MAX = 2048
 NAME_CHARACTERS_MAX = 512
@@ -63,14 +63,19 @@ class ProcessMark(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
     started: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Sidecar(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """Destination pages of one further pool that travels with the KV."""
+class Tail(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """What decode asks for of one component: pages at positions from `first` on, up to the prompt's end.
 
-    name: Name
-    pages: PackedPages
+    `pages` are their destinations, in decode's pool of this component. Empty: decode has all that it needs of it. None:
+    this prefill rank writes nothing to that decode rank, and only compares.
+    """
+
+    component: Name
+    first: Count
+    pages: PackedPages | None
 
     def __post_init__(self) -> None:
-        _check_packed(self.pages)
+        _check_packed(self.pages or b"")
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -78,6 +83,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
     `kv_heads_total` is how many KV heads the model has; 0: as many as all ranks hold together. The identity says how
     many this rank holds. Ranks are counted stage by stage: with 2 `stages` of 4 ranks, the second has ranks 4 to 7.
+    `components` says where the pages of each component of the identity lie, by its name.
     """
 
     version: Count
@@ -91,6 +97,13 @@ class Hello(Message, frozen=True, tag="hello"):
     lease_s: Seconds
     kv_heads_total: Count = 0
     stages: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
+    components: dict[Name, PoolMemory] = {}
+
+    def __post_init__(self) -> None:
+        if (told := sorted(self.components)) != (named := [component.name for component in self.identity.components]):
+            raise ValueError(f"memory is told of the components {told}, the identity has {named}")
+        if not all(component.groups for component in self.identity.components):
+            raise ValueError("a component has at least one group of layers")
 
 
 class Promise(Message, frozen=True, tag="promise"):
@@ -98,7 +111,8 @@ class Promise(Message, frozen=True, tag="promise"):
 
     Every rank of a decode instance promises the room to every prefill rank, under the name of their `group`; the room
     opens when all have promised the same. `pages` is None where this prefill rank writes nothing to that decode rank,
-    and only compares; empty, it is a full hit.
+    and only compares; empty, it is a full hit. `tails` names every component once, of each what is asked for beside the
+    pages, to be in place before the last chunk of span 0. None: the worker has no components.
     `tokens` is None where prefill has them from elsewhere; empty bytes are a different thing, and wrong here.
     `key_seed` is what the storage keys of the prompt's pages begin with: empty, or 32 bytes of its namespace; None: the
     prompt must be kept nowhere.
@@ -109,7 +123,7 @@ class Promise(Message, frozen=True, tag="promise"):
     decode_prefix_len: Count
     pages: PackedPages | None
     tokens: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)] | None = None
-    sidecars: tuple[Sidecar, ...] | None = None
+    tails: tuple[Tail, ...] | None = None
     key_seed: Annotated[bytes, msgspec.Meta(max_length=32)] | None = None
     rank: Count = 0
     ranks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
@@ -119,6 +133,9 @@ class Promise(Message, frozen=True, tag="promise"):
         _check_packed(self.pages or b"")
         if not self.rank < self.ranks:
             raise ValueError(f"there is no rank {self.rank} of {self.ranks}")
+        for tail in self.tails or ():
+            if (tail.pages is None) != (self.pages is None):
+                raise ValueError(f"pages are given of the prompt, or of component {tail.component!r}, and not of both")
         if self.tokens is not None and len(self.tokens) != 4 * self.prompt_tokens:
             raise ValueError(f"tokens are {len(self.tokens)} bytes, {self.prompt_tokens} tokens have 4 bytes each")
         if self.key_seed is not None and len(self.key_seed) not in (0, 32):
@@ -146,6 +163,14 @@ class Chunk(Message, frozen=True, tag="chunk"):
     first: Count
     count: Count
     last: bool
+
+
+class TailSent(Message, frozen=True, tag="tail_sent"):
+    """The tail of this component that was asked for is in place, as far as this rank writes it."""
+
+    room: Room
+    rank: Count
+    component: Name
 
 
 class Aux(Message, frozen=True, tag="aux"):
@@ -204,7 +229,9 @@ class Bye(Message, frozen=True, tag="bye"):
     cause: Cause
 
 
-AnyMessage = Hello | Promise | Extend | Chunk | Aux | Refused | Failed | Abort | Drained | Received | Ping | Bye
+AnyMessage = (
+    Hello | Promise | Extend | Chunk | TailSent | Aux | Refused | Failed | Abort | Drained | Received | Ping | Bye
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -29,6 +29,7 @@ def test_a_room_is_complete_when_every_rank_has_pledged_the_same() -> None:
         ({"promised_tokens": 16}, "rank 2 promised 32 of 40 tokens, rank 1 promised 16 of 40 tokens"),
         ({"prompt_tokens": 41}, "rank 2 promised 32 of 40 tokens, rank 1 promised 32 of 41 tokens"),
         ({"ranks": 2}, "rank 2 says that the instance has 3 ranks, rank 1 says that the instance has 2 ranks"),
+        ({"tails": ()}, "rank 2 asks for tails of components from positions None on, rank 1 asks for tails of"),
         ({"key_seed": b""}, "rank 2 names the storage keys of the prompt by None, rank 1 names"),
     ],
 )

@@ -7,18 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tidekv.states.components import TailPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.sending import SPANS_MAX, ChunkReady, SenderRoom, WriteJob
+from tidekv.states.sending_tails import TailPart
 from tidekv.states.shapes import page_ids
 
 PAGE = 4
 
 
-def room(*, tokens: int, promised: int = 0) -> SenderRoom:
-    """A room whose decode pages are 100 and up."""
+def room(*, tokens: int, promised: int = 0, tails: dict[str, tuple[int, list[int]]] | None = None) -> SenderRoom:
+    """A room whose decode pages are 100 and up; of components, where they begin and their pages."""
     count = -(-tokens // PAGE) - promised // PAGE
     return SenderRoom(
-        prompt_tokens=tokens, decode_prefix_len=promised, page_size=PAGE, pages=page_ids(range(100, 100 + count))
+        prompt_tokens=tokens,
+        decode_prefix_len=promised,
+        page_size=PAGE,
+        pages=page_ids(range(100, 100 + count)),
+        tails=[TailPages(name, first, page_ids(pages)) for name, (first, pages) in (tails or {}).items()],
     )
 
 
@@ -209,10 +215,19 @@ class Sending(RuleBasedStateMachine):
         self.tokens = tokens
         self.page_count = -(-tokens // PAGE)
         promised = data.draw(st.integers(0, tokens // PAGE))
-        self.sender = room(tokens=tokens, promised=promised * PAGE)
+        # A window's tail may begin anywhere, that of the other is asked for or not.
+        begin = data.draw(st.integers(0, self.page_count))
+        asked = data.draw(st.integers(0, 1))
+        self.tails = {
+            "window": (begin, list(range(500, 500 + self.page_count - begin))),
+            "state": (self.page_count - asked, [7] * asked),
+        }
+        self.tails_written: dict[tuple[str, int], int] = {}
+        self.tails_told: list[str] = []
+        self.sender = room(tokens=tokens, promised=promised * PAGE, tails=self.tails)
         # Span → (first, decode's pages); and what was written where, in order.
         self.spans = {0: (promised, list(range(100, 100 + self.page_count - promised)))}
-        self.flying: list[WriteJob] = []
+        self.flying: list[WriteJob | TailPart] = []
         self.written: dict[int, int] = {}
         self.told: dict[int, int] = {0: promised}
         self.lasts: list[int] = []
@@ -229,10 +244,19 @@ class Sending(RuleBasedStateMachine):
         if start * PAGE <= end:
             self.sender.remember(ids, start_token=start * PAGE, end_token=end)
 
+    @rule(name=st.sampled_from(["window", "state"]))
+    def send_tail(self, name: str) -> None:
+        if not self.sender.finished:
+            self.sender.send_tail(name, page_ids(range(len(self.tails[name][1]))))
+
     @rule()
     def finish(self) -> None:
         if not self.sender.finished and self.sender.computed_pages == self.page_count:
-            self.sender.finish()
+            if self.sender.tails.unsent:
+                with pytest.raises(InvalidRequest, match=f"the tail of component '{self.sender.tails.unsent[0]}'"):
+                    self.sender.finish()
+            else:
+                self.sender.finish()
 
     @precondition(lambda self: not self.stopped)
     @rule(data=st.data())
@@ -259,6 +283,11 @@ class Sending(RuleBasedStateMachine):
         if job is not None:
             assert not self.stopped
             self.flying.append(job)
+            if isinstance(job, TailPart):
+                for ours, theirs in zip(job.our_pages, job.their_pages, strict=True):
+                    assert (job.component, theirs) not in self.tails_written, "a page is written once"
+                    self.tails_written[job.component, theirs] = ours
+                return
             for ours, theirs in zip(job.our_pages, job.their_pages, strict=True):
                 assert theirs not in self.written, "a page is written once"
                 self.written[theirs] = ours
@@ -271,13 +300,20 @@ class Sending(RuleBasedStateMachine):
 
     @rule()
     def tell(self) -> None:
+        tails_flying = {job.component for job in self.flying if isinstance(job, TailPart)}
+        for name in self.sender.take_tails():
+            assert not self.stopped
+            assert name not in self.tails_told, "a tail is told once"
+            assert name not in tails_flying
+            self.check_tail(name)
+            self.tails_told.append(name)
         for chunk in self.sender.take_chunks():
             assert not self.stopped
             first, theirs = self.spans[chunk.span]
             assert chunk.span not in self.lasts, "nothing follows the last"
             assert chunk.first == self.told[chunk.span], "the cursor only grows, without a gap"
             assert chunk.count or chunk.last
-            flying = {page for job in self.flying for page in job.their_pages}
+            flying = {page for job in self.flying if isinstance(job, WriteJob) for page in job.their_pages}
             for page in theirs[chunk.first - first : chunk.first - first + chunk.count]:
                 assert page in self.written
                 assert page not in flying
@@ -285,7 +321,13 @@ class Sending(RuleBasedStateMachine):
             if chunk.last:
                 assert self.told[chunk.span] == first + len(theirs)
                 assert self.sender.finished
+                if chunk.span == 0:
+                    assert set(self.tails_told) == {name for name, (_, pages) in self.tails.items() if pages}
                 self.lasts.append(chunk.span)
+
+    def check_tail(self, name: str) -> None:
+        pages = self.tails[name][1]
+        assert [self.tails_written.get((name, page)) for page in pages] == list(range(len(pages)))
 
     @precondition(lambda self: not self.stopped)
     @rule(really=st.integers(0, 9))
@@ -307,6 +349,8 @@ class Sending(RuleBasedStateMachine):
         start = self.sender.computed_pages
         if start < self.page_count:
             self.sender.remember(page_ids(range(start, self.page_count)), start_token=start * PAGE)
+        for name in self.tails:
+            self.send_tail(name)
         self.finish()
         while self.sender.can_write():
             self.post(2)
@@ -315,6 +359,8 @@ class Sending(RuleBasedStateMachine):
         self.tell()
         assert sorted(self.lasts) == sorted(self.spans)
         assert self.sender.is_complete
+        for name in self.tails:
+            self.check_tail(name)
         for first, theirs in self.spans.values():
             assert [self.written[page] for page in theirs] == list(range(first, first + len(theirs)))
 

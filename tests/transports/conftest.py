@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tidekv.states import events
-from tidekv.states.shapes import Identity, PoolMemory, Segment, page_ids
+from tidekv.states.shapes import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
 from tidekv.transports import hello, wire
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.outgoing import Room, RoomSettings
@@ -21,13 +21,17 @@ from tidekv.transports.sender import Sender
 PAGE_SIZE = 4
 PIECES = (24, 8)
 """Bytes of each piece for each head that a page holds."""
+RECORD = (40, 16, 4)
+"""Bytes of the pieces of a record of a state."""
 
 
 class Pool:
     """Pages of two pieces, in two buffers."""
 
-    def __init__(self, page_count: int, *, seed: int | None = None, heads: int = 1) -> None:
-        pieces = [piece * heads for piece in PIECES]
+    def __init__(
+        self, page_count: int, *, seed: int | None = None, heads: int = 1, pieces: tuple[int, ...] = PIECES
+    ) -> None:
+        pieces = tuple(piece * heads for piece in pieces)
         self.buffers = [np.zeros((page_count, piece), np.uint8) for piece in pieces]
         if seed is not None:
             rng = np.random.default_rng(seed)
@@ -45,6 +49,10 @@ class Pool:
         return b"".join(buffer[index].tobytes() for buffer in self.buffers)
 
 
+def memory_of(pools: dict[str, Pool]) -> dict[str, PoolMemory]:
+    return {name: pool.memory for name, pool in pools.items()}
+
+
 def identity(*, heads: int = 1, **changes: Any) -> Identity:
     fields: dict[str, Any] = {
         "model": "m",
@@ -60,6 +68,10 @@ def identity(*, heads: int = 1, **changes: Any) -> Identity:
     return Identity(**(fields | changes))
 
 
+WINDOW = ComponentIdentity("swa", "window", 6, PAGE_SIZE, PIECES, (GroupIdentity("full", "mha", "uint8", 1, 1, 4),))
+STATE = ComponentIdentity("ssm", "state", 0, 1, RECORD, (GroupIdentity("full", "mla", "uint8", 3, 1, 40),))
+
+
 class NoPoller:
     """Loopback needs none."""
 
@@ -71,16 +83,25 @@ class Decode:
     """A decode worker that writes down what it is told."""
 
     def __init__(
-        self, network: LoopbackNetwork, *, name: str = "decode-0", pages: int = 64, heads: int = 1, **settings: Any
+        self,
+        network: LoopbackNetwork,
+        *,
+        name: str = "decode-0",
+        pages: int = 64,
+        heads: int = 1,
+        components: Iterable[ComponentIdentity] = (),
+        **settings: Any,
     ) -> None:
         self.pool = Pool(pages, heads=heads)
+        self.components = {of.name: Pool(pages, pieces=of.piece_bytes) for of in components}
         self.transport = LoopbackTransport(name, network)
         self.events: list[events.AnyEvent] = []
         self.aux: list[tuple[str, int, int, object]] = []
         self._news = asyncio.Event()
         fields = {
             "memory": self.pool.memory,
-            "identity": identity(heads=heads),
+            "component_memory": memory_of(self.components),
+            "identity": identity(heads=heads, components=tuple(components)),
             "clock": time.monotonic,
             "deliver": self._deliver,
         } | settings
@@ -92,7 +113,7 @@ class Decode:
 
     async def start(self) -> None:
         await self.transport.start(poller=NoPoller())
-        await self.transport.register(self.pool.memory)
+        await self.transport.register(self.pool.memory, *memory_of(self.components).values())
         await self.receiver.start()
 
     async def close(self) -> None:
@@ -133,11 +154,24 @@ class Prefill:
     """A prefill worker with a pool full of bytes."""
 
     def __init__(
-        self, network: LoopbackNetwork, *, name: str = "prefill-0", pages: int = 64, heads: int = 1, **settings: Any
+        self,
+        network: LoopbackNetwork,
+        *,
+        name: str = "prefill-0",
+        pages: int = 64,
+        heads: int = 1,
+        components: Iterable[ComponentIdentity] = (),
+        **settings: Any,
     ) -> None:
         self.pool = Pool(pages, seed=7, heads=heads)
+        self.components = {of.name: Pool(pages, seed=at, pieces=of.piece_bytes) for at, of in enumerate(components)}
         self.transport = LoopbackTransport(name, network)
-        fields = {"memory": self.pool.memory, "identity": identity(heads=heads), "clock": time.monotonic} | settings
+        fields = {
+            "memory": self.pool.memory,
+            "component_memory": memory_of(self.components),
+            "identity": identity(heads=heads, components=tuple(components)),
+            "clock": time.monotonic,
+        } | settings
         self.sender = Sender(self.transport, **fields)
 
     async def start(self, address: str = "prefill:0") -> None:
@@ -231,6 +265,8 @@ class World:
     RoomSettings = RoomSettings
     PAGE_SIZE = PAGE_SIZE
     PAGE_BYTES = sum(PIECES)
+    WINDOW = WINDOW
+    STATE = STATE
     identity = staticmethod(identity)
     page_ids = staticmethod(page_ids)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
-from tidekv.states.shapes import Identity, PoolMemory, Segment
+from tidekv.states.shapes import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment
 from tidekv.transports import wire
 
 ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=3)
@@ -25,6 +25,36 @@ GOLDEN = {
         wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=None, rank=1, ranks=2, group="g"),
         "a770726f6d697365 94a164a165a17203 02 00 c0 c0 c0 c0 01 02 a167",
     ),
+    "promise of components": (
+        wire.Promise(
+            room=ROOM,
+            prompt_tokens=2,
+            decode_prefix_len=0,
+            pages=b"\x07\0\0\0",
+            tails=(
+                wire.Tail(component="s", first=0, pages=b"\x01\0\0\0"),
+                wire.Tail(component="w", first=1, pages=b""),
+            ),
+        ),
+        "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 9293a17300c4040100000093a17701c400 c0 00 01 a0",
+    ),
+    "promise that only compares components": (
+        wire.Promise(
+            room=ROOM,
+            prompt_tokens=2,
+            decode_prefix_len=0,
+            pages=None,
+            tails=(wire.Tail(component="s", first=0, pages=None),),
+            rank=1,
+            ranks=2,
+            group="g",
+        ),
+        "a770726f6d697365 94a164a165a17203 02 00 c0 c0 9193a17300c0 c0 01 02 a167",
+    ),
+    "promise of no component": (
+        wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"", tails=()),
+        "a770726f6d697365 94a164a165a17203 02 00 c400 c0 90 c0 00 01 a0",
+    ),
     "extend": (
         wire.Extend(room=ROOM, span=1, first=2, pages=b""),
         "a6657874656e64 94a164a165a17203 01 02 c400",
@@ -32,6 +62,10 @@ GOLDEN = {
     "chunk": (
         wire.Chunk(room=ROOM, rank=0, span=1, first=2, count=300, last=True),
         "a56368756e6b 94a164a165a17203 00 01 02 cd012c c3",
+    ),
+    "tail_sent": (
+        wire.TailSent(room=ROOM, rank=0, component="w"),
+        "a97461696c5f73656e74 94a164a165a17203 00 a177",
     ),
     "aux": (
         wire.Aux(room=ROOM, rank=0, first_token=5, aux={"p": 0.5}, cached={"l1": 4}),
@@ -104,8 +138,54 @@ def test_hello_keeps_its_fields_in_order() -> None:
         10.0,
         0,
         1,
+        {},
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
+
+
+COMPONENT = ComponentIdentity("w", "window", 64, 16, (8, 8), (GroupIdentity("full", "mha", "uint8", 1, 1, 8),))
+
+
+def test_a_hello_tells_each_component_and_where_its_pages_lie() -> None:
+    of_component = {"name": "w", "kind": "window", "window_tokens": 64, "page_size": 16, "piece_bytes": [8, 8]}
+    group = {"name": "full", "kind": "mha", "dtype": "uint8", "layers": 1, "kv_heads": 1, "head_dim": 8}
+    identity = msgspec.structs.replace(HELLO.identity, components=(COMPONENT,))
+    hello = msgspec.structs.replace(HELLO, identity=identity, components={"w": HELLO.memory})
+    told = msgspec.msgpack.decode(body(hello))
+    assert told[3]["components"] == [of_component | {"groups": [group]}]
+    assert told[-1] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
+    assert wire.decode_body(body(hello)) == hello
+
+
+@pytest.mark.parametrize(
+    ("components", "memory"),
+    [
+        ((), {"w": HELLO.memory}),
+        ((COMPONENT,), {}),
+        ((COMPONENT, msgspec.structs.replace(COMPONENT, name="a")), {"a": HELLO.memory, "w": HELLO.memory}),
+        ((msgspec.structs.replace(COMPONENT, groups=()),), {"w": HELLO.memory}),
+        ((COMPONENT, COMPONENT), {"w": HELLO.memory}),
+    ],
+    ids=["memory alone", "identity alone", "in another order", "without layers", "twice"],
+)
+def test_a_hello_of_components_that_do_not_go_together_is_refused(components: tuple, memory: dict) -> None:
+    told = msgspec.msgpack.decode(body(HELLO))
+    told[3]["components"] = msgspec.to_builtins(components)
+    told[-1] = msgspec.to_builtins(memory)
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_body(msgspec.msgpack.encode(told))
+
+
+@pytest.mark.parametrize(("pages", "tail"), [(b"", None), (None, b"")])
+def test_a_promise_gives_pages_of_everything_or_of_nothing(pages: bytes | None, tail: bytes | None) -> None:
+    with pytest.raises(ValueError, match="of component 'w', and not of both"):
+        wire.Promise(
+            room=ROOM,
+            prompt_tokens=2,
+            decode_prefix_len=0,
+            pages=pages,
+            tails=(wire.Tail(component="w", first=0, pages=tail),),
+        )
 
 
 NAMES = st.text(min_size=1, max_size=20)
@@ -118,25 +198,26 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 PROMISES = st.builds(
-    lambda room, tokens, prefix, pages, packed, sidecars: wire.Promise(
+    lambda room, tokens, prefix, pages, packed, tails: wire.Promise(
         room=room,
         prompt_tokens=tokens,
         decode_prefix_len=prefix,
         pages=pages,
         tokens=bytes(4 * tokens) if packed else None,
-        sidecars=sidecars,
+        tails=tails,
     ),
     ROOMS,
     st.integers(1, 50),
     COUNTS,
     PAGES,
     st.booleans(),
-    st.none() | st.lists(st.builds(wire.Sidecar, name=NAMES, pages=PAGES), max_size=2).map(tuple),
+    st.none() | st.lists(st.builds(wire.Tail, component=NAMES, first=COUNTS, pages=PAGES), max_size=2).map(tuple),
 )
 MESSAGES = st.one_of(
     PROMISES,
     st.builds(wire.Extend, room=ROOMS, span=st.integers(1, 2**31 - 1), first=COUNTS, pages=PAGES),
     st.builds(wire.Chunk, room=ROOMS, rank=COUNTS, span=COUNTS, first=COUNTS, count=COUNTS, last=st.booleans()),
+    st.builds(wire.TailSent, room=ROOMS, rank=COUNTS, component=NAMES),
     st.builds(
         wire.Aux,
         room=ROOMS,

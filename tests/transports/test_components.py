@@ -1,0 +1,301 @@
+"""Windows and states travel in the hand-over: each byte in its own pool, before the word that decode waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from tidekv.states import events
+from tidekv.states.components import TailPages
+from tidekv.states.errors import InvalidRequest
+from tidekv.states.sending_tails import SenderTails, TailAsked
+from tidekv.states.shapes import page_ids
+from tidekv.transports import hello, wire
+
+# A prompt of 5 pages, the last one in part. Its window of 6 tokens reaches back into page 3.
+TOKENS = 18
+WINDOW = [TailPages("swa", 3, page_ids([10, 11]))]
+STATE = [TailPages("ssm", 4, page_ids([3]))]
+NO_WINDOW = [TailPages("swa", 5, page_ids())]
+NO_STATE = [TailPages("ssm", 5, page_ids())]
+OURS = {"swa": [40, 30], "ssm": [20]}
+
+
+async def pair(world, *components) -> tuple:
+    return await world.decode(components=components), await world.prefill(components=components)
+
+
+def check(decode, prefill, name: str, written: dict[int, int]) -> None:
+    """Decode's pool of the component has exactly these of prefill's pages ({theirs: ours}), and no other byte."""
+    for theirs, ours in zip(decode.components[name].buffers, prefill.components[name].buffers, strict=True):
+        for page in range(len(theirs)):
+            expected = ours[written[page]].tobytes() if page in written else bytes(len(theirs[page]))
+            assert theirs[page].tobytes() == expected
+
+
+def promise(decode, address: str, tails: Iterable[TailPages] | None, *, request_id: str = "r1", **more: object) -> None:
+    decode.promise(address, request_id, tokens=TOKENS, promised=8, pages=[1, 2, 3], tails=tails, **more)
+
+
+async def compute(room) -> None:
+    await room.send(range(5), start_token=0)
+
+
+@pytest.mark.parametrize(
+    "tails",
+    [WINDOW + STATE, WINDOW + NO_STATE, NO_WINDOW + STATE, NO_WINDOW + NO_STATE],
+    ids=["both", "the window alone", "the state alone", "none of it"],
+)
+async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(world, tails: list[TailPages]) -> None:
+    decode, prefill = await pair(world, world.STATE, world.WINDOW)
+    promise(decode, prefill.address, tails)
+    room = await prefill.room("r1")
+    assert room.tails == {tail.component: TailAsked(tail.component, tail.first, len(tail.pages)) for tail in tails}
+    await compute(room)
+    for name, pages in OURS.items():
+        # What decode did not ask for may be handed over all the same.
+        await room.send_tail(name, pages)
+    await room.finish(first_token=1)
+    await decode.wait(events.ChunkLanded, last=True)
+    assert world.same(decode, prefill, [(1, 2), (2, 3), (3, 4)])
+    for tail in tails:
+        check(decode, prefill, tail.component, dict(zip(tail.pages, OURS[tail.component], strict=False)))
+    decode.receiver.received("r1", 0)
+    assert await room.received() == "received"
+    assert not decode.receiver.counts
+    assert prefill.sender.statistics()["pages_sent"] == 3 + sum(len(tail.pages) for tail in tails)
+
+
+async def test_a_window_is_written_in_parts_and_told_once(world) -> None:
+    window = msgspec.structs.replace(world.WINDOW, window_tokens=16)
+    settings = world.RoomSettings(writes_in_flight_max=1, pages_per_write_max=1)
+    decode = await world.decode(components=[window])
+    prefill = await world.prefill(components=[window], settings=settings)
+    promise(decode, prefill.address, [TailPages("swa", 1, page_ids([9, 2, 7, 5]))])
+    told = []
+    world.watch(lambda _, message: isinstance(message, wire.TailSent | wire.Chunk) and bool(told.append(message)))
+    room = await prefill.room("r1")
+    await compute(room)
+    await room.send_tail("swa", [1, 8, 3, 4])
+    await room.finish(first_token=1)
+    await decode.wait(events.ChunkLanded, last=True)
+    check(decode, prefill, "swa", {9: 1, 2: 8, 7: 3, 5: 4})
+    assert [type(message).__name__ for message in told[-2:]] == ["TailSent", "Chunk"]
+    assert sum(isinstance(message, wire.TailSent) for message in told) == 1
+
+
+async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) -> None:
+    decode, prefill = await pair(world, world.STATE)
+    promise(decode, prefill.address, STATE)
+    room = await prefill.room("r1")
+    await compute(room)
+    await decode.wait(events.ChunkLanded)
+    gate = world.Gate(world.network)
+    await room.send_tail("ssm", OURS["ssm"])
+    await room.finish(first_token=1)
+    await gate.reached.wait()
+    await decode.wait(events.AuxLanded)
+    assert not decode.of(events.ChunkLanded, last=True)
+    gate.open.set()
+    await decode.wait(events.ChunkLanded, last=True)
+    check(decode, prefill, "ssm", {3: 20})
+
+
+async def test_a_room_does_not_finish_without_a_tail_that_was_asked_for(world) -> None:
+    decode, prefill = await pair(world, world.STATE, world.WINDOW)
+    promise(decode, prefill.address, WINDOW + STATE)
+    room = await prefill.room("r1")
+    await compute(room)
+    await room.send_tail("swa", OURS["swa"])
+    with pytest.raises(InvalidRequest, match="the tail of component 'ssm' was never sent"):
+        await room.finish(first_token=1)
+    with pytest.raises(InvalidRequest, match="there is no component 'full'"):
+        await room.send_tail("full", [1])
+    with pytest.raises(InvalidRequest, match="64 of component 'ssm' are not all in the pool of 64"):
+        await room.send_tail("ssm", [64])
+    await room.send_tail("ssm", OURS["ssm"])
+    await room.finish(first_token=1)
+    await decode.wait(events.ChunkLanded, last=True)
+
+
+async def test_without_components_nothing_is_asked_for(world) -> None:
+    decode, prefill = await pair(world)
+    promise(decode, prefill.address, None)
+    room = await prefill.serve("r1", range(5))
+    assert room.tails == {}
+    await decode.wait(events.ChunkLanded, last=True)
+
+
+@pytest.mark.parametrize(
+    ("tails", "words"),
+    [
+        (None, r"decode's promise says nothing of components; both ends have \['ssm', 'swa'\]"),
+        ([], r"says \[\] of components"),
+        (WINDOW, r"says \['swa'\] of components"),
+        ([*STATE, *STATE], r"says \['ssm', 'ssm'\] of components"),
+        ([TailPages("swa", 3, page_ids([10])), *STATE], "does not end with the prompt of 5 pages"),
+        ([TailPages("swa", 2, page_ids([10, 11, 12])), *STATE], "which is more than its tail"),
+        ([*WINDOW, TailPages("ssm", 3, page_ids([1, 2]))], "asks for 2 pages of component 'ssm', which is more than"),
+        ([TailPages("swa", 3, page_ids([10, 10])), *STATE], "names a page of component 'swa' twice"),
+        ([TailPages("swa", 3, page_ids([10, 64])), *STATE], "decode's 'swa' page ids reach 10 to 64, the pool has 64"),
+    ],
+)
+async def test_a_promise_that_does_not_go_with_the_components_fails_its_room(world, tails, words: str) -> None:
+    decode, prefill = await pair(world, world.STATE, world.WINDOW)
+    promise(decode, prefill.address, tails)
+    failed = await decode.wait(events.RoomFailed)
+    assert (await decode.wait(events.RoomDrained)).request_id == "r1"
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(failed.cause)
+    # Its link and other rooms go on.
+    promise(decode, prefill.address, WINDOW + STATE, request_id="r2")
+    await prefill.room("r2")
+
+
+async def test_an_abort_waits_for_the_tail_that_is_being_written(world) -> None:
+    decode, prefill = await pair(world, world.STATE)
+    promise(decode, prefill.address, STATE)
+    room = await prefill.room("r1")
+    await compute(room)
+    await decode.wait(events.ChunkLanded)
+    gate = world.Gate(world.network)
+    await room.send_tail("ssm", OURS["ssm"])
+    await gate.reached.wait()
+    decode.receiver.abort("r1", 0)
+    await room.aborted.wait()
+    await room.send_tail("ssm", [1])
+    assert room.writes_in_flight == 1
+    assert not decode.of(events.RoomDrained)
+    gate.open.set()
+    await decode.wait(events.RoomDrained)
+    assert await room.received() == "aborted"
+    check(decode, prefill, "ssm", {3: 20})
+    decode.components["ssm"].buffers[0][:] = 0
+    await asyncio.sleep(0)
+    assert not decode.components["ssm"].buffers[0].any()
+
+
+async def test_of_a_writer_that_dies_no_tail_lands_once_its_death_is_told(world) -> None:
+    decode, prefill = await pair(world, world.STATE)
+    promise(decode, prefill.address, STATE)
+    room = await prefill.room("r1")
+    await compute(room)
+    await decode.wait(events.ChunkLanded)
+    gate = world.Gate(world.network)
+    await room.send_tail("ssm", OURS["ssm"])
+    await gate.reached.wait()
+    world.network.kill(prefill.transport.instance)
+    await decode.wait(events.WriterLost)
+    assert not decode.of(events.RoomDrained)
+    await decode.wait(events.WriterDead)
+    gate.open.set()
+    await room.received()
+    check(decode, prefill, "ssm", {})
+
+
+def changed(component, **changes: object):
+    return msgspec.structs.replace(component, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w, s: [w], "component 'ssm': ours is 'a state, 60 bytes a record', theirs is 'absent'"),
+        (lambda w, s: [], "component 'ssm': .*theirs is 'absent'"),
+        (lambda w, s: [changed(s, name="conv"), s, w], "component 'conv': ours is 'absent', theirs is 'a state"),
+        (lambda w, s: [s, changed(w, window_tokens=8)], "window_tokens of component 'swa': ours is 6, theirs is 8"),
+        (lambda w, s: [s, changed(w, kind="state", window_tokens=0)], "kind of component 'swa': ours is 'window'"),
+        (
+            lambda w, s: [changed(s, groups=(changed(s.groups[0], dtype="float16"),)), w],
+            "dtype of component 'ssm': ours is 'uint8', theirs is 'float16'",
+        ),
+        (lambda w, s: [changed(s, piece_bytes=(40, 16, 8)), w], r"page_bytes of component 'ssm': ours is 60, theirs"),
+        (
+            lambda w, s: [changed(s, piece_bytes=(40, 4, 16)), w],
+            r"piece_bytes of component 'ssm': ours is \(40, 16, 4\)",
+        ),
+        (
+            lambda w, s: [s, changed(w, groups=(*w.groups, changed(w.groups[0], name="draft")))],
+            "layer group 'draft' of a page of component 'swa': ours is 'absent'",
+        ),
+    ],
+)
+async def test_unlike_components_are_refused_by_name_with_both_values(world, change, words: str) -> None:
+    decode = await world.decode(components=[world.STATE, world.WINDOW])
+    prefill = await world.prefill(components=change(world.WINDOW, world.STATE))
+    promise(decode, prefill.address, WINDOW + STATE)
+    failed = await decode.wait(events.RoomFailed)
+    assert failed.settled
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(failed.cause)
+
+
+async def test_memory_that_is_not_what_the_identity_says_is_refused(world) -> None:
+    decode = await world.decode(components=[world.STATE])
+    lies = world.Pool(64, pieces=(40, 20))
+    prefill = await world.prefill(components=[world.STATE], component_memory={"ssm": lies.memory})
+    promise(decode, prefill.address, STATE)
+    assert "memory pieces of component 'ssm'" in (await decode.wait(events.RoomFailed)).cause
+
+
+class Liar:
+    """A prefill that says a last chunk, and what else a test wants, whatever it has written."""
+
+    def __init__(self, world, said: list[str]) -> None:
+        self.pools = [world.Pool(8), world.Pool(8, pieces=world.STATE.piece_bytes)]
+        self.transport = world.transport("liar")
+        self.identity = world.identity(components=(world.STATE,))
+        self.said = said
+
+    async def serve(self, link) -> None:
+        pages, records = (pool.memory for pool in self.pools)
+        memory = {"ssm": records}
+        link.send(
+            hello.make_hello(self.transport, memory=pages, component_memory=memory, identity=self.identity, lease_s=1.0)
+        )
+        while not isinstance(promised := await link.receive(), wire.Promise):
+            pass
+        for component in self.said:
+            link.send(wire.TailSent(room=promised.room, rank=0, component=component))
+        link.send(wire.Chunk(room=promised.room, rank=0, span=0, first=2, count=3, last=True))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("said", "tails", "words"),
+    [
+        ([], STATE, "is said to be the last; the tail of 'ssm' was not sent"),
+        (["swa"], STATE, "the tail of component 'swa' was not asked for"),
+        (["ssm", "ssm"], STATE, "the tail of component 'ssm' was not asked for, or was sent before"),
+        (["ssm"], NO_STATE, "the tail of component 'ssm' was not asked for"),
+    ],
+)
+async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, tails, words: str) -> None:
+    decode, liar = await world.decode(components=[world.STATE]), Liar(world, said)
+    await liar.transport.start(poller=None)
+    await liar.transport.register(*(pool.memory for pool in liar.pools))
+    listener = await liar.transport.listen("liar:1", liar.serve)
+    promise(decode, "liar:1", tails)
+    assert words in (await decode.wait(events.RoomFailed)).cause
+    assert not decode.of(events.ChunkLanded)
+    await listener.close()
+    await liar.transport.close()
+
+
+async def test_a_sender_that_does_not_wait_for_its_tails_would_be_seen(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard of this side, taken away: decode sees that what it asked for is not here, and does not go on."""
+    monkeypatch.setattr(SenderTails, "are_here", property(lambda self: True))
+    decode, prefill = await pair(world, world.STATE)
+    promise(decode, prefill.address, STATE)
+    room = await prefill.room("r1")
+    await compute(room)
+    await decode.wait(events.ChunkLanded)
+    gate = world.Gate(world.network)
+    await room.send_tail("ssm", OURS["ssm"])
+    await gate.reached.wait()
+    await room.finish(first_token=1)
+    assert "the tail of 'ssm' was not sent" in (await decode.wait(events.RoomFailed)).cause
+    gate.open.set()
