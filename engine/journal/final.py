@@ -21,6 +21,7 @@ def final_state(core: Core) -> dict[str, int]:
         "crc_device": _pool(core.books.device),
         "crc_host": _pool(core.books.host),
         "crc_requests": _requests(core),
+        **_components(core),
         **core.statistics(),
     }
 
@@ -50,6 +51,22 @@ def _index(core: Core) -> int:
     for namespace in core.books.index.tree.roots:
         crc = zlib.crc32(namespace.encode(), crc)
     return crc
+
+
+def _components(core: Core) -> dict[str, int]:
+    """Pools of components, and which of their pages each node has."""
+    index = core.books.components
+    if index is None:
+        return {}
+    sums = {}
+    for name in index.components:
+        for tier in (index.device[name], index.host[name]):
+            crc = _pool(tier.account)
+            for node in index.index.nodes():
+                held = sorted(tier.pages_of(node).items())
+                crc = zlib.crc32(repr((node.node_id, held, tier.is_guarded(node))).encode(), crc)
+            sums[f"crc_{name}_{tier.name}"] = crc
+    return sums
 
 
 def _pool(account: PageAccount) -> int:

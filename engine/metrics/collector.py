@@ -57,6 +57,15 @@ class MetricsCollector(Collector):
             "what",
             fold.pages,
         )
+        components = CounterMetricFamily(
+            "tidekv_component_pages",
+            "Pages of windows and records of states: asked of prefill, loaded from host memory, cloned on the device,"
+            " backed up to host memory, left by callers.",
+            labels=("component", "what"),
+        )
+        for (component, what), count in sorted(dict(fold.component_pages).items()):
+            components.add_metric((component, what), count)
+        yield components
         yield _counter("tidekv_cuts", "Extends by what had failed.", "cause", fold.cuts)
         yield _counter(
             "tidekv_declined_pages", "Pages that storage had and that were not fetched.", "cause", fold.declined
@@ -77,6 +86,16 @@ class MetricsCollector(Collector):
             for condition in CONDITIONS:
                 pools.add_metric((pool, condition), counts[f"{pool}_{condition}"])
         yield pools
+        tails = GaugeMetricFamily(
+            "tidekv_component_pool_pages",
+            "Pages of windows and records of states by pool and condition.",
+            labels=("component", "pool", "condition"),
+        )
+        for component in self._fold.core.settings.components:
+            for pool in POOLS:
+                for condition in CONDITIONS:
+                    tails.add_metric((component.name, pool, condition), counts[f"{component.name}_{pool}_{condition}"])
+        yield tails
         requests = GaugeMetricFamily("tidekv_requests", "Live requests by state.", labels=("state",))
         for state in State:
             if state is not State.FAILED:

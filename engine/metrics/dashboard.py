@@ -34,6 +34,12 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Breaker of storage", "bool", [("tidekv_storage_breaker_open", "open")]),
     ("Device pages", "short", [('tidekv_pool_pages{pool="device"}', "{{condition}}")]),
     ("Host pages", "short", [('tidekv_pool_pages{pool="host"}', "{{condition}}")]),
+    ("Pages of components by pool", "short", [("tidekv_component_pool_pages", "{{component}} {{pool}} {{condition}}")]),
+    (
+        "Pages of components asked, loaded, cloned, backed up, left",
+        "short",
+        [("sum by (component, what) (rate(tidekv_component_pages_total[$__rate_interval]))", "{{component}} {{what}}")],
+    ),
     ("Requests by state", "short", [("tidekv_requests", "{{state}}")]),
     ("Restores by outcome", "short", _rate("tidekv_requests_ended_total", "outcome")),
     ("Copies and calls to storage", "s", _quantiles("tidekv_call_seconds", "call")),

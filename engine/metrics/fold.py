@@ -25,6 +25,7 @@ _CALLS: dict[type[commands.Command], str] = {
     commands.ProbeStorage: "probe",
     commands.CopyToDevice: "copy_to_device",
     commands.CopyToHost: "copy_to_host",
+    commands.CopyTail: "copy_tail",
     commands.Recompute: "recompute",
 }
 """What is timed from its command to its outcome."""
@@ -44,6 +45,8 @@ class MetricsFold:
         """Prompt tokens of READY requests by source."""
         self.pages: Counter[str] = Counter()
         """promised, asked, extended, delivered, wasted, fetched, stored."""
+        self.component_pages: Counter[tuple[str, str]] = Counter()
+        """By component: asked of prefill, loaded from the host, cloned on the device, backed up, left by callers."""
         self.cuts: Counter[str] = Counter()
         """Spans that were asked of prefill by extend, by what had failed."""
         self.declined: Counter[str] = Counter()
@@ -59,11 +62,14 @@ class MetricsFold:
         self._since: dict[str, tuple[State, float, float]] = {}
         """By request: its state, since when, and when it arrived."""
         self._calls: dict[int, tuple[str, float]] = {}
+        self._tail_copies: dict[int, tuple[str, str, int]] = {}
+        """By operation: component, what becomes of the pages, and how many."""
         self._landed: Counter[str] = Counter()
         self._event: events.Event | None = None
         self._tellers: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
+            commands.CopyTail: self._copy_tail,
             commands.TellReady: self._ready,
             commands.TellFailed: self._failed,
         }
@@ -83,11 +89,17 @@ class MetricsFold:
             self._chunk(event)  # type: ignore[arg-type]  # Just that.
         elif kind is events.RequestArrived:
             self.arrived += not error
+        elif kind is events.FinishRequested or kind is events.RetractRequested:
+            for tail in () if error else event.tails:  # type: ignore[attr-defined]  # Both have them.
+                self.component_pages[tail.component, "left"] += len(tail.pages)
         elif (op := getattr(event, "op", None)) is not None and (call := self._calls.pop(op, None)) is not None:
             name, begun_at_s = call
+            copied = self._tail_copies.pop(op, None)
             self._histogram(self.calls_s, name).observe(event.at_s - begun_at_s)
             if getattr(event, "error", "") or kind is events.CommandRaised:
                 self.calls_failed[name] += 1
+            elif copied is not None:
+                self.component_pages[copied[:2]] += copied[2]
             elif kind is events.PagesFetched:
                 self.pages["fetched"] += max(event.good, 0)  # type: ignore[attr-defined]  # Just that.
             elif kind is events.PagesStored:
@@ -98,7 +110,7 @@ class MetricsFold:
             name_of = _CALLS.get(type(command))
             if name_of is not None:
                 self._calls[command.op] = (name_of, event.at_s)  # type: ignore[attr-defined]  # An Operation.
-            elif (teller := self._tellers.get(type(command))) is not None:
+            if (teller := self._tellers.get(type(command))) is not None:
                 teller(command)
 
     def _histogram(self, family: dict[str, Histogram], name: str) -> Histogram:
@@ -137,6 +149,12 @@ class MetricsFold:
             self.declined[cause] += count
         self.pages["promised"] += -(-command.promised_tokens // self.core.settings.page_size)
         self.pages["asked"] += len(command.pages)
+        for tail in command.tails or ():
+            self.component_pages[tail.component, "asked"] += len(tail.pages)
+
+    def _copy_tail(self, command: commands.CopyTail) -> None:
+        what = "backed_up" if command.target == "host" else "loaded" if command.source == "host" else "cloned"
+        self._tail_copies[command.op] = (command.component, what, len(command.target_pages))
 
     def _extend(self, command: commands.SendExtend) -> None:
         self.pages["extended"] += len(command.pages)

@@ -19,6 +19,7 @@ COLORS = {
     "query": "yellow",
     "fetch": "magenta",
     "copy": "blue",
+    "tail": "blue",
     "span": "cyan",
     "backup": "blue",
     "store": "magenta",

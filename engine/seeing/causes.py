@@ -21,6 +21,7 @@ CONSEQUENCES = {
     "fetch": "the pages were asked of prefill by an extend",
     "ahead": "the plan goes by what has landed ahead of it",
     "copy": "the pages were asked of prefill by an extend",
+    "tail": "the request starts over, and trusts less of what is cached of components",
     "late copy": "the pages were given up, since the copy may still write to them",
     "backup": "the pages are not kept in host memory",
     "late backup": "the device pages stay locked until it has ended",
@@ -33,6 +34,7 @@ LATE = {
     "query": "storage was late: it did not answer within its deadline",
     "fetch": "storage was late: the fetch did not end within its deadline",
     "copy": "a copy to the device was late: it did not end within its deadline",
+    "tail": "a copy of a component was late: it did not end within its deadline",
     "backup": "the copy to the host was late: it did not end within its deadline",
     "store": "storage was late: the put did not end within its deadline",
 }
@@ -40,6 +42,7 @@ NAMES = {
     "query": "asking storage",
     "fetch": "the fetch from storage",
     "copy": "the copy from host to device",
+    "tail": "the copy of a component",
     "backup": "the copy to the host",
     "store": "the put to storage",
     "recompute": "the recompute",

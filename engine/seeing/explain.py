@@ -82,10 +82,11 @@ def _waits(story: Story, now_s: float) -> list[str]:
 def _plan(story: Story, plan: Plan) -> list[str]:
     matched = f"{plan.l1_pages} pages in L1, {plan.l2_pages} in L2, {plan.l3_pages} in L3"
     shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
+    asked = [f"{count} pages of {name}" for name, count in plan.tail_pages.items()]
     return [
         f"Plan at {_ms(plan.at_s - story.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "
         f"matched {matched}{shared}; promised {plan.promised_tokens} tokens, "
-        f"asked prefill for {plan.delta_pages} pages."
+        f"asked prefill for {', '.join([f'{plan.delta_pages} pages', *asked])}."
     ]
 
 
@@ -96,6 +97,7 @@ def _works(story: Story) -> list[str]:
             "query": f"Asked storage for pages {_pages(work)}: it has {work.good}",
             "fetch": f"Fetched pages {_pages(work)} from storage{' ahead' if work.ahead else ''}: {work.good} came",
             "copy": f"Copied pages {_pages(work)} from host to device",
+            "tail": f"Copied pages {_pages(work)} of {work.component} {work.cause}",
             "backup": f"Backed up pages {_pages(work)} to the host",
             "store": f"Put pages {_pages(work)} in storage: {work.good} were stored",
             "recompute": f"The caller computed pages {_pages(work)}",

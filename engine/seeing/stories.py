@@ -20,13 +20,15 @@ from tidekv.engine.seeing.causes import (
     unasked_words,
     unstored_words,
 )
-from tidekv.engine.seeing.story import Plan, Story, Work
+from tidekv.engine.seeing.plans import plan_of
+from tidekv.engine.seeing.story import Story, Work
 from tidekv.states import commands, events
 from tidekv.states.backups import STORE_DEADLINE_S, Backup
 from tidekv.states.load import LateFetch, Load, Stage
 from tidekv.states.lookahead import AheadRun
 from tidekv.states.policy import StoragePolicy, policy_of
 from tidekv.states.request import State
+from tidekv.states.request_tails import RequestTails
 
 if TYPE_CHECKING:
     from tidekv.engine.journal.replayer import Replayer, Step
@@ -69,6 +71,7 @@ class Stories:
             commands.FetchPages: self._fetch,
             commands.CopyToDevice: self._copy,
             commands.CopyToHost: self._backup,
+            commands.CopyTail: self._copy_tail,
             commands.StorePages: self._store,
             commands.Recompute: self._recompute,
             commands.SendPromise: self._promise,
@@ -275,6 +278,14 @@ class Stories:
             work = Work("backup", owner.first, len(command.host_pages), at_s)
             self._begin(command.op, work, [self._by_serial[owner.serial]])
 
+    def _copy_tail(self, command: commands.CopyTail, at_s: float, core: Core) -> None:
+        owner = core.books.operations.get(command.op)
+        if isinstance(owner, RequestTails) and owner.request is not None:
+            first = owner.reserved.tails[command.component].first
+            work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
+            work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
+            self._begin(command.op, work, [self._live[owner.request.request_id]])
+
     def _store(self, command: commands.StorePages, at_s: float, core: Core) -> None:
         if command.serial in self._by_serial:
             work = Work("store", command.first, len(command.host_pages), at_s)
@@ -287,38 +298,17 @@ class Stories:
     def _promise(self, command: commands.SendPromise, at_s: float, core: Core) -> None:
         story = self._live[command.request_id]
         request = core.request(command.request_id)
-        loads = {"l2": 0, "l3": 0}
-        shared = declined = 0
-        promised = -(-command.promised_tokens // self._page_size)
-        if request is not None:
-            for load in request.loads:
-                pages = load.sharers.get(request, 0)
-                if load.op in self._begun:
-                    loads[load.tier] += pages
-                else:
-                    shared += pages
-                    if load.op in self._open:
-                        work, stories = self._open[load.op]
-                        stories.append(story)
-                        story.works.append(work)
-            declined = request.declined[1]
-        local = promised - loads["l2"] - loads["l3"] - shared
-        plan = Plan(
-            at_s,
-            command.generation,
-            command.prefill,
-            max(0, local),
-            loads["l2"],
-            loads["l3"],
-            shared,
-            command.promised_tokens,
-            len(command.pages),
-            declined,
-        )
+        plan, joined = plan_of(command, request, self._begun, page_size=self._page_size, at_s=at_s)
+        for op in joined:
+            if op in self._open:
+                work, stories = self._open[op]
+                stories.append(story)
+                story.works.append(work)
         story.plans.append(plan)
-        if declined and request is not None:
+        if request is not None and plan.declined_pages:
             story.fall_back(at_s, declined_words(request, core), "the transfer brings them")
-        self._span(story, command.generation, 0, promised, len(command.pages), at_s)
+        first = -(-command.promised_tokens // self._page_size)
+        self._span(story, command.generation, 0, first, len(command.pages), at_s)
 
     def _extend(self, command: commands.SendExtend, at_s: float, core: Core) -> None:
         story = self._live[command.request_id]

@@ -16,7 +16,7 @@ class Work:
     """One thing that ran for a request: a question to storage, a fetch, a copy, a put, a span of a room."""
 
     kind: str
-    """"query", "fetch", "copy", "backup", "store", "span", "recompute"."""
+    """"query", "fetch", "copy", "tail", "backup", "store", "span", "recompute"."""
     first: int
     count: int
     begun_at_s: float
@@ -34,7 +34,9 @@ class Work:
     ahead: bool = False
     """Whether it was fetched ahead of the request's admission."""
     cause: str = ""
-    """Why a part of the promise was taken back, where this is the span for it."""
+    """Why a part of the promise was taken back, where this is the span for it; whence a tail was copied."""
+    component: str = ""
+    """Whose pages a tail is of."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class Plan:
     delta_pages: int
     declined_pages: int
     """Pages that storage had and that were not fetched: there was no host memory, or too few to be worth it."""
+    tail_pages: dict[str, int] = field(default_factory=dict)
+    """Pages that prefill was asked for, by component."""
 
 
 @dataclass(slots=True)

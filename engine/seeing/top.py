@@ -17,6 +17,7 @@ from tidekv.states.errors import InvalidRequest
 
 Sample: TypeAlias = "dict[str, dict[tuple[str, ...], float]]"
 BAR_COLUMNS = 40
+POOLS = ("device", "host")
 CONDITIONS = {"owned": "cyan", "cached": "blue", "draining": "red", "free": "grey30"}
 
 
@@ -65,10 +66,12 @@ def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType
 
 
 def _pools(now: Sample) -> RenderableType:
-    pages = now["tidekv_pool_pages"]
     table = Table("pool", "", *CONDITIONS, title="pages")
-    for pool in ("device", "host"):
-        counts = {condition: pages.get((condition, pool), 0) for condition in CONDITIONS}
+    pools = {pool: {at[0]: count for at, count in now["tidekv_pool_pages"].items() if at[1] == pool} for pool in POOLS}
+    for (component, condition, pool), count in now.get("tidekv_component_pool_pages", {}).items():
+        pools.setdefault(f"{component}, {pool}", {})[condition] = count
+    for pool, pages in pools.items():
+        counts = {condition: pages.get(condition, 0) for condition in CONDITIONS}
         total = sum(counts.values())
         if not total:
             continue

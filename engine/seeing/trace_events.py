@@ -12,6 +12,7 @@ TRACK_OF = {
     "fetch": "storage",
     "store": "storage",
     "copy": "copies",
+    "tail": "copies",
     "backup": "copies",
     "span": "prefill",
     "recompute": "prefill",
