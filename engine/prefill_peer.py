@@ -7,17 +7,20 @@ is decided by `tidekv.states.sending`; this file only opens, hands out rooms, an
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
+from tidekv.backends.component_pools import ComponentPools, check_components, with_components
+from tidekv.backends.device import DevicePool
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prompt_store import PromptStore, PromptStoreSettings
-from tidekv.states.errors import EngineClosed
+from tidekv.states.errors import EngineClosed, InvalidConfig
 from tidekv.states.shapes import Identity, PoolMemory
 from tidekv.transports.base import Poller, Transport
 from tidekv.transports.outgoing import Room, RoomOutcome, RoomSettings
@@ -66,11 +69,15 @@ class PrefillPeer:
     room, and decode is told. The pool stays the caller's. Leaving the block fails the rooms that are open, and waits
     for the writes in flight.
 
+    With `components`, the windows and states of the model, decode asks of each for the tail at the prompt's end, as far
+    as it has not got it: `room.tails` says which, and `await room.send_tail(name, pages)` hands it over before
+    `finish`. A room whose tails were not sent cannot finish. Decode workers must have the same components.
+
     With `storage`, the full pages of each finished prompt are written through to it, under the keys that decode workers
     of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come
     with the promise (`DecodeRequest(prompt="send")`), or by `room.finish(tokens=…)`; a prompt without is not stored,
     and counted. `room.received()` returns no sooner than the pages were copied to host memory: `host`, all of whose
-    pages are the peer's then, or a small pool of its own. The peer closes storage.
+    pages are the peer's then, or a small pool of its own. Tails of components are not stored. The peer closes storage.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class PrefillPeer:
         transport: Transport,
         listen: str = "127.0.0.1:0",
         model: str = "",
+        components: Sequence[ComponentPools] = (),
         on_room: Callable[[Room], Awaitable[None]] | None = None,
         lease_s: float = 10.0,
         poller: Poller | None = None,
@@ -96,7 +104,8 @@ class PrefillPeer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet. Raises InvalidConfig. Leaving the block waits `close_deadline_s` for writes, before it
-        closes the transport under them. `bigram_keys` is what decode workers have in their `EngineConfig`.
+        closes the transport under them. `bigram_keys` is what decode workers have in their `EngineConfig`. Of
+        `components` the device pools alone are used.
 
         `rank` of `ranks`: its place among the tensor-parallel ranks of a prefill instance, each with a peer of its own.
         Decode workers name all of them (`DecodeRequest(prefill="host:7000,host:7001")`), in order. A decode instance
@@ -105,8 +114,14 @@ class PrefillPeer:
         where there are more ranks than heads; 0: as many as all ranks hold together. `stages`: pipeline stages that the
         ranks make up, counted stage by stage; decode must have as many.
         """
-        # Peers and NIXL know its addresses only: this reference is what keeps the memory there.
+        if components:
+            if not isinstance(device, DevicePool):
+                raise InvalidConfig(f"components go with a DevicePool, not with {type(device).__name__}")
+            components = [dataclasses.replace(pools, host=None) for pools in components]
+            check_components(components, device=device, host=host)
+        # Peers and NIXL know their addresses only: these references are what keeps the memory there.
         self._device = device
+        self._components = tuple(components)
         self._transport = transport
         self._listen = listen
         self._on_room = on_room
@@ -122,15 +137,18 @@ class PrefillPeer:
                 device=device,
                 host=host,
                 model=model,
+                components=components,
                 settings=store_settings,
                 bigram_keys=bigram_keys,
                 rank=rank,
                 ranks=ranks,
             )
+        identity = with_components(device.layout.identity(model), components)
         self._sender = Sender(
             transport,
             memory=device.memory,
-            identity=msgspec.structs.replace(device.layout.identity(model), bigram_keys=bigram_keys),
+            component_memory={pools.name: pools.device.memory for pools in components},
+            identity=msgspec.structs.replace(identity, bigram_keys=bigram_keys),
             clock=clock,
             on_room=self._start_room,
             on_finish=self._store_room,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidekv.backends.component_pools import with_components
 from tidekv.backends.copies import PageCopier
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
@@ -33,7 +34,10 @@ from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tidekv.backends.base import Poller
+    from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.storage.base import Storage
     from tidekv.states.shapes import PageIds
     from tidekv.transports.outgoing import Room
@@ -82,12 +86,15 @@ class PromptStore:
         device: object,
         host: HostPool | None,
         model: str,
+        components: Sequence[ComponentPools] = (),
         settings: PromptStoreSettings | None = None,
         bigram_keys: bool = False,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        """Nothing is opened yet. Every page of `host` is the store's. Raises InvalidConfig."""
+        """Nothing is opened yet. Every page of `host` is the store's. `components` are not stored, but are part of what
+        pages are known by. Raises InvalidConfig.
+        """
         if not isinstance(device, DevicePool):
             raise InvalidConfig(f"storage needs a DevicePool, whose pages it can copy, not {type(device).__name__}")
         if host is not None and not same_pages(host.layout, device.layout):
@@ -98,7 +105,8 @@ class PromptStore:
         self._device = device
         self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
         self._page_keys = PageKeys(device.layout.page_size, bigrams=bigram_keys)
-        self._namespace = storage_namespace(device.layout.identity(model), rank=rank, ranks=ranks)
+        identity = with_components(device.layout.identity(model), components)
+        self._namespace = storage_namespace(identity, rank=rank, ranks=ranks)
         self._bounce = PageAccount("bounce", self._host.num_pages)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")

@@ -70,6 +70,11 @@ class KeptPages:
             digests.append(sha256((digests[-1] if digests else prefix) + tail).digest())
         return HeldPages(pages, known, digests, packed[: tokens // self._page_size * width], receipt)
 
+    def digest_at(self, held: HeldPages, position: int) -> bytes:
+        """The digest of a held prompt up to and with its page at `position`."""
+        known = held.known
+        return self._digests[held.pages[position]] if position < known else held.digests[position - known]
+
     def give_back(self, held: HeldPages, *, computed: int) -> None:
         """Take pages back; the full ones of the first `computed` are kept for later prompts. Nothing may use them."""
         width = self._page_size * TOKEN_BYTES

@@ -20,14 +20,17 @@ import msgspec
 import torch
 import uvloop
 
+from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device import DevicePool
-from tidekv.backends.layout import KVLayout
+from tidekv.backends.layout import KVLayout, LayerGroup
+from tidekv.backends.page_layout import PageLayout
 from tidekv.engine.prefill_peer import PrefillPeer
 from tidekv.engine.workload.compute import ComputeThread
 from tidekv.engine.workload.model import ModelShape, PagedModel, build_llama
 from tidekv.engine.workload.model_prefill import ModelPrefill
 from tidekv.engine.workload.prefix_pages import PrefixPages
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.states.components import ComponentKind
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl import NixlTransport
 
@@ -35,8 +38,23 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
 
 
+class ComponentOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A window or state that a prefill worker has as well."""
+
+    name: str
+    kind: ComponentKind
+    window_tokens: int = 0
+    groups: tuple[LayerGroup, ...]
+    num_pages: int
+
+    def pools(self) -> ComponentPools:
+        """Its pool, newly made."""
+        device = DevicePool.allocate(PageLayout(self.groups), self.num_pages)
+        return ComponentPools(name=self.name, kind=self.kind, window_tokens=self.window_tokens, device=device)
+
+
 class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill worker is to be: with a model, or with synthetic KV where `model` is None."""
+    """What a prefill worker is to be: with a model, or with synthetic KV, and components, where `model` is None."""
 
     name: str
     fingerprint: str
@@ -46,6 +64,7 @@ class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
     model: ModelShape | None = None
     keep_prefixes: bool = True
+    components: tuple[ComponentOrder, ...] = ()
 
 
 class PrefillReady(msgspec.Struct, frozen=True):
@@ -151,6 +170,7 @@ async def prefill_worker(
 ) -> AsyncIterator[tuple[PrefillPeer, ModelPrefill | SyntheticPrefill, PrefixPages]]:
     """Be the prefill worker of an order for as long as the block lasts."""
     pool = DevicePool.allocate(order.layout, order.num_pages)
+    components = [component.pools() for component in order.components]
     with ExitStack() as stack:
         pages = PrefixPages(order.num_pages, order.layout.page_size, keep=order.keep_prefixes)
         worker: ModelPrefill | SyntheticPrefill
@@ -161,13 +181,18 @@ async def prefill_worker(
         else:
             chunk_pages = max(1, order.chunk_tokens // order.layout.page_size)
             worker = SyntheticPrefill(
-                pool, chunk_pages=chunk_pages, vocabulary=order.vocabulary, keep_prefixes=order.keep_prefixes
+                pool,
+                chunk_pages=chunk_pages,
+                vocabulary=order.vocabulary,
+                keep_prefixes=order.keep_prefixes,
+                components=components,
             )
         async with PrefillPeer(
             device=pool,
             transport=transport() if transport else NixlTransport(name=order.name),
             listen=listen,
             model=order.fingerprint,
+            components=components,
             on_room=worker.serve,
             lease_s=lease_s,
             close_deadline_s=close_deadline_s,

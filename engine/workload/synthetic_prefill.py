@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Sequence
 
+from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device import DevicePool
 from tidekv.engine.workload.kept_pages import HeldPages, KeptPages
 from tidekv.engine.workload.synthetic import SyntheticKV
+from tidekv.engine.workload.synthetic_tails import SyntheticTails
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.shapes import PageIds
 from tidekv.transports.outgoing import Room
 
 
@@ -22,7 +26,8 @@ class SyntheticPrefill:
 
     Fills and sends the prompt chunk by chunk, as a chunked prefill does, and frees its pages when decode has received
     all, or the lease has ended. Requests that find no pages wait for some. With `keep_prefixes`, pages of
-    earlier prompts are kept, and sent without being filled again, as a prefill worker with a prefix cache does.
+    earlier prompts are kept, and sent without being filled again, as a prefill worker with a prefix cache does. Of
+    `components`, which its peer must have too, it fills and sends the tails that decode asks for.
     """
 
     def __init__(
@@ -33,10 +38,12 @@ class SyntheticPrefill:
         vocabulary: int = 2**31,
         namespace: str = "",
         keep_prefixes: bool = False,
+        components: Sequence[ComponentPools] = (),
     ) -> None:
         self._kv = SyntheticKV(pool)
         self._page_size = pool.layout.page_size
         self._pages = KeptPages(pool.num_pages, pool.layout.page_size, namespace=namespace, keep=keep_prefixes)
+        self._tails = SyntheticTails(components)
         self._freed = asyncio.Condition()
         self._chunk_pages = chunk_pages
         self._vocabulary = vocabulary
@@ -58,11 +65,14 @@ class SyntheticPrefill:
             raise InvalidRequest("this prefill has tokens from nobody else: send the request with prompt='send'")
         packed = bytes(room.tokens)
         async with self._freed:
-            while (held := self._pages.take(packed)) is None:
+            while (taken := self._take(room, packed)) is None:
                 await self._freed.wait()
+        held, tails = taken
         filled = [held.known]
         try:
-            await self._send_all(room, packed, held, filled)
+            await self._send_all(room, held, filled)
+            await self._send_tails(room, held, tails)
+            await room.finish(first_token=synthetic_first_token(packed, self._vocabulary), aux={})
         except BaseException as error:
             # A cancellation too: nobody else would end the room while this task waits for it.
             room.fail(f"prefill gave up: {type(error).__name__}: {error}")
@@ -72,11 +82,27 @@ class SyntheticPrefill:
             outcome = str(await room.received())
             async with self._freed:
                 self._pages.give_back(held, computed=filled[0])
+                self._tails.give_back(tails)
                 self._freed.notify_all()
         self.rooms_served += 1
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
-    async def _send_all(self, room: Room, packed: bytes, held: HeldPages, filled: list[int]) -> None:
+    def _take(self, room: Room, packed: bytes) -> tuple[HeldPages, dict[str, PageIds]] | None:
+        """Take all pages that a room needs, or none and None."""
+        tails = self._tails.take(room.tails)
+        if tails is None:
+            return None
+        try:
+            held = self._pages.take(packed)
+        except InvalidRequest:
+            self._tails.give_back(tails)
+            raise
+        if held is None:
+            self._tails.give_back(tails)
+            return None
+        return held, tails
+
+    async def _send_all(self, room: Room, held: HeldPages, filled: list[int]) -> None:
         """Send all pages; `filled` holds how many of them have their content."""
         pages = held.pages
         if held.known:
@@ -88,4 +114,10 @@ class SyntheticPrefill:
             await room.send(pages[chunk], start_token=first * self._page_size)
             # Others have rooms too: a chunked prefill gives them their turn between chunks.
             await asyncio.sleep(0)
-        await room.finish(first_token=synthetic_first_token(packed, self._vocabulary), aux={})
+
+    async def _send_tails(self, room: Room, held: HeldPages, tails: dict[str, PageIds]) -> None:
+        """What there is of components once the whole prompt is computed."""
+        for name, asked in room.tails.items():
+            positions = range(asked.first, asked.first + asked.page_count)
+            self._tails.fill(asked, tails[name], [self._pages.digest_at(held, at) for at in positions])
+            await room.send_tail(name, tails[name])

@@ -1,0 +1,74 @@
+"""Windows and states whose content can be checked: what a page or record holds follows from the prompt up to its end.
+
+A component's page at position p of a prompt, and a record that stands behind that page, are filled from the digest of
+the prompt up to and with page p, and from the component's name: another prompt, position or component shows in every
+word of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+from tidekv.backends.component_pools import ComponentPools
+from tidekv.engine.tails import ReadyTail
+from tidekv.engine.workload.synthetic import SyntheticKV
+from tidekv.states.accounts import PageAccount
+from tidekv.states.errors import InvalidRequest
+from tidekv.states.sending_tails import TailAsked
+from tidekv.states.shapes import PageIds
+
+
+def tail_digest(component: str, digest: bytes) -> bytes:
+    """What the page of a component is filled from, by the digest of the prompt up to and with its position."""
+    return sha256(component.encode() + b"\0" + digest).digest()
+
+
+def wrong_tails(
+    components: Sequence[ComponentPools], tails: Mapping[str, ReadyTail], digests: Sequence[bytes]
+) -> dict[str, list[int]]:
+    """Compare the tails that a request was given, byte for byte; `digests` has one for each page of its prompt.
+
+    Returns the positions in the prompt that differ, by component; none where all is right.
+    """
+    wrong = {}
+    for pools in components:
+        tail = tails[pools.name]
+        expected = [tail_digest(pools.name, digest) for digest in digests[tail.first : tail.first + len(tail.pages)]]
+        found = SyntheticKV(pools.device).verify(tail.pages.tolist(), expected)
+        if found:
+            wrong[pools.name] = [tail.first + at for at in found]
+    return wrong
+
+
+class SyntheticTails:
+    """The pools of a synthetic prefill worker's components: pages for the tails that rooms ask for, and their content.
+    Nothing of them is kept.
+    """
+
+    def __init__(self, components: Sequence[ComponentPools]) -> None:
+        self._kv = {pools.name: SyntheticKV(pools.device) for pools in components}
+        self._accounts = {pools.name: PageAccount(pools.name, pools.device.num_pages) for pools in components}
+
+    def take(self, asked: Mapping[str, TailAsked]) -> dict[str, PageIds] | None:
+        """Take pages for what a room asks for, of every component; None if there are too few now. Raises
+        InvalidRequest if there never will be enough.
+        """
+        for name, tail in asked.items():
+            account = self._accounts[name]
+            if tail.page_count > account.total:
+                raise InvalidRequest(
+                    f"a tail of {tail.page_count} pages of component {name!r}; its pool has {account.total}"
+                )
+        if any(tail.page_count > self._accounts[name].free for name, tail in asked.items()):
+            return None
+        return {name: self._accounts[name].take(tail.page_count) for name, tail in asked.items()}
+
+    def fill(self, tail: TailAsked, pages: PageIds, digests: Sequence[bytes]) -> None:
+        """Overwrite pages with the content of the tail; `digests` are of the positions that are asked for."""
+        self._kv[tail.component].fill(pages, [tail_digest(tail.component, digest) for digest in digests])
+
+    def give_back(self, held: Mapping[str, PageIds]) -> None:
+        """Take pages back; nothing may use them."""
+        for name, pages in held.items():
+            self._accounts[name].give_back(pages)
