@@ -5,7 +5,9 @@
 Every rank is a process. Three kinds alternate in blocks, so that all of them see the same machine: the bare all_reduce
 in a plain loop; a vote of `VoteThread`, awaited on uvloop; and a whole turn of real cores with that many
 requests in flight, frames left out: casting, voting, deciding. Figures are medians of rank 0, in microseconds. At the
-end the lag of the loop is measured while nothing happens, and while turns follow one another without a pause.
+end the lag of the loop is measured, in blocks by turns: while nothing happens; while turns follow one another without a
+pause; and while they do so and nobody votes: a thread sleeps for as long as a bare all_reduce takes, and each rank
+decides by its own words. What votes do to the loop is the difference between the last two.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -33,6 +36,7 @@ from tidekv.transports.vote_thread import VoteThread
 
 BLOCK = 100
 TICK_S = 0.002
+LAG_BLOCK_S = 0.2
 
 
 def settings() -> CoreSettings:
@@ -113,15 +117,25 @@ async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -
             turns.decide(reduced)
             times["turn"].append(time.perf_counter() - began_s)
 
-    async def lag_while(work: Coroutine[object, object, None]) -> list[float]:
-        doing, lags = asyncio.ensure_future(work), []
+    async def turns_alone() -> None:
+        for _ in range(BLOCK):
+            turns.hear()
+            turns.opening()
+            cast = turns.agreement.cast()
+            await loop.run_in_executor(sleeper, time.sleep, found["bare"])
+            turns.decide(cast)
+
+    async def lag_while(kind: str, work: Coroutine[object, object, None]) -> None:
+        doing = asyncio.ensure_future(work)
         while not doing.done():
             due_s = time.perf_counter() + TICK_S
             await asyncio.sleep(TICK_S)
-            lags.append(max(time.perf_counter() - due_s, 0.0))
+            lags[kind].append(max(time.perf_counter() - due_s, 0.0))
         await doing
-        return lags
 
+    loop = asyncio.get_running_loop()
+    sleeper = ThreadPoolExecutor(1)
+    lags: dict[str, list[float]] = {"lag idle": [], "lag voting": [], "lag alone": []}
     gc.collect()
     gc.freeze()
     for _ in range(votes // BLOCK):
@@ -130,13 +144,15 @@ async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -
         await time_turns()
     found = {kind: statistics.median(values) for kind, values in times.items()}
 
-    async def vote_on() -> None:
-        for _ in range(votes // BLOCK):
-            await time_turns()
-
-    for kind, work in (("lag idle", asyncio.sleep(3.0)), ("lag voting", vote_on())):
-        lags = sorted(await lag_while(work))
-        found[kind] = lags[len(lags) * 99 // 100]
+    for _ in range(votes // BLOCK):
+        # All ranks come to each block together.
+        await thread.reduce(array("q", bytes(8 * words)))
+        await lag_while("lag idle", asyncio.sleep(LAG_BLOCK_S))
+        await lag_while("lag voting", time_turns())
+        await lag_while("lag alone", turns_alone())
+    for kind, late in lags.items():
+        found[kind] = sorted(late)[len(late) * 99 // 100]
+    sleeper.shutdown()
     await thread.close()
     return {**found, "words": words}
 
@@ -165,9 +181,14 @@ def main() -> None:
     ]
     for worker in workers:
         worker.start()
-    found = answers.get()
     for worker in workers:
         worker.join()
+        if worker.exitcode:
+            # The others wait for it.
+            for other in workers:
+                other.kill()
+            raise SystemExit(f"a rank ended with exit code {worker.exitcode}")
+    found = answers.get()
     bare = found["bare"]
     print(f"{given.ranks} ranks, {given.requests} requests in flight, {found['words']} words of 8 bytes a vote")
     for kind, words in (
@@ -176,9 +197,9 @@ def main() -> None:
         ("turn", "turn: cast, vote, decide"),
     ):
         print(f"{words:28} {1e6 * found[kind]:8.0f} us  {found[kind] / bare:5.2f} x")
-    print(
-        f"lag of the loop, p99: {1e3 * found['lag idle']:.2f} ms idle, {1e3 * found['lag voting']:.2f} ms while voting"
-    )
+    print("lag of the loop, p99:")
+    for kind, words in (("idle", "idle"), ("alone", "turns that nobody votes in"), ("voting", "turns with votes")):
+        print(f"{words:28} {1e3 * found[f'lag {kind}']:8.2f} ms")
 
 
 if __name__ == "__main__":
