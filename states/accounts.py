@@ -33,6 +33,9 @@ class Condition(enum.IntEnum):
 # Plain ints: an enum member costs a lookup and a slower comparison on every page.
 _FREE, _OWNED, _CACHED, _DRAINING = (int(condition) for condition in Condition)
 
+# Made once: a name would be looked up, and made a type of numbers, at every call.
+_UNSIGNED, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)
+
 # Up to so many pages a loop over bytes is faster than numpy's fixed cost of some microseconds a call.
 _LOOP_PAGES_MAX = 24
 
@@ -44,7 +47,7 @@ class PageAccount:
     the change starts from, is out of range, or is named twice in one call. Counters cost O(1), changes O(pages named).
     """
 
-    __slots__ = ("_conditions", "_counts", "_free", "_places", "_seen_at", "_vector", "name", "total")
+    __slots__ = ("_conditions", "_counts", "_free", "_place_bytes", "_places", "_seen_at", "_vector", "name", "total")
 
     def __init__(self, name: str, page_count: int) -> None:
         if page_count < 0:
@@ -60,6 +63,7 @@ class PageAccount:
         # For finding a page that is named twice: scratch space, and the numbers 0, 1, 2, …
         self._seen_at = np.zeros(page_count, dtype=np.int32)
         self._places = np.arange(page_count, dtype=np.int32)
+        self._place_bytes = self._places.tobytes()
 
     @property
     def free(self) -> int:
@@ -202,10 +206,9 @@ class PageAccount:
     def _repeats(self, ids: np.ndarray[tuple[int], np.dtype[np.intp]]) -> bool:
         if len(ids) > self.total:
             return True
-        places = self._places[: len(ids)]
         # Of two places of one page, only one can be the place that was written last.
-        self._seen_at[ids] = places
-        return self._seen_at[ids].tobytes() != places.tobytes()
+        self._seen_at[ids] = self._places[: len(ids)]
+        return not self._place_bytes.startswith(self._seen_at[ids].tobytes())
 
     def _first_fault(self, pages: PageIds, source: int) -> str | None:
         seen: set[int] = set()
@@ -228,4 +231,4 @@ def _as_index(pages: PageIds) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     """Page ids as numpy indexes fastest. As unsigned numbers, negative ones are out of range and not counted from the
     end.
     """
-    return np.frombuffer(pages, dtype=np.uint32).astype(np.intp)
+    return np.frombuffer(pages, _UNSIGNED).astype(_INDEX)

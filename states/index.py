@@ -1,6 +1,6 @@
 """The prefix index: which prefixes have their pages in device or host memory. A radix tree over pages.
 
-One tree a namespace; below its root each node holds a run of pages with their keys (`edge`) and one page list a copy.
+One tree a namespace; below its root each node holds a run of pages with their keys and one page list a copy.
 Keys are opaque and of fixed width; whole edges are compared by one call, and only a mismatch is searched for its page.
 
 What always holds (`check` recounts it):
@@ -86,14 +86,14 @@ class PrefixIndex:
             child = node.children.get(keys[at : at + width])
             if child is None or child.void:
                 break
-            if not starts_with(child.edge, at):
-                child = tree.split(child, tree.shared_pages(child.edge, keys, at))
+            if not starts_with(child.keys, at):
+                child = tree.split(child, tree.shared_pages(child.keys, keys, at))
             node = child
             node.tick = tick
             node.hits += 1
             if node.device is not None:
                 device_node = node
-            at += len(node.edge)
+            at += len(node.keys)
         device_pages = device_node.depth_pages
         return Match(device_pages, node.depth_pages - device_pages, device_node, node)
 
@@ -108,11 +108,11 @@ class PrefixIndex:
             child = node.children.get(keys[at : at + width])
             if child is None or child.void:
                 break
-            whole = keys.startswith(child.edge, at)
-            pages += child.page_count if whole else tree.shared_pages(child.edge, keys, at)
+            whole = keys.startswith(child.keys, at)
+            pages += child.page_count if whole else tree.shared_pages(child.keys, keys, at)
             if child.device is not None:
                 device_pages = pages
-            at += len(child.edge)
+            at += len(child.keys)
             node = child if whole else None
         return device_pages, pages - device_pages
 
@@ -237,7 +237,7 @@ class PrefixIndex:
             raise BrokenInvariant(f"{parent} has a child with that first page")
         self.device_tier.account.to_cache(device_pages)
         self.tree.tick += 1
-        node = self.tree.add_child(parent, keys_suffix, priority=priority)
+        node = self.tree.add_child(parent, keys_suffix, 0, priority=priority)
         self.device_tier.attach(node, device_pages[:])
         self.set_load(node, load)
         return node

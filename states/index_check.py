@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.accounts import Condition
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.node import Node
+from tidekv.states.node import KEPT_MAX, Node
 from tidekv.states.shapes import page_ids
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ def _check_links(node: Node, key_bytes: int) -> None:
     if parent is None:
         raise BrokenInvariant(f"{node} is in the tree without a parent")
     _require(parent.children.get(node.edge[:key_bytes]) is node, node, "is not its parent's child by its first page")
-    _require(len(node.edge) == node.page_count * key_bytes > 0, node, "has an edge that is not its pages' keys")
+    _require(len(node.keys) == node.page_count * key_bytes > 0, node, "has an edge that is not its pages' keys")
+    kept = node.keys.obj if isinstance(node.keys, memoryview) else node.keys
+    _require(isinstance(kept, bytes), node, "has keys that are a part of no bytes")
+    # Whole bytes that a caller gave are the caller's length; a part keeps no more than a few times its own alive.
+    _require(len(memoryview(kept)) <= KEPT_MAX * len(node.keys), node, "keeps more keys alive than it may")
     _require(node.depth_pages == parent.depth_pages + node.page_count, node, "is not at its depth")
     _require(node.namespace == parent.namespace, node, "is in another namespace than its parent")
 

@@ -33,8 +33,8 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
         if child is None:
             break
         shared, theirs = child.page_count, child.device
-        if not starts_with(child.edge, at):
-            shared = tree.shared_pages(child.edge, keys, at)
+        if not starts_with(child.keys, at):
+            shared = tree.shared_pages(child.keys, keys, at)
             theirs = None if theirs is None else theirs[:shared]
         ours = pages[first : first + shared]
         if child.void or (child.load is not None and theirs != ours):
@@ -57,7 +57,7 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
     for above in host_only:
         tier.attach(above, pages[above.depth_pages - above.page_count : above.depth_pages])
     if first < stop:
-        node = tree.add_child(node, keys[first * width :], priority=priority)
+        node = tree.add_child(node, keys, first * width, priority=priority)
         tier.attach(node, pages[first:])
     table += pages[len(table) :]
     return Inserted(node, table, len(fresh), duplicates, rejected)
@@ -77,7 +77,7 @@ def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, p
             break
         if child.void:
             return node, unused + pages[first:]
-        shared = tree.shared_pages(child.edge, keys, first * width)
+        shared = tree.shared_pages(child.keys, keys, first * width)
         node = child if shared == child.page_count else tree.split(child, shared)
         ours = pages[first : first + shared]
         if node.host is not None:
@@ -90,7 +90,7 @@ def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, p
         first += shared
     if first < count:
         tier.account.to_cache(pages[first:])
-        node = tree.add_child(node, keys[first * width :], priority=0)
+        node = tree.add_child(node, keys, first * width, priority=0)
         tier.attach(node, pages[first:])
     return node, unused
 
@@ -103,7 +103,7 @@ def _not_of_tree(tree: PageTree, node: Node, keys: bytes, pages: PageIds, first:
         child = node.children.get(keys[first * width : (first + 1) * width])
         if child is None:
             break
-        shared = tree.shared_pages(child.edge, keys, first * width)
+        shared = tree.shared_pages(child.keys, keys, first * width)
         run = pages[first : first + shared]
         ours += run if child.device is None else _differing(run, child.device[:shared])
         first += shared

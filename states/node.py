@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -11,6 +11,12 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 
 TierName = Literal["device", "host"]
+
+Keys: TypeAlias = "bytes | memoryview"
+"""Keys of pages, one after the other: bytes of their own, or a part of longer ones. Compare by `startswith` alone."""
+
+# A part keeps all of the bytes alive that it is a part of: up to so many times its own length, it is not copied.
+KEPT_MAX = 4
 
 
 class Load(Protocol):
@@ -34,13 +40,13 @@ class Node:
         "depth_pages",
         "device",
         "device_children",
-        "edge",
         "guarded",
         "hits",
         "host",
         "host_anchored",
         "host_children",
         "host_guarded",
+        "keys",
         "load",
         "namespace",
         "node_id",
@@ -54,12 +60,12 @@ class Node:
     )
 
     def __init__(
-        self, node_id: int, *, namespace: str, edge: bytes, page_count: int, parent: Node | None, tick: int
+        self, node_id: int, *, namespace: str, keys: Keys, page_count: int, parent: Node | None, tick: int
     ) -> None:
         self.node_id = node_id
         self.namespace = namespace
-        self.edge = edge
-        """The keys of its pages, one after the other."""
+        self.keys = keys
+        """The keys of its pages; `edge` gives them as bytes."""
         self.page_count = page_count
         self.depth_pages: int = page_count + (parent.depth_pages if parent is not None else 0)
         """Pages from the root to this node's end."""
@@ -105,7 +111,13 @@ class Node:
     @property
     def is_root(self) -> bool:
         """Whether this node stands for the empty prefix."""
-        return not self.edge
+        return not self.page_count
+
+    @property
+    def edge(self) -> bytes:
+        """The keys of its pages, one after the other: a copy where they are part of longer ones."""
+        keys = self.keys
+        return keys if isinstance(keys, bytes) else keys.tobytes()
 
     def subtree(self) -> Iterator[Node]:
         """Walk this node and all below it, parents first, in an order that depends on the calls made so far alone."""
@@ -165,10 +177,23 @@ class Inserted(msgspec.Struct, frozen=True, eq=False):
 
 def make_root(node_id: int, namespace: str) -> Node:
     """Make the node of the empty prefix of a namespace."""
-    root = Node(node_id, namespace=namespace, edge=b"", page_count=0, parent=None, tick=0)
+    root = Node(node_id, namespace=namespace, keys=b"", page_count=0, parent=None, tick=0)
     root.device = page_ids()
     root.host = page_ids()
     return root
+
+
+def part_of(keys: Keys, first: int, end: int) -> Keys:
+    """Bytes [first, end) of `keys`: a view where that keeps little alive that it does not need, otherwise a copy."""
+    count = end - first
+    if count == len(keys):
+        return keys
+    if isinstance(keys, bytes):
+        return memoryview(keys)[first:end] if len(keys) <= KEPT_MAX * count else keys[first:end]
+    whole = keys.obj
+    assert isinstance(whole, bytes), "views are made here alone, of bytes"
+    part = keys[first:end]
+    return part if len(whole) <= KEPT_MAX * count else part.tobytes()
 
 
 def redeem(receipt: Receipt, kind: TierName) -> Node:

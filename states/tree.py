@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.node import Node, make_root
+from tidekv.states.node import Keys, Node, make_root, part_of
 
 
 class PageTree:
@@ -47,18 +47,19 @@ class PageTree:
         if not root.children and not root.guarded and not root.host_guarded:
             self.roots.pop(root.namespace, None)
 
-    def add_child(self, parent: Node, edge: bytes, *, priority: int) -> Node:
-        """Add a node of `edge`'s pages below `parent`. It has no copy yet, which the caller mends at once."""
+    def add_child(self, parent: Node, keys: bytes, first: int, *, priority: int) -> Node:
+        """Add a node of the pages `keys[first:]` below `parent`. It has no copy yet, which the caller mends at once."""
+        end = len(keys)
         node = Node(
             self._new_id(),
             namespace=parent.namespace,
-            edge=edge,
-            page_count=len(edge) // self.key_bytes,
+            keys=part_of(keys, first, end),
+            page_count=(end - first) // self.key_bytes,
             parent=parent,
             tick=self.tick,
         )
         node.priority = priority
-        parent.children[edge[: self.key_bytes]] = node
+        parent.children[keys[first : first + self.key_bytes]] = node
         return node
 
     def remove(self, node: Node) -> None:
@@ -66,7 +67,7 @@ class PageTree:
         parent = node.parent
         if parent is None or node.children or node.anchored or node.host_anchored:
             raise BrokenInvariant(f"{node} cannot leave the tree: it is gone, has children or live receipts")
-        del parent.children[node.edge[: self.key_bytes]]
+        del parent.children[self.first_key(node)]
         node.parent = None
         if parent.parent is None:
             self.drop_empty_root(parent)
@@ -76,11 +77,11 @@ class PageTree:
         parent = lower.parent
         assert parent is not None and 0 < page_count < lower.page_count, lower
         cut = page_count * self.key_bytes
-        first = lower.edge[: self.key_bytes]
+        keys, first = lower.keys, self.first_key(lower)
         upper = Node(
             self._new_id(),
             namespace=lower.namespace,
-            edge=lower.edge[:cut],
+            keys=part_of(keys, 0, cut),
             page_count=page_count,
             parent=parent,
             tick=lower.tick,
@@ -97,10 +98,10 @@ class PageTree:
         load = upper.load = lower.load
         upper.guarded = (lower.guarded > 0) + (load is not None)
         upper.host_guarded = (lower.host_guarded > 0) + (load is not None and lower.host is not None)
-        lower.edge = lower.edge[cut:]
+        lower.keys = part_of(keys, cut, len(keys))
         lower.page_count -= page_count
         lower.parent = upper
-        upper.children[lower.edge[: self.key_bytes]] = lower
+        upper.children[self.first_key(lower)] = lower
         parent.children[first] = upper
         if load is not None:
             load.split(upper, lower)
@@ -115,12 +116,17 @@ class PageTree:
         if self.touched is not None:
             self.touched[node] = None
 
-    def shared_pages(self, edge: bytes, keys: bytes, at: int) -> int:
+    def first_key(self, node: Node) -> bytes:
+        """The key of the node's first page, by which its parent finds it."""
+        key = node.keys[: self.key_bytes]
+        return key if isinstance(key, bytes) else key.tobytes()
+
+    def shared_pages(self, edge: Keys, keys: bytes, at: int) -> int:
         """Count the pages that `edge` and `keys[at:]` begin with together. The first is known to be the same."""
         if keys.startswith(edge, at):
             return len(edge) // self.key_bytes
         width, rest = self.key_bytes, len(keys) - at
-        if rest < len(edge) and edge.startswith(keys[at:]):
+        if rest < len(edge) and keys.startswith(edge[:rest], at):
             return rest // width
         # The first `same` pages are the same, the first `different` are not: halve what is between, by whole compares.
         same, different = 1, min(len(edge), rest) // width
