@@ -14,6 +14,9 @@ from tidekv.states.errors import InvalidConfig
 # Beside this folder in a checkout; a wheel has no benchmarks.
 ALL_TARGETS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "all_targets.py"
 
+WIDTH_UNSEEN = 160
+"""Columns of a table that goes to a file."""
+
 bench_app = typer.Typer(help="Measure something and print a table.", no_args_is_help=True)
 Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png or .svg file, too (extra plot).")]
 
@@ -61,6 +64,21 @@ def multiturn(plot: Plot = None) -> None:
     print_multiturn(rounds)
     if plot is not None:
         save_plot(plot_rounds({name: [hits.sources for hits in way] for name, way in rounds.items()}, PROMPTS), plot)
+
+
+@bench_app.command()
+def paper(
+    seed: Annotated[int, typer.Option(help="The run is the same for the same seed.")] = 1,
+    sweep: Annotated[bool, typer.Option(help="Sweep every constant, to where the gain ends: two minutes more.")] = True,
+) -> None:
+    """Repeat the published tables of decode-side caching on a modeled clock: the core decides, only time is made up."""
+    from rich.console import Console
+
+    from tidekv.engine.published.printing import print_paper
+    from tidekv.engine.published.tables import run_paper
+
+    console = Console()
+    print_paper(run_paper(seed=seed, swept=sweep), console if console.is_terminal else Console(width=WIDTH_UNSEEN))
 
 
 @bench_app.command()

@@ -1,0 +1,131 @@
+"""What the published runs were made on, as numbers: fixed from what was published, before anything was run here.
+
+A published table gives results, seldom speeds. Where a speed is not given it is derived from the table's own rows, by
+the rule that stands beside it, and where even that is not possible it is an assumption, and said to be one. Every one
+is swept from half to double (`tidekv.engine.published.sweep`), so that nobody has to believe it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAGE_TOKENS = 64
+KI = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """How fast things go in a modeled world. Bytes are counted over all layers and ranks."""
+
+    token_bytes: float
+    """KV of one token."""
+    prefill_workers: int
+    prefill_tokens_per_s: float
+    """New tokens that one prefill worker computes, one request after the other."""
+    link_bytes_per_s: float
+    """Into the decode worker, from all prefill workers together."""
+    step_base_s: float
+    step_request_s: float
+    """One decoding step of n running requests takes `step_base_s + n * step_request_s`."""
+    storage_bytes_per_s: float = 0.0
+    """Of one reader of storage, and as much again for what it writes. 0: there is no storage."""
+    copy_bytes_per_s: float = 25e9
+    """Between host and device memory, each way. An assumption: one PCIe 4 slot with 16 lanes."""
+    memory_bytes_per_s: float = 3.35e12
+    """Device memory, which copies take from decoding. An assumption: one H100."""
+    message_s: float = 0.0005
+    """One control message. An assumption; nothing here depends on it."""
+
+    @property
+    def page_bytes(self) -> float:
+        """KV of one page."""
+        return self.token_bytes * PAGE_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacitySetup:
+    """A long prefix that all requests share, and more requests in flight than fit into device memory without sharing.
+
+    Published (sglang pull request 19746): Qwen3-32B, 8-bit KV, page 64, three prefill workers and one decode worker
+    with two GPUs of the B200 class each, 1,000 requests, 128 in flight, a shared prefix of 50 K tokens and 4.5 K tokens
+    of each request's own, about 355 output tokens. Not published: how many different prefixes (one is assumed), whether
+    anything was sent before the run (nothing is assumed), and how the lengths differ (by a tenth, drawn by the seed).
+
+        without / with decode radix cache   requests/s 1.2433 / 1.6075, time to first token p50 71.94 / 6.99 s,
+                                            latency p50 98.05 / 70.67 s, about 37 requests running without it;
+        with it, 256 in flight              1.69 requests/s
+
+    Token bytes: 64 layers * 2 * 8 heads * 128 * 1 byte. Step: p50 of latency less that of the first token, over 355
+    tokens, is 73.5 ms without and 179.4 ms with the cache, while requests/s times the same seconds says that 32.5 and
+    102.4 requests were running: a line through both. Prefill: the slowest that the published run with 256 in flight
+    allows, since 592 s less the last request's 355 steps were enough for the prefix and 333 suffixes on each worker.
+    Pool: 37 requests of 858 pages. Link: an assumption, one 400 Gb/s port for each of the two GPUs, at nine tenths.
+    """
+
+    speeds: Speeds = Speeds(
+        token_bytes=128 * KI,
+        prefill_workers=3,
+        prefill_tokens_per_s=2660.0,
+        link_bytes_per_s=90e9,
+        step_base_s=0.0243,
+        step_request_s=0.001515,
+    )
+    requests: int = 1000
+    in_flight: int = 128
+    prefix_tokens: int = 50_000
+    suffix_tokens: int = 4_500
+    output_tokens: int = 355
+    output_spread: float = 0.1
+    pool_tokens: int = 37 * 858 * PAGE_TOKENS
+    warm: bool = False
+    """Whether one request with the prefix is served before the clock starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundsSetup:
+    """Conversations that come back for six rounds, with host memory and storage under a decode worker's device memory.
+
+    Published (sglang pull request 26227): Qwen 32B, Mooncake, prompts of 4, 16, 28, 40, 52, 64 Ki tokens, each round
+    adding the 8 Ki that were generated and 4 Ki of the user's. Hit rates follow from that exactly, with decode output
+    reusable and with prompts alone.
+
+        without / with L2 + L3   time to first token mean 15.36 / 9.33 s, p90 36.46 / 19.30 s, p99 48.87 / 23.51 s,
+                                 time per output token 40.31 / 41.32 ms; by round without: 2.29 7.25 12.72 18.01 23.40
+                                 28.50 s
+
+    Not published: clients, how many at a time, memory sizes. 80 clients are the default of the benchmark that the words
+    fit. That p99 is about twice the mean of the last round says that a round's requests come at once and are served in
+    turn. 16 at a time are an assumption on which nothing depends: link, storage and prefill are derived for 16. The
+    last of a burst waits for all its bytes, in whatever order they are served. Link: 16 prompts of 64 Ki in 48.87 s.
+    Storage: 16 prefixes of 60 Ki in 23.51 s, as if nothing else had taken time. Prefill: in the first round nothing is
+    cached, and to compute takes longer than to send: 4 Ki tokens in 2.29 s / 8.5, which is the mean of 16 in turn.
+    Token bytes: 64 layers * 2 * 8 heads * 128 * 2 bytes. Step: the line of the other table, scaled to 40.31 ms with 16
+    running. Host memory: twice the device pool, that engine's default. Device memory: 16 conversations at their
+    longest; it is emptied between two groups of 16, as if by other traffic, so that it has no part in the hits.
+    """
+
+    speeds: Speeds = Speeds(
+        token_bytes=256 * KI,
+        prefill_workers=1,
+        prefill_tokens_per_s=4 * KI * 8.5 / 2.29,
+        link_bytes_per_s=16 * 64 * KI * 256 * KI / 48.87,
+        storage_bytes_per_s=16 * 60 * KI * 256 * KI / 23.51,
+        step_base_s=0.0201,
+        step_request_s=0.001255,
+    )
+    clients: int = 80
+    at_once: int = 16
+    rounds: int = 6
+    user_tokens: int = 4 * KI
+    output_tokens: int = 8 * KI
+    device_shares: float = 1.0
+    """Device memory, in what `at_once` conversations are at their longest."""
+    host_ratio: float = 2.0
+    """Host memory, in device memories."""
+    prefill_reads_storage: bool = True
+    """Whether prefill finds there what decode generated; otherwise it computes that again."""
+
+    @property
+    def longest_pages(self) -> int:
+        """Pages of a conversation at its end."""
+        return self.rounds * (self.user_tokens + self.output_tokens) // PAGE_TOKENS
