@@ -99,9 +99,8 @@ class Tails:
             begin = max(first, reserved.boundary)
             remote = tail.own[len(tail.own) - spare[name] :] if components[name].is_shared else tail.own
             remote = remote[: request.page_count - begin]
-            if request.recomputes:
-                remote = page_ids()
-            tails.remote[name] = remote
+            # Who computes by itself writes to the same pages: nobody else does.
+            tails.remote[name] = page_ids() if request.recomputes else remote
             tails.tables[name] = tail.table + remote if components[name].is_shared else tail.table
         return True
 

@@ -279,7 +279,7 @@ def test_who_computes_by_itself_begins_with_the_first_page() -> None:
     order = rig.take(commands.Recompute)
     assert order.first == 0 and order.tails is not None
     assert [(table.component, len(table.pages), len(table.own)) for table in order.tails] == [
-        ("window", 0, 4),
+        ("window", 3, 4),
         ("state", 1, 1),
     ]
     # An aborted computation keeps these pages until it has ended.
