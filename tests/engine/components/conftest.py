@@ -1,0 +1,180 @@
+"""A decode worker with a window and a state over the loopback transport; its embedder checks every byte."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tidekv import (
+    ComponentPools,
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    KVLayout,
+    LoopbackTransport,
+    PrefillPeer,
+    ReadyRequest,
+)
+from tidekv.backends.keys import pack_tokens
+from tidekv.engine.tails import LeftTails, WindowPages
+from tidekv.engine.values import Recompute
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.workload.synthetic_tails import tail_digest, wrong_tails
+from tidekv.states.components import ComponentKind
+from tidekv.transports.loopback import LoopbackNetwork
+
+SIZE = 4
+WINDOW_TOKENS = 9
+FULL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=SIZE)
+WINDOW = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, dtype="float32", page_size=SIZE)
+RECORD = KVLayout(num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", page_size=16, kind="mla")
+
+
+def component(kind: ComponentKind, device_pages: int, host_pages: int) -> ComponentPools:
+    """A window or a state, called by its kind."""
+    layout = WINDOW if kind == "window" else RECORD
+    return ComponentPools(
+        name=kind,
+        kind=kind,
+        window_tokens=WINDOW_TOKENS if kind == "window" else 0,
+        device=DevicePool.allocate(layout, device_pages),
+        host=HostPool.allocate(layout, host_pages) if host_pages else None,
+    )
+
+
+@dataclass
+class Worker:
+    """A decode worker as its embedder sees it."""
+
+    engine: DecodeEngine
+    device: DevicePool
+    components: tuple[ComponentPools, ...]
+
+    async def restore(self, request_id: str, prompt: list[int], **fields: object) -> ReadyRequest:
+        """Restore, and verify every byte of every pool."""
+        fields = {"prefill": "prefill", "prompt": "send", **fields}
+        ready = await self.engine.restore(DecodeRequest(request_id=request_id, tokens=prompt, **fields))
+        self.verify(ready, prompt)
+        return ready
+
+    def verify(self, ready: ReadyRequest, tokens: list[int]) -> None:
+        """Pages, windows and records hold what these tokens lead to."""
+        digests = prompt_digests(pack_tokens(tokens), SIZE)
+        assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
+        assert wrong_tails(self.components, ready.tails, digests) == {}
+
+    def generate(self, ready: ReadyRequest, prompt: list[int], output: list[int]) -> LeftTails:
+        """Write the KV of all but the last token, page by page and in place; returns what can be left of components.
+
+        The record is a snapshot: it is written whenever a page is full, and so is left where the last one is.
+        """
+        self.engine.grow(ready, len(output))
+        tokens = prompt + output[:-1]
+        kv = {pools.name: SyntheticKV(pools.device) for pools in self.components}
+        windows = {
+            pools.name: WindowPages(ready.tails[pools.name], window_tokens=WINDOW_TOKENS, page_size=SIZE)
+            for pools in self.components
+            if pools.kind == "window"
+        }
+        snapshot = len(prompt) if len(prompt) % SIZE == 0 else 0
+        for end in range(len(prompt) + 1, len(tokens) + 1):
+            digest = prompt_digests(pack_tokens(tokens[:end]), SIZE)[-1]
+            SyntheticKV(self.device).fill([int(ready.pages[(end - 1) // SIZE])], [digest])
+            for name, tail in ready.tails.items():
+                if name in windows:
+                    windows[name].grow(end)
+                    kv[name].fill([windows[name].pages[-1]], [tail_digest(name, digest)])
+                elif end % SIZE == 0:
+                    kv[name].fill([tail.record], [tail_digest(name, digest)])
+                    snapshot = end
+        left: dict[str, tuple[int, list[int]]] = {}
+        for name, tail in ready.tails.items():
+            if name in windows:
+                left[name] = windows[name].left(len(tokens))
+            elif snapshot:
+                left[name] = (snapshot // SIZE - 1, [tail.record])
+        return left
+
+    async def answer(
+        self, request_id: str, prompt: list[int], output: list[int], *, leaves: bool = True, **fields: object
+    ) -> dict[str, int]:
+        """Restore, generate, finish, and wait for the backups; returns the sources."""
+        ready = await self.restore(request_id, prompt, **fields)
+        left = self.generate(ready, prompt, output) if output else self.generate(ready, prompt, [0])
+        await self.engine.finish(ready, output, tails=left if leaves else None)
+        await self.engine.wait_settled()
+        return {source: tokens for source, tokens in ready.sources.items() if tokens}
+
+    def pages(self, name: str, tier: str = "device") -> dict[str, int]:
+        """Pages of a component's pool by condition."""
+        counts = self.core()
+        return {
+            condition: counts[f"{name}_{tier}_{condition}"]
+            for condition in ("free", "owned", "cached", "draining", "protected")
+        }
+
+    def core(self) -> dict[str, int]:
+        """The core in numbers."""
+        counts = self.engine.statistics()["core"]
+        assert isinstance(counts, dict)
+        return counts
+
+    def expect_nothing_held(self) -> None:
+        """Every page is free or cached, and nobody keeps any."""
+        for pools in self.components:
+            for tier in ("device", "host"):
+                pages = self.pages(pools.name, tier)
+                assert not (pages["owned"] or pages["draining"] or pages["protected"]), (pools.name, tier, pages)
+        counts = self.core()
+        assert not (counts["device_owned"] or counts["device_draining"] or counts["device_protected"])
+
+
+MakeWorker = Callable[..., AbstractAsyncContextManager[Worker]]
+
+
+@pytest.fixture
+def worker() -> MakeWorker:
+    """Opens a worker, with its prefill."""
+
+    @asynccontextmanager
+    async def open_worker(
+        *kinds: ComponentKind,
+        device_pages: int = 16,
+        host_pages: int = 16,
+        recompute: Recompute | None = None,
+        journal: Path | None = None,
+        **settings: object,
+    ) -> AsyncIterator[Worker]:
+        chosen: tuple[ComponentKind, ...] = kinds or ("window", "state")
+        network = LoopbackNetwork()
+        device, prefill_pool = DevicePool.allocate(FULL, 48), DevicePool.allocate(FULL, 48)
+        theirs = tuple(component(kind, 24, 0) for kind in chosen)
+        ours = tuple(component(kind, device_pages, host_pages) for kind in chosen)
+        async with (
+            PrefillPeer(
+                device=prefill_pool,
+                transport=LoopbackTransport("prefill-0", network),
+                listen="prefill",
+                components=theirs,
+                on_room=SyntheticPrefill(prefill_pool, chunk_pages=3, components=theirs).serve,
+            ),
+            DecodeEngine(
+                EngineConfig(journal=None if journal is None else str(journal), **settings),
+                device=device,
+                host=HostPool.allocate(FULL, 48) if host_pages else None,
+                components=ours,
+                transport=LoopbackTransport("decode-0", network),
+                recompute=recompute,
+            ) as engine,
+        ):
+            made = Worker(engine, device, ours)
+            yield made
+
+    return open_worker
