@@ -112,7 +112,8 @@ def _check_components(core: Core) -> None:
         for held in _tails_of(core):
             owned += held.own[name]
         for left in core.rooms.quarantine:
-            draining += left.tails[name]
+            # None at all, where they were free already when the rest of the room went to the quarantine.
+            draining += left.tails.get(name, page_ids())
         for backup in backups:
             backed_up += backup.fresh if backup.component == name else page_ids()
         _check_pages(components.device[name].account, owned, draining)

@@ -213,6 +213,9 @@ class Tails:
                 is_shared = first <= position < first + len(shared) and shared[position - first] == page
                 if page not in tails.own[tail.component] and not is_shared:
                     raise BrokenInvariant(f"{request} leaves page {page} of {tail.component!r}, which it does not have")
+            if not pages:
+                # All of it lies beyond what is kept.
+                continue
             _, unused = self._index.insert("device", tail.component, node, tail.first, pages)
             taken = without(pages, unused)
             tails.own[tail.component] = without(tails.own[tail.component], taken)

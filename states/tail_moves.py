@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyTail
+from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -53,16 +54,21 @@ class TailBackups:
                 self._copy(name, leaf, first, [device[at] for at in missing], host)
 
     def _copy(self, name: str, leaf: Node, first: int, sources: list[int], host: dict[int, int]) -> None:
+        if self._index.host[name].room < len(sources):
+            return
         with ExitStack() as undo:
             lock = self._index.lock(leaf, boundary=leaf.depth_pages)
             undo.callback(self._index.unlock, lock)
             pin = self._index.pin(leaf, boundary=leaf.depth_pages)
             undo.callback(self._index.unpin, pin)
             pages = self._index.take_host(name, len(sources))
+            backup = TailBackup(name, leaf, first, lock, pin)
             if pages is None:
+                # What the tail has on the host already was all that could be evicted for the rest of it.
+                undo.pop_all()
+                self._insist_on_giving_up(backup)
                 return
             undo.callback(self._index.give_back, {name: pages}, "host")
-            backup = TailBackup(name, leaf, first, lock, pin)
             backup.fresh, fresh = pages, iter(pages)
             backup.table = page_ids(host[at] if at in host else next(fresh) for at in range(first, leaf.depth_pages))
             op = self._books.begin(backup, deadline_s=self._books.settings.copy_deadline_s)
@@ -97,6 +103,15 @@ class TailBackups:
             backup.lock = None
         self._index.unpin(backup.pin)
         self._books.pages_freed = True
+
+    def _insist_on_giving_up(self, backup: TailBackup) -> None:
+        try:
+            self.give_up(backup)
+        except BrokenInvariant:
+            raise
+        except Exception:
+            self._books.count("transitions_raised")
+            self.give_up(backup)
 
     def is_late(self) -> None:
         """A copy is late: it keeps what it holds until it ends, and is counted."""

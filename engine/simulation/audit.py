@@ -16,6 +16,7 @@ def audit(world: World) -> None:
     world.core.check()
     world.device.check()
     world.host.check()
+    world.tails.check_cached(world.core)
     width = world.settings.key_bytes
     tags: dict[Node, list[int]] = {}
     for node in world.core.books.index.nodes():

@@ -67,6 +67,11 @@ REQUIRED: dict[str, dict[str, str]] = {
         "is over.",
         "copy_out_raises": "As a copy that failed.",
         "copy_out_is_late": "Counted. Source and destination stay owned until it ends.",
+        "tail_copy_fails": "To the device: the request starts over and loads no component from the host, after another "
+        "failure it begins with the first page. To the host: its pages are given back.",
+        "tail_copy_raises": "As a copy that failed: nothing was started, so nothing writes there.",
+        "tail_copy_is_late": "The request starts over on other pages; those of the copy are owned until it has ended.",
+        "tail_copy_is_stuck": "As late: what it writes has no other owner, however late it comes.",
         "outcome_repeats": "The second telling is counted as late and changes nothing.",
     },
     "Prefill and the network": {
@@ -79,6 +84,8 @@ REQUIRED: dict[str, dict[str, str]] = {
         "room_fails": "The next prefill or FAILED at once; the pages wait in the quarantine for every writer's word.",
         "room_fails_settled": "The next prefill or FAILED; the pages are free at once.",
         "write_is_slow": "The request waits in TRANSFER, up to its own deadline; others are not held up.",
+        "tail_write_is_slow": "As any write: the last chunk of span 0 comes behind it; given up, its pages are in the "
+        "quarantine.",
         "aux_is_slow": "All pages are here and the request still waits: the first token belongs to it.",
         "drain_is_slow": "The pages stay in the quarantine; nobody gets them before the word has come.",
         "peer_crashes": "Its rooms fail; pages are free once its death is proven; its next life is another writer.",
@@ -101,6 +108,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "retract": "The KV is held in host memory until the resume, which restores prompt and output.",
         "retracted_is_dropped": "What was held in host memory becomes ordinary cache.",
         "output_is_dropped": "The prompt's pages stay cached; those of the output are free.",
+        "tail_is_not_left": "No boundary is served there: the next request goes back to one whose tails are whole.",
         "no_cache": "No page of the request enters the cache.",
         "recompute_fails": "The request fails, with prefill's loss and the caller's error behind it.",
         "recompute_raises": "As a computation that failed.",

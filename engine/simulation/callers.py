@@ -6,11 +6,14 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tidekv.engine.simulation.memory import Violation
+from tidekv.engine.simulation.tails import LiveTails
 from tidekv.states import commands, events
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.engine.simulation.world import World
+    from tidekv.states.components import TailTable
+    from tidekv.states.events import TailLeft
 
 SESSIONS = 5
 ALPHABET = b"ab"
@@ -29,6 +32,11 @@ class Caller:
         full = len(self.tags) * world.settings.page_size
         # The KV of a partial page is like no other's: nothing may ever match it.
         self.tail = [world.contents.tag(f"tail {self.serial}", tokens[full:])] if full < len(tokens) else []
+        self.tail_tags = world.tails.tags_of(namespace, tokens, self.serial)
+        self.tails = LiveTails((), len(tokens))
+        self.computed: tuple[TailTable, ...] | None = None
+        """Where the tails are of a prompt that it has computed itself, with operation `computing`."""
+        self.computing = 0
         self.prefills: list[int] = []
         self.deadline_at_s = float("inf")
         self.has_aborted = False
@@ -66,6 +74,9 @@ class Client:
             tokens = history[: world.settings.page_size * random.randint(0, 3)] + turn
         if random.random() < 0.2 and len(tokens) > world.settings.page_size:
             tokens = tokens[: len(tokens) // world.settings.page_size * world.settings.page_size]
+        if world.settings.components and len(history) > 1 and random.random() < 0.2:
+            # Just what was written when a request ended: its tails are all that is needed.
+            tokens = history[:-1]
         self._ask(world.new_id(), tokens[: world.prompt_tokens_max], namespace)
 
     def _ask(self, request_id: str, tokens: bytes, namespace: str) -> None:
@@ -106,12 +117,17 @@ class Client:
         world.device.expect(command.pages[: command.first], tags[: command.first], who)
         rest = command.pages[command.first :]
         world.device.begin_write(rest, who)
+        world.tails.begin_compute(command.tails or (), who)
+        caller.computing = command.op
         slow = 0.5 if world.faults.hits("recompute_is_slow") else 0.0
 
         def end() -> None:
             error = "injected" if world.faults.hits("recompute_fails") else ""
             caller.recompute_failed |= bool(error)
             world.device.end_write(rest, who, None if error else tags[command.first :])
+            computed = world.tails.end_compute(command.tails or (), who, None if error else caller.tail_tags)
+            if caller.computing == command.op:
+                caller.computed = computed
             world.outcomes.tell(lambda at_s: events.Recomputed(at_s=at_s, op=command.op, error=error), command.op)
 
         world.schedule.after(world.delay() + slow, end)
@@ -140,6 +156,9 @@ class Client:
         self._check_prompt(caller)
         page_size = world.settings.page_size
         output = bytes(random.choices(ALPHABET, k=random.randint(0, 3 * page_size)))
+        if caller.tails.tables and random.random() < 0.7:
+            # A record is left at the end of a page only; the last token that was generated has none.
+            output = output[: len(output) - (len(caller.tokens) + len(output) - 1) % page_size]
         written = len(caller.tokens) + max(0, len(output) - 1)
         while len(caller.pages) * page_size < written:
             if not self._grow(caller):
@@ -152,6 +171,8 @@ class Client:
         for at in range(len(caller.tags), len(left)):
             # Generating fills the prompt's partial page and the grown ones.
             world.device.put(caller.pages[at], left[at], f"decoding of {caller.request_id}")
+        tail_tags = world.tails.tags_of(caller.namespace, tokens[:written], caller.serial)
+        world.tails.generate(caller.tails, tail_tags, len(caller.tokens), written, f"decoding of {caller.request_id}")
         if world.faults.hits("flush"):
             self._flush()
         if world.faults.hits("retract"):
@@ -163,6 +184,7 @@ class Client:
         self._world.device.expect(
             caller.pages[: len(caller.tags)], caller.tags, f"{caller.request_id}, whose restore is over"
         )
+        self._world.check_tails(caller, f"{caller.request_id}, whose restore is over")
 
     def _grow(self, caller: Caller) -> bool:
         world = self._world
@@ -183,11 +205,24 @@ class Client:
             written = min(written, len(caller.tokens))
         return tokens[: written // page_size * page_size], written
 
+    def _tails_left(self, caller: Caller, kept: int) -> tuple[TailLeft, ...]:
+        world = self._world
+        left = world.tails.left(caller.tails, kept, self._random) if caller.tails.tables else ()
+        return tuple(tail for tail in left if not world.faults.hits("tail_is_not_left"))
+
     def _finish(self, caller: Caller, tokens: bytes, written: int, left: list[int]) -> None:
         world = self._world
         keys, written = self._keys(caller, tokens, written)
         world.leave_tokens(caller, left)
-        world.step(events.FinishRequested(at_s=world.now_s, request_id=caller.request_id, keys=keys, tokens=written))
+        world.step(
+            events.FinishRequested(
+                at_s=world.now_s,
+                request_id=caller.request_id,
+                keys=keys,
+                tokens=written,
+                tails=self._tails_left(caller, written),
+            )
+        )
         self._sessions[self._session] = (caller.namespace, tokens)
         if world.is_live(caller):
             self._end(caller)
@@ -198,7 +233,15 @@ class Client:
         world.leave_tokens(caller, left)
         world.retracting[caller.request_id] = (caller, tokens)
         world.retracted_ids.add(caller.request_id)
-        world.step(events.RetractRequested(at_s=world.now_s, request_id=caller.request_id, keys=keys, tokens=written))
+        world.step(
+            events.RetractRequested(
+                at_s=world.now_s,
+                request_id=caller.request_id,
+                keys=keys,
+                tokens=written,
+                tails=self._tails_left(caller, written),
+            )
+        )
         if world.is_live(caller):
             world.end(caller)
 

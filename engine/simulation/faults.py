@@ -46,6 +46,10 @@ FAULTS: dict[str, str] = {
     "copy_out_fails": "a copy to the host ends with an error",
     "copy_out_raises": "starting a copy to the host raises",
     "copy_out_is_late": "a copy to the host ends after its deadline",
+    "tail_copy_fails": "a copy of a component's pages ends with an error",
+    "tail_copy_raises": "starting a copy of a component's pages raises",
+    "tail_copy_is_late": "a copy of a component's pages ends after its deadline",
+    "tail_copy_is_stuck": "a copy of a component's pages writes when everybody has forgotten it",
     "outcome_repeats": "an outcome is told twice",
     # Prefill.
     "connect_fails": "prefill cannot be reached when the promise is sent",
@@ -55,6 +59,7 @@ FAULTS: dict[str, str] = {
     "room_fails": "prefill gives a room up; writes of it may be in flight",
     "room_fails_settled": "prefill gives a room up, and says that no write of it is in flight",
     "write_is_slow": "a remote write takes long",
+    "tail_write_is_slow": "a remote write of a component's pages takes long",
     "aux_is_slow": "the first token takes long",
     "drain_is_slow": "the word that no write is in flight takes long",
     "peer_crashes": "prefill dies; writes in flight land or not; it comes back under another epoch",
@@ -75,6 +80,7 @@ FAULTS: dict[str, str] = {
     "retract": "a ready request is retracted and resumed",
     "retracted_is_dropped": "a retracted request is not resumed",
     "output_is_dropped": "a caller keeps nothing of what was generated",
+    "tail_is_not_left": "a caller leaves nothing of one of its components",
     "no_cache": "a request must leave nothing in the cache",
     "recompute_fails": "a caller that was asked to compute what no prefill can send cannot do it either",
     "recompute_raises": "asking a caller to compute raises",
@@ -85,6 +91,8 @@ FAULTS: dict[str, str] = {
     "rule_raises": "a rule of the core raises somewhere in its middle",
 }
 """Name of each kind and what happens."""
+OF_COMPONENTS = frozenset(name for name in FAULTS if name.startswith("tail_"))
+"""Kinds that can strike only where there are components. A run without is the same whether they are chosen or not."""
 
 Chosen = Literal["all", "none"] | Iterable[str]
 
@@ -92,11 +100,15 @@ Chosen = Literal["all", "none"] | Iterable[str]
 class Faults:
     """The faults of one run: `hits` says whether one strikes now, and counts it."""
 
-    def __init__(self, random: Random, chosen: Chosen, without: Collection[str] = ()) -> None:
+    def __init__(
+        self, random: Random, chosen: Chosen, without: Collection[str] = (), *, with_components: bool = False
+    ) -> None:
         """`without` are kinds that are drawn like all others, and never strike: but for that the run stays the same."""
         names = list(FAULTS) if chosen == "all" else [] if chosen == "none" else sorted(chosen)
         if unknown := [name for name in (*names, *without) if name not in FAULTS]:
             raise InvalidConfig(f"there is no fault {unknown[0]!r}; there are {', '.join(FAULTS)}")
+        if not with_components:
+            names = [name for name in names if name not in OF_COMPONENTS]
         self._random = random
         self._without = frozenset(without)
         self.counts: dict[str, int] = dict.fromkeys(names, 0)

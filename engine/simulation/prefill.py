@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.schedule import Link
 from tidekv.states import commands, events
-from tidekv.states.shapes import PageIds
+from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
+    from tidekv.engine.simulation.tails import Tags
     from tidekv.engine.simulation.world import World
+    from tidekv.states.components import TailPages
 
 DETECTION_S = 0.2
 RoomKey = tuple[str, int]
@@ -37,13 +39,22 @@ class Incarnation:
         self.unheard_aborts: list[RoomKey] = []
 
 
+class Prompt:
+    """What prefill computes: the tag of each page of a prompt, and of each component's page at each position."""
+
+    def __init__(self, tags: list[int], tails: Tags) -> None:
+        self.tags = tags
+        self.tails = tails
+
+
 class ServedRoom:
     """One room as prefill sees it."""
 
-    def __init__(self, key: RoomKey, life: Incarnation, tags: list[int], frames: list[Link]) -> None:
+    def __init__(self, key: RoomKey, life: Incarnation, prompt: Prompt, frames: list[Link]) -> None:
         self.key = key
         self.life = life
-        self.tags = tags
+        self.tags = prompt.tags
+        self.tails = prompt.tails
         self.frames = frames
         self.spans: dict[int, tuple[int, PageIds]] = {}
         self.slices: dict[int, int] = {}
@@ -53,6 +64,10 @@ class ServedRoom:
         self.unsaid: dict[tuple[int, int, int], tuple[int, bool]] = {}
         """Chunks that have landed before those in front of them: by span, rank and first page."""
         self.in_flight = [0] * life.ranks
+        self.tails_open = [0] * life.ranks
+        """Tails that a rank has not written yet: it does not end span 0 before."""
+        self.tail_slices: dict[tuple[str, int], int] = {}
+        """How many ranks have written a page of a component."""
         self.has_stopped = False
         self.is_aborted = False
         self.fails_when_settled = False
@@ -80,29 +95,29 @@ class Peer:
 
     # --- What decode sends ---
 
-    def promise(self, command: commands.SendPromise, tags: list[int]) -> None:
+    def promise(self, command: commands.SendPromise, prompt: Prompt) -> None:
         """A promise is to be sent here."""
         world = self._world
         if world.faults.hits("connect_fails"):
             world.schedule.after(world.delay(), world.rooms_out.unsent, command, "connection refused")
         else:
-            world.schedule.after(self._random.choice((0.0, world.delay())), self._send, command, tags)
+            world.schedule.after(self._random.choice((0.0, world.delay())), self._send, command, prompt)
 
-    def _send(self, command: commands.SendPromise, tags: list[int]) -> None:
+    def _send(self, command: commands.SendPromise, prompt: Prompt) -> None:
         world, life, key = self._world, self.life, (command.request_id, command.generation)
         if life.is_dead or life.is_lost or world.rooms_out.is_cancelled(key):
             world.rooms_out.unsent(command, "out of reach")
             return
         world.rooms_out.sent(key, self)
         slow = 0.5 if world.faults.hits("promise_is_slow") else 0.0
-        life.inbox.send(world.delay() + slow, self._receive, life, command, tags)
+        life.inbox.send(world.delay() + slow, self._receive, life, command, prompt)
         world.step(
             events.PromiseSent(
                 at_s=world.now_s, request_id=key[0], generation=key[1], writer=life.writer, ranks=life.ranks
             )
         )
 
-    def _receive(self, life: Incarnation, command: commands.SendPromise, tags: list[int]) -> None:
+    def _receive(self, life: Incarnation, command: commands.SendPromise, prompt: Prompt) -> None:
         world, faults = self._world, self._world.faults
         if life.is_dead or life.is_cut_off:
             return
@@ -110,7 +125,7 @@ class Peer:
         if key in life.rooms:
             raise Violation(f"{life.writer} was promised room {key} twice")
         frames = [Link(world.schedule) for _ in range(life.ranks)]
-        room = life.rooms[key] = ServedRoom(key, life, tags, frames)
+        room = life.rooms[key] = ServedRoom(key, life, prompt, frames)
         if faults.hits("room_is_refused"):
             room.has_stopped = True
             self._tell(
@@ -119,9 +134,10 @@ class Peer:
                 events.RoomRefused(at_s=0, request_id=key[0], generation=key[1], span=0, cause="injected"),
             )
             return
-        first = len(tags) - len(command.pages)
-        self._serve(room, 0, first, command.pages)
+        self._serve(room, 0, len(room.tags) - len(command.pages), command.pages)
         for rank in range(life.ranks):
+            for tail in command.tails or ():
+                self._serve_tail(room, rank, tail)
             slow = 0.5 if faults.hits("aux_is_slow") else 0.0
             world.schedule.after(world.delay() + slow, self._finish, room, rank)
         if faults.hits("room_fails"):
@@ -162,7 +178,7 @@ class Peer:
         if room is None:
             # The promise was lost on the way: nothing was or will be written.
             frames = [Link(self._world.schedule) for _ in range(life.ranks)]
-            room = life.rooms[key] = ServedRoom(key, life, [], frames)
+            room = life.rooms[key] = ServedRoom(key, life, Prompt([], {}), frames)
         room.has_stopped = room.is_aborted = True
         for rank in range(life.ranks):
             self._drain(room, rank)
@@ -225,6 +241,39 @@ class Peer:
             self._tell_death(life)
         else:
             self._chunk(room, span, rank, cursor, len(pages), last=last)
+            self._drain(room, rank)
+            self._settle(room)
+
+    def _serve_tail(self, room: ServedRoom, rank: int, tail: TailPages) -> None:
+        """Each rank writes its slice of what is asked for of a component, at any time before it ends span 0."""
+        if tail.pages:
+            room.tails_open[rank] += 1
+            self._world.schedule.after(self._world.delay(), self._post_tail, room, rank, tail)
+
+    def _post_tail(self, room: ServedRoom, rank: int, tail: TailPages) -> None:
+        world = self._world
+        if room.has_stopped or room.life.is_dead:
+            return
+        world.tails.pools["device", tail.component].begin_write(tail.pages, room.who)
+        room.in_flight[rank] += 1
+        room.life.in_flight += 1
+        slow = 0.4 if world.faults.hits("tail_write_is_slow") else 0.0
+        world.schedule.after(world.delay() + slow, self._land_tail, room, rank, tail)
+
+    def _land_tail(self, room: ServedRoom, rank: int, tail: TailPages) -> None:
+        life, pool = room.life, self._world.tails.pools["device", tail.component]
+        for position, page in enumerate(tail.pages, tail.first):
+            key = (tail.component, position)
+            slices = room.tail_slices[key] = room.tail_slices.get(key, 0) + 1
+            tags = [room.tails[tail.component][position]] if slices == life.ranks else None
+            pool.end_write(page_ids([page]), room.who, tags)
+        room.in_flight[rank] -= 1
+        life.in_flight -= 1
+        if life.is_dead:
+            self._tell_death(life)
+        else:
+            room.tails_open[rank] -= 1
+            self._say_landed(room, 0, rank)
             self._drain(room, rank)
             self._settle(room)
 
@@ -307,8 +356,14 @@ class Peer:
     def _chunk(self, room: ServedRoom, span: int, rank: int, first: int, count: int, *, last: bool) -> None:
         """A chunk has landed: say it, and what waited for it; chunks of a span are told in the order of their pages."""
         room.unsaid[span, rank, first] = (count, last)
-        while (landed := room.unsaid.pop((span, rank, room.cursors[span, rank]), None)) is not None:
+        self._say_landed(room, span, rank)
+
+    def _say_landed(self, room: ServedRoom, span: int, rank: int) -> None:
+        while (landed := room.unsaid.get((span, rank, room.cursors[span, rank]))) is not None:
             count, last = landed
+            if last and span == 0 and room.tails_open[rank]:
+                return
+            del room.unsaid[span, rank, room.cursors[span, rank]]
             chunk = events.ChunkLanded(
                 at_s=0,
                 request_id=room.key[0],

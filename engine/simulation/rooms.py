@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidekv.engine.simulation.memory import Violation
-from tidekv.engine.simulation.prefill import Incarnation, Peer, RoomKey, ServedRoom
+from tidekv.engine.simulation.prefill import Incarnation, Peer, Prompt, RoomKey, ServedRoom
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ class RoomsOut:
         self._unsent: dict[RoomKey, bool] = {}
         self._with: dict[RoomKey, tuple[Peer, Incarnation]] = {}
 
-    def promise(self, command: commands.SendPromise, peer: Peer, tags: list[int]) -> None:
+    def promise(self, command: commands.SendPromise, peer: Peer, prompt: Prompt) -> None:
         """A promise is on its way."""
         key = (command.request_id, command.generation)
         if key in self._unsent or key in self._with:
             raise Violation(f"room {key} was promised twice")
         self._unsent[key] = False
-        peer.promise(command, tags)
+        peer.promise(command, prompt)
 
     def is_cancelled(self, key: RoomKey) -> bool:
         """Whether decode gave the room up before the promise was sent."""

@@ -9,6 +9,7 @@ import msgspec
 
 from tidekv.engine.simulation.faults import Chosen
 from tidekv.engine.simulation.policies import draw_policy
+from tidekv.engine.simulation.tails import draw_components
 from tidekv.engine.simulation.world import World
 from tidekv.states.errors import TidekvError
 from tidekv.states.policy import POLICY_FIELDS
@@ -30,6 +31,8 @@ class Report(msgspec.Struct, frozen=True):
     """How often each kind of fault struck."""
     counters: dict[str, int]
     """What the core counted."""
+    tails: dict[str, int]
+    """What was done with components."""
     digest: int
     """Of every event and every command, in order."""
 
@@ -64,7 +67,7 @@ def simulate(
     SimulationFailed with what is needed to see it again.
     """
     random = Random(f"settings {seed}")
-    drawn = settings or draw_settings(random)
+    drawn = settings or with_components(draw_settings(random), seed)
     world = World(seed=seed, requests=requests, faults=faults, settings=drawn, without=without)
     if watch is not None:
         watch(world)
@@ -81,6 +84,7 @@ def simulate(
         ends=world.ends,
         faults=world.faults.counts,
         counters=dict(sorted(world.core.books.counters.items())),
+        tails=dict(sorted(world.tails.counts.items())),
         digest=world.digest,
     )
 
@@ -106,3 +110,9 @@ def draw_settings(random: Random) -> CoreSettings:
         keep_output=random.random() < 0.9,
         **{name: getattr(policy, name) for name in POLICY_FIELDS},
     )
+
+
+def with_components(settings: CoreSettings, seed: int) -> CoreSettings:
+    """The same settings with the components that the seed draws; none in every other run."""
+    drawn = draw_components(Random(f"components {seed}"), settings.page_size)
+    return msgspec.structs.replace(settings, components=drawn)

@@ -189,9 +189,16 @@ class SimulatedCopies:
         """Copy device pages to host pages."""
         self._start(command, "copy_out", command.device_pages, command.host_pages, self._world.device, self._world.host)
 
+    def copy_tail(self, command: commands.CopyTail) -> None:
+        """Copy pages of a component between its pools, or within that on the device."""
+        source = self._world.tails.pools[command.source, command.component]
+        target = self._world.tails.pools[command.target, command.component]
+        self._world.tails.counts[f"copies_{command.source}_to_{command.target}"] += 1
+        self._start(command, "tail_copy", command.source_pages, command.target_pages, source, target)
+
     def _start(
         self,
-        command: commands.CopyToDevice | commands.CopyToHost,
+        command: commands.CopyToDevice | commands.CopyToHost | commands.CopyTail,
         name: str,
         source_pages: PageIds,
         target_pages: PageIds,
@@ -212,7 +219,7 @@ class SimulatedCopies:
         delay = min(world.delay(), deadline_s * 0.9)
         if faults.hits(f"{name}_is_late"):
             delay = deadline_s * (1.0 + self._random.random())
-        elif name == "copy_in" and faults.hits("copy_in_is_stuck"):
+        elif name != "copy_out" and faults.hits(f"{name}_is_stuck"):
             delay = STUCK_S * (0.5 + self._random.random())
 
         def end() -> None:

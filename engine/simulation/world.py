@@ -14,10 +14,11 @@ from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
 from tidekv.engine.simulation.faults import Chosen, Faults
 from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
 from tidekv.engine.simulation.policies import draw_policy
-from tidekv.engine.simulation.prefill import Peer
+from tidekv.engine.simulation.prefill import Peer, Prompt
 from tidekv.engine.simulation.raising import Injected, Raising
 from tidekv.engine.simulation.rooms import Frames, RoomsOut
 from tidekv.engine.simulation.schedule import Schedule
+from tidekv.engine.simulation.tails import LiveTails, SimulatedTails
 from tidekv.engine.simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
 from tidekv.states.core import Core
@@ -47,10 +48,11 @@ class World:
         self.settings = settings
         self.core = Core(settings)
         self.schedule = Schedule()
-        self.faults = Faults(random, faults, without)
+        self.faults = Faults(random, faults, without, with_components=bool(settings.components))
         self.contents = Contents()
         self.device = SimulatedPool(self.core.books.device)
         self.host = SimulatedPool(self.core.books.host)
+        self.tails = SimulatedTails(self.core, self.contents)
         self.outcomes = Outcomes(self)
         self.storage = SimulatedStorage(self, random)
         self.copies = SimulatedCopies(self, random)
@@ -85,6 +87,7 @@ class World:
             commands.ProbeStorage: self.storage.probe,
             commands.CopyToDevice: self.copies.copy_in,
             commands.CopyToHost: self.copies.copy_out,
+            commands.CopyTail: self.copies.copy_tail,
             commands.SendPromise: self._promise,
             commands.SendExtend: self.rooms_out.extend,
             commands.SendAbort: self.rooms_out.abort,
@@ -246,6 +249,7 @@ class World:
         for account in (self.core.books.device, self.core.books.host):
             if account.free + account.owned + account.cached + account.draining != account.total:
                 raise Violation(f"pool {account.name} does not add up")
+        self.tails.check_sums()
         if self.event_count % AUDIT_EVENTS == 0:
             audit(self)
         self._arm_clock()
@@ -288,7 +292,9 @@ class World:
             or (command.promised_tokens % settings.page_size and command.promised_tokens != len(caller.tokens))
         ):
             raise Violation(f"{command} does not cover the prompt once")
-        self.rooms_out.promise(command, self.peers[caller.prefills[command.prefill]], tags)
+        self.tails.check_promise(command.tails, command.prompt_tokens, command.promised_tokens)
+        prompt = Prompt(tags, caller.tail_tags)
+        self.rooms_out.promise(command, self.peers[caller.prefills[command.prefill]], prompt)
 
     def _recompute(self, command: commands.Recompute) -> None:
         caller = self._callers[command.request_id]
@@ -302,7 +308,16 @@ class World:
         if sum(command.sources.values()) != len(caller.tokens) or min(command.sources.values()) < 0:
             raise Violation(f"{command} has sources that are not {len(caller.tokens)} tokens")
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
+        if (command.tails is None) != (not self.settings.components):
+            raise Violation(f"{command} does not say whether there are components")
+        tails = caller.computed or command.tails or ()
+        caller.tails = LiveTails(tails, len(caller.tokens))
+        self.check_tails(caller, command.request_id)
         caller.client.ready(caller)
+
+    def check_tails(self, caller: Caller, who: str) -> None:
+        """What a ready request was given of components is there."""
+        self.tails.check_ready(caller.tails.tables, len(caller.tokens), caller.tail_tags, who)
 
     def _failed(self, command: commands.TellFailed) -> None:
         caller = self._callers[command.request_id]
@@ -362,7 +377,8 @@ class World:
         }
         if left or not core.is_idle or core.next_deadline_s() is not None:
             raise Violation(f"all requests have ended, but the core still holds {left}")
-        if self._left or self.outcomes.open_count or not self.device.is_quiet or not self.host.is_quiet:
+        is_quiet = self.device.is_quiet and self.host.is_quiet and self.tails.is_quiet
+        if self._left or self.outcomes.open_count or not is_quiet:
             raise Violation("all requests have ended, but tokens or operations are left")
 
 

@@ -39,7 +39,7 @@ def test_no_fault_of_a_tier_fails_a_request(fault: str) -> None:
 
 def test_some_runs_write_back_and_fetch_ahead() -> None:
     reached = Counter[str]()
-    for seed in range(301, 309):
+    for seed in range(301, 317):
         reached.update(simulate(seed, 100, "none").counters)
     for name in ("pages_fetched_ahead", "pages_backed_up", "pages_stored", "l1_pages_dropped", "l3_declined_pages"):
         assert reached[name], name

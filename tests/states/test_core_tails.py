@@ -331,6 +331,19 @@ def test_what_is_left_beyond_what_is_kept_is_given_back() -> None:
     rig.expect_nothing_held()
 
 
+def test_a_tail_that_lies_far_beyond_what_is_kept_is_given_back_whole() -> None:
+    rig = rig_with(state(), keep_output=False)
+    ready = rig.make_ready("a", PROMPT[:4])
+    assert ready.tails is not None
+    rig.step(events.GrowthTaken, request_id="a", page_count=0, wanted=2)
+    rig.step(events.GrowthTaken, request_id="a", page_count=2)
+    left = (events.TailLeft("state", 5, tuple(ready.tails[0].own)),)
+    rig.step(events.FinishRequested, request_id="a", keys=PROMPT[:6], tokens=6, tails=left)
+    assert device_pages(rig, "state")["free"] == 8
+    rig.settle()
+    rig.expect_nothing_held()
+
+
 def test_leaving_a_page_that_is_not_ones_own_is_a_bug() -> None:
     rig = rig_with(window(3))
     ready = rig.make_ready("a", PROMPT)

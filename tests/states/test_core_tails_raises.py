@@ -15,11 +15,11 @@ PROMPT = b"abcdefgh"
 Step = Callable[[Rig], object]
 
 
-def rig_with_past(*, state_pages: int = 8) -> Rig:
+def rig_with_past(*, host_windows: int = 16) -> Rig:
     """The prompt with its tails is on the host, the first half of it on the device as well."""
     components = (
-        Component(name="window", kind="window", window_tokens=3, device_pages=16, host_pages=16),
-        Component(name="state", kind="state", device_pages=state_pages, host_pages=8),
+        Component(name="window", kind="window", window_tokens=3, device_pages=16, host_pages=host_windows),
+        Component(name="state", kind="state", device_pages=8, host_pages=8),
     )
     rig = Rig(components=components, growth_reserve_pages=1)  # type: ignore[arg-type]  # Not a number.
     leave(rig, PROMPT)
@@ -102,6 +102,14 @@ def room_was_never_sent(rig: Rig) -> Step:
     )
 
 
+def room_of_a_transfer_was_never_sent(rig: Rig) -> Step:
+    rig.arrive("a", b"xyz", prefill_count=2)
+    promise = rig.take(commands.SendPromise)
+    return lambda rig: rig.step(
+        events.RoomFailed, request_id="a", generation=promise.generation, cause="lost", settled=True
+    )
+
+
 def abort(rig: Rig) -> Step:
     rig.arrive("a", PROMPT + b"ij")
     rig.promised(rig.take(commands.SendPromise))
@@ -139,6 +147,13 @@ def full_backup_ends(rig: Rig) -> Step:
     return lambda rig: rig.copied(rig.take(commands.CopyToHost))
 
 
+def the_host_has_no_room_for_the_rest_of_a_tail(rig: Rig) -> Step:
+    """What there is of it on the host already is all that could be evicted."""
+    leave(rig, PROMPT + b"i")
+    finish(rig, restored(rig, "a", PROMPT + b"ij"), PROMPT + b"ij")
+    return lambda rig: rig.copied(rig.take(commands.CopyToHost))
+
+
 def tail_backup_ends(rig: Rig) -> Step:
     full_backup_ends(rig)(rig)
     copies = rig.take_all(commands.CopyTail)
@@ -170,23 +185,26 @@ STORIES = [
     a_window_is_here_already,
     room_is_lost,
     room_was_never_sent,
+    room_of_a_transfer_was_never_sent,
     abort,
     copy_of_the_aborted_ends,
     drained,
     finished,
     retracted,
     full_backup_ends,
+    the_host_has_no_room_for_the_rest_of_a_tail,
     tail_backup_ends,
     tail_backup_fails,
     computed_by_the_caller,
 ]
+HOST_WINDOWS: dict[Callable[[Rig], Step], int] = {the_host_has_no_room_for_the_rest_of_a_tail: 3}
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_a_raise_at_any_call_loses_no_tail(story: Callable[[Rig], Step]) -> None:
     calls = raised = 0
     while raised == calls:
-        rig = rig_with_past()
+        rig = rig_with_past(host_windows=HOST_WINDOWS.get(story, 16))
         step = story(rig)
         places = Places(rig.core)
         raised += 1

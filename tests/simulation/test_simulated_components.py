@@ -1,0 +1,145 @@
+"""Windows and states in the simulation: nothing breaks, everything is reached, and such runs replay and explain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tidekv import Replayer
+from tidekv.engine.journal.final import final_state
+from tidekv.engine.journal.recorder import Recorder
+from tidekv.engine.seeing.explain import explain
+from tidekv.engine.seeing.stories import read_stories
+from tidekv.engine.simulation import FAULTS, Report, simulate
+from tidekv.engine.simulation.faults import OF_COMPONENTS, Faults
+from tidekv.engine.simulation.simulate import draw_settings
+from tidekv.engine.simulation.tails import draw_components
+from tidekv.engine.simulation.world import World
+from tidekv.states.commands import Command
+from tidekv.states.components import Component
+from tidekv.states.events import Event
+from tidekv.states.settings import CoreSettings
+from tidekv.states.witness import Noted
+
+WITH_COMPONENTS = [seed for seed in range(1, 60) if draw_components(Random(f"components {seed}"), 1)]
+MIXTURES = {
+    "window": (Component(name="window", kind="window", window_tokens=7, device_pages=30, host_pages=40),),
+    "state": (Component(name="state", kind="state", device_pages=12, host_pages=40),),
+    "both": (
+        Component(name="window", kind="window", window_tokens=3, device_pages=12, host_pages=40),
+        Component(name="state", kind="state", device_pages=9, host_pages=40),
+    ),
+    "just enough for one": (
+        Component(name="window", kind="window", window_tokens=4, device_pages=3, host_pages=2),
+        Component(name="state", kind="state", device_pages=1, host_pages=1),
+    ),
+    "no host": (
+        Component(name="window", kind="window", window_tokens=4, device_pages=20),
+        Component(name="state", kind="state", device_pages=8),
+    ),
+}
+
+
+def settings_with(components: tuple[Component, ...], **fields: int) -> CoreSettings:
+    sizes = {"page_size": 2, "key_bytes": 2, "device_pages": 30, "host_pages": 80, **fields}
+    return CoreSettings(copy_deadline_s=0.2, components=components, **sizes)  # type: ignore[arg-type]  # All numbers.
+
+
+@pytest.mark.parametrize("seed", WITH_COMPONENTS[:16])
+def test_a_run_with_all_faults_breaks_nothing(seed: int) -> None:
+    simulate(seed, 80)
+
+
+def test_every_other_run_has_components() -> None:
+    drawn = [draw_components(Random(f"components {seed}"), 2) for seed in range(400)]
+    assert 150 < sum(not components for components in drawn) < 250
+    assert {len(components) for components in drawn} == {0, 1, 2, 3}
+    kinds = Counter(component.kind for components in drawn for component in components)
+    assert min(kinds["window"], kinds["state"]) > 80
+    assert any(component.host_pages == 0 for components in drawn for component in components)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_without_faults_every_request_is_ready(mixture: str) -> None:
+    report = simulate(11, 150, "none", settings=settings_with(MIXTURES[mixture]))
+    assert report.ends == {"READY": 150}
+
+
+@pytest.mark.parametrize("fault", sorted(OF_COMPONENTS))
+def test_no_fault_of_a_component_fails_a_request(fault: str) -> None:
+    struck = 0
+    for seed in range(3):
+        report = simulate(seed, 100, [fault, "flush"], settings=settings_with(MIXTURES["both"]))
+        assert report.ends == {"READY": 100}
+        struck += report.faults[fault]
+    assert struck
+
+
+def test_everything_that_can_be_done_with_a_tail_is_done() -> None:
+    done, counters = Counter[str](), Counter[str]()
+    for seed in range(4):
+        report: Report = simulate(seed, 120, ["flush", "retract"], settings=settings_with(MIXTURES["both"]))
+        done.update(report.tails)
+        counters.update(report.counters)
+    for name in ("boundaries_served", "tails_shared", "tails_left", "copies_device_to_device", "copies_host_to_device"):
+        assert done[name] > 5, done
+    assert done["copies_device_to_host"] > 50, done
+
+
+def test_a_run_without_components_does_not_know_of_their_faults() -> None:
+    drawn = [Faults(Random(3), chosen) for chosen in ("all", sorted(FAULTS))]
+    assert not any(name in faults.counts for faults in drawn for name in OF_COMPONENTS)
+    assert Faults(Random(3), "all", with_components=True).counts.keys() >= OF_COMPONENTS
+
+
+class Tape:
+    """Records the steps of one core."""
+
+    def __init__(self, world: World, *, with_tokens: bool) -> None:
+        self.core = world.core
+        self._recorder = Recorder(world.core, with_tokens=with_tokens)
+        self._noted: list[Noted] = []
+        self._step, world.core.step = world.core.step, self.step  # type: ignore[method-assign]  # What it tapes.
+
+    def step(self, event: Event) -> list[Command]:
+        given = self._step(event)
+        self._noted.append(self._recorder.note(event, given))
+        return given
+
+    def write(self, path: Path) -> Path:
+        recorder = self._recorder
+        lines = [recorder.run_line(), recorder.steps_line([recorder.encode(self._noted)]), recorder.end_line()]
+        path.write_bytes(b"".join(lines))
+        return path
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("seed", WITH_COMPONENTS[:4])
+def test_the_journal_of_a_run_replays_and_explains_every_request(seed: int, with_tokens: bool, tmp_path: Path) -> None:
+    tapes: list[Tape] = []
+    # A raise that is put into a rule from outside is no event: no journal can hold it.
+    report = simulate(
+        seed, 60, watch=lambda world: tapes.append(Tape(world, with_tokens=with_tokens)), without=["rule_raises"]
+    )
+    path = tapes[0].write(tmp_path / "run.journal")
+    replayer = Replayer(path)
+    assert replayer.header.core.components == tapes[0].core.settings.components
+    replayed = replayer.run()
+    assert (replayed.events, replayed.complete) == (report.events, True)
+    assert final_state(replayer.core) == final_state(tapes[0].core)
+    stories = read_stories(Replayer(path))
+    words = [explain(story, now_s=stories.last_at_s) for story in stories.named("r1")]
+    assert words and all("None" not in text for text in words)
+
+
+def test_the_settings_of_a_seed_are_the_same_but_for_its_components() -> None:
+    seed = WITH_COMPONENTS[0]
+    worlds: list[World] = []
+    simulate(seed, 5, watch=worlds.append)
+    drawn = draw_settings(Random(f"settings {seed}"))
+    assert worlds[0].settings.components
+    assert worlds[0].settings.with_policy(drawn).page_size == drawn.page_size
+    assert worlds[0].settings.device_pages == drawn.device_pages
