@@ -1,9 +1,11 @@
 """Agent sessions end to end in two processes, with and without decode cache: `python benchmarks/sessions.py RECORDING`.
 
-Lengths are an eighth of the recorded ones, and a token has 16 KiB of KV, an eighth of what an 8B model has. All pages
-of every 16th request are verified. Requests are served one at a time: the time to ready is that of the request, and not
-that of others whose pages are being verified. The prefill worker keeps prefixes in both runs: what differs is what it
-has to send. Storage is in memory, since nearly all hits are in L1.
+Lengths are an eighth of the recorded ones. A token has 56 KiB of KV, as in a model of 7B parameters with 28 layers and
+4 KV heads (Qwen2.5-7B); both device pools together take 15 GB. All pages of every 16th request are verified. Requests
+are served one at a time: the time to ready is that of the request, and not that of others whose pages are being
+verified. The prefill worker keeps prefixes in both runs: what differs is what it has to send. It has computed a prompt
+when decode asks for it, so that the time to ready is that of the hand-over. Storage is in memory, since nearly all hits
+are in L1.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from tidekv import KVLayout
 from tidekv.engine.main_job import TierOptions, run_trace
 from tidekv.engine.workload.blocks import TraceOptions
 
-LAYOUT = KVLayout(num_layers=8, num_kv_heads=4, head_dim=128, dtype="bfloat16", page_size=16)
-L2_PAGES = 2048
+LAYOUT = KVLayout(num_layers=28, num_kv_heads=4, head_dim=128, dtype="bfloat16", page_size=16)
+L2_PAGES = 1024
 STORAGE = "memory:?capacity=512MB"
 VERIFY_EVERY = 16
 
@@ -32,6 +34,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=20)
     parser.add_argument("--requests", type=int, default=0, help="at most so many; 0: all")
     parser.add_argument("--in-flight", type=int, default=1)
+    parser.add_argument("--compute-within", action="store_true", help="prefill begins to compute when decode asks")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     options = TraceOptions(
@@ -44,6 +47,7 @@ def main() -> None:
             l2_pages=L2_PAGES,
             storage=STORAGE,
             verify_every=VERIFY_EVERY,
+            computed_ahead=not chosen.compute_within,
         )
         result = runner.run(run_trace(chosen.recording, options, tiers))
         assert not result.failures, result.failures

@@ -62,6 +62,10 @@ class TierOptions:
     """How the synthetic KV of a recording lies in pages; None: with little KV a token. Its page size goes first."""
     verify_every: int = 1
     """Of a recording, the pages of every so-manieth request are verified."""
+    computed_ahead: bool = False
+    """Of a recording: prefill has computed a prompt before decode asks for it. Then the time to ready is that of the
+    hand-over alone, without what prefill takes for what is new in a prompt, the same with and without decode cache.
+    """
     engine: EngineConfig | None = None
     transport: Callable[[], NixlTransport] | None = None
     shows: Callable[[str | None], None] | None = None
@@ -212,6 +216,7 @@ async def run_trace(
                         in_flight_max=result.in_flight_max,
                         cache=cache,
                         verify_every=tiers.verify_every,
+                        compute_ahead=prefill.compute if tiers.computed_ahead else None,
                         progress=progress,
                     )
                     await run.run(first if cache else read_trace(path, options))

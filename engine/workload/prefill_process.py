@@ -36,6 +36,8 @@ from tidekv.transports.nixl import NixlTransport
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
+LINE_BYTES_MAX = 1 << 26
+"""A line holds a prompt, at most."""
 
 
 class ComponentOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +76,12 @@ class PrefillReady(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Tell your counts; with "forget", drop the prefixes that you keep first."""
+    """Tell your counts; with "forget", drop the prefixes that you keep first, with "compute", have synthetic KV of
+    these tokens (packed) before a room asks for it.
+    """
 
-    what: Literal["counts", "forget"]
+    what: Literal["counts", "forget", "compute"]
+    tokens: bytes = b""
 
 
 Counts = dict[str, float]
@@ -101,6 +106,7 @@ class PrefillProcess:
                 ours.close()
                 raise
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._line = asyncio.Lock()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 ready = msgspec.json.decode(await self._call(self._order), type=PrefillReady)
@@ -121,9 +127,14 @@ class PrefillProcess:
         answer = await self._call(Ask("forget" if forget else "counts"))
         return msgspec.json.decode(answer, type=Counts)
 
+    async def compute(self, packed: bytes) -> None:
+        """Have the child compute a prompt's synthetic KV now, and wait until it has."""
+        await self._call(Ask("compute", packed))
+
     async def _call(self, message: msgspec.Struct) -> bytes:
-        self._writer.write(msgspec.json.encode(message) + b"\n")
-        line = await self._reader.readline()
+        async with self._line:
+            self._writer.write(msgspec.json.encode(message) + b"\n")
+            line = await self._reader.readline()
         if not line:
             code = await self._process.wait()
             raise TransferFailed(f"the prefill worker ended with exit code {code}; what it said is above")
@@ -207,7 +218,10 @@ async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     async with prefill_worker(order) as (peer, worker, pages):
         writer.write(msgspec.json.encode(PrefillReady(peer.address)) + b"\n")
         while line := await reader.readline():
-            if msgspec.json.decode(line, type=Ask).what == "forget":
+            ask = msgspec.json.decode(line, type=Ask)
+            if ask.what == "compute" and isinstance(worker, SyntheticPrefill):
+                await worker.compute(ask.tokens)
+            elif ask.what == "forget":
                 pages.forget()
                 if isinstance(worker, SyntheticPrefill):
                     worker.forget()
@@ -225,7 +239,7 @@ def _required(shape: ModelShape | None) -> ModelShape:
 
 
 async def _main(file_number: int) -> None:
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=file_number))
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=file_number), limit=LINE_BYTES_MAX)
     await serve_line(reader, writer)
 
 

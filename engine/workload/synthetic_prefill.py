@@ -59,6 +59,24 @@ class SyntheticPrefill:
         """Drop every kept page that no room reads."""
         self._pages.forget()
 
+    async def compute(self, packed: bytes) -> None:
+        """Fill a prompt's pages before its room comes; with `keep_prefixes` all of them but the last token's are known
+        then. Raises InvalidRequest for a prompt that never fits.
+        """
+        async with self._freed:
+            while (held := self._pages.take(packed)) is None:
+                await self._freed.wait()
+        filled = held.known
+        try:
+            for first in range(held.known, len(held.pages), self._chunk_pages):
+                self._fill(held, first)
+                filled = first + self._chunk_pages
+                await asyncio.sleep(0)
+        finally:
+            async with self._freed:
+                self._pages.give_back(held, computed=min(filled, len(held.pages)))
+                self._freed.notify_all()
+
     async def serve(self, room: Room) -> None:
         """One room, from its promise to its end. Raises InvalidRequest if the promise brought no tokens."""
         if room.tokens is None:
@@ -108,12 +126,15 @@ class SyntheticPrefill:
         if held.known:
             await room.send(pages[: held.known], start_token=0)
         for first in range(held.known, len(pages), self._chunk_pages):
-            chunk = slice(first, first + self._chunk_pages)
-            self._kv.fill(pages[chunk], held.digests[first - held.known : first - held.known + self._chunk_pages])
+            self._fill(held, first)
             filled[0] = min(first + self._chunk_pages, len(pages))
-            await room.send(pages[chunk], start_token=first * self._page_size)
+            await room.send(pages[first : first + self._chunk_pages], start_token=first * self._page_size)
             # Others have rooms too: a chunked prefill gives them their turn between chunks.
             await asyncio.sleep(0)
+
+    def _fill(self, held: HeldPages, first: int) -> None:
+        digests = held.digests[first - held.known : first - held.known + self._chunk_pages]
+        self._kv.fill(held.pages[first : first + self._chunk_pages], digests)
 
     async def _send_tails(self, room: Room, held: HeldPages, tails: dict[str, PageIds]) -> None:
         """What there is of components once the whole prompt is computed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,6 +41,8 @@ class TraceRun:
 
     Requests start in the recording's order and not before their time; at most `in_flight_max` are at work at once, and
     those of one session come one after the other. `verify_every`: the pages of every so-manieth request are verified.
+    `compute_ahead` is awaited with each prompt's packed tokens before it is restored: what it takes is not part of the
+    time to ready.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TraceRun:
         in_flight_max: int,
         cache: bool = True,
         verify_every: int = 1,
+        compute_ahead: Callable[[bytes], Awaitable[None]] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._engine = engine
@@ -67,6 +70,7 @@ class TraceRun:
         self._cache = cache
         self._progress = progress
         self._verify_every = verify_every
+        self._compute_ahead = compute_ahead
         self._slots = asyncio.Semaphore(in_flight_max)
         self._last_of: dict[str, asyncio.Event] = {}
         self.verdicts = Verdicts()
@@ -109,6 +113,8 @@ class TraceRun:
     async def _serve(self, prompt: _Prompt) -> None:
         """Restore, verify, write the output's KV, keep it."""
         request_id = prompt.request.request_id
+        if self._compute_ahead is not None:
+            await self._compute_ahead(prompt.packed)
         started_s = time.perf_counter()
         ready = await self._engine.restore(
             DecodeRequest(

@@ -59,14 +59,23 @@ async def test_conversations_in_two_processes_give_the_tokens_of_one() -> None:
 
 
 @pytest.mark.nixl
-async def test_a_recording_in_two_processes_has_the_right_bytes_in_every_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("computed_ahead", [False, True])
+async def test_a_recording_in_two_processes_has_the_right_bytes_in_every_page(
+    tmp_path: Path, computed_ahead: bool
+) -> None:
     source, lines = random.Random(3), []
     for number in range(40):
         ids = [*range(source.randrange(6)), *(1000 * number + block for block in range(1, 4))]
         lines.append({"timestamp": 0, "input_length": 512 * len(ids) - 9, "output_length": 90, "hash_ids": ids})
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tiers = main_job.TierOptions(l1_pages=220, l2_pages=260, in_flight_max=3, journal=str(tmp_path / "journal"))
+    tiers = main_job.TierOptions(
+        l1_pages=220,
+        l2_pages=260,
+        in_flight_max=3,
+        journal=str(tmp_path / "journal"),
+        computed_ahead=computed_ahead,
+    )
     result = await main_job.run_trace(path, TraceOptions(length_scale=1 / 8), tiers)
     assert result.failures == []
     cached, uncached = result.phases

@@ -171,3 +171,13 @@ async def test_kept_prefixes_are_sent_without_being_filled_again(monkeypatch: py
             await engine.wait_settled()
             async with asyncio.timeout(5), prefill._freed:
                 await prefill._freed.wait_for(lambda count=number: prefill.rooms_served > count)
+        ahead = [*range(300, 300 + len(PROMPT))]
+        filled.clear()
+        await prefill.compute(pack_tokens(ahead))
+        assert sum(filled) == 6
+        ready = await engine.restore(
+            DecodeRequest(request_id="ahead", tokens=ahead, prefill="prefill", prompt="send", cache=False)
+        )
+        assert SyntheticKV(device).verify(ready.pages.tolist(), prompt_digests(pack_tokens(ahead), 4)) == []
+        assert sum(filled) == 6 + 1
+        await engine.finish(ready)
