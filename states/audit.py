@@ -20,6 +20,8 @@ from tidekv.states.request_tails import RequestTails
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.table import PROGRESS_GUARDS
 from tidekv.states.tail_moves import TailBackup
+from tidekv.states.tail_puts import TailPut
+from tidekv.states.tail_storage import TailFetch, TailStage
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -93,7 +95,7 @@ def _tails_of(core: Core) -> list[RequestTails]:
     for owner in core.books.operations.values():
         if isinstance(owner, RequestTails):
             tails[owner] = None
-        elif isinstance(owner, LateRecompute):
+        elif isinstance(owner, TailFetch | LateRecompute):
             tails[owner.tails] = None
     return [held for held in tails if held is not None]
 
@@ -103,21 +105,30 @@ def _check_components(core: Core) -> None:
     if components is None:
         return
     components.check()
-    copies = Counter(owner for owner in core.books.operations.values() if isinstance(owner, RequestTails))
+    operations = core.books.operations.values()
+    copies = Counter(owner for owner in operations if isinstance(owner, RequestTails))
+    copies += Counter(owner.tails for owner in operations if isinstance(owner, TailFetch))
+    late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _tails_of(core):
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of its tails")
-    backups = [owner for owner in core.books.operations.values() if isinstance(owner, TailBackup)]
+        waiting = [fetch for fetch in held.fetches if fetch.stage is not TailStage.RESERVED]
+        _require(all(core.books.operations.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
+    backups = [owner for owner in operations if isinstance(owner, TailBackup)]
     for name in components.components:
-        owned, draining, backed_up = page_ids(), page_ids(), page_ids()
+        owned, draining, on_host = page_ids(), page_ids(), page_ids()
         for held in _tails_of(core):
             owned += held.own[name]
+            for fetch in held.fetches:
+                on_host += fetch.host_pages if fetch.component == name else page_ids()
         for left in core.rooms.quarantine:
             # None at all, where they were free already when the rest of the room went to the quarantine.
             draining += left.tails.get(name, page_ids())
         for backup in backups:
-            backed_up += backup.fresh if backup.component == name else page_ids()
+            on_host += backup.fresh if backup.component == name else page_ids()
+        for late_fetch in late:
+            on_host += late_fetch.host_pages if late_fetch.component == name else page_ids()
         _check_pages(components.device[name].account, owned, draining)
-        _check_pages(components.host[name].account, backed_up, page_ids())
+        _check_pages(components.host[name].account, on_host, page_ids())
 
 
 def _check_host_pages(core: Core, loads: dict[Load, None]) -> None:
@@ -125,7 +136,7 @@ def _check_host_pages(core: Core, loads: dict[Load, None]) -> None:
     for load in loads:
         owned += load.host_pages
     for owner in core.books.operations.values():
-        if isinstance(owner, LateFetch):
+        if isinstance(owner, LateFetch) and not owner.component:
             owned += owner.host_pages
     for backup in core.backups:
         owned += backup.host_pages
@@ -157,6 +168,8 @@ def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
     for owner in core.books.operations.values():
         if isinstance(owner, TailBackup):
             receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
+        elif isinstance(owner, TailPut) and owner.pin is not None:
+            receipts.append(owner.pin.full)
     held = [receipt for receipt in receipts if receipt is not None]
     _require(not any(receipt.released for receipt in held), "a receipt is held that was given back")
     _require(len(set(map(id, held))) == len(held), "a receipt has two holders")
@@ -210,10 +223,12 @@ def _check_operations(core: Core, loads: dict[Load, None]) -> None:
             _require(owner in runs and owner.op == op, "an operation is of a read ahead that does not know it")
             _require(not owner.is_landed, "a read ahead has landed, and is waited for")
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
-    _require(set(core.books.storage.fetching) == fetching, "it is not known which loads wait for a fetch")
+    tails = [owner for owner in core.books.operations.values() if isinstance(owner, TailFetch)]
+    of_tails = {fetch for fetch in tails if fetch.stage is TailStage.FETCHING}
+    _require(set(core.books.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
     reading = [run for run in runs if not run.is_landed]
     late = [owner for owner in core.books.operations.values() if isinstance(owner, LateFetch)]
-    in_flight = sum(load.page_count for load in fetching)
+    in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_tails)
     in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
     storage = core.books.storage
     _require(storage.ahead_in_flight == len(reading), f"{len(reading)} reads ahead are under way")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRetracted
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.tail_puts import TailPut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,9 +134,9 @@ class Backups:
             self._start(Backup(None, leaf), self._begin_put)
 
     def keys_put(self, op: int) -> tuple[str, bytes]:
-        """Namespace and keys, from the first page on, of what the put `op` of no request puts."""
+        """Namespace and keys, from the first page on, of what the put `op` of no request, or of a tail, puts."""
         backup = self._books.operations[op]
-        assert isinstance(backup, Backup)
+        assert isinstance(backup, Backup | TailPut)
         return backup.leaf.namespace, b"".join(node.edge for node in self._books.index.path(backup.leaf))
 
     def _start(self, backup: Backup, begin: Callable[[Backup], None]) -> None:
@@ -185,6 +186,8 @@ class Backups:
             if backup.first <= first and first + node.page_count <= end:
                 self._books.index.mark_stored(node)
                 backup.brought = True
+        if self._tails is not None:
+            self._tails.puts.begin(backup.leaf)
         self._end(backup)
 
     def abandon(self, backup: Backup) -> None:

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from tidekv.states.request_tails import RequestTails
     from tidekv.states.settings import CoreSettings
     from tidekv.states.tail_moves import TailBackup
+    from tidekv.states.tail_puts import TailPut
+    from tidekv.states.tail_storage import TailFetch
 
-    Owner: TypeAlias = (
-        Request | AheadRun | Load | LateFetch | LateRecompute | Backup | StorageUse | RequestTails | TailBackup
-    )
+    OfTails: TypeAlias = RequestTails | TailBackup | TailPut | TailFetch
+    Owner: TypeAlias = Request | AheadRun | Load | LateFetch | LateRecompute | Backup | StorageUse | OfTails
 
 
 class Books:
@@ -42,7 +43,7 @@ class Books:
             self.components = ComponentIndex(self.index, settings.components, page_size=settings.page_size)
         self.now_s = 0.0
         self.storage_available = False
-        """Whether a storage engine is attached; `storage` says whether it may be asked now."""
+        """Whether a storage engine is attached that is of use; `storage` says whether it may be asked now."""
         self.storage = StorageUse(self)
         self.out: list[Command] = []
         self.operations: dict[int, Owner] = {}

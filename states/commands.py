@@ -42,6 +42,30 @@ class FetchPages(Operation, frozen=True, kw_only=True):
     timeout_s: float
 
 
+class QueryTails(Operation, frozen=True, kw_only=True):
+    """Ask storage for pages [first, first + count) of the request's prompt, as QueryStorage does, and for the positions
+    from `tails_first` on at which it has a page of each component; those behind the last full page found do not matter
+    → StorageAnswered.
+    """
+
+    request_id: str
+    first: int
+    count: int
+    tails_first: int
+
+
+class FetchTail(Operation, frozen=True, kw_only=True):
+    """Read a component's pages at these positions of the request's prompt from storage to host pages of the component
+    → PagesFetched. Reads that have not begun after `timeout_s` are not worth beginning.
+    """
+
+    request_id: str
+    component: str
+    positions: PageIds
+    host_pages: PageIds
+    timeout_s: float
+
+
 class CopyToDevice(Operation, frozen=True, kw_only=True):
     """Copy host pages to device pages → CopyEnded."""
 
@@ -73,6 +97,16 @@ class StorePages(Operation, frozen=True, kw_only=True):
     """
 
     serial: int
+    first: int
+    host_pages: PageIds
+
+
+class StoreTail(Operation, frozen=True, kw_only=True):
+    """Put host pages of a component, which are at positions [first, first + len(host_pages)), in storage → PagesStored.
+    What the positions hold is asked of `Core.keys_put` when it is started.
+    """
+
+    component: str
     first: int
     host_pages: PageIds
 

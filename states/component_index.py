@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tidekv.states.accounts import PageAccount
-from tidekv.states.components import Component, longest_boundary, served_boundaries
+from tidekv.states.components import Component, Ranges, longest_boundary, served_boundaries
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.index import Match, Node, PrefixIndex, Receipt
 from tidekv.states.node import TierName
@@ -47,7 +47,7 @@ class Tail(msgspec.Struct, frozen=True, eq=False):
     `table` holds the device pages of the tail at positions [first, boundary); of a state always one, the record to go
     on with, at boundary 0 as well. `own` are those that are the caller's: of the tail, then the spare ones that it
     asked for. Of those of the tail, `loads` are to be copied from host pages, `clones` from device pages of the index,
-    both as source and target; a record at boundary 0 is from neither.
+    both as source and target; a record at boundary 0 is from nowhere.
     """
 
     first: int
@@ -55,6 +55,8 @@ class Tail(msgspec.Struct, frozen=True, eq=False):
     own: PageIds
     loads: tuple[PageIds, PageIds]
     clones: tuple[PageIds, PageIds]
+    stored: tuple[PageIds, PageIds]
+    """Positions that neither tier has, and the pages for them: they are to come from storage."""
 
 
 class Reserved(msgspec.Struct, frozen=True, eq=False):
@@ -101,18 +103,36 @@ class ComponentIndex:
         """Tell the lengths that `match` would find, in device and further in host pages, changing nothing at all."""
         device_pages, host_pages = self.index.peek(namespace, keys)
         limit = device_pages + host_pages if use_host else device_pages
-        nodes = self._nodes_of(namespace, keys, limit)
-        served = []
-        for name in self.components:
-            positions: set[int] = set()
-            for node in nodes:
-                positions.update(self.device[name].pages_of(node))
-                if use_host:
-                    positions.update(self.host[name].pages_of(node))
-            served.append(served_boundaries(sorted(positions), self._tail_pages[name]))
-        boundary = longest_boundary(limit, served)
+        boundary = longest_boundary(limit, self.served(namespace, keys, limit, {}, use_host=use_host))
         device_pages = min(device_pages, boundary)
         return device_pages, boundary - device_pages
+
+    def served(
+        self, namespace: str, keys: bytes, pages: int, stored: Mapping[str, set[int]], *, use_host: bool = True
+    ) -> list[Ranges]:
+        """Tell the boundaries that each component serves: by what the index has beside the first `pages` pages, which
+        are in it, and by the positions that storage has.
+        """
+        nodes = self._nodes_of(namespace, keys, pages)
+        served = []
+        for name in self.components:
+            positions = self._positions(name, nodes, use_host=use_host) | stored.get(name, set())
+            served.append(served_boundaries(sorted(positions), self._tail_pages[name]))
+        return served
+
+    def count_only_stored(
+        self, namespace: str, keys: bytes, boundary: int, *, in_index: int, needed_from: Mapping[str, int]
+    ) -> int:
+        """How many component pages a request that goes on from `boundary` would need of storage; of its full pages the
+        first `in_index` are in the index.
+        """
+        nodes = self._nodes_of(namespace, keys, in_index)
+        count = 0
+        for name in self.components:
+            first = max(self._first(name, boundary), needed_from.get(name, 0))
+            here = self._positions(name, nodes)
+            count += sum(at not in here for at in range(first, boundary))
+        return count
 
     def tail(self, tier: TierName, name: str, node: Node) -> tuple[int, dict[int, int]]:
         """Where the tail at the end of `node` begins, and which pages of it this tier has, by position."""
@@ -145,15 +165,22 @@ class ComponentIndex:
     # --- Going on from a match ---
 
     def reserve(
-        self, match: Match, spare: Mapping[str, int], needed_from: Mapping[str, int] | None = None
+        self,
+        match: Match,
+        spare: Mapping[str, int],
+        needed_from: Mapping[str, int] | None = None,
+        *,
+        boundary: int | None = None,
     ) -> Reserved | None:
         """Take, for a request that goes on from a match just made, what it needs of every component, and `spare` more
         pages by name; None, with nothing changed but the order of eviction, where a pool is short even so. Who has the
-        end of its tail written by somebody else needs nothing of positions before `needed_from`.
+        end of its tail written by somebody else needs nothing of positions before `needed_from`. With `boundary` it
+        goes on from there, and storage brings what the index does not have up to it.
 
         Nothing of it is in the index yet. When the copies are done, shared pages can be entered (`insert`).
         """
-        boundary = match.device_pages + match.host_pages
+        if boundary is None:
+            boundary = match.device_pages + match.host_pages
         lock = self.lock(match.device_node, boundary=boundary)
         pin = self.pin(match.host_node, boundary=boundary)
         # What is needed is guarded from here on: what can still be evicted is of no use to this request.
@@ -265,6 +292,15 @@ class ComponentIndex:
     def _first(self, name: str, boundary: int) -> int:
         return max(0, boundary - self._tail_pages[name])
 
+    def _positions(self, name: str, nodes: list[Node], *, use_host: bool = True) -> set[int]:
+        """Where the index has pages of a component at these nodes."""
+        positions: set[int] = set()
+        for node in nodes:
+            positions.update(self.device[name].pages_of(node))
+            if use_host:
+                positions.update(self.host[name].pages_of(node))
+        return positions
+
     def _nodes_of(self, namespace: str, keys: bytes, pages: int) -> list[Node]:
         """The nodes that the first `pages` pages, which are in the index, lie in; the last one maybe in part."""
         nodes: list[Node] = []
@@ -302,12 +338,17 @@ class ComponentIndex:
             device.update(self.device[name].pages_of(above))
             host.update(self.host[name].pages_of(above))
         ours = dict(zip(missing, own, strict=False))
-        loads, clones = (page_ids(), page_ids()), (page_ids(), page_ids())
+        loads, clones, stored = ((page_ids(), page_ids()) for _ in range(3))
         for position, page in ours.items():
-            if position < boundary:
-                source, target = clones if position in device else loads
-                source.append(device[position] if position in device else host[position])
-                target.append(page)
+            if position >= boundary:
+                continue
+            kind, source = stored, position
+            if position in device:
+                kind, source = clones, device[position]
+            elif position in host:
+                kind, source = loads, host[position]
+            kind[0].append(source)
+            kind[1].append(page)
         end = first + 1 if not self.components[name].is_shared else boundary
         table = page_ids(ours[at] if at in ours else device[at] for at in range(first, end))
-        return Tail(first, table, own, loads, clones)
+        return Tail(first, table, own, loads, clones, stored)

@@ -132,8 +132,8 @@ class Core:
         return count_core(self)
 
     def keys_put(self, op: int) -> tuple[str, bytes]:
-        """Namespace and keys, from the first page on, of what StorePages `op` puts: for those of no request's tokens
-        (serial 0), when they are started.
+        """Namespace and keys, from the first page on, of what StoreTail `op` puts, or StorePages of no request's tokens
+        (serial 0): when they are started.
         """
         return self.backups.keys_put(op)
 
@@ -282,6 +282,9 @@ class Core:
                 self._progress(request)
             elif self.backups.waiting and (backup := self.backups.next_waiting) is not None:
                 self.backups.put_now(backup)
+            elif self.tail_backups is not None and (put := self.tail_backups.puts.next_waiting) is not None:
+                puts = self.tail_backups.puts
+                self.insist(partial(puts.put_now, put), partial(puts.give_up, put))
             elif books.pages_freed or books.settled_loads:
                 if books.settled_loads or self.loads.has_settled:
                     self.insist(self.loads.free_settled_voids)

@@ -29,6 +29,15 @@ class TailLeft(msgspec.Struct, frozen=True, array_like=True):
     pages: tuple[int, ...]
 
 
+class StoredTail(msgspec.Struct, frozen=True, array_like=True):
+    """Where in a prompt storage has pages of one component: ranges [first, end) of positions, ascending. What two such
+    answers have in common is what both can serve.
+    """
+
+    component: str
+    ranges: tuple[tuple[int, int], ...]
+
+
 # --- From the embedder ---
 
 
@@ -102,9 +111,12 @@ class FlushRequested(Event, frozen=True, kw_only=True):
 
 
 class StorageChanged(Event, frozen=True, kw_only=True):
-    """A storage engine was attached, or the one there was is gone."""
+    """A storage engine was attached, or the one there was is gone. `tails` says that it holds pages of every component,
+    too: a worker with components uses no other.
+    """
 
     available: bool
+    tails: bool = False
 
 
 class PolicyChanged(Event, frozen=True, kw_only=True):
@@ -121,15 +133,20 @@ class ClockAdvanced(Event, frozen=True, kw_only=True):
 
 
 class StorageAnswered(Event, frozen=True, kw_only=True):
-    """Storage says that it has the first `found` of the pages asked for: a hint. An error counts as none."""
+    """Storage says that it has the first `found` of the pages asked for: a hint. An error counts as none. `tails` says
+    the same of components, where those were asked for.
+    """
 
     op: int
     found: int
     error: str = ""
+    tails: tuple[StoredTail, ...] = ()
 
 
 class PagesFetched(Event, frozen=True, kw_only=True):
-    """The first `good` pages of a fetch are in host memory and verified; nothing writes to any of its pages now."""
+    """The first `good` pages of a fetch (FetchPages, FetchTail) are in host memory and verified; nothing writes to any
+    of its pages now.
+    """
 
     op: int
     good: int

@@ -94,10 +94,12 @@ class Load:
 class LateFetch:
     """A fetch that nobody waits for: it keeps its host pages until it has ended."""
 
-    __slots__ = ("host_pages",)
+    __slots__ = ("component", "host_pages")
 
-    def __init__(self, host_pages: PageIds) -> None:
+    def __init__(self, host_pages: PageIds, component: str = "") -> None:
         self.host_pages = host_pages
+        self.component = component
+        """Whose host pages they are; nothing: full ones."""
 
 
 class LateRecompute:

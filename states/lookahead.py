@@ -86,7 +86,8 @@ class Lookahead:
             or left * settings.page_size < threshold
         ):
             return
-        if not books.storage.is_usable or request.restore_limit:
+        if not books.storage.is_usable or request.restore_limit or books.components is not None:
+            # With components, how far a plan reaches is not known before everything is reserved.
             return
         match = books.index.match(request.namespace, request.keys)
         first = match.device_pages + match.host_pages

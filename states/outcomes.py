@@ -16,10 +16,13 @@ from tidekv.states.request import Request, State
 from tidekv.states.request_tails import RequestTails
 from tidekv.states.storage_use import StorageUse
 from tidekv.states.tail_moves import TailBackup
+from tidekv.states.tail_puts import TailPut
+from tidekv.states.tail_storage import TailFetch, TailStage
 
 if TYPE_CHECKING:
     from tidekv.states.backups import Backup
     from tidekv.states.core import Core
+    from tidekv.states.tail_puts import TailPuts
 
 Outcome: TypeAlias = (
     events.StorageAnswered
@@ -62,9 +65,18 @@ def operation_ended(core: Core, event: Outcome) -> None:
     elif isinstance(owner, RequestTails):
         assert core.tails is not None
         core.insist(partial(core.tails.copied, owner, error), partial(core.tails.give_up, owner))
+    elif isinstance(owner, TailFetch):
+        _tail_fetch_ended(core, owner, event, error)
     elif isinstance(owner, TailBackup):
         assert core.tail_backups is not None
         core.insist(partial(core.tail_backups.ended, owner, error), partial(core.tail_backups.give_up, owner))
+        core.tail_backups.puts.begin(owner.node, (owner.component,))
+    elif isinstance(owner, TailPut):
+        assert core.tail_backups is not None
+        stored = event.stored if isinstance(event, events.PagesStored) else 0
+        core.insist(
+            partial(core.tail_backups.puts.ended, owner, stored), partial(core.tail_backups.puts.give_up, owner)
+        )
     elif isinstance(owner, StorageUse):
         core.insist(partial(owner.probed, error))
     else:
@@ -75,8 +87,8 @@ def _request_ended(core: Core, request: Request, event: Outcome, error: str) -> 
     if event.op == request.recompute_op:
         core.fire(request, events.Recomputed(at_s=event.at_s, op=event.op, error=error))
         return
-    found = event.found if isinstance(event, events.StorageAnswered) else 0
-    core.fire(request, events.StorageAnswered(at_s=event.at_s, op=event.op, found=found, error=error))
+    found, tails = (event.found, event.tails) if isinstance(event, events.StorageAnswered) else (0, ())
+    core.fire(request, events.StorageAnswered(at_s=event.at_s, op=event.op, found=found, error=error, tails=tails))
 
 
 def _load_ended(core: Core, load: Load, event: Outcome, error: str) -> None:
@@ -86,6 +98,17 @@ def _load_ended(core: Core, load: Load, event: Outcome, error: str) -> None:
         core.insist(partial(core.loads.fetched, load, good), mend)
     else:
         core.insist(partial(core.loads.copied, load, error), mend)
+
+
+def _tail_fetch_ended(core: Core, fetch: TailFetch, event: Outcome, error: str) -> None:
+    assert core.tails is not None
+    storage = core.tails.storage
+    if fetch.stage is TailStage.FETCHING:
+        good = event.good if isinstance(event, events.PagesFetched) else 0
+        core.insist(partial(storage.fetched, fetch, good), partial(storage.failed, fetch))
+    else:
+        core.insist(partial(storage.copied, fetch))
+        core.insist(partial(core.tails.copied, fetch.tails, error), partial(core.tails.give_up, fetch.tails))
 
 
 def _backup_ended(core: Core, backup: Backup, event: Outcome, error: str) -> None:
@@ -114,9 +137,14 @@ def time_passed(core: Core, event: events.ClockAdvanced) -> None:
         elif isinstance(owner, RequestTails):
             assert core.tails is not None
             core.insist(partial(core.tails.is_late, owner))
+        elif isinstance(owner, TailFetch):
+            _tail_fetch_is_late(core, owner)
         elif isinstance(owner, TailBackup):
             assert core.tail_backups is not None
             core.insist(core.tail_backups.is_late)
+        elif isinstance(owner, TailPut):
+            assert core.tail_backups is not None
+            _tail_put_is_late(core, core.tail_backups.puts, owner)
         else:
             assert not isinstance(owner, LateFetch | LateRecompute), "what is late already has no deadline any more"
             core.insist(partial(core.backups.is_late, owner))
@@ -141,3 +169,19 @@ def _load_is_late(core: Core, load: Load) -> None:
     else:
         assert load.stage is Stage.COPYING, "a load that waits for no operation of its own has no deadline"
         core.insist(partial(core.loads.copy_is_late, load))
+
+
+def _tail_fetch_is_late(core: Core, fetch: TailFetch) -> None:
+    assert core.tails is not None
+    if fetch.stage is TailStage.FETCHING:
+        core.insist(partial(core.books.storage.note, failed=True))
+        core.tails.storage.is_late(fetch)
+    else:
+        core.insist(partial(core.tails.is_late, fetch.tails))
+
+
+def _tail_put_is_late(core: Core, puts: TailPuts, put: TailPut) -> None:
+    if put in puts.waiting:
+        core.insist(partial(puts.put_now, put), partial(puts.give_up, put))
+    else:
+        core.insist(partial(puts.is_late, put))

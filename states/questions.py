@@ -64,11 +64,12 @@ class OperationQuestion:
         count, culprit = word >> 8, word & 0xFF
         error = "" if culprit == NO_ERROR else f"failed on rank {culprit}"
         kind = self.kind
-        if kind is commands.QueryStorage:
+        if kind in (commands.QueryStorage, commands.QueryTails):
+            # Of tails a word can say nothing, so that none are found in storage.
             return [events.StorageAnswered(at_s=at_s, op=self.op, found=count, error=error)]
-        if kind is commands.FetchPages:
+        if kind in (commands.FetchPages, commands.FetchTail):
             return [events.PagesFetched(at_s=at_s, op=self.op, good=count, error=error)]
-        if kind is commands.StorePages:
+        if kind in (commands.StorePages, commands.StoreTail):
             return [events.PagesStored(at_s=at_s, op=self.op, stored=count, error=error)]
         if kind is commands.ProbeStorage:
             return [events.StorageProbed(at_s=at_s, op=self.op, error=error)]

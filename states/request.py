@@ -6,9 +6,10 @@ import enum
 from typing import TYPE_CHECKING
 
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.tail_storage import TailStage
 
 if TYPE_CHECKING:
-    from tidekv.states.events import RequestArrived
+    from tidekv.states.events import RequestArrived, StoredTail
     from tidekv.states.index import Receipt
     from tidekv.states.load import Load
     from tidekv.states.lookahead import Ahead
@@ -23,6 +24,7 @@ DECLINED = {
     "limit": "a limit on fetches left too little",
     "no_host_page": "host memory was short",
     "in_the_way": "the remains of another load of the same prompt were in the way",
+    "no_tail": "there is no whole tail of every component to go on from",
 }
 """Why a plan does not fetch pages that storage has: name and meaning."""
 
@@ -89,8 +91,11 @@ class Request:
         "short_version",
         "source_pages",
         "state",
+        "stored_cause",
+        "stored_end",
         "stored_first",
         "stored_found",
+        "stored_tails",
         "table",
         "tail_limit",
         "tails",
@@ -127,10 +132,13 @@ class Request:
         """Whether storage was asked since it waits for admission, or need not be."""
         self.stored_first = 0
         self.stored_found = 0
+        self.stored_tails: tuple[StoredTail, ...] = ()
         self.ahead: Ahead | None = None
         """What is fetched for it while it waits for device pages."""
         self.tail_limit = 0
-        """What it uses of cached components: 0 all, 1 nothing that is to be loaded from the host, 2 nothing."""
+        """What it uses of cached components: 0 all, 1 nothing of storage, 2 nothing that is to be loaded from the host
+        either, 3 nothing.
+        """
         self.trouble = ""
         """Why it fell back last, in words. Nothing is decided by it, nor by `declined`."""
         self.forget_plan()
@@ -145,6 +153,10 @@ class Request:
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
         self.tails: RequestTails | None = None
+        self.stored_end = 0
+        """With components: where it goes on from with what storage brings; 0: where the caches end."""
+        self.stored_cause = ""
+        """Why storage does not bring more than that: one of `DECLINED`."""
         self.recompute_op = 0
         self.recomputed = False
         self.matched = 0
@@ -157,6 +169,11 @@ class Request:
     def restore_limit(self) -> int:
         """What the fallback leaves of the plan: 0 all tiers, 1 no storage, 2 neither storage nor host."""
         return 2 if self.recomputes else min(self.raised, 2)
+
+    @property
+    def fetches_tails(self) -> bool:
+        """Whether pages of components are on their way from storage."""
+        return self.tails is not None and any(fetch.stage is TailStage.FETCHING for fetch in self.tails.fetches)
 
     @property
     def waits_for_tails(self) -> bool:

@@ -8,9 +8,12 @@ end*, part of which may lie before the boundary:
                              [boundary, page_count)  own, written by prefill
     the record of a state    own: a copy of the index's, where the boundary is the prompt's end; else prefill's
 
+What storage alone has of [first, boundary) comes to own pages, too, by way of the host (`tidekv.states.tail_storage`).
+
 A window never grows beyond its tail and the page that is being written, so each request gets that many own pages at
 once and never asks for more: what the window has left behind is written again. All of a component or nothing: where a
-copy fails, the request starts over, trusts no host copies of components, and after another failure no copies at all.
+fetch from storage fails, the request starts over without storage; where a copy fails, it trusts no host copies of
+components, and after another failure no copies at all.
 
 A caller that computes by itself begins with the first page: its tails would have to be in place before it begins.
 """
@@ -24,6 +27,7 @@ from tidekv.states.commands import CopyTail
 from tidekv.states.components import TailPages, TailTable
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.tail_storage import WITHOUT_HOST, WITHOUT_STORAGE, WITHOUT_TAILS, TailFetch, TailStorage
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -36,7 +40,20 @@ if TYPE_CHECKING:
 class RequestTails:
     """The tails of one request, or of one that has left while copies into its pages are under way."""
 
-    __slots__ = ("boundary", "copies", "firsts", "lock", "own", "pin", "remote", "request", "reserved", "tables")
+    __slots__ = (
+        "boundary",
+        "copies",
+        "fetched_pages",
+        "fetches",
+        "firsts",
+        "lock",
+        "own",
+        "pin",
+        "remote",
+        "request",
+        "reserved",
+        "tables",
+    )
 
     def __init__(self, request: Request, reserved: Reserved) -> None:
         self.request: Request | None = request
@@ -46,7 +63,11 @@ class RequestTails:
         self.lock: TailReceipt | None = reserved.lock
         self.pin: TailReceipt | None = reserved.pin
         self.copies = 0
-        """Copies under way."""
+        """Copies and fetches under way that the request waits for."""
+        self.fetches: dict[TailFetch, None] = {}
+        """What is to come from storage, and is not on the device."""
+        self.fetched_pages = 0
+        """Full pages that are to come from storage."""
         self.own = {name: tail.own for name, tail in reserved.tails.items()}
         self.firsts: dict[str, int] = {}
         self.tables: dict[str, PageIds] = {}
@@ -60,6 +81,13 @@ class RequestTails:
         self.own = {name: without(pages, remote.get(name, ())) for name, pages in self.own.items()}
         return remote
 
+    def distrust(self, books: Books, limit: int, cause: str) -> None:
+        """Something did not come: whose tails these are starts over, on other pages, and with less."""
+        request = self.request
+        if request is not None and request not in books.homeless:
+            request.tail_limit = max(request.tail_limit + 1, limit)
+            books.homeless[request] = cause
+
     @property
     def table(self) -> tuple[TailTable, ...]:
         """What the request's caller is told."""
@@ -72,6 +100,7 @@ class Tails:
     def __init__(self, books: Books, index: ComponentIndex) -> None:
         self._books = books
         self._index = index
+        self.storage = TailStorage(books, index)
 
     # --- The grant ---
 
@@ -80,8 +109,11 @@ class Tails:
         width = self._books.settings.key_bytes
         if request.tails is not None:
             return self._index.index.match(request.namespace, request.keys[: request.tails.boundary * width])
-        keys = b"" if request.recomputes or request.tail_limit > 1 else request.keys
-        use_host = request.restore_limit < 2 and not request.tail_limit
+        request.stored_end = self.storage.boundary(request)
+        if request.stored_end:
+            return self._index.index.match(request.namespace, request.keys[: request.stored_end * width])
+        keys = b"" if request.recomputes or request.tail_limit >= WITHOUT_TAILS else request.keys
+        use_host = request.restore_limit < 2 and request.tail_limit < WITHOUT_HOST
         return self._index.match(request.namespace, keys, use_host=use_host)
 
     def reserve(self, request: Request, match: Match) -> bool:
@@ -89,11 +121,13 @@ class Tails:
         page_size = self._books.settings.page_size
         components = self._index.components
         spare = {name: c.live_pages(page_size) if c.is_shared else 0 for name, c in components.items()}
-        needed = {name: c.needed_from(request.prompt_tokens, page_size) for name, c in components.items()}
-        reserved = self._index.reserve(match, spare, needed)
+        needed = self.storage.needed_from(request)
+        here = match.device_pages + match.host_pages
+        reserved = self._index.reserve(match, spare, needed, boundary=request.stored_end or here)
         if reserved is None:
             return False
         tails = request.tails = RequestTails(request, reserved)
+        tails.fetched_pages = reserved.boundary - here
         for name, tail in reserved.tails.items():
             first = tails.firsts[name] = max(tail.first, needed[name])
             begin = max(first, reserved.boundary)
@@ -102,9 +136,24 @@ class Tails:
             # Who computes by itself writes to the same pages: nobody else does.
             tails.remote[name] = page_ids() if request.recomputes else remote
             tails.tables[name] = tail.table + remote if components[name].is_shared else tail.table
+        if not self.storage.reserve(tails):
+            # As for full pages, host memory is not waited for.
+            self.leave(request)
+            request.tail_limit = WITHOUT_STORAGE
+            return False
         return True
 
-    def is_alone(self) -> bool:
+    def does_with_less(self, request: Request) -> bool:
+        """Whether who could not reserve is to try with less at once; else it waits for others to give back."""
+        if request.stored_end and (request.tail_limit or self._is_alone()):
+            request.tail_limit = WITHOUT_STORAGE
+            return True
+        if request.tail_limit < WITHOUT_TAILS and self._is_alone():
+            request.tail_limit = WITHOUT_TAILS
+            return True
+        return False
+
+    def _is_alone(self) -> bool:
         """Whether nobody holds anything of components: waiting for them would be in vain."""
         tiers = self._index.device.values()
         return not any(tier.receipts or tier.account.owned or tier.account.draining for tier in tiers)
@@ -115,9 +164,19 @@ class Tails:
         """Whether what was reserved still goes with what the index has, and with the tiers that are trusted."""
         tails = request.tails
         assert tails is not None
+        if request.stored_end:
+            return not request.restore_limit
         loads = any(len(tail.loads[0]) for tail in tails.reserved.tails.values())
         is_trusted = request.restore_limit < 2 or not (match.host_pages or loads)
         return is_trusted and match.device_pages + match.host_pages == tails.boundary
+
+    def reaches(self, request: Request, end: int) -> bool:
+        """Whether loads bring the plan to the boundary that was reserved for; else the request starts over."""
+        tails = request.tails
+        assert tails is not None
+        if end < tails.boundary:
+            tails.distrust(self._books, WITHOUT_STORAGE, "not all that storage has can be fetched")
+        return end >= tails.boundary
 
     def begin(self, request: Request, node: Node, undo: ExitStack) -> None:
         """Start the copies, and lock the tails to `node`, the end of the plan. `undo` takes all of it back."""
@@ -130,6 +189,7 @@ class Tails:
         for name, tail in tails.reserved.tails.items():
             self._copy(tails, name, "host", tail.loads, undo)
             self._copy(tails, name, "device", tail.clones, undo)
+        self.storage.begin(request, tails, undo)
 
     def _copy(
         self, tails: RequestTails, name: str, source: TierName, pages: tuple[PageIds, PageIds], undo: ExitStack
@@ -172,7 +232,7 @@ class Tails:
         tails.copies -= 1
         if error:
             self._books.count("copies_failed")
-            self._distrust(tails, "a copy of a component failed")
+            tails.distrust(self._books, WITHOUT_HOST, "a copy of a component failed")
         if tails.request is not None:
             self._books.dirty[tails.request] = None
         elif not tails.copies:
@@ -181,12 +241,7 @@ class Tails:
     def is_late(self, tails: RequestTails) -> None:
         """A copy did not end in time: who has waited for it starts over on other pages."""
         self._books.count("copies_late")
-        self._distrust(tails, "a copy of a component did not end in time")
-
-    def _distrust(self, tails: RequestTails, cause: str) -> None:
-        if tails.request is not None and tails.request not in self._books.homeless:
-            tails.request.tail_limit += 1
-            self._books.homeless[tails.request] = cause
+        tails.distrust(self._books, WITHOUT_HOST, "a copy of a component did not end in time")
 
     # --- The ends ---
 
@@ -224,6 +279,7 @@ class Tails:
         """Give everything back; pages that copies still write to when those have ended."""
         if request.tails is None:
             return
+        self.storage.let_go(request.tails)
         if not request.tails.copies:
             self.give_up(request.tails)
         request.tails.request = None
@@ -233,6 +289,7 @@ class Tails:
         """Nobody writes to the pages any more: they are free, and so is what was locked. Can be called again."""
         self._index.give_back(tails.own)
         tails.own = {}
+        self.storage.give_back(tails)
         if tails.lock is not None:
             self._index.unlock(tails.lock)
             tails.lock = None

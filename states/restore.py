@@ -17,10 +17,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.adoption import Adoption
-from tidekv.states.commands import QueryStorage, Recompute, TellReady
+from tidekv.states.commands import Recompute, TellReady
 from tidekv.states.load import LateRecompute, Load, Stage
 from tidekv.states.node import Match
 from tidekv.states.plan import Plan
+from tidekv.states.plan_fetches import PlanFetches
 from tidekv.states.shapes import page_ids
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Restore:
     def __init__(self, books: Books, rooms: Rooms, loads: Loads, lookahead: Lookahead, tails: Tails | None) -> None:
         self._books = books
         self._lookahead = lookahead
-        self._adoption = Adoption(books, loads)
+        self._fetches = PlanFetches(books, loads, lookahead, Adoption(books, loads))
         self._rooms = rooms
         self._loads = loads
         self._tails = tails
@@ -50,28 +51,29 @@ class Restore:
 
     def ask_storage(self, request: Request) -> None:
         """Ask storage for what neither device nor host has, while the request waits, unless that is too little."""
-        books = self._books
-        if not books.storage.is_usable or request.restore_limit or request.query_op:
+        if not self._books.storage.is_usable or request.restore_limit or request.query_op:
             return
-        first = sum(books.index.peek(request.namespace, request.keys))
-        count = request.full_pages - first
-        if count < 1 or count * books.settings.page_size < books.settings.prefetch_threshold_tokens:
-            return
-        request.query_op = books.begin(request, deadline_s=books.settings.query_deadline_s)
-        request.stored_first, request.stored_found = first, 0
-        books.say(QueryStorage(op=request.query_op, request_id=request.request_id, first=first, count=count))
+        if self._tails is None:
+            self._fetches.ask(request)
+        elif not request.tail_limit:
+            self._tails.storage.ask(request)
 
     def note_answer(self, request: Request, found: int) -> None:
         """Storage has answered, or is too late with its answer."""
         request.query_op = 0
         request.stored_found = max(0, min(found, request.full_pages - request.stored_first))
         self._books.ahead_due = True
+        if self._tails is not None:
+            # With components a request is not admitted before the answer.
+            self._books.pages_freed = True
 
     def grant(self, request: Request) -> bool:
         """Match, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
         was taken so far.
         """
         books = self._books
+        if self._tails is not None and self._tails.storage.waits_for_answer(request):
+            return False
         available = books.device.free + books.index.device_evictable
         if request.short_version == self._insertions and available < request.short_need:
             return False
@@ -93,17 +95,14 @@ class Restore:
         request.matched = match.device_pages
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
-        if match.device_pages + match.host_pages < request.stored_first:
+        if self._tails is None and match.device_pages + match.host_pages < request.stored_first:
             self.ask_storage(request)
         return True
 
     def _grant_without_tails(self, request: Request) -> bool:
         """Pools of components are short. That others give something back is waited for, if there are any."""
         assert self._tails is not None
-        if request.tail_limit > 1 or not self._tails.is_alone():
-            return False
-        request.tail_limit = 2
-        return self.grant(request)
+        return self._tails.does_with_less(request) and self.grant(request)
 
     # --- MATCH ---
 
@@ -127,9 +126,11 @@ class Restore:
             if request.restore_limit < 2:
                 self._load_from_host(request, plan, undo)
             if request.restore_limit < 1:
-                adopted = self._adopt_reads(request, plan, undo)
-                self._load_from_storage(request, plan, undo)
+                adopted = self._fetches.adopt_reads(request, plan, undo)
+                self._fetches.load(request, plan, undo)
             if self._tails is not None:
+                if not self._tails.reaches(request, plan.end):
+                    return
                 self._tails.begin(request, plan.node, undo)
             lock = books.index.lock(plan.node)
             undo.callback(books.index.unlock, lock)
@@ -240,62 +241,6 @@ class Restore:
                 undo.callback(self._loads.abandon, load)
                 plan.add(load, node, count)
                 run = []
-
-    def _adopt_reads(self, request: Request, plan: Plan, undo: ExitStack) -> int:
-        """Go on with the reads that were begun ahead, as far as they fit the plan; returns how many."""
-        adopted = 0
-        width = self._books.settings.key_bytes
-        left_s = request.deadline_at_s - self._books.now_s
-        for run in self._lookahead.usable_runs(request):
-            count = len(run.host_pages)
-            keys = request.keys[run.first * width : (run.first + count) * width]
-            if run.first != plan.end or keys[:width] in plan.node.children:
-                break
-            deadline_s = self._books.settings.prefetch_deadline_s(count, left_s)
-            load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s)
-            undo.callback(self._adoption.disown, load, run)
-            plan.add(load, load.nodes[-1], count)
-            adopted += 1
-        return adopted
-
-    def _load_from_storage(self, request: Request, plan: Plan, undo: ExitStack) -> None:
-        """Start fetches of what storage said it has, as far as host pages can be had."""
-        books = self._books
-        settings = books.settings
-        found_to = request.stored_first + request.stored_found
-        count = found_to - plan.end if request.stored_first <= plan.end else 0
-        deadline_s = settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - books.now_s)
-        allowed = books.storage.allowance(count, deadline_s) if books.storage.is_usable else 0
-        threshold = max(settings.prefetch_threshold_tokens, 1)
-        if count * settings.page_size < threshold:
-            beyond = request.stored_found if request.stored_first > plan.end else 0
-            request.declined = ("out_of_reach", beyond) if beyond else ("below_threshold", max(count, 0))
-            return
-        if allowed * settings.page_size < threshold:
-            books.count("l3_declined_pages", count)
-            request.declined = ("limit" if books.storage.is_usable else "storage_left_alone", count)
-            return
-        if allowed < count:
-            books.count("l3_declined_pages", count - allowed)
-            request.declined = ("limit", count - allowed)
-            found_to = plan.end + allowed
-        width = settings.key_bytes
-        while plan.end < found_to:
-            first_key = request.keys[plan.end * width : (plan.end + 1) * width]
-            pages = books.make_host_room(min(settings.fetch_run_pages, found_to - plan.end))
-            if not pages or first_key in plan.node.children:
-                # No host memory, or a void run of the same prompt is still in the way: the transfer brings the rest.
-                books.count("l3_declined_pages", found_to - plan.end)
-                # What a limit had taken away is not to be had either.
-                missing = found_to - plan.end + request.declined[1]
-                request.declined = ("in_the_way" if pages else "no_host_page", missing)
-                return
-            keys = request.keys[plan.end * width : (plan.end + pages) * width]
-            load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)
-            undo.callback(self._loads.abandon, load)
-            books.storage.take(pages)
-            undo.callback(books.storage.take, -pages)
-            plan.add(load, load.nodes[-1], pages)
 
     # --- READY ---
 

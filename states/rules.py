@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def waits_for_storage(core: Core, request: Request, event: Event) -> bool:
     """It is planned, and a fetch of its plan has not landed."""
-    return is_planned(core, request, event) and any(load.stage is Stage.FETCHING for load in request.loads)
+    return is_planned(core, request, event) and (
+        request.fetches_tails or any(load.stage is Stage.FETCHING for load in request.loads)
+    )
 
 
 def waits_for_copies(core: Core, request: Request, event: Event) -> bool:
@@ -78,6 +80,7 @@ def note_answer(core: Core, request: Request, event: Event) -> None:
     assert isinstance(event, events.StorageAnswered)
     if event.error:
         core.books.count("l3_queries_failed")
+    request.stored_tails = event.tails
     core.restore.note_answer(request, event.found)
 
 

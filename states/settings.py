@@ -37,7 +37,7 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     attempts_per_prefill: int = 1
     """How often each prefill of a request's list is tried before the request fails."""
     components: tuple[Component, ...] = ()
-    """Windows and states that travel beside the KV. Storage holds full pages alone, so it is not used with them."""
+    """Windows and states that travel beside the KV."""
     keep_output: bool = True
     """False: what decode generated is not kept, only prompts are (a baseline to measure against)."""
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import PolicyChanged, StorageChanged
     from tidekv.states.load import Load
     from tidekv.states.shapes import PageIds
+    from tidekv.states.tail_storage import TailFetch
 
 
 class StorageUse:
@@ -36,8 +37,8 @@ class StorageUse:
         self._level_at_s = float("-inf")
         self.op = 0
         """The wait for the next probe, or the probe; 0 while the breaker is closed."""
-        self.fetching: dict[Load, int] = {}
-        """Loads whose fetch somebody waits for, and how many pages each fetches."""
+        self.fetching: dict[Load | TailFetch, int] = {}
+        """Loads, and tails, whose fetch somebody waits for, and how many pages each fetches."""
         self.pages_in_flight = 0
         """Pages that storage writes to: of loads, of look-ahead, and of fetches that nobody waits for any more."""
         self.ahead_in_flight = 0
@@ -51,7 +52,7 @@ class StorageUse:
     @property
     def is_usable(self) -> bool:
         """Whether storage may be asked."""
-        return self._books.storage_available and not self.op and self._books.components is None
+        return self._books.storage_available and not self.op
 
     def policy_changed(self, event: PolicyChanged) -> None:
         """Go on by other policies."""
@@ -96,23 +97,27 @@ class StorageUse:
         bound_s = self._books.settings.put_fetch_s_max
         return bound_s > 0 and self._pace.fetch_s(self._books.now_s) > bound_s
 
-    def fetch_began(self, load: Load, page_count: int) -> None:
+    def fetch_began(self, load: Load | TailFetch, page_count: int) -> None:
         """Storage writes to the host pages of a load from now on, which waits for it."""
         self.fetching[load] = page_count
         self.pages_in_flight += page_count
 
-    def fetch_over(self, load: Load) -> None:
+    def fetch_over(self, load: Load | TailFetch) -> None:
         """The load waits for no fetch (any more)."""
         self.pages_in_flight -= self.fetching.pop(load, 0)
 
-    def fetch_given_up(self, op: int, host_pages: PageIds) -> None:
-        """Nobody waits for this fetch: it keeps its host pages until it ends."""
-        self._books.operations[op] = LateFetch(host_pages)
+    def fetch_given_up(self, op: int, host_pages: PageIds, component: str = "") -> None:
+        """Nobody waits for this fetch: it keeps its host pages, of a component or full ones, until it ends."""
+        self._books.operations[op] = LateFetch(host_pages, component)
         self.pages_in_flight += len(host_pages)
 
     def late_fetch_ended(self, fetch: LateFetch) -> None:
         """A fetch that nobody waited for is over."""
-        self._books.host.give_back(fetch.host_pages)
+        if fetch.component:
+            assert self._books.components is not None
+            self._books.components.give_back({fetch.component: fetch.host_pages}, "host")
+        else:
+            self._books.host.give_back(fetch.host_pages)
         self.pages_in_flight -= len(fetch.host_pages)
 
     def note_pace(self, *, begun_at_s: float, pages: int) -> None:
@@ -123,7 +128,8 @@ class StorageUse:
 
     def changed(self, event: StorageChanged) -> None:
         """Another storage is attached, or none: what the last one did, and what it holds, is forgotten."""
-        self._books.storage_available = event.available
+        # With components, full pages alone are of no use: nobody could go on from them.
+        self._books.storage_available = event.available and (event.tails or self._books.components is None)
         self._books.operations.pop(self.op, None)
         self.op = 0
         self._breaker.close()

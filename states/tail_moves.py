@@ -2,7 +2,8 @@
 
 A backup of full pages that has reached the end of its path asks for the tails of that boundary. A tail is copied whole
 or not at all: where the device has not all of it, or the host has no room for it, nothing is. Each copy holds a lock of
-its source and a pin of the place where it is to go, until it has ended.
+its source and a pin of the place where it is to go, until it has ended. From there it goes on to storage
+(`tidekv.states.tail_puts`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import CopyTail
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.tail_puts import TailPuts
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -43,6 +45,7 @@ class TailBackups:
     def __init__(self, books: Books, index: ComponentIndex) -> None:
         self._books = books
         self._index = index
+        self.puts = TailPuts(books, index)
 
     def begin(self, leaf: Node) -> None:
         """Copy to the host what it lacks of the tails at the end of `leaf`, whose full pages are in both tiers."""
@@ -92,6 +95,8 @@ class TailBackups:
         else:
             _, unused = self._index.insert("host", backup.component, backup.node, backup.first, backup.table)
             backup.fresh = unused
+            # Its pin kept full pages from being looked at before they are evicted.
+            self._books.write_due = True
         self.give_up(backup)
 
     def give_up(self, backup: TailBackup) -> None:

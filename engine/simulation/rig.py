@@ -104,17 +104,25 @@ class Rig:
         self.step(events.FlushRequested, call=1, tiers=tiers)
         return self.take(commands.TellFlushed)
 
-    def attach_storage(self) -> None:
-        """A storage engine is there."""
-        self.step(events.StorageChanged, available=True)
+    def attach_storage(self, *, tails: bool = False) -> None:
+        """A storage engine is there; with `tails`, one that keeps components as well."""
+        self.step(events.StorageChanged, available=True, tails=tails)
 
     # --- Outcomes ---
 
-    def answer(self, query: commands.QueryStorage, found: int, error: str = "") -> list[commands.Command]:
+    def answer(
+        self,
+        query: commands.QueryStorage | commands.QueryTails,
+        found: int,
+        error: str = "",
+        tails: tuple[events.StoredTail, ...] = (),
+    ) -> list[commands.Command]:
         """Storage answers."""
-        return self.step(events.StorageAnswered, op=query.op, found=found, error=error)
+        return self.step(events.StorageAnswered, op=query.op, found=found, error=error, tails=tails)
 
-    def fetched(self, fetch: commands.FetchPages, good: int | None = None, error: str = "") -> list[commands.Command]:
+    def fetched(
+        self, fetch: commands.FetchPages | commands.FetchTail, good: int | None = None, error: str = ""
+    ) -> list[commands.Command]:
         """A read has ended, with all its pages or the first `good`."""
         return self.step(
             events.PagesFetched, op=fetch.op, good=len(fetch.host_pages) if good is None else good, error=error
@@ -126,7 +134,9 @@ class Rig:
         """A copy has ended."""
         return self.step(events.CopyEnded, op=copy.op, error=error)
 
-    def stored(self, put: commands.StorePages, stored: int | None = None) -> list[commands.Command]:
+    def stored(
+        self, put: commands.StorePages | commands.StoreTail, stored: int | None = None
+    ) -> list[commands.Command]:
         """A put has ended."""
         return self.step(events.PagesStored, op=put.op, stored=len(put.host_pages) if stored is None else stored)
 
@@ -192,13 +202,13 @@ class Rig:
             pending, self.pending = self.pending, []
             for wish in pending:
                 match wish:
-                    case commands.QueryStorage():
+                    case commands.QueryStorage() | commands.QueryTails():
                         self.answer(wish, 0)
-                    case commands.FetchPages():
+                    case commands.FetchPages() | commands.FetchTail():
                         self.fetched(wish)
                     case commands.CopyToDevice() | commands.CopyToHost() | commands.CopyTail():
                         self.copied(wish)
-                    case commands.StorePages():
+                    case commands.StorePages() | commands.StoreTail():
                         self.stored(wish)
                     case commands.SendPromise():
                         self.serve(wish)

@@ -60,7 +60,7 @@ NO_CAUSE = {
     # Storage is asked again: nothing went wrong any more.
     "l3_breaker_closed",
     # What is written back or dropped belongs to nobody who is served, and what was fetched ahead is no trouble.
-    "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead",
+    "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "tail_pages_stored",
 }  # fmt: skip
 
 

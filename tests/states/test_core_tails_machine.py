@@ -20,6 +20,8 @@ from tidekv.states.shapes import page_ids
 
 CoreMachine = runpy.run_path(str(Path(__file__).with_name("test_core_machine.py")))["CoreMachine"]
 PICKS = st.integers(min_value=0, max_value=99)
+PAST = (b"ababab", b"abab", b"ababb", b"aba")
+OF_TAILS = (commands.CopyTail, commands.QueryTails, commands.FetchTail, commands.StoreTail)
 
 
 def window(tokens: int, device: int, host: int) -> Component:
@@ -44,8 +46,13 @@ SETS = st.sampled_from(
 class TailsMachine(CoreMachine):
     """Whatever happens, tails hold the right bytes when a request is ready, and no page of theirs is lost."""
 
-    @initialize(components=SETS, device_pages=st.sampled_from((10, 20)), host_pages=st.sampled_from((0, 8, 20)))
-    def begin(self, components: tuple[Component, ...], device_pages: int, host_pages: int) -> None:
+    @initialize(
+        components=SETS,
+        device_pages=st.sampled_from((10, 20)),
+        host_pages=st.sampled_from((0, 8, 20)),
+        others=st.booleans(),
+    )
+    def begin(self, components: tuple[Component, ...], device_pages: int, host_pages: int, others: bool) -> None:
         self.rig = Rig(device_pages=device_pages, host_pages=host_pages, copy_run_pages=2, components=components)
         self.contents = Contents()
         self.device = SimulatedPool(self.rig.core.books.device)
@@ -53,13 +60,19 @@ class TailsMachine(CoreMachine):
         self.sent, self.fetched_tokens, self.prompts, self.left = set(), {}, {}, {}
         self.ready, self.reading, self.operations, self.sendings = {}, {}, [], []
         self.names = 0
-        self.rig.attach_storage()
+        self.rig.attach_storage(tails=True)
         index = self.rig.core.books.components
         self.components = {component.name: component for component in components}
         self.pools = {("device", name): SimulatedPool(tier.account) for name, tier in index.device.items()}
         self.pools |= {("host", name): SimulatedPool(tier.account) for name, tier in index.host.items()}
         self.writing: dict[tuple[str, int], tuple[tuple[commands.TailPages, ...], bytes]] = {}
         self.finishes = 0
+        # With others, they have put the tails of the prompts that come most there before.
+        past = PAST if others else ()
+        self.stored = {name: {self.tail_tags(name, tokens)[-1] for tokens in past} for name in self.components}
+        for component in components:
+            if component.kind == "window":
+                self.stored[component.name] |= {tag for tokens in past for tag in self.tail_tags("window", tokens)}
         self.step, self.rig.step = self.rig.step, self.watch
 
     def tail_tags(self, name: str, tokens: bytes) -> list[int]:
@@ -121,6 +134,19 @@ class TailsMachine(CoreMachine):
                 )
                 self.pools[wish.target, wish.component].begin_write(wish.target_pages, wish.op)
                 self.operations.append(wish)
+            elif isinstance(wish, commands.QueryTails):
+                self.operations.append(wish)
+                self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
+            elif isinstance(wish, commands.FetchTail):
+                self.pools["host", wish.component].begin_write(wish.host_pages, wish.op)
+                self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
+                self.operations.append(wish)
+            elif isinstance(wish, commands.StoreTail):
+                pool = self.pools["host", wish.component]
+                _, tokens = self.rig.core.keys_put(wish.op)
+                pool.expect(wish.host_pages, self.tail_tags(wish.component, tokens)[wish.first :], wish.op)
+                self.reading[wish.op] = (pool, wish.host_pages, pool.begin_read(wish.host_pages, wish.op))
+                self.operations.append(wish)
             elif isinstance(wish, commands.SendPromise):
                 tokens = self.prompts[wish.request_id]
                 assert [tail.component for tail in wish.tails] == list(self.components)
@@ -148,22 +174,71 @@ class TailsMachine(CoreMachine):
     @rule(pick=PICKS, share=st.sampled_from((0, 1, 2, 99)), fails=st.booleans(), loses=st.booleans())
     def end_operation(self, pick: int, share: int, fails: bool, loses: bool) -> None:
         wish = self.operations[pick % len(self.operations)]
-        if not isinstance(wish, commands.CopyTail):
+        if not isinstance(wish, OF_TAILS):
             super().end_operation(pick, share, fails, loses)
             return
         self.operations.remove(wish)
-        pool, pages, found = self.reading.pop(wish.op)
-        pool.end_read(pages, wish.op, found)
-        self.pools[wish.target, wish.component].end_write(wish.target_pages, wish.op, None if fails else found)
-        self.rig.step(events.CopyEnded, op=wish.op, error="failed" if fails else "")
+        if wish.op in self.reading:
+            pool, pages, found = self.reading.pop(wish.op)
+            pool.end_read(pages, wish.op, found)
+        match wish:
+            case commands.CopyTail():
+                self.pools[wish.target, wish.component].end_write(wish.target_pages, wish.op, None if fails else found)
+                self.rig.copied(wish, error="failed" if fails else "")
+            case commands.QueryTails():
+                tails = tuple(self.stored_tail(wish, name, share if loses else 99) for name in self.components)
+                self.rig.answer(wish, min(share, wish.count), "failed" if fails else "", () if fails else tails)
+            case commands.FetchTail():
+                tags = self.tail_tags(wish.component, self.fetched_tokens.pop(wish.op))
+                wanted = [tags[position] for position in wish.positions]
+                here = [tag in self.stored[wish.component] for tag in wanted]
+                good = share if fails else (*here, False).index(False)
+                # Whatever is not verified is garbage in the host pages, wherever in the batch it comes.
+                good = min(good, len(wanted), (*here, False).index(False))
+                pool = self.pools["host", wish.component]
+                pool.end_write(wish.host_pages, wish.op, wanted[:good] + [0] * (len(wanted) - good))
+                self.rig.fetched(wish, good=good, error="failed" if fails else "")
+            case commands.StoreTail():
+                count = share if fails else len(found)
+                self.stored[wish.component].update(found[:count])
+                self.rig.stored(wish, stored=count)
         self.obey()
+
+    def stored_tail(self, wish: commands.QueryTails, name: str, count: int) -> events.StoredTail:
+        """What storage has of the prompt's tails, or the last of it; the answer leaves out what it likes."""
+        tags = self.tail_tags(name, self.fetched_tokens[wish.op])
+        here = [at for at, tag in enumerate(tags) if at >= wish.tails_first and tag in self.stored[name]]
+        return events.StoredTail(name, tuple((at, at + 1) for at in here[-count:] if count))
+
+    @precondition(lambda self: any(self.stored.values()))
+    @rule(pick=PICKS)
+    def lose_records(self, pick: int) -> None:
+        """Storage evicts one record, which an answer may have told of."""
+        name = list(self.stored)[pick % len(self.stored)]
+        if self.stored[name]:
+            self.stored[name].remove(sorted(self.stored[name])[pick % len(self.stored[name])])
+
+    @rule(pick=PICKS)
+    def change_storage(self, pick: int) -> None:
+        if pick % 4 == 0:
+            self.rig.step(events.StorageChanged, available=pick % 3 > 0, tails=pick % 3 > 0)
+            self.obey()
+
+    @rule()
+    def leave_to_storage(self) -> None:
+        """Everybody who is ready finishes, and the caches are emptied: only storage has anything."""
+        self.go_on(0, 99)
+        while self.ready:
+            self.finish(0, b"", False)
+        self.go_on(0, 99)
+        super().flush(("l1", "l2"))
 
     # --- More of what leads somewhere, less of what does not ---
 
     @precondition(lambda self: self.prompts)
     @rule(pick=PICKS, count=st.sampled_from((2, 6, 99)))
     def go_on(self, pick: int, count: int) -> None:
-        """Everything in flight goes on well, for a while: copies end, prefill writes and says so."""
+        """Everything in flight goes on well, for a while: copies and reads end, prefill writes and says so."""
         for _ in range(count):
             if self.operations:
                 self.end_operation(pick, 99, False, False)
@@ -178,12 +253,12 @@ class TailsMachine(CoreMachine):
             else:
                 break
 
-    @rule(tokens=st.sampled_from((b"ababab", b"abab", b"ababb", b"aba")))
-    def arrive_again(self, tokens: bytes) -> None:
+    @rule(tokens=st.sampled_from(PAST), count=st.sampled_from((0, 1, 4, 99)))
+    def arrive_again(self, tokens: bytes, count: int) -> None:
         """The same few prompts, so that they are found in the caches."""
         if len(self.prompts) < 5:
             self.arrive(tokens, 2, True, False)
-            self.go_on(0, 99)
+            self.go_on(0, count)
 
     @rule(tiers=st.sampled_from((("l1",), ("l2",))), pick=PICKS)
     def flush(self, tiers: tuple[str, ...], pick: int) -> None:

@@ -47,6 +47,20 @@ def finish(
     rig.step(kind, request_id=ready.request_id, keys=tokens, tokens=len(tokens), tails=left)
 
 
+def rig_with_storage() -> Rig:
+    """The prompt with its tails is in storage alone."""
+    components = (
+        Component(name="window", kind="window", window_tokens=3, device_pages=16, host_pages=16),
+        Component(name="state", kind="state", device_pages=8, host_pages=8),
+    )
+    rig = Rig(components=components, growth_reserve_pages=1, put_wait_s=50.0)  # type: ignore[arg-type]  # Not a number.
+    rig.attach_storage(tails=True)
+    leave(rig, PROMPT)
+    rig.flush("l1")
+    rig.flush("l2")
+    return rig
+
+
 def arrival(rig: Rig) -> Step:
     return lambda rig: rig.arrive("a", PROMPT)
 
@@ -200,11 +214,169 @@ STORIES = [
 HOST_WINDOWS: dict[Callable[[Rig], Step], int] = {the_host_has_no_room_for_the_rest_of_a_tail: 3}
 
 
+# --- With storage ---
+
+
+def answer(rig: Rig) -> Step:
+    rig.arrive("a", PROMPT)
+    query = rig.take(commands.QueryTails)
+    tails = (events.StoredTail("window", ((5, 8),)), events.StoredTail("state", ((7, 8),)))
+    return lambda rig: rig.answer(query, 8, tails=tails)
+
+
+def answer_of_which_some_is_cached(rig: Rig) -> Step:
+    leave(rig, PROMPT[:4])
+    rig.flush("l1")
+    return answer(rig)
+
+
+def answer_where_the_front_has_left(rig: Rig) -> Step:
+    """The request waits for device pages, and asks again."""
+    leave(rig, PROMPT[:4])
+    restored(rig, "b", bytes(range(128, 154)))
+    answered = answer(rig)
+    answered(rig)
+    rig.flush("l1")
+    return lambda rig: rig.flush("l2")
+
+
+def tail_fetch_ends(rig: Rig) -> Step:
+    answer(rig)(rig)
+    fetch, *others = rig.take_all(commands.FetchTail)
+    rig.pending += others
+    return lambda rig: rig.fetched(fetch)
+
+
+def tail_fetch_fails(rig: Rig) -> Step:
+    answer(rig)(rig)
+    fetch, *others = rig.take_all(commands.FetchTail)
+    rig.pending += others
+    return lambda rig: rig.fetched(fetch, 1)
+
+
+def tail_fetch_is_late(rig: Rig) -> Step:
+    answer(rig)(rig)
+    return lambda rig: rig.wait_until(rig.now_s + 10.0)
+
+
+def tail_fetch_of_the_aborted_ends(rig: Rig) -> Step:
+    answer(rig)(rig)
+    fetches = rig.take_all(commands.FetchTail)
+    rig.fetched(fetches[0])
+    rig.abort("a")
+    return lambda rig: rig.fetched(fetches[1])
+
+
+def abort_while_fetching(rig: Rig) -> Step:
+    answer(rig)(rig)
+    fetches = rig.take_all(commands.FetchTail)
+    rig.fetched(fetches[0])
+    rig.pending.append(fetches[1])
+    return lambda rig: rig.abort("a")
+
+
+def copy_of_a_tail_from_storage_ends(rig: Rig) -> Step:
+    tail_fetch_ends(rig)(rig)
+    copy = rig.take(commands.CopyTail)
+    return lambda rig: rig.copied(copy)
+
+
+def copy_of_a_tail_from_storage_fails(rig: Rig) -> Step:
+    tail_fetch_ends(rig)(rig)
+    copy = rig.take(commands.CopyTail)
+    return lambda rig: rig.copied(copy, error="bus error")
+
+
+def copy_of_a_tail_from_storage_ends_after_an_abort(rig: Rig) -> Step:
+    tail_fetch_ends(rig)(rig)
+    copy = rig.take(commands.CopyTail)
+    rig.abort("a")
+    return lambda rig: rig.copied(copy)
+
+
+def left_on_the_host(rig: Rig) -> list[commands.CopyTail]:
+    finish(rig, restored(rig, "b", b"xyzxyz"), b"xyzxyz")
+    rig.copied(rig.take(commands.CopyToHost))
+    return rig.take_all(commands.CopyTail)
+
+
+def full_pages_are_stored(rig: Rig) -> Step:
+    for copy in left_on_the_host(rig):
+        rig.copied(copy)
+    return lambda rig: rig.stored(rig.take(commands.StorePages))
+
+
+def tail_backup_ends_after_the_full_put(rig: Rig) -> Step:
+    copies = left_on_the_host(rig)
+    rig.stored(rig.take(commands.StorePages))
+    rig.copied(copies[0])
+    return lambda rig: rig.copied(copies[1])
+
+
+def tail_put_ends(rig: Rig) -> Step:
+    full_pages_are_stored(rig)(rig)
+    puts = rig.take_all(commands.StoreTail)
+    rig.stored(puts[0])
+    return lambda rig: rig.stored(puts[1])
+
+
+def waiting_put(rig: Rig) -> list[commands.FetchTail]:
+    copies = left_on_the_host(rig)
+    rig.stored(rig.take(commands.StorePages))
+    answer(rig)(rig)
+    rig.fetched(rig.take(commands.FetchPages))
+    fetches = rig.take_all(commands.FetchTail)
+    rig.fetched(fetches[0])
+    rig.copied(copies[0])
+    rig.pending.append(copies[1])
+    return fetches[1:]
+
+
+def last_fetch_ends_before_a_put(rig: Rig) -> Step:
+    (fetch,) = waiting_put(rig)
+    return lambda rig: rig.fetched(fetch)
+
+
+def last_fetch_ends_before_a_put_that_is_of_no_use(rig: Rig) -> Step:
+    (fetch,) = waiting_put(rig)
+    rig.step(events.StorageChanged, available=False)
+    return lambda rig: rig.fetched(fetch)
+
+
+STORED_STORIES = [
+    answer,
+    answer_of_which_some_is_cached,
+    answer_where_the_front_has_left,
+    tail_fetch_ends,
+    tail_fetch_fails,
+    tail_fetch_is_late,
+    tail_fetch_of_the_aborted_ends,
+    abort_while_fetching,
+    copy_of_a_tail_from_storage_ends,
+    copy_of_a_tail_from_storage_fails,
+    copy_of_a_tail_from_storage_ends_after_an_abort,
+    full_pages_are_stored,
+    tail_backup_ends_after_the_full_put,
+    tail_put_ends,
+    last_fetch_ends_before_a_put,
+    last_fetch_ends_before_a_put_that_is_of_no_use,
+]
+
+
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_a_raise_at_any_call_loses_no_tail(story: Callable[[Rig], Step]) -> None:
+    raise_everywhere(lambda: rig_with_past(host_windows=HOST_WINDOWS.get(story, 16)), story)
+
+
+@pytest.mark.parametrize("story", STORED_STORIES, ids=lambda story: story.__name__)
+def test_a_raise_at_any_call_loses_no_tail_of_storage(story: Callable[[Rig], Step]) -> None:
+    raise_everywhere(rig_with_storage, story)
+
+
+def raise_everywhere(make_rig: Callable[[], Rig], story: Callable[[Rig], Step]) -> None:
     calls = raised = 0
     while raised == calls:
-        rig = rig_with_past(host_windows=HOST_WINDOWS.get(story, 16))
+        rig = make_rig()
         step = story(rig)
         places = Places(rig.core)
         raised += 1

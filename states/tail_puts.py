@@ -1,0 +1,117 @@
+"""Puts of components: tails that are on the host go on to storage, where the full pages beside them are there.
+
+A tail is put when the second of two things has happened: its backup has reached the host, and storage has the full
+pages down to its boundary. So what the write policy keeps out of storage has no tails there either. A tail is put whole
+or not at all. Each put holds a pin of what it reads until it has ended, and waits for fetches like any other put.
+
+Its request may be long gone: the tokens that name its pages are the keys of the path (`Core.keys_put`).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import StoreTail
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.shapes import PageIds, page_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tidekv.states.books import Books
+    from tidekv.states.component_index import ComponentIndex, TailReceipt
+    from tidekv.states.node import Node
+
+STORE_DEADLINE_S = 60.0
+
+
+class TailPut:
+    """A put of one component's tail at the end of `leaf`."""
+
+    __slots__ = ("component", "first", "host_pages", "leaf", "op", "pin")
+
+    def __init__(self, component: str, leaf: Node, first: int, host_pages: PageIds) -> None:
+        self.component = component
+        self.leaf = leaf
+        self.first = first
+        self.host_pages = host_pages
+        self.op = 0
+        self.pin: TailReceipt | None = None
+
+
+class TailPuts:
+    """All puts of components under way are operations; this file knows how they begin and end."""
+
+    def __init__(self, books: Books, index: ComponentIndex) -> None:
+        self._books = books
+        self._index = index
+        self.waiting: dict[TailPut, None] = {}
+        """Puts that give way to fetches, in order."""
+
+    def begin(self, leaf: Node, components: Iterable[str] = ()) -> None:
+        """Put the tails at the end of `leaf`, of these components or of all, that the host has whole, if storage has
+        the full pages. Raises nothing but BrokenInvariant: a cache tier never fails a request.
+        """
+        try:
+            if self._books.storage.is_usable and self._books.index.tree.is_stored(leaf):
+                for name in components or self._index.components:
+                    first, pages = self._index.tail("host", name, leaf)
+                    if len(pages) == leaf.depth_pages - first:
+                        ordered = page_ids(pages[at] for at in range(first, leaf.depth_pages))
+                        self._start(TailPut(name, leaf, first, ordered))
+        except BrokenInvariant:
+            raise
+        except Exception:
+            self._books.count("transitions_raised")
+
+    def _start(self, put: TailPut) -> None:
+        books = self._books
+        with ExitStack() as undo:
+            put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
+            undo.callback(self._index.unpin, put.pin)
+            if books.settings.put_wait_s and books.storage.holds_puts:
+                put.op = books.begin(put, deadline_s=books.settings.put_wait_s)
+                self.waiting[put] = None
+            else:
+                self._put(put)
+            undo.pop_all()
+
+    def _put(self, put: TailPut) -> None:
+        books = self._books
+        with ExitStack() as undo:
+            op = books.begin(put, deadline_s=STORE_DEADLINE_S)
+            undo.callback(books.operations.pop, op)
+            books.say(StoreTail(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
+            undo.pop_all()
+        put.op = op
+
+    @property
+    def next_waiting(self) -> TailPut | None:
+        """Whose put may begin, since no fetch is under way any more."""
+        return next(iter(self.waiting)) if self.waiting and not self._books.storage.holds_puts else None
+
+    def put_now(self, put: TailPut) -> None:
+        """Wait for fetches no longer. After a raise, `give_up` ends it."""
+        self.waiting.pop(put, None)
+        self._books.operations.pop(put.op, None)
+        if self._books.storage.is_usable:
+            self._put(put)
+        else:
+            self.give_up(put)
+
+    def is_late(self, put: TailPut) -> None:
+        """A put is late: it keeps its pin until it ends, and is counted."""
+        self._books.count("backups_late")
+        self._books.storage.note(failed=True)
+
+    def ended(self, put: TailPut, stored: int) -> None:
+        """Storage has the first `stored` of the pages that it was given. After a raise, `give_up` ends it."""
+        self._books.count("tail_pages_stored", max(0, min(stored, len(put.host_pages))))
+        self.give_up(put)
+
+    def give_up(self, put: TailPut) -> None:
+        """Nothing reads its pages any more: let go of them. Can be called again where it raised."""
+        assert put.pin is not None
+        self._index.unpin(put.pin)
+        self._books.pages_freed = True
