@@ -122,12 +122,13 @@ class Chunks:
             self._counts.failures[error.cause] += len(pairs)
             return [False] * len(pairs)
 
-    async def bring_up(self, work: Callable[[], None]) -> None:
+    async def bring_up(self, work: Callable[[], T]) -> T | None:
         """Do what may as well be done later: if the index cannot now, that is counted, and the next change does it."""
         try:
-            await self.on_index(work)
+            return await self.on_index(work)
         except IndexFailed as error:
             self._counts.failures[error.cause] += 1
+            return None
 
     async def on_index(self, work: Callable[[], T]) -> T:
         """Do something with the index; IndexFailed if it could not be done, and nothing was changed."""

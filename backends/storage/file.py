@@ -99,8 +99,7 @@ class FileStorage:
                 await shelf.catch_up(0)
             return found
         # Other processes may have put them since we last looked.
-        await shelf.catch_up(timeout_s)
-        return shelf.exist(keys)
+        return shelf.exist(keys) if await shelf.catch_up(timeout_s) else found
 
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         """Read pages and verify them; see Storage."""

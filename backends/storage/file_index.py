@@ -90,11 +90,11 @@ class FileIndex:
             self._db.close()
             raise
 
-    def refresh(self) -> None:
-        """Take over what other processes changed."""
+    def refresh(self) -> bool:
+        """Take over what other processes changed; False if they changed nothing since the last time."""
         version = self._db.execute("PRAGMA data_version").fetchone()[0]
         if version == self._data_version and self._seen >= 0:
-            return
+            return False
         self._db.execute("BEGIN")
         try:
             self._pull()
@@ -102,6 +102,7 @@ class FileIndex:
             self._db.execute("COMMIT")
         self._data_version = version
         self.mirror.settle(written=True)
+        return True
 
     def reserve(self, count: int) -> list[int]:
         """Reserve up to `count` slots for writing; older pages make room for them. Fewer if that is not enough."""

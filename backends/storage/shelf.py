@@ -66,7 +66,7 @@ class Shelf:
         self._reads = asyncio.Semaphore(READ_CHUNKS_IN_FLIGHT_MAX)
         self._writes = asyncio.Semaphore(WRITE_CHUNKS_IN_FLIGHT_MAX)
         self._slot_by_key = place.index.mirror.slot_by_key
-        self._catching_up: asyncio.Task[None] | None = None
+        self._catching_up: asyncio.Task[bool | None] | None = None
         self._noting: asyncio.Task[None] | None = None
         self._caught_up_s = time.monotonic()
         self._chunks_in_flight = 0
@@ -151,12 +151,15 @@ class Shelf:
         """Tell which keys the index has, as far as we know."""
         return list(map(self._slot_by_key.__contains__, keys))
 
-    async def catch_up(self, timeout_s: float | None) -> None:
-        """Learn what other processes changed, or go on with what is known if that takes too long."""
+    async def catch_up(self, timeout_s: float | None) -> bool:
+        """Learn what other processes changed, or go on with what is known if that takes too long. False if they have
+        changed nothing.
+        """
         if self._catching_up is None or self._catching_up.done():
             self._catching_up = asyncio.get_running_loop().create_task(self._chunks.bring_up(self._place.index.refresh))
             self._caught_up_s = time.monotonic()
         await asyncio.wait({self._catching_up}, timeout=timeout_s)
+        return not self._catching_up.done() or self._catching_up.result() is not False
 
     async def get(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
