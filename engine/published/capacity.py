@@ -23,7 +23,8 @@ PREFIX_TEXT = 1
 def run_capacity(setup: CapacitySetup, *, cache: bool, seed: int = 1) -> Result:
     """Serve all requests, `in_flight` at once: where one ends, the next one comes."""
     spread = round(setup.output_tokens * setup.output_spread)
-    growth = -(-(setup.output_tokens + spread) // PAGE_TOKENS) + 1
+    prompt_tokens = setup.prefix_tokens + setup.suffix_tokens
+    growth = _pages(prompt_tokens + setup.output_tokens + spread - 1) - _pages(prompt_tokens)
     settings = {"device_pages": setup.pool_tokens // PAGE_TOKENS, "growth_reserve_pages": growth}
     world = World(setup.speeds, settings, cache=cache)
     random = Random(seed)
@@ -42,6 +43,10 @@ def run_capacity(setup: CapacitySetup, *, cache: bool, seed: int = 1) -> Result:
         ask_next()
     world.run()
     return result_of(world, world.served[warm:], begun_at_s=begun_at_s, sent_before=sent)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)
 
 
 def _asked(setup: CapacitySetup, random: Random, spread: int) -> Iterator[tuple[Prompt, int]]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidekv.engine.published.results import Result, quantile
+from tidekv.engine.published.sweep import ENDED
 from tidekv.engine.published.tables import HIGH_IN_FLIGHT, LOW_IN_FLIGHT, CapacityArms, Paper, RoundsArms
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def _sweep_table(
 
 def end_in_words(one: Swept[CapacitySetup] | Swept[RoundsSetup]) -> str:
     """Where the gain ends, as factors of the constant; or what is left of it where it is least."""
+    if one.gains[1.0].first_token <= ENDED:
+        return "there is hardly any"
     if one.ends:
         return " and ".join(f"x {factor:.2g}" for factor in one.ends)
     factor, left = one.least
