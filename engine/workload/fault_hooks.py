@@ -31,10 +31,12 @@ class GatedPoller:
         self._open = threading.Event()
         self._open.set()
         self._after_checks = 0
+        self._skips = 0
         self._stops_process = False
 
-    def close_gate(self, *, after_checks: int = 0, stops_process: bool = False) -> None:
-        """What is submitted from now on halts after so many checks, or when it is done; 0: before it is posted.
+    def close_gate(self, *, after_checks: int = 0, stops_process: bool = False, skips: int = 0) -> None:
+        """What is submitted from now on, but for the first `skips` operations, halts after so many checks, or when it
+        is done; 0: before it is posted.
 
         With `stops_process` the whole process stops itself there, as by SIGSTOP from outside, and the gate is open when
         it is continued.
@@ -42,6 +44,7 @@ class GatedPoller:
         self.halted.clear()
         self._after_checks = after_checks
         self._stops_process = stops_process
+        self._skips = skips
         self._open.clear()
 
     def open_gate(self) -> None:
@@ -50,7 +53,8 @@ class GatedPoller:
 
     def submit(self, pollable: Pollable) -> asyncio.Future[None]:
         """See `Poller.submit`."""
-        if self._open.is_set():
+        if self._open.is_set() or self._skips:
+            self._skips = max(0, self._skips - 1)
             return self._inner.submit(pollable)
         return self._inner.submit(_Gated(pollable, self._open, self._after_checks, self._halt))
 

@@ -31,12 +31,13 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Halt(Message, frozen=True, kw_only=True):
-    """Operations submitted from now on halt after so many checks, and the process with them if it `stops` → Done, and
-    Halted when one has.
+    """Operations submitted from now on, but for the first `skips`, halt after so many checks, and the process with them
+    if it `stops` → Done, and Halted when one has.
     """
 
     after_checks: int = 0
     stops: bool = False
+    skips: int = 0
 
 
 class Open(Message, frozen=True, kw_only=True):

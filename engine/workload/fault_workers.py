@@ -20,6 +20,7 @@ from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill_peer import PrefillPeer
 from tidekv.engine.values import DecodeRequest, ReadyRequest
 from tidekv.engine.workload import fault_process as said
+from tidekv.engine.workload.component_order import ComponentOrder
 from tidekv.engine.workload.fault_hooks import GatedPoller, GatedStorage
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
@@ -39,6 +40,7 @@ class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
     chunk_pages: int = 64
     part_bytes: int = 1
     lease_s: float = 10.0
+    components: tuple[ComponentOrder, ...] = ()
 
 
 class DecodeOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,13 +59,15 @@ async def serve_prefill(line: said.Line, order: PrefillOrder) -> None:
     # This process has one transport, and nobody but a test to surprise.
     nixl.PART_BYTES = order.part_bytes
     pool = DevicePool.allocate(order.layout, order.num_pages)
-    prefill = SyntheticPrefill(pool, chunk_pages=order.chunk_pages)
+    components = [component.pools() for component in order.components]
+    prefill = SyntheticPrefill(pool, chunk_pages=order.chunk_pages, components=components)
     poller = PollerThread()
     poller.start()
     gate = GatedPoller(poller)
     transport = nixl.NixlTransport(order.name)
     peer = PrefillPeer(
         device=pool,
+        components=components,
         transport=transport,
         listen=order.listen,
         on_room=prefill.serve,
@@ -153,8 +157,8 @@ async def _tell_halts(line: said.Line, gate: GatedPoller) -> None:
 
 def _move_gate(line: said.Line, gate: GatedPoller, message: said.AnyMessage) -> None:
     match message:
-        case said.Halt(after_checks=after_checks, stops=stops):
-            gate.close_gate(after_checks=after_checks, stops_process=stops)
+        case said.Halt(after_checks=after_checks, stops=stops, skips=skips):
+            gate.close_gate(after_checks=after_checks, stops_process=stops, skips=skips)
         case said.Open():
             gate.open_gate()
         case _:

@@ -20,17 +20,15 @@ import msgspec
 import torch
 import uvloop
 
-from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device import DevicePool
-from tidekv.backends.layout import KVLayout, LayerGroup
-from tidekv.backends.page_layout import PageLayout
+from tidekv.backends.layout import KVLayout
 from tidekv.engine.prefill_peer import PrefillPeer
+from tidekv.engine.workload.component_order import ComponentOrder
 from tidekv.engine.workload.compute import ComputeThread
 from tidekv.engine.workload.model import ModelShape, PagedModel, build_llama
 from tidekv.engine.workload.model_prefill import ModelPrefill
 from tidekv.engine.workload.prefix_pages import PrefixPages
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.states.components import ComponentKind
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl import NixlTransport
 
@@ -38,21 +36,6 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
 LINE_BYTES_MAX = 1 << 26
 """A line holds a prompt, at most."""
-
-
-class ComponentOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A window or state that a prefill worker has as well."""
-
-    name: str
-    kind: ComponentKind
-    window_tokens: int = 0
-    groups: tuple[LayerGroup, ...]
-    num_pages: int
-
-    def pools(self) -> ComponentPools:
-        """Its pool, newly made."""
-        device = DevicePool.allocate(PageLayout(self.groups), self.num_pages)
-        return ComponentPools(name=self.name, kind=self.kind, window_tokens=self.window_tokens, device=device)
 
 
 class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):

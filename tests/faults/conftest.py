@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tidekv import (
+    ComponentPools,
     DecodeEngine,
     DecodeRequest,
     DevicePool,
@@ -32,6 +33,7 @@ from tidekv.engine.workload.fault_process import FaultProcess
 from tidekv.engine.workload.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.workload.synthetic_tails import wrong_tails
 from tidekv.transports import nixl
 from tidekv.transports.outgoing import Room
 
@@ -46,6 +48,7 @@ class Decode:
     engine: DecodeEngine
     device: DevicePool
     prefills: Sequence[str]
+    components: Sequence[ComponentPools] = ()
     kv: SyntheticKV = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +69,9 @@ class Decode:
         return ready
 
     def wrong(self, ready: ReadyRequest, tokens: Sequence[int]) -> list[int]:
-        """Pages of the prompt, by place, whose bytes are not what they must be."""
+        """Pages of the prompt, by place, whose bytes are not what they must be; those of components are never."""
         digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
+        assert wrong_tails(self.components, ready.tails, digests) == {}
         return self.kv.verify(ready.pages[: len(digests)].tolist(), digests)
 
     async def serve(self, request_id: str, tokens: list[int], output: Sequence[int] = (1,), **options: Any) -> dict:
@@ -88,7 +92,7 @@ class Decode:
     async def assert_nothing_held(self) -> None:
         await self.engine.wait_settled()
         core = self.core()
-        for pool in ("device", "host"):
+        for pool in ("device", "host", *(f"{pools.name}_device" for pools in self.components)):
             assert core[f"{pool}_free"] + core[f"{pool}_cached"] == core[f"{pool}_total"], core
             assert core[f"{pool}_protected"] == 0, core
         self.engine._core.check()
@@ -137,6 +141,7 @@ async def open_decode(
     device_pages: int = 96,
     host_pages: int = 96,
     storage: Storage | None = None,
+    components: Sequence[ComponentPools] = (),
     **config: Any,
 ) -> AsyncIterator[Decode]:
     device = DevicePool.allocate(LAYOUT, device_pages)
@@ -145,11 +150,12 @@ async def open_decode(
         EngineConfig(**config),
         device=device,
         host=HostPool.allocate(LAYOUT, host_pages),
+        components=components,
         storage=storage,
         transport=NixlTransport("decode-0"),
     )
     async with engine:
-        yield Decode(engine, device, list(prefills))
+        yield Decode(engine, device, list(prefills), components)
 
 
 @asynccontextmanager

@@ -1,0 +1,131 @@
+"""Windows and states between processes, whose prefill is killed or stopped in the middle of a tail.
+
+What it has begun to write of a tail is nobody's until it has said that it is done, or its death is proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import Any
+
+import pytest
+
+from tidekv import KVLayout, PageLayout, RequestFailed
+from tidekv.engine.workload.component_order import ComponentOrder
+from tidekv.engine.workload.fault_process import Done, Halt, Halted
+
+pytestmark = pytest.mark.nixl
+
+LIMIT_S = 40.0
+SIZE = 16
+TAIL = 12
+"""Pages of a window's tail."""
+PAGES = 24
+WINDOW = PageLayout.of(
+    full=KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", page_size=SIZE),
+    scales=KVLayout(num_layers=2, num_kv_heads=2, head_dim=1, dtype="float32", page_size=SIZE),
+)
+RECORD = PageLayout.of(
+    full=KVLayout(kind="mla", num_layers=3, page_size=64, num_kv_heads=1, head_dim=16, dtype="float32"),
+    convolution=KVLayout(kind="mla", num_layers=3, page_size=64, num_kv_heads=1, head_dim=4, dtype="float32"),
+)
+LIVENESS = {"heartbeat_s": 0.25, "peer_silence_s": 1.0}
+
+
+def window(num_pages: int) -> ComponentOrder:
+    return ComponentOrder(
+        name="swa", kind="window", window_tokens=TAIL * SIZE, groups=WINDOW.groups, num_pages=num_pages
+    )
+
+
+def state(num_pages: int) -> ComponentOrder:
+    return ComponentOrder(name="ssm", kind="state", groups=RECORD.groups, num_pages=num_pages)
+
+
+async def test_every_byte_comes_from_another_process(spawn_prefill: Any, decode_over_nixl: Any, prompt: Any) -> None:
+    child = await spawn_prefill(components=(state(16), window(64)))
+    pools = [window(64).pools(), state(16).pools()]
+    async with asyncio.timeout(LIMIT_S), decode_over_nixl([child.ready.address], components=pools) as decode:
+        for number, (pages, tail) in enumerate([(0, 1), (1, 0), (TAIL, 0), (TAIL, 3), (PAGES, 0), (PAGES, 7)]):
+            ready = await decode.restore(f"r{number}", prompt(number, pages, tail=tail))
+            await decode.engine.finish(ready)
+        await decode.assert_nothing_held()
+
+
+async def test_a_prefill_killed_in_a_tail_is_followed_by_the_next(
+    spawn_prefill: Any, decode_over_nixl: Any, prompt: Any
+) -> None:
+    orders = (window(64), state(16))
+    first, second = await asyncio.gather(
+        spawn_prefill(name="first", components=orders), spawn_prefill(name="second", components=orders)
+    )
+    pools = [order.pools() for order in orders]
+    addresses = [first.ready.address, second.ready.address]
+    async with asyncio.timeout(LIMIT_S), decode_over_nixl(addresses, components=pools) as decode:
+        # The pages are written; of the window half.
+        await first.ask(Halt(after_checks=TAIL // 2, skips=1), Done)
+        waiting = decode.start("r", prompt(1, PAGES))
+        await first.line.hear(Halted)
+        assert not waiting.done()
+        first.signal(signal.SIGKILL)
+        assert await first.wait_ended() == -signal.SIGKILL
+        ready = await waiting
+        await decode.engine.finish(ready)
+        # What the dead one was writing to is free again: its death is proven.
+        await decode.assert_nothing_held()
+        assert decode.core()["prefill_retries"] == 1
+
+
+async def pass_s(seconds: float) -> None:
+    """Let a fault last for a while."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.Event().wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["goes on", "is killed"])
+async def test_what_a_stopped_prefill_writes_of_a_tail_is_nobodys_until_it_has_ended(
+    spawn_prefill: Any, decode_over_nixl: Any, prompt: Any, ends: str
+) -> None:
+    first, second = await asyncio.gather(
+        spawn_prefill(name="first", components=(window(64),)), spawn_prefill(name="second", components=(window(64),))
+    )
+    # A request needs its tail and the page that it writes: there is room for the tail that is aborted, and no other.
+    pools = [window(2 * TAIL).pools()]
+    tokens, small, big = prompt(1, PAGES), prompt(2, 0, tail=3), prompt(3, PAGES)
+    settings = {"device_pages": 96, "components": pools, **LIVENESS}
+    async with asyncio.timeout(LIMIT_S), decode_over_nixl([second.ready.address], **settings) as decode:
+        await first.ask(Halt(after_checks=TAIL // 2, skips=1, stops=True), Done)
+        aborted = decode.start("aborted", tokens, prefill=first.ready.address)
+        await first.wait_stopped()
+        targets = decode.engine._core.request("aborted").tails.remote["swa"]
+        assert len(targets) == TAIL
+        await decode.engine.abort("aborted")
+        with pytest.raises(RequestFailed, match="aborted"):
+            await aborted
+        assert decode.core()["swa_device_draining"] == TAIL
+        # Piece after piece of all pages is written: of the first some are there, of the last none.
+        pieces = [row[targets.tolist()] for row in pools[0].device.rows]
+        assert pieces[0].any()
+        assert not pieces[-1].any(), "the write had come too far before it stopped"
+        waiting = decode.start("big", big)
+        await pass_s(2.0)
+        assert decode.core()["swa_device_draining"] == TAIL, "a stopped writer passed for one that is done"
+        assert not waiting.done()
+        if ends == "goes on":
+            first.signal(signal.SIGCONT)
+        else:
+            first.signal(signal.SIGKILL)
+        ready = await waiting
+        assert decode.core()["swa_device_draining"] == 0
+        if ends == "goes on":
+            # Its late bytes did come, all of them, to the pages that were kept for them.
+            assert (await first.counts())["writes"] == 2
+        await pass_s(0.3)
+        assert decode.wrong(ready, big) == []
+        await decode.engine.finish(ready)
+        await decode.engine.finish(await decode.restore("small", small))
+        await decode.assert_nothing_held()
