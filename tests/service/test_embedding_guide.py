@@ -12,8 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from tidekv import DecodeEngine, DecodeRequest, EngineConfig, EngineThread, NixlTransport, PrefillPeer
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    EngineThread,
+    LoopbackTransport,
+    NixlTransport,
+    PrefillPeer,
+)
 from tidekv.states.accounts import PageAccount
+from tidekv.transports.loopback import LoopbackNetwork
 
 pytestmark = pytest.mark.nixl
 PAIRED_PAGES = 8
@@ -124,6 +134,47 @@ def test_the_paired_pool_is_the_callers_tensors(guide: dict[str, Any]) -> None:
     assert pool.num_pages == PAIRED_PAGES
     assert pool.group("draft").v[0].data_ptr() == kv[3][0].data_ptr()
     assert pool.group("full").k[3].data_ptr() == pool.k[3].data_ptr() == kv[0][3].data_ptr()
+
+
+async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> None:
+    """A prompt of nine pages; then again, when decode has all of it."""
+    network, sent = LoopbackNetwork(), []
+    pool, ours = DevicePool.allocate(guide["layout"], 16), guide["components"]()
+
+    async def serve(room: Any) -> None:
+        await room.send(range(9), start_token=0)
+        sent.append({name: (asked.first, asked.page_count) for name, asked in room.tails.items()})
+        await guide["send_tails"](room, {at: 100 + at for at in range(2, 9)}, 7)
+        await room.finish(first_token=3)
+        await room.received()
+
+    ours[0].device.k[0][100:110] = torch.arange(10.0).view(10, 1, 1, 1)
+    ours[1].device.group("convolution").k[5][7] = 5.0
+    theirs = guide["components"]()
+    async with (
+        PrefillPeer(
+            device=pool,
+            components=ours,
+            transport=LoopbackTransport("prefill-0", network),
+            listen="prefill",
+            on_room=serve,
+        ),
+        DecodeEngine(
+            EngineConfig(),
+            device=DevicePool.allocate(guide["layout"], 16),
+            components=theirs,
+            transport=LoopbackTransport("decode-0", network),
+        ) as engine,
+    ):
+        prompt = list(range(9 * 16))
+        for number in range(2):
+            ready = await engine.restore(DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill="prefill"))
+            window, state = ready.tails["swa"], ready.tails["ssm"]
+            assert theirs[0].device.k[0][window.pages.tolist(), 0, 0, 0].tolist() == [float(at) for at in range(2, 9)]
+            assert (theirs[1].device.group("convolution").k[5][state.record] == 5.0).all()
+            left = {name: (tail.first, tail.pages) for name, tail in ready.tails.items()}
+            await engine.finish(ready, tails=left)
+    assert sent == [{"swa": (2, 7), "ssm": (8, 1)}, {"swa": (9, 0), "ssm": (9, 0)}]
 
 
 def test_every_name_that_the_guide_mentions_is_there() -> None:
