@@ -89,6 +89,13 @@ def storage_namespace(identity: Identity, *, rank: int = 0, ranks: int = 1) -> b
     return sha256(msgspec.msgpack.encode([STORAGE_FORMAT, bytes_of, rank, ranks])).digest()
 
 
+def component_namespace(full: bytes, component: str) -> bytes:
+    """Return the digest under which pages of a component are stored beside full pages of the namespace `full`. What
+    makes its bytes interchangeable is in there already: identities name all components.
+    """
+    return sha256(msgspec.msgpack.encode([STORAGE_FORMAT, full, "component", component])).digest()
+
+
 def pack_tokens(tokens: Tokens, *, vocabulary: int | None = None) -> bytes:
     """Return token ids as little-endian u32 bytes.
 

@@ -303,7 +303,7 @@ class DecodeEngine:
         self._driver.post(events.FlushRequested(at_s=self._driver.clock(), call=self._serial, tiers=local))
         answer = await done
         if "l3" in tiers and self._parts.storage is not None:
-            answer["dropped"]["l3"] = await self._parts.storage.clear()
+            answer["dropped"]["l3"] = await self._parts.storage_in_use.clear()
             answer["spared"]["l3"] = 0
         return answer
 

@@ -10,9 +10,11 @@ import logging
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from tidekv.backends.keys import namespace_seed
+from tidekv.engine.storage_calls import leading, own_cancels_only
+from tidekv.engine.tail_effects import TailEffects
 from tidekv.states import commands, events
 from tidekv.states.errors import TidekvError
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from tidekv.states.events import Event
     from tidekv.transports.receiver import Receiver
 
-T = TypeVar("T")
 LOG = logging.getLogger("tidekv.engine")
 HASH_INLINE_BYTES = 64 * 1024
 """Token bytes that are hashed on the loop; more would hold it up for longer than a thread hop costs."""
@@ -168,6 +169,15 @@ class Effects:
             commands.SendAbort: self._abort,
             commands.SendReceived: self._received,
         }
+        self.tails = TailEffects(
+            caller=caller,
+            post=post,
+            clock=clock,
+            effects=self,
+            store_timeout_s=store_timeout_s,
+            query_timeout_s=query_timeout_s,
+        )
+        self._starters.update(self.tails.starters)
 
     def perform(self, command: Command) -> None:
         """Start a command. Raises nothing: a command that cannot be started has that as its outcome."""
@@ -202,37 +212,37 @@ class Effects:
 
     def _query(self, command: commands.QueryStorage) -> None:
         record = self._caller.tokens_of(command.request_id)
-        self._use_storage(self._run_query(self._need_storage(), record, command), f"query {command.op}")
+        self.use_storage(self._run_query(self.need_storage(), record, command), f"query {command.op}")
 
     async def _run_query(self, storage: Storage, record: TokenRecord, command: commands.QueryStorage) -> None:
         found, error = 0, ""
         try:
             keys = await record.digests(command.first, command.count)
-            found = _leading(await own_cancels_only(storage.exists(keys, timeout_s=self._query_timeout_s), "storage"))
+            found = leading(await own_cancels_only(storage.exists(keys, timeout_s=self._query_timeout_s), "storage"))
         except Exception as raised:
-            error = self._words(command, raised)
+            error = self.words_of(command, raised)
         self._post(events.StorageAnswered(at_s=self._clock(), op=command.op, found=found, error=error))
 
     def _fetch(self, command: commands.FetchPages) -> None:
         record = self._caller.tokens_of(command.request_id)
-        self._use_storage(self._run_fetch(self._need_storage(), record, command), f"fetch {command.op}")
+        self.use_storage(self._run_fetch(self.need_storage(), record, command), f"fetch {command.op}")
 
     async def _run_fetch(self, storage: Storage, record: TokenRecord, command: commands.FetchPages) -> None:
         good, error = 0, ""
         try:
             keys = await record.digests(command.first, len(command.host_pages))
             got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s)
-            good = _leading(await own_cancels_only(got, "storage"))
+            good = leading(await own_cancels_only(got, "storage"))
         except Exception as raised:
-            error = self._words(command, raised)
+            error = self.words_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
 
     def _store(self, command: commands.StorePages) -> None:
-        record = self._caller.tokens_left(command.serial) if command.serial else self._record_put(command.op)
-        self._use_storage(self._run_store(self._need_storage(), record, command), f"store {command.op}")
+        record = self._caller.tokens_left(command.serial) if command.serial else self.record_put(command.op)
+        self.use_storage(self._run_store(self.need_storage(), record, command), f"store {command.op}")
 
-    def _record_put(self, op: int) -> TokenRecord:
-        """The tokens of pages whose request is long gone: they are the keys that the core knows the pages by."""
+    def record_put(self, op: int) -> TokenRecord:
+        """The tokens behind a put whose request is long gone: they are the keys that the core knows the pages by."""
         namespace, keys = self._keys_put(op)
         packed = self._page_keys.tokens_of(keys)
         return TokenRecord(
@@ -244,28 +254,31 @@ class Effects:
         try:
             keys = await record.digests(command.first, len(command.host_pages))
             put = storage.put_from(keys, command.host_pages, timeout_s=self._store_timeout_s)
-            stored = _leading(await own_cancels_only(put, "storage"))
+            stored = leading(await own_cancels_only(put, "storage"))
         except Exception as raised:
-            error = self._words(command, raised)
+            error = self.words_of(command, raised)
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
 
     def _probe(self, command: commands.ProbeStorage) -> None:
-        self._use_storage(self._run_probe(self._need_storage(), command), f"probe {command.op}")
+        self.use_storage(self._run_probe(self.need_storage(), command), f"probe {command.op}")
 
     async def _run_probe(self, storage: Storage, command: commands.ProbeStorage) -> None:
         error = ""
         try:
-            await own_cancels_only(storage.probe(), "storage")
+            for engine in (storage, *self.tails.storages.values()):
+                await own_cancels_only(engine.probe(), "storage")
         except Exception as raised:
-            error = self._words(command, raised)
+            error = self.words_of(command, raised)
         self._post(events.StorageProbed(at_s=self._clock(), op=command.op, error=error))
 
-    def _need_storage(self) -> Storage:
+    def need_storage(self) -> Storage:
+        """The storage of full pages. Raises TidekvError where there is none."""
         if self.storage is None:
             raise TidekvError("no storage is attached")
         return self.storage
 
-    def _use_storage(self, call: Awaitable[None], name: str) -> None:
+    def use_storage(self, call: Awaitable[None], name: str) -> None:
+        """Run a call that storage is not quiet before the end of."""
         self._spawn(self._count_storage(call), name)
         self.storage_calls += 1
         self._storage_quiet.clear()
@@ -278,7 +291,8 @@ class Effects:
             if not self.storage_calls:
                 self._storage_quiet.set()
 
-    def _words(self, command: Command, raised: Exception) -> str:
+    def words_of(self, command: Command, raised: Exception) -> str:
+        """What an outcome says of an exception."""
         # An engine's own failures speak for themselves; anything else is a bug, whose traceback must not be lost.
         if isinstance(raised, TidekvError):
             return str(raised)
@@ -319,7 +333,7 @@ class Effects:
         self._spawn(self._caller.recompute(command, self._recomputed), f"recompute {command.op}")
 
     def _recomputed(self, command: commands.Recompute, raised: Exception | None) -> None:
-        error = "" if raised is None else self._words(command, raised)
+        error = "" if raised is None else self.words_of(command, raised)
         self._post(events.Recomputed(at_s=self._clock(), op=command.op, error=error))
 
     # --- The hand-over ---
@@ -348,21 +362,3 @@ class Effects:
 
     def _received(self, command: commands.SendReceived) -> None:
         self._receiver.received(command.request_id, command.generation)
-
-
-async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
-    """Await a call into code that is not ours. A cancellation that comes from within it, and was not meant for us, is
-    its failure: it must not end the effect without an outcome.
-    """
-    try:
-        return await call
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise TidekvError(f"{whose} cancelled itself") from error
-
-
-def _leading(flags: list[bool]) -> int:
-    """How many are True before the first that is not."""
-    return next((at for at, flag in enumerate(flags) if not flag), len(flags))

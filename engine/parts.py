@@ -311,6 +311,7 @@ class Parts:
             *self.tail_copiers.values(),
             self._lanes,
             *self.storage_in_use.retired,
+            *self.storage_in_use.tails.values(),
             self.storage,
             self.transport,
             self.poller,

@@ -170,6 +170,10 @@ class FileStorage:
             for verdict in await self._calls.run(body):
                 yield verdict
 
+    def sibling(self) -> FileStorage:
+        """Make another engine of the same directory, whose bound they share; see Siblings."""
+        return FileStorage(self._options)
+
     async def listed(self) -> AsyncIterator[Sequence[bytes]]:
         """Return the keys of this namespace; see Census."""
         shelf = self._ready()

@@ -142,6 +142,10 @@ class MemoryStorage:
 
         return len(await self._calls.run(lambda call: self._on_thread(call, clear_all)))
 
+    def sibling(self) -> MemoryStorage:
+        """Make another engine, with as much room; see Siblings."""
+        return MemoryStorage(capacity_bytes=self._capacity_bytes)
+
     async def probe(self) -> None:
         """Do nothing but answer: memory does not fail."""
         self._ready()

@@ -68,7 +68,7 @@ def open_mooncake(*, authority: str, path: str, options: Mapping[str, object]) -
     settings = read_mooncake_options(authority, path, options)
     host, port = settings.master
     limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=settings.chunk, lanes=settings.clients)
-    return RemoteStorage(f"mooncake://{host}:{port}?prefix={settings.prefix}", MooncakePages(settings), limits)
+    return RemoteStorage(f"mooncake://{host}:{port}?prefix={settings.prefix}", lambda: MooncakePages(settings), limits)
 
 
 def read_mooncake_options(authority: str, path: str, given: Mapping[str, object]) -> MooncakeOptions:

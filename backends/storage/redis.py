@@ -91,7 +91,7 @@ def _open(authority: str, path: str, options: Mapping[str, object], *, tls: bool
     scheme = "rediss" if settings.tls else "redis"
     uri = f"{scheme}://{where.text}/{settings.database}?prefix={settings.prefix}"
     limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=settings.chunk, lanes=settings.connections)
-    return RemoteStorage(uri, RedisPages(settings), limits)
+    return RemoteStorage(uri, lambda: RedisPages(settings), limits)
 
 
 def read_redis_options(where: Authority, path: str, given: Mapping[str, object]) -> RedisOptions:

@@ -108,10 +108,11 @@ class Limits:
 class RemoteStorage:
     """A storage engine on a server."""
 
-    def __init__(self, uri: str, service: PageService, limits: Limits) -> None:
+    def __init__(self, uri: str, make_service: Callable[[], PageService], limits: Limits) -> None:
         """Touch nothing yet: `register` connects."""
         self.uri = uri
-        self._service = service
+        self._make_service = make_service
+        self._service = make_service()
         self._limits = limits
         self._calls = Calls(uri)
         self._counts = Counts()
@@ -249,6 +250,10 @@ class RemoteStorage:
 
         while (keys := await self._calls.run(following)) is not None:
             yield keys
+
+    def sibling(self) -> RemoteStorage:
+        """Make another engine of the same server, with connections and a bound of its own; see Siblings."""
+        return RemoteStorage(self.uri, self._make_service, self._limits)
 
     async def holdings(self) -> list[Holding]:
         """Return the namespaces on the server; see Census."""

@@ -74,7 +74,7 @@ def open_s3(*, authority: str, path: str, options: Mapping[str, object]) -> Remo
     at = "" if settings.endpoint is None else f"?endpoint={settings.endpoint}"
     # A page is a request, so a chunk is a page: the deadline of a call is looked at before each.
     limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=1, lanes=settings.connections)
-    return RemoteStorage(f"s3://{settings.bucket}/{settings.prefix}{at}", S3Pages(settings), limits)
+    return RemoteStorage(f"s3://{settings.bucket}/{settings.prefix}{at}", lambda: S3Pages(settings), limits)
 
 
 def read_s3_options(bucket: str, path: str, given: Mapping[str, object]) -> S3Options:

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 _CALLS: dict[type[commands.Command], str] = {
     commands.QueryStorage: "query",
+    commands.QueryTails: "query",
     commands.FetchPages: "fetch",
+    commands.FetchTail: "fetch_tail",
     commands.StorePages: "store",
+    commands.StoreTail: "store_tail",
     commands.ProbeStorage: "probe",
     commands.CopyToDevice: "copy_to_device",
     commands.CopyToHost: "copy_to_host",
@@ -46,7 +49,9 @@ class MetricsFold:
         self.pages: Counter[str] = Counter()
         """promised, asked, extended, delivered, wasted, fetched, stored."""
         self.component_pages: Counter[tuple[str, str]] = Counter()
-        """By component: asked of prefill, loaded from the host, cloned on the device, backed up, left by callers."""
+        """By component: asked of prefill, loaded from the host, cloned on the device, backed up, fetched from storage,
+        stored there, left by callers.
+        """
         self.cuts: Counter[str] = Counter()
         """Spans that were asked of prefill by extend, by what had failed."""
         self.declined: Counter[str] = Counter()
@@ -70,6 +75,8 @@ class MetricsFold:
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
             commands.CopyTail: self._copy_tail,
+            commands.FetchTail: self._fetch_tail,
+            commands.StoreTail: self._store_tail,
             commands.TellReady: self._ready,
             commands.TellFailed: self._failed,
         }
@@ -99,7 +106,9 @@ class MetricsFold:
             if getattr(event, "error", "") or kind is events.CommandRaised:
                 self.calls_failed[name] += 1
             elif copied is not None:
-                self.component_pages[copied[:2]] += copied[2]
+                # Of a copy there is all or nothing; storage says how much.
+                count = getattr(event, "good", getattr(event, "stored", copied[2]))
+                self.component_pages[copied[:2]] += max(count, 0)
             elif kind is events.PagesFetched:
                 self.pages["fetched"] += max(event.good, 0)  # type: ignore[attr-defined]  # Just that.
             elif kind is events.PagesStored:
@@ -155,6 +164,12 @@ class MetricsFold:
     def _copy_tail(self, command: commands.CopyTail) -> None:
         what = "backed_up" if command.target == "host" else "loaded" if command.source == "host" else "cloned"
         self._tail_copies[command.op] = (command.component, what, len(command.target_pages))
+
+    def _fetch_tail(self, command: commands.FetchTail) -> None:
+        self._tail_copies[command.op] = (command.component, "fetched", len(command.host_pages))
+
+    def _store_tail(self, command: commands.StoreTail) -> None:
+        self._tail_copies[command.op] = (command.component, "stored", len(command.host_pages))
 
     def _extend(self, command: commands.SendExtend) -> None:
         self.pages["extended"] += len(command.pages)

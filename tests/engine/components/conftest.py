@@ -20,8 +20,10 @@ from tidekv import (
     LoopbackTransport,
     PrefillPeer,
     ReadyRequest,
+    open_storage,
 )
 from tidekv.backends.keys import pack_tokens
+from tidekv.backends.storage.base import Storage
 from tidekv.engine.tails import LeftTails, WindowPages
 from tidekv.engine.values import Recompute
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
@@ -150,13 +152,15 @@ def worker() -> MakeWorker:
         host_pages: int = 16,
         recompute: Recompute | None = None,
         journal: Path | None = None,
+        storage: str | Storage | None = None,
+        without_host: tuple[ComponentKind, ...] = (),
         **settings: object,
     ) -> AsyncIterator[Worker]:
         chosen: tuple[ComponentKind, ...] = kinds or ("window", "state")
         network = LoopbackNetwork()
         device, prefill_pool = DevicePool.allocate(FULL, 48), DevicePool.allocate(FULL, 48)
         theirs = tuple(component(kind, 24, 0) for kind in chosen)
-        ours = tuple(component(kind, device_pages, host_pages) for kind in chosen)
+        ours = tuple(component(kind, device_pages, 0 if kind in without_host else host_pages) for kind in chosen)
         async with (
             PrefillPeer(
                 device=prefill_pool,
@@ -170,6 +174,7 @@ def worker() -> MakeWorker:
                 device=device,
                 host=HostPool.allocate(FULL, 48) if host_pages else None,
                 components=ours,
+                storage=open_storage(storage) if isinstance(storage, str) else storage,
                 transport=LoopbackTransport("decode-0", network),
                 recompute=recompute,
             ) as engine,

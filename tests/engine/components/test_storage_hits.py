@@ -1,0 +1,156 @@
+"""Windows and states that only storage has any more: the next turn goes on from them, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidekv import InvalidConfig, Replayer, open_storage
+from tidekv.backends.storage.base import Storage
+from tidekv.backends.storage.memory import MemoryStorage
+from tidekv.states.errors import StorageFailed
+
+SIZE = 4
+PROMPT = list(range(100, 100 + 6 * SIZE))
+OUTPUT = list(range(500, 500 + 2 * SIZE + 1))
+KEPT = PROMPT + OUTPUT[:-1]
+FETCHES = {"prefetch_threshold_tokens": SIZE}
+
+
+@pytest.mark.parametrize("uri", ["memory:", "file:"])
+@pytest.mark.parametrize("kinds", [("window",), ("state",), ("window", "state")])
+async def test_a_turn_goes_on_from_storage_alone(worker, tmp_path: Path, uri: str, kinds: tuple[str, ...]) -> None:
+    place = uri if uri == "memory:" else f"file:{tmp_path}/l3?capacity=64MiB"
+    async with worker(*kinds, storage=place, **FETCHES) as made:
+        assert await made.answer("r1", PROMPT, OUTPUT) == {"transfer": len(PROMPT)}
+        await made.engine.flush(("l1", "l2"))
+        assert all(made.pages(kind)["cached"] == 0 == made.pages(kind, "host")["cached"] for kind in kinds)
+        assert await made.answer("r2", [*KEPT, 1], OUTPUT) == {"l3": len(KEPT), "transfer": 1}
+        made.expect_nothing_held()
+
+
+async def test_a_prompt_that_is_all_in_storage_takes_its_record_from_there(worker) -> None:
+    async with worker(storage="memory:", **FETCHES) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+        await made.engine.flush(("l1", "l2"))
+        assert await made.answer("r2", KEPT, OUTPUT) == {"l3": len(KEPT)}
+        counts = made.core()
+        # The window's three pages twice, since its end is that of both turns, and three records.
+        assert counts["tail_pages_stored"] == 2 * (3 + 1)
+        made.expect_nothing_held()
+
+
+async def test_another_engine_on_the_same_directory_goes_on_where_the_first_one_ended(worker, tmp_path: Path) -> None:
+    place = f"file:{tmp_path}/l3?capacity=64MiB"
+    async with worker(storage=place, **FETCHES) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+    async with worker(storage=place, **FETCHES) as made:
+        assert await made.answer("r2", KEPT, OUTPUT) == {"l3": len(KEPT)}
+        made.expect_nothing_held()
+    # With other components nothing of it means anything.
+    async with worker("window", storage=place, **FETCHES) as made:
+        assert await made.answer("r3", KEPT, OUTPUT) == {"transfer": len(KEPT)}
+
+
+async def test_records_that_storage_has_lost_cut_the_plan_before_the_promise(worker) -> None:
+    async with worker(storage="memory:", **FETCHES) as made:
+        await made.answer("r1", PROMPT[: 3 * SIZE], [7, 7])
+        await made.answer("r2", PROMPT, OUTPUT)
+        tails = made.engine._parts.storage_in_use.tails
+        await tails["state"].clear()
+        await made.engine.flush(("l1", "l2"))
+        assert await made.answer("r3", [*KEPT, 1], OUTPUT) == {"transfer": len(KEPT) + 1}
+        assert made.core().get("sent_back", 0) == 0
+        made.expect_nothing_held()
+
+
+@pytest.mark.parametrize("what", ["raises", "lies"])
+async def test_records_that_cannot_be_read_are_asked_of_prefill(worker, monkeypatch, what: str) -> None:
+    async with worker(storage="memory:", **FETCHES) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+        await made.engine.flush(("l1", "l2"))
+        tails = made.engine._parts.storage_in_use.tails
+
+        async def get_nothing(keys: list[bytes], *_: object, **__: object) -> list[bool]:
+            if what == "raises":
+                raise StorageFailed("the shelf is gone")
+            return [False for _ in keys]
+
+        monkeypatch.setattr(tails["window"], "get_into", get_nothing)
+        assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
+        assert made.core()["sent_back"] == 1
+        made.expect_nothing_held()
+
+
+async def test_storage_that_fails_when_it_is_asked_or_written_costs_nothing_but_itself(worker, monkeypatch) -> None:
+    async with worker(storage="memory:", **FETCHES) as made:
+        tails = made.engine._parts.storage_in_use.tails
+
+        async def fail(*_: object, **__: object) -> list[bool]:
+            raise StorageFailed("the shelf is gone")
+
+        monkeypatch.setattr(tails["state"], "put_from", fail)
+        await made.answer("r1", PROMPT, OUTPUT)
+        monkeypatch.setattr(tails["state"], "exists", fail)
+        await made.engine.flush(("l1", "l2"))
+        assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
+        assert made.core()["l3_queries_failed"] == 1
+        monkeypatch.setattr(tails["window"], "probe", fail)
+        made.expect_nothing_held()
+
+
+async def test_storage_is_exchanged_and_cleared_with_its_components(worker, tmp_path: Path) -> None:
+    first = open_storage("memory:")
+    async with worker(storage=first, **FETCHES) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+        in_use = made.engine._parts.storage_in_use
+        left = dict(in_use.tails)
+        assert sum(engine.statistics().pages for engine in left.values()) == 4
+        await made.engine.attach_storage(f"file:{tmp_path}/l3?capacity=64MiB")
+        assert set(in_use.tails) == {"window", "state"} and not in_use.retired
+        assert in_use.tails["window"] is not left["window"]
+        assert await made.answer("r2", [*KEPT, 1], OUTPUT) == {"l1": len(KEPT), "transfer": 1}
+        assert (await made.engine.flush(("l1", "l2", "l3")))["dropped"]["l3"] > 0
+        assert all(engine.statistics().pages == 0 for engine in in_use.tails.values())
+        await made.engine.detach_storage()
+        assert not in_use.tails
+        assert await made.answer("r3", KEPT, OUTPUT) == {"transfer": len(KEPT)}
+
+
+class Plain:
+    """An engine that cannot be opened once more: it has what `Storage` asks for, and nothing else."""
+
+    def __init__(self) -> None:
+        self._inner = MemoryStorage(capacity_bytes=1 << 20)
+        self.uri = "plain:"
+        for name in ("register", "exists", "get_into", "put_from", "delete", "clear", "probe", "close", "statistics"):
+            setattr(self, name, getattr(self._inner, name))
+
+
+async def test_an_engine_for_one_size_of_pages_is_refused(worker) -> None:
+    plain: Storage = Plain()  # type: ignore[assignment]  # Its methods are set one by one.
+    async with worker(**FETCHES) as made:
+        with pytest.raises(InvalidConfig, match="plain: cannot hold component 'window'"):
+            await made.engine.attach_storage(plain)
+        assert await made.answer("r1", PROMPT, OUTPUT) == {"transfer": len(PROMPT)}
+
+
+async def test_a_component_without_host_pages_is_not_stored_and_the_others_are(worker) -> None:
+    async with worker(storage="memory:", without_host=("window",), **FETCHES) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+        (in_storage,) = made.engine._parts.storage_in_use.tails.items()
+        assert in_storage[0] == "state" and in_storage[1].statistics().pages == 1
+        await made.engine.flush(("l1", "l2"))
+        # Nobody can go on without the window.
+        assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
+        made.expect_nothing_held()
+
+
+async def test_a_run_with_tails_from_storage_replays(worker, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    async with worker(storage="memory:", journal=path, **FETCHES) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+        await made.engine.flush(("l1", "l2"))
+        await made.answer("r2", KEPT, OUTPUT)
+    assert Replayer(path).run().complete
