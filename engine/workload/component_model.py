@@ -1,0 +1,238 @@
+"""Real models with sliding windows and recurrent state: whatever a `transformers` model caches, in the pools of tidekv.
+
+    full attention       K and V of every token        the full pool, by page
+    sliding attention    K and V of the last tokens    a window's pool, by page
+    linear attention     its state after a token       a state's pool: one record holds all layers
+
+One request at a time, tokens in order: this is for tests and examples, and shows how an embedder uses components. The
+first tokens of a prompt are computed in one go, all further ones one by one, as `generate()` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from tidekv.backends.device import DevicePool
+from tidekv.backends.layout import KVLayout
+from tidekv.backends.page_layout import PageLayout
+from tidekv.engine.workload.group_model import CausalModel, PlainKV
+from tidekv.states.errors import InvalidConfig
+
+CacheLayer: TypeAlias = Any
+"""A layer of a cache of `transformers`; the package is optional and is not type-checked."""
+DTYPES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+CONVOLUTION = "convolution"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLayouts:
+    """How a model's pools are to be made; None where it has no such layers."""
+
+    full: KVLayout
+    window: KVLayout | None
+    window_tokens: int
+    """So many tokens before a position are needed to go on there."""
+    state: PageLayout | None
+
+
+@dataclass(slots=True)
+class Held:
+    """Where the cache of one request lies. `pages` are those of the full pool; `window` those of the window's pool, at
+    positions from `window_first` on; `record` is of the state's pool.
+    """
+
+    pages: Sequence[int]
+    window_first: int = 0
+    window: Sequence[int] = ()
+    record: int = 0
+
+
+def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
+    """Look at what a model caches of one token. Raises InvalidConfig where layers of one kind differ in shape, or where
+    none has full attention.
+    """
+    cache = _cache_of_one_token(model)
+    full: list[tuple[torch.Size, torch.dtype]] = []
+    window: list[tuple[torch.Size, torch.dtype]] = []
+    states: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sliding = 0
+    for layer in cache.layers:
+        if _is_sliding(layer):
+            window.append((layer.keys.shape, layer.keys.dtype))
+            sliding = layer.sliding_window
+        elif _has_keys(layer):
+            full.append((layer.keys.shape, layer.keys.dtype))
+        if _has_state(layer):
+            states.append((layer.recurrent_states[0], layer.conv_states[0]))
+    state = None
+    if states:
+        recurrent, convolution = ([pair[at] for pair in states] for at in (0, 1))
+        state = PageLayout.of(full=_record_layout(recurrent), **{CONVOLUTION: _record_layout(convolution)})
+    return ModelLayouts(
+        full=_kv_layout(full, page_size),
+        window=_kv_layout(window, page_size) if window else None,
+        # The token itself is one of those that its layers look at.
+        window_tokens=max(sliding - 1, 0),
+        state=state,
+    )
+
+
+class ComponentModel:
+    """Runs a causal model of `transformers` whose cache lies in pools. It owns neither the pools nor the model.
+
+    Nothing beyond the last token is read, nor is what a window has left behind.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        full: DevicePool,
+        window: DevicePool | None = None,
+        state: DevicePool | None = None,
+    ) -> None:
+        self.model = model
+        self._page_size = full.layout.page_size
+        self._full = PlainKV(full.group("full"))
+        self._window = None if window is None else PlainKV(window.group("full"))
+        self._state = state
+        layers = _cache_of_one_token(model).layers
+        self._state_shapes = [[tensor.shape for tensor in _states(layer)] for layer in layers if _has_state(layer)]
+
+    def forward(self, tokens: Sequence[int], start: int, held: Held) -> torch.Tensor:
+        """Compute positions [start, start + len(tokens)) and write what is cached of them; returns the logits
+        [len(tokens), vocab]. What [0, start) has left must be in `held`. A window that has no page for a position keeps
+        nothing of it.
+        """
+        end = start + len(tokens)
+        cache = _new_cache(self.model)
+        self._read(cache, start, held)
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=torch.tensor([list(tokens)]),
+                position_ids=torch.arange(start, end)[None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        self._write(cache, start, end, held)
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    def _read(self, cache: CacheLayer, start: int, held: Held) -> None:
+        if not start:
+            return
+        full = window = state = 0
+        for layer in cache.layers:
+            if _is_sliding(layer):
+                assert self._window is not None
+                first = max(0, start - layer.sliding_window + 1)
+                keys, values = self._window.read(window, self._in_window(held, first, start))
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values, layer.cumulative_length = keys, values, start
+                window += 1
+            elif _has_keys(layer):
+                layer.update(*self._full.read(full, self._slots(held.pages, 0, 0, start)))
+                full += 1
+            if _has_state(layer):
+                self._read_state(layer, state, held.record)
+                state += 1
+
+    def _write(self, cache: CacheLayer, start: int, end: int, held: Held) -> None:
+        full = window = state = 0
+        for layer in cache.layers:
+            if _is_sliding(layer):
+                assert self._window is not None
+                first = max(start, end - layer.sliding_window + 1, held.window_first * self._page_size)
+                keys, values = (tensor[:, :, first - end :] for tensor in (layer.keys, layer.values))
+                self._window.write(window, self._in_window(held, first, end), keys, values)
+                window += 1
+            elif _has_keys(layer):
+                keys, values = layer.keys[:, :, start:], layer.values[:, :, start:]
+                self._full.write(full, self._slots(held.pages, 0, start, end), keys, values)
+                full += 1
+            if _has_state(layer):
+                for row, tensor in zip(self._records(state), _states(layer), strict=True):
+                    row[held.record] = tensor.flatten()
+                state += 1
+
+    def _read_state(self, layer: CacheLayer, number: int, record: int) -> None:
+        recurrent, convolution = (row[record] for row in self._records(number))
+        recurrent, convolution = map(torch.Tensor.view, (recurrent, convolution), self._state_shapes[number])
+        layer.lazy_initialization(conv_states=convolution)
+        layer.lazy_initialization(recurrent_states=recurrent)
+        layer.conv_states[0].copy_(convolution)
+        layer.recurrent_states[0].copy_(recurrent)
+        layer.has_previous_state[0] = True
+
+    def _records(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What all records have of one layer, [records, elements]: its recurrent state, and that of its convolution."""
+        assert self._state is not None
+        groups = self._state.group("full"), self._state.group(CONVOLUTION)
+        recurrent, convolution = (group.k[number].flatten(1) for group in groups)
+        return recurrent, convolution
+
+    def _in_window(self, held: Held, start: int, end: int) -> torch.Tensor:
+        return self._slots(held.window, held.window_first, start, end)
+
+    def _slots(self, pages: Sequence[int], first: int, start: int, end: int) -> torch.Tensor:
+        """The numbers of the pool's tokens that hold positions [start, end), where `pages` begin at page `first`."""
+        positions = torch.arange(start, end)
+        starts = torch.tensor(list(pages), dtype=torch.long) * self._page_size
+        return starts[positions // self._page_size - first] + positions % self._page_size
+
+
+def _new_cache(model: CausalModel) -> CacheLayer:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def _cache_of_one_token(model: CausalModel) -> CacheLayer:
+    cache = _new_cache(model)
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([[0]]), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def _is_sliding(layer: CacheLayer) -> bool:
+    return bool(getattr(layer, "is_sliding", False))
+
+
+def _has_keys(layer: CacheLayer) -> bool:
+    return hasattr(layer, "keys")
+
+
+def _has_state(layer: CacheLayer) -> bool:
+    return hasattr(layer, "recurrent_states")
+
+
+def _states(layer: CacheLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.recurrent_states[0], layer.conv_states[0]
+
+
+def _kv_layout(layers: Sequence[tuple[torch.Size, torch.dtype]], page_size: int) -> KVLayout:
+    """`layers`: shape [1, heads, tokens, dim] and type of what each caches."""
+    if len(set(layers)) != 1:
+        raise InvalidConfig(f"layers of one kind must be there and be alike, not {layers}")
+    (_, heads, _, head_dim), dtype = layers[0]
+    return KVLayout(
+        num_layers=len(layers), num_kv_heads=heads, head_dim=head_dim, dtype=DTYPES[dtype], page_size=page_size
+    )
+
+
+def _record_layout(states: Sequence[torch.Tensor]) -> KVLayout:
+    """One vector a layer: of a record its size alone matters here."""
+    if len({(state.shape, state.dtype) for state in states}) != 1:
+        raise InvalidConfig(f"the states of all layers must be alike, not {[state.shape for state in states]}")
+    return KVLayout(
+        num_layers=len(states),
+        num_kv_heads=1,
+        head_dim=states[0].numel(),
+        dtype=DTYPES[states[0].dtype],
+        page_size=1,
+        kind="mla",
+    )

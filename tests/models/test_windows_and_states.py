@@ -1,0 +1,328 @@
+"""Models with sliding windows and recurrent state: from every tier the tokens are those of `generate()` in one process.
+
+The prompts that count end with a page: then all of a window and the whole record come from the tier, none from prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tidekv import (
+    ComponentPools,
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    LoopbackTransport,
+    NixlTransport,
+    PrefillPeer,
+    ReadyRequest,
+)
+from tidekv.engine.tails import LeftTails, WindowPages
+from tidekv.engine.workload.component_model import ComponentModel, Held, ModelLayouts, layouts_of
+from tidekv.engine.workload.group_model import CausalModel, choices
+from tidekv.engine.workload.model import generate_in_one_process
+from tidekv.transports.loopback import LoopbackNetwork
+from tidekv.transports.outgoing import Room
+
+SIZE = 4
+PAGES = 96
+VOCABULARY = 64
+# With what is generated, ten pages of tokens that have KV.
+PROMPT_TOKENS = 28
+OUTPUT = 13
+SLIDING_WINDOW = 10
+NO_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    **NO_SPECIALS,
+}
+
+
+def filled(model: CausalModel, *, embedding_std: float = 1.0) -> CausalModel:
+    """Random weights, wide enough that the next token depends on all of the prompt."""
+    source = torch.Generator().manual_seed(7)
+    for name, weight in sorted(model.named_parameters()):
+        if weight.dim() > 1:
+            std = embedding_std if "embed_tokens" in name else 0.2
+            weight.data.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) * std)
+    return model.double().eval().requires_grad_(False)
+
+
+@cache
+def model_of(name: str) -> CausalModel:
+    """A tiny model; equal names give the same one."""
+    from transformers import (
+        BambaConfig,
+        BambaForCausalLM,
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    match name:
+        case "gemma3":
+            layers = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+            config = Gemma3TextConfig(
+                **SIZES, head_dim=16, num_hidden_layers=4, sliding_window=SLIDING_WINDOW, layer_types=layers
+            )
+            return filled(Gemma3ForCausalLM(config), embedding_std=0.05)
+        case "bamba":
+            return filled(
+                BambaForCausalLM(
+                    BambaConfig(
+                        **SIZES,
+                        num_hidden_layers=4,
+                        attn_layer_indices=[1],
+                        mamba_n_heads=8,
+                        mamba_d_head=16,
+                        mamba_d_state=8,
+                        mamba_chunk_size=16,
+                    )
+                )
+            )
+        case "falcon_h1":
+            return filled(
+                FalconH1ForCausalLM(
+                    FalconH1Config(
+                        **SIZES,
+                        head_dim=16,
+                        num_hidden_layers=2,
+                        mamba_d_ssm=64,
+                        mamba_n_heads=4,
+                        mamba_d_head=16,
+                        mamba_d_state=8,
+                        mamba_chunk_size=16,
+                    )
+                )
+            )
+        case _:
+            return filled(
+                Qwen3NextForCausalLM(
+                    Qwen3NextConfig(
+                        **SIZES,
+                        head_dim=16,
+                        num_hidden_layers=4,
+                        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+                        linear_key_head_dim=8,
+                        linear_value_head_dim=8,
+                        linear_num_key_heads=2,
+                        linear_num_value_heads=4,
+                        num_experts=0,
+                    )
+                ),
+                embedding_std=0.2,
+            )
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (length,), generator=source).tolist()
+
+
+def pools_of(layouts: ModelLayouts, *, host: bool) -> tuple[ComponentPools, ...]:
+    """Pools for what the model has beside its full KV."""
+    made = []
+    if layouts.window is not None:
+        made.append(("window", layouts.window, layouts.window_tokens))
+    if layouts.state is not None:
+        made.append(("state", layouts.state, 0))
+    return tuple(
+        ComponentPools(
+            name=kind,
+            kind=kind,
+            window_tokens=tokens,
+            device=DevicePool.allocate(layout, PAGES),
+            host=HostPool.allocate(layout, PAGES) if host else None,
+        )
+        for kind, layout, tokens in made
+    )
+
+
+def on_pools(model: CausalModel, full: DevicePool, components: tuple[ComponentPools, ...]) -> ComponentModel:
+    return ComponentModel(model, full=full, **{pools.name: pools.device for pools in components})
+
+
+@dataclass
+class Decode:
+    """A decode worker, and the model on its pools."""
+
+    engine: DecodeEngine
+    address: str
+    model: ComponentModel
+    components: dict[str, ComponentPools]
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def ask(
+        self, prompt: list[int], output: int = OUTPUT, *, zero: str = "", leaves: tuple[str, ...] = ("window", "state")
+    ) -> tuple[dict[str, int], list[int]]:
+        """Answer a prompt; returns the sources and the tokens. `zero`: what was restored of that component is lost
+        before the model sees it. `leaves`: the components of which something is kept.
+        """
+        request_id = f"r{next(self.numbers)}"
+        ready = await self.engine.restore(
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.address, prompt="send")
+        )
+        if zero:
+            for row in self.components[zero].device.rows:
+                row[ready.tails[zero].pages.tolist()] = 0
+        self.engine.grow(ready, output)
+        answer, left = await asyncio.to_thread(self._answer, ready, len(prompt), output)
+        if zero:
+            await self.engine.abort(request_id)
+        else:
+            await self.engine.finish(ready, answer, tails={name: left[name] for name in left if name in leaves})
+        await self.engine.wait_settled()
+        return {tier: tokens for tier, tokens in ready.sources.items() if tokens}, answer
+
+    def _answer(self, ready: ReadyRequest, start: int, count: int) -> tuple[list[int], LeftTails]:
+        """Go on from what was restored; returns the tokens, and what can be left."""
+        window = record = None
+        held = Held(ready.pages.tolist())
+        if "window" in ready.tails:
+            tokens = self.components["window"].window_tokens
+            window = WindowPages(ready.tails["window"], window_tokens=tokens, page_size=SIZE)
+        if "state" in ready.tails:
+            record = held.record = ready.tails["state"].record
+        snapshots = {}
+        answer = [ready.first_token]
+        for position in range(start, start + count):
+            if record is not None and position % SIZE == 0:
+                snapshots = {position // SIZE - 1: self.components["state"].device.read_pages([record])}
+            if len(answer) == count:
+                break
+            if window is not None:
+                window.grow(position + 1)
+                held.window_first, held.window = window.first, window.pages
+            answer += choices(self.model.forward(answer[-1:], position, held))
+        left: dict[str, tuple[int, list[int]]] = {}
+        if window is not None:
+            left["window"] = window.left(start + count - 1)
+        for position, snapshot in snapshots.items():
+            # The model went on in place: what is left is the record as it was at the end of the last full page.
+            self.components["state"].device.write_pages([record], snapshot)
+            left["state"] = (position, [record])
+        return answer, left
+
+
+@asynccontextmanager
+async def worker(name: str, *, nixl: bool = False) -> AsyncIterator[Decode]:
+    """A decode worker, and its prefill, which has a model of its own pools and computes every prompt anew."""
+    model = model_of(name)
+    layouts = layouts_of(model, SIZE)
+    network = LoopbackNetwork()
+    ends = [NixlTransport(end) if nixl else LoopbackTransport(end, network) for end in ("prefill-0", "decode-0")]
+    prefill_pool, device = DevicePool.allocate(layouts.full, PAGES), DevicePool.allocate(layouts.full, PAGES)
+    theirs, ours = pools_of(layouts, host=False), pools_of(layouts, host=True)
+    prefill_model = on_pools(model, prefill_pool, theirs)
+
+    async def serve(room: Room) -> None:
+        prompt = memoryview(room.tokens).cast("I").tolist()
+        pages = list(range(-(-len(prompt) // SIZE)))
+        window = room.tails.get("window")
+        held = Held(pages)
+        if window is not None:
+            # It computes all of the window, whatever decode asks for: the layers need it.
+            first = max(0, len(prompt) - layouts.window_tokens) // SIZE
+            held.window_first, held.window = first, range(len(pages) - first)
+        logits = await asyncio.to_thread(prefill_model.forward, prompt, 0, held)
+        await room.send(pages, start_token=0)
+        for name, asked in room.tails.items():
+            tail = held.window[asked.first - held.window_first :] if name == "window" else [held.record]
+            await room.send_tail(name, list(tail)[: asked.page_count])
+        await room.finish(first_token=choices(logits[-1:])[0])
+        await room.received()
+
+    async with (
+        PrefillPeer(
+            device=prefill_pool,
+            transport=ends[0],
+            listen="127.0.0.1:0" if nixl else "prefill",
+            components=theirs,
+            on_room=serve,
+        ) as peer,
+        DecodeEngine(
+            EngineConfig(),
+            device=device,
+            host=HostPool.allocate(layouts.full, PAGES),
+            components=ours,
+            transport=ends[1],
+        ) as engine,
+    ):
+        components = {pools.name: pools for pools in ours}
+        yield Decode(engine, peer.address, on_pools(model, device, ours), components)
+
+
+def in_one_process(name: str, prompt: list[int], output: int = OUTPUT) -> list[int]:
+    return generate_in_one_process(model_of(name), prompt, output)
+
+
+async def check_every_tier(name: str, *, nixl: bool = False) -> None:
+    prompt = prompt_of(PROMPT_TOKENS, seed=1)
+    wanted = in_one_process(name, prompt)
+    # It does not say the same over and over, whatever was asked.
+    assert len(set(wanted)) > 3
+    whole = [*prompt, *wanted[:-1]]
+    longer = [*whole, *prompt_of(3, seed=2)]
+    second, third = in_one_process(name, whole), in_one_process(name, longer)
+    async with worker(name, nixl=nixl) as decode:
+        assert await decode.ask(prompt) == ({"transfer": len(prompt)}, wanted)
+        for tier, flushed in (("l1", ()), ("l2", ("l1",))):
+            await decode.engine.flush(flushed)
+            assert await decode.ask(whole) == ({tier: len(whole)}, second)
+            await decode.engine.flush(flushed)
+            assert await decode.ask(longer) == ({tier: len(whole), "transfer": 3}, third)
+            # The check can fail: without what was restored it says something else.
+            for component in decode.components:
+                await decode.engine.flush(flushed)
+                sources, answer = await decode.ask(whole, zero=component)
+                assert sources == {tier: len(whole)}
+                assert answer != second, component
+
+
+@pytest.mark.parametrize("name", ["gemma3", "bamba", "falcon_h1", "qwen3_next"])
+async def test_windows_and_states_from_every_tier_lead_to_the_tokens_of_one_process(name: str) -> None:
+    await check_every_tier(name)
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("name", ["gemma3", "falcon_h1"])
+async def test_windows_and_states_over_nixl_lead_to_the_tokens_of_one_process(name: str) -> None:
+    await check_every_tier(name, nixl=True)
+
+
+async def test_forty_pages_whose_last_snapshot_is_behind_the_thirty_second_restore_thirty_two() -> None:
+    prompt = prompt_of(20 * SIZE, seed=4)
+    wanted = in_one_process("bamba", prompt, 12 * SIZE + 1)
+    to_32 = [*prompt, *wanted[:-1]]
+    to_40 = [*to_32, *in_one_process("bamba", to_32, 8 * SIZE + 1)]
+    async with worker("bamba") as decode:
+        await decode.ask(prompt, 12 * SIZE + 1)
+        sources, answer = await decode.ask(to_32, 8 * SIZE + 1, leaves=())
+        assert sources == {"l1": 32 * SIZE} and [*to_32, *answer] == to_40
+        forty = to_40[:-1]
+        assert len(forty) == 40 * SIZE
+        wanted = in_one_process("bamba", forty)
+        for tier, flushed in (("l1", ()), ("l2", ("l1",))):
+            await decode.engine.flush(flushed)
+            assert await decode.ask(forty, leaves=()) == ({tier: 32 * SIZE, "transfer": 8 * SIZE}, wanted)
