@@ -20,6 +20,7 @@ COLORS = {
     "fetch": "magenta",
     "copy": "blue",
     "tail": "blue",
+    "tail fetch": "magenta",
     "span": "cyan",
     "backup": "blue",
     "store": "magenta",

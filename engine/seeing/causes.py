@@ -22,6 +22,7 @@ CONSEQUENCES = {
     "ahead": "the plan goes by what has landed ahead of it",
     "copy": "the pages were asked of prefill by an extend",
     "tail": "the request starts over, and trusts less of what is cached of components",
+    "tail fetch": "the request starts over, and trusts storage no longer",
     "late copy": "the pages were given up, since the copy may still write to them",
     "backup": "the pages are not kept in host memory",
     "late backup": "the device pages stay locked until it has ended",
@@ -35,6 +36,7 @@ LATE = {
     "fetch": "storage was late: the fetch did not end within its deadline",
     "copy": "a copy to the device was late: it did not end within its deadline",
     "tail": "a copy of a component was late: it did not end within its deadline",
+    "tail fetch": "storage was late: the fetch of a component did not end within its deadline",
     "backup": "the copy to the host was late: it did not end within its deadline",
     "store": "storage was late: the put did not end within its deadline",
 }
@@ -43,6 +45,7 @@ NAMES = {
     "fetch": "the fetch from storage",
     "copy": "the copy from host to device",
     "tail": "the copy of a component",
+    "tail fetch": "the fetch of a component from storage",
     "backup": "the copy to the host",
     "store": "the put to storage",
     "recompute": "the recompute",
@@ -54,6 +57,7 @@ EXTENDED = {
     "other": "it could not be restored here",
 }
 """Why a part of the promise was taken back: name, as metrics have it, and meaning."""
+OF_STORAGE = ("query", "fetch", "tail fetch", "store")
 LEFT_BY_RAISES = ("all tiers", "L1, L2 and transfer", "L1 and transfer")
 
 
@@ -94,6 +98,8 @@ def declined_words(request: Request, core: Core) -> str:
         limits = ("fetch_pages_in_flight_max", "fetch_pages_per_s")
         detail = ", ".join(f"{name} is {getattr(policy, name):g}" for name in limits if getattr(policy, name))
         detail = detail or f"at its pace no more lands in time: fetch_deadline_share is {policy.fetch_deadline_share:g}"
+    elif cause == "slower":
+        detail = "prefetch is soonest"
     return f"{count} pages that storage has were declined: {DECLINED[cause]}{f' ({detail})' if detail else ''}"
 
 

@@ -10,6 +10,7 @@ from tidekv.engine.seeing.causes import (
     EXTENDED,
     LATE,
     LEFT_BY_RAISES,
+    OF_STORAGE,
     declined_words,
     extend_cause,
     good_of,
@@ -29,6 +30,7 @@ from tidekv.states.lookahead import AheadRun
 from tidekv.states.policy import StoragePolicy, policy_of
 from tidekv.states.request import State
 from tidekv.states.request_tails import RequestTails
+from tidekv.states.tail_storage import TailFetch
 
 if TYPE_CHECKING:
     from tidekv.engine.journal.replayer import Replayer, Step
@@ -68,7 +70,9 @@ class Stories:
         # Each kind of command has a teller that takes just that kind.
         self._tellers: dict[type[commands.Command], Callable[[Any, float, Core], None]] = {
             commands.QueryStorage: self._query,
+            commands.QueryTails: self._query,
             commands.FetchPages: self._fetch,
+            commands.FetchTail: self._fetch_tail,
             commands.CopyToDevice: self._copy,
             commands.CopyToHost: self._backup,
             commands.CopyTail: self._copy_tail,
@@ -179,7 +183,7 @@ class Stories:
             owner = core.books.operations.get(op)
             if work.trouble:
                 continue
-            if isinstance(owner, Backup):
+            if isinstance(owner, Backup | RequestTails) or (isinstance(owner, TailFetch) and work.kind == "tail"):
                 wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
                 if work.begun_at_s + wait_s > at_s:
                     continue
@@ -199,7 +203,7 @@ class Stories:
                     work.trouble = EXTENDED["transfer_done"]
 
     def _tell_trouble(self, work: Work, stories: list[Story], consequence: str, at_s: float, core: Core) -> None:
-        if core.books.storage.is_open and not self._breaker_is_open and work.kind in ("query", "fetch", "store"):
+        if core.books.storage.is_open and not self._breaker_is_open and work.kind in OF_STORAGE:
             consequence += ", and that opened the breaker: storage is asked nothing until a probe succeeds"
         for story in stories:
             story.fall_back(at_s, work.trouble, consequence)
@@ -251,7 +255,7 @@ class Stories:
         for story in stories:
             story.works.append(work)
 
-    def _query(self, command: commands.QueryStorage, at_s: float, core: Core) -> None:
+    def _query(self, command: commands.QueryStorage | commands.QueryTails, at_s: float, core: Core) -> None:
         story = self._live[command.request_id]
         self._begin(command.op, Work("query", command.first, command.count, at_s), [story])
 
@@ -259,6 +263,11 @@ class Stories:
         ahead = isinstance(core.books.operations.get(command.op), AheadRun)
         work = Work("fetch", command.first, len(command.host_pages), at_s, ahead=ahead)
         self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
+
+    def _fetch_tail(self, command: commands.FetchTail, at_s: float, core: Core) -> None:
+        first, count = command.positions[0], len(command.positions)
+        work = Work("tail fetch", first, count, at_s, component=command.component)
+        self._begin(command.op, work, [self._live[command.request_id]])
 
     def _copy(self, command: commands.CopyToDevice, at_s: float, core: Core) -> None:
         owner = core.books.operations.get(command.op)
@@ -280,11 +289,12 @@ class Stories:
 
     def _copy_tail(self, command: commands.CopyTail, at_s: float, core: Core) -> None:
         owner = core.books.operations.get(command.op)
-        if isinstance(owner, RequestTails) and owner.request is not None:
-            first = owner.reserved.tails[command.component].first
+        tails = owner.tails if isinstance(owner, TailFetch) else owner
+        if isinstance(tails, RequestTails) and tails.request is not None:
+            first = tails.reserved.tails[command.component].first
             work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
-            self._begin(command.op, work, [self._live[owner.request.request_id]])
+            self._begin(command.op, work, [self._live[tails.request.request_id]])
 
     def _store(self, command: commands.StorePages, at_s: float, core: Core) -> None:
         if command.serial in self._by_serial:

@@ -16,7 +16,7 @@ class Work:
     """One thing that ran for a request: a question to storage, a fetch, a copy, a put, a span of a room."""
 
     kind: str
-    """"query", "fetch", "copy", "tail", "backup", "store", "span", "recompute"."""
+    """"query", "fetch", "copy", "tail fetch", "tail", "backup", "store", "span", "recompute"."""
     first: int
     count: int
     begun_at_s: float

@@ -13,6 +13,7 @@ TRACK_OF = {
     "store": "storage",
     "copy": "copies",
     "tail": "copies",
+    "tail fetch": "storage",
     "backup": "copies",
     "span": "prefill",
     "recompute": "prefill",

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from tidekv.engine.journal import Recorder
@@ -16,6 +17,7 @@ from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
 from tidekv.states import commands, events
 from tidekv.states.commands import Command
+from tidekv.states.components import Component
 from tidekv.states.core import Core
 from tidekv.states.policy import changed_policy, policy_of
 from tidekv.states.request import State
@@ -116,6 +118,11 @@ class Play:
         self.given: list[Command] = []
         self.open_ops: dict[int, Command] = {}
         self._serial = 0
+
+    def begin_with(self, components: tuple[Component, ...]) -> None:
+        """Begin anew with components beside the KV."""
+        self.core = Core(msgspec.structs.replace(PLAY_SETTINGS, components=components))
+        self.tape = Tape(self.core, self.tape.path)
 
     def take(self, kind: type[events.Event], **fields: Any) -> list[Command]:
         self.at_s += 0.001

@@ -34,7 +34,7 @@ def rows_of(name: str) -> dict[str, Any]:
     return rows
 
 
-CASES = {**rows_of("explained_tiers"), **rows_of("explained_requests")}
+CASES = {**rows_of("explained_tiers"), **rows_of("explained_tails"), **rows_of("explained_requests")}
 
 
 def words_for(path: Path, request_id: str = "r1") -> str:
@@ -132,6 +132,10 @@ FAULT_ROWS = {
     "copy_out_fails": "backup_fails",
     "copy_out_raises": "backup_raises",
     "copy_out_is_late": "backup_is_late",
+    "tail_copy_fails": "tail_copy_fails",
+    "tail_copy_raises": "tail_copy_raises",
+    "tail_copy_is_late": "tail_copy_is_late",
+    "tail_copy_is_stuck": "tail_copy_is_late",
     "connect_fails": "promise_cannot_be_sent",
     "room_is_refused": "prefill refuses in TRANSFER, and there is another",
     "extend_is_refused": "extend_is_refused",
@@ -151,8 +155,10 @@ FAULT_ROWS = {
 FAULTS_WITHOUT_CAUSE = {
     # Nothing goes another way than planned: it only takes longer, and the times say so.
     "promise_is_slow", "write_is_slow", "aux_is_slow", "drain_is_slow", "recompute_is_slow", "clock_is_late",
+    "tail_write_is_slow",
     # A miss is a miss, whatever made it.
     "query_promises_too_little", "storage_forgets", "flush", "no_cache", "output_is_dropped", "retracted_is_dropped",
+    "tail_is_not_left",
     # It is not believed, and nothing follows from it.
     "query_is_nonsense", "fetch_reports_nonsense", "outcome_repeats", "frame_repeats", "frame_is_foreign",
     "frame_is_of_old_generation", "frame_of_wrong_rank", "frame_of_wrong_span", "chunk_skips_pages",
