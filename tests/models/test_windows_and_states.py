@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tidekv import (
     NixlTransport,
     PrefillPeer,
     ReadyRequest,
+    open_storage,
 )
 from tidekv.engine.tails import LeftTails, WindowPages
 from tidekv.engine.workload.component_model import ComponentModel, Held, ModelLayouts, layouts_of
@@ -42,6 +44,8 @@ VOCABULARY = 64
 PROMPT_TOKENS = 28
 OUTPUT = 13
 SLIDING_WINDOW = 10
+# What is to be forgotten so that a prompt that was asked before comes from this tier.
+FLUSHES: dict[str, tuple[str, ...]] = {"l1": (), "l2": ("l1",), "l3": ("l1", "l2")}
 NO_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -226,8 +230,8 @@ class Decode:
 
 
 @asynccontextmanager
-async def worker(name: str, *, nixl: bool = False) -> AsyncIterator[Decode]:
-    """A decode worker, and its prefill, which has a model of its own pools and computes every prompt anew."""
+async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterator[Decode]:
+    """A decode worker with storage, and its prefill, whose model has pools of its own and computes every prompt anew."""
     model = model_of(name)
     layouts = layouts_of(model, SIZE)
     network = LoopbackNetwork()
@@ -262,10 +266,11 @@ async def worker(name: str, *, nixl: bool = False) -> AsyncIterator[Decode]:
             on_room=serve,
         ) as peer,
         DecodeEngine(
-            EngineConfig(),
+            EngineConfig(prefetch_threshold_tokens=0),
             device=device,
             host=HostPool.allocate(layouts.full, PAGES),
             components=ours,
+            storage=open_storage(f"file:{folder}?capacity=64MB"),
             transport=ends[1],
         ) as engine,
     ):
@@ -277,7 +282,7 @@ def in_one_process(name: str, prompt: list[int], output: int = OUTPUT) -> list[i
     return generate_in_one_process(model_of(name), prompt, output)
 
 
-async def check_every_tier(name: str, *, nixl: bool = False) -> None:
+async def check_every_tier(name: str, folder: Path, *, nixl: bool = False) -> None:
     prompt = prompt_of(PROMPT_TOKENS, seed=1)
     wanted = in_one_process(name, prompt)
     # It does not say the same over and over, whatever was asked.
@@ -285,9 +290,9 @@ async def check_every_tier(name: str, *, nixl: bool = False) -> None:
     whole = [*prompt, *wanted[:-1]]
     longer = [*whole, *prompt_of(3, seed=2)]
     second, third = in_one_process(name, whole), in_one_process(name, longer)
-    async with worker(name, nixl=nixl) as decode:
+    async with worker(name, folder, nixl=nixl) as decode:
         assert await decode.ask(prompt) == ({"transfer": len(prompt)}, wanted)
-        for tier, flushed in (("l1", ()), ("l2", ("l1",))):
+        for tier, flushed in FLUSHES.items():
             await decode.engine.flush(flushed)
             assert await decode.ask(whole) == ({tier: len(whole)}, second)
             await decode.engine.flush(flushed)
@@ -298,31 +303,33 @@ async def check_every_tier(name: str, *, nixl: bool = False) -> None:
                 sources, answer = await decode.ask(whole, zero=component)
                 assert sources == {tier: len(whole)}
                 assert answer != second, component
+    async with worker(name, folder, nixl=nixl) as restarted:
+        assert await restarted.ask(whole) == ({"l3": len(whole)}, second)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "bamba", "falcon_h1", "qwen3_next"])
-async def test_windows_and_states_from_every_tier_lead_to_the_tokens_of_one_process(name: str) -> None:
-    await check_every_tier(name)
+async def test_windows_and_states_from_every_tier_lead_to_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
+    await check_every_tier(name, tmp_path)
 
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("name", ["gemma3", "falcon_h1"])
-async def test_windows_and_states_over_nixl_lead_to_the_tokens_of_one_process(name: str) -> None:
-    await check_every_tier(name, nixl=True)
+async def test_windows_and_states_over_nixl_lead_to_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
+    await check_every_tier(name, tmp_path, nixl=True)
 
 
-async def test_forty_pages_whose_last_snapshot_is_behind_the_thirty_second_restore_thirty_two() -> None:
+async def test_forty_pages_whose_last_snapshot_is_behind_the_thirty_second_restore_thirty_two(tmp_path: Path) -> None:
     prompt = prompt_of(20 * SIZE, seed=4)
     wanted = in_one_process("bamba", prompt, 12 * SIZE + 1)
     to_32 = [*prompt, *wanted[:-1]]
     to_40 = [*to_32, *in_one_process("bamba", to_32, 8 * SIZE + 1)]
-    async with worker("bamba") as decode:
+    async with worker("bamba", tmp_path) as decode:
         await decode.ask(prompt, 12 * SIZE + 1)
         sources, answer = await decode.ask(to_32, 8 * SIZE + 1, leaves=())
         assert sources == {"l1": 32 * SIZE} and [*to_32, *answer] == to_40
         forty = to_40[:-1]
         assert len(forty) == 40 * SIZE
         wanted = in_one_process("bamba", forty)
-        for tier, flushed in (("l1", ()), ("l2", ("l1",))):
+        for tier, flushed in FLUSHES.items():
             await decode.engine.flush(flushed)
             assert await decode.ask(forty, leaves=()) == ({tier: 32 * SIZE, "transfer": 8 * SIZE}, wanted)
