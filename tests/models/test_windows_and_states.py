@@ -231,7 +231,7 @@ class Decode:
 
 @asynccontextmanager
 async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterator[Decode]:
-    """A decode worker with storage, and its prefill, whose model has pools of its own and computes every prompt anew."""
+    """A decode worker with storage, and its prefill, which has pools of its own and computes every prompt anew."""
     model = model_of(name)
     layouts = layouts_of(model, SIZE)
     network = LoopbackNetwork()
