@@ -9,16 +9,19 @@ import asyncio
 import multiprocessing
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import msgspec
 
+from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.prefill_peer import PrefillPeer
 from tidekv.engine.workload.head_pages import HeadPages
 from tidekv.engine.workload.synthetic import prompt_digests
+from tidekv.engine.workload.synthetic_tails import tail_digest
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.shapes import page_ids
 from tidekv.states.shares import holding_of
@@ -32,7 +35,9 @@ FIRST_TOKEN = 11
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """A model on so many ranks: each holds `heads` of `total`."""
+    """A model on so many ranks: each holds `heads` of `total`. With `window_tokens` it has a window too, whose heads
+    lie on the ranks as those of the pages do.
+    """
 
     ranks: int
     heads: int
@@ -42,6 +47,7 @@ class Instance(msgspec.Struct, frozen=True):
     head_dim: int = 8
     page_size: int = 4
     dtype: str = "float16"
+    window_tokens: int = 0
 
     def layout(self) -> KVLayout:
         """The layout of one rank."""
@@ -54,10 +60,21 @@ class Instance(msgspec.Struct, frozen=True):
             kind=self.kind,
         )
 
+    def window_layout(self) -> KVLayout:
+        """The layout of one rank's window: other layers, of heads of twice the length."""
+        return replace(self.layout(), num_layers=self.layers + 1, head_dim=2 * self.head_dim)
+
+    def components(self) -> list[ComponentPools]:
+        """The window of one rank, with a new pool; none where the model has none."""
+        if not self.window_tokens:
+            return []
+        device = DevicePool.allocate(self.window_layout(), POOL_PAGES)
+        return [ComponentPools(name="swa", kind="window", window_tokens=self.window_tokens, device=device)]
+
     def pages_of(self, rank: int, pool: DevicePool) -> HeadPages:
-        """What the pool of a rank holds."""
+        """What a pool of a rank holds, that of its pages or of its window."""
         held = holding_of(ranks=self.ranks, heads=self.heads, kind=self.kind, total=self.total)
-        return HeadPages(pool, self.layout(), first=held.first(rank), total=self.total)
+        return HeadPages(pool, pool.groups[0].layout, first=held.first(rank), total=self.total)
 
 
 class SlicedPrefill:
@@ -65,7 +82,9 @@ class SlicedPrefill:
 
     def __init__(self, instance: Instance, rank: int) -> None:
         self.pool = DevicePool.allocate(instance.layout(), POOL_PAGES)
+        self.components = instance.components()
         self._pages = instance.pages_of(rank, self.pool)
+        self._windows = {pools.name: instance.pages_of(rank, pools.device) for pools in self.components}
         self._page_size = instance.page_size
         self._turn = asyncio.Lock()
 
@@ -79,6 +98,11 @@ class SlicedPrefill:
             self._pages.fill(pages, digests)
             for first in range(0, len(pages), CHUNK_PAGES):
                 await room.send(pages[first : first + CHUNK_PAGES], start_token=first * self._page_size)
+            for name, asked in room.tails.items():
+                tail = page_ids(range(asked.first, asked.first + asked.page_count))
+                if tail:
+                    self._windows[name].fill(tail, [tail_digest(name, digests[at]) for at in tail])
+                await room.send_tail(name, tail)
             await room.finish(first_token=FIRST_TOKEN, aux={"sends_nothing": room.sends_nothing})
             await room.received()
 
@@ -92,6 +116,7 @@ async def _serve(instances: Sequence[Instance], pipe: Connection) -> None:
                 prefill = SlicedPrefill(instance, rank)
                 peer = PrefillPeer(
                     device=prefill.pool,
+                    components=prefill.components,
                     transport=NixlTransport(f"prefill-{number}-{rank}"),
                     on_room=prefill.serve,
                     rank=rank,

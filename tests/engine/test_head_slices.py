@@ -24,6 +24,7 @@ from tidekv.backends.keys import pack_tokens
 from tidekv.engine.rank_group import RankGroup
 from tidekv.engine.workload.sliced_prefill import Instance, PrefillInstances
 from tidekv.engine.workload.synthetic import prompt_digests
+from tidekv.engine.workload.synthetic_tails import tail_digest
 from tidekv.states.shapes import page_ids
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
@@ -35,6 +36,8 @@ PREFILLS = {
     "copies 4": Instance(ranks=4, heads=1, total=2),
     "mla 2": Instance(ranks=2, heads=1, total=1, kind="mla"),
     "mla 4": Instance(ranks=4, heads=1, total=1, kind="mla"),
+    "window 2": Instance(ranks=2, heads=2, total=4, window_tokens=10),
+    "mla window 2": Instance(ranks=2, heads=1, total=1, kind="mla", window_tokens=10),
 }
 PROMPT = list(range(7, 7 + 30))
 
@@ -65,6 +68,9 @@ def prefills() -> Iterator[dict[str, str]]:
         ("copies 4", Instance(ranks=1, heads=2, total=2)),
         ("mla 2", Instance(ranks=4, heads=1, total=1, kind="mla")),
         ("mla 4", Instance(ranks=2, heads=1, total=1, kind="mla")),
+        ("window 2", Instance(ranks=4, heads=1, total=4, window_tokens=10)),
+        ("window 2", Instance(ranks=1, heads=4, total=4, window_tokens=10)),
+        ("mla window 2", Instance(ranks=4, heads=1, total=1, kind="mla", window_tokens=10)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.ranks} x {value.heads}",
 )
@@ -73,10 +79,12 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
 ) -> None:
     address = free_address()
     pools = [DevicePool.allocate(decode.layout(), 32) for _ in range(decode.ranks)]
+    windows = [decode.components() for _ in range(decode.ranks)]
     engines = [
         DecodeEngine(
             EngineConfig(close_deadline_s=5.0),
             device=pool,
+            components=windows[rank],
             transport=NixlTransport(f"decode-{rank}"),
             ranks=RankGroup(rank=rank, ranks=decode.ranks, address=address, kv_heads_total=decode.total),
         )
@@ -97,7 +105,13 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
                 pages = page_ids(ready.pages.tolist())
                 assert decode.pages_of(rank, pool).wrong(pages, digests) == []
                 assert ready.sources == readies[0].sources
-            assert readies[0].sources["l1"] == (16 if name == "second" else 0)
+                for component in windows[rank]:
+                    tail = ready.tails[component.name]
+                    wanted = [tail_digest(component.name, digest) for digest in digests[tail.first :]]
+                    assert decode.pages_of(rank, component.device).wrong(tail.pages.tolist(), wanted) == []
+                    assert tail.first + len(tail.pages) == len(digests)
+            # What a window is left of the first prompt ends behind the page where the second one goes another way.
+            assert readies[0].sources["l1"] == (16 if name == "second" and not decode.window_tokens else 0)
             await asyncio.gather(*(engine.finish(ready) for engine, ready in zip(engines, readies, strict=True)))
         await asyncio.gather(*(life.aclose() for life in lives))
 

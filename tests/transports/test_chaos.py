@@ -1,7 +1,8 @@
 """Rooms under seeded trouble: aborts, cut links, killed and restarted prefills, slow writes, extends, retries.
 
 Whatever happens, each room ends, what is complete is right, and a page that was declared settled is never written
-again: it is poisoned at that moment, and the poison must still be there at the end.
+again: it is poisoned at that moment, and the poison must still be there at the end. The same with components, whose
+tails are part of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import pytest
 
 from tidekv.states import events
+from tidekv.states.components import TailPages
 from tidekv.states.errors import EngineClosed
 from tidekv.states.shapes import page_ids
 
@@ -29,6 +31,8 @@ class Asked:
         self.promised = promised
         self.want = {page: first_page + page for page in range(promised, PAGES)}
         self.pages = list(range(first_page, first_page + PAGES))
+        # Of components the same page ids, in pools of their own: where a tail begins, of what is not promised.
+        self.tails = {"swa": max(promised, PAGES - 2), "ssm": max(promised, PAGES - 1)}
         self.spans = {0}
         self.writer = ""
         self.lasts: set[int] = set()
@@ -41,8 +45,9 @@ class Asked:
 class Chaos:
     """A decode worker whose core is this test."""
 
-    def __init__(self, world, seed: int) -> None:
+    def __init__(self, world, seed: int, *, has_components: bool) -> None:
         self.world = world
+        self.components = (world.STATE, world.WINDOW) if has_components else ()
         self.random = random.Random(seed)
         self.asked: dict[tuple[str, int], Asked] = {}
         self.next_page = 0
@@ -51,13 +56,18 @@ class Chaos:
 
     async def start(self) -> None:
         self.decode = await self.world.decode(
-            pages=PAGES * ROOMS * 8, heartbeat_s=0.01, missed_s=0.5, lease_s=5.0, deliver=self.take
+            pages=PAGES * ROOMS * 8,
+            heartbeat_s=0.01,
+            missed_s=0.5,
+            lease_s=5.0,
+            deliver=self.take,
+            components=self.components,
         )
         self.world.network.before_write = self.delay
         await self.new_prefill()
 
     async def new_prefill(self) -> None:
-        self.prefill = await self.world.prefill(ADDRESS, on_room=self.serve_later)
+        self.prefill = await self.world.prefill(ADDRESS, on_room=self.serve_later, components=self.components)
 
     async def delay(self, writer: str, target: str, pages: int) -> None:
         for _ in range(self.random.choice([0, 0, 1, 5, 60])):
@@ -79,6 +89,10 @@ class Chaos:
             at += count
             for _ in range(self.random.randint(0, 8)):
                 await asyncio.sleep(0)
+        for name in self.random.sample(sorted(room.tails), len(room.tails)):
+            await room.send_tail(name, mine[PAGES - room.tails[name].page_count :])
+            for _ in range(self.random.choice([0, 0, 3])):
+                await asyncio.sleep(0)
         if self.random.random() < 0.1:
             room.fail("prefill had enough")
             return
@@ -97,7 +111,13 @@ class Chaos:
             prompt_tokens=PAGES * self.world.PAGE_SIZE,
             promised_tokens=promised * self.world.PAGE_SIZE,
             pages=page_ids(asked.pages[promised:]),
+            tails=self.tails_of(asked),
         )
+
+    def tails_of(self, asked: Asked) -> list[TailPages] | None:
+        if not self.components:
+            return None
+        return [TailPages(name, first, page_ids(asked.pages[first:])) for name, first in asked.tails.items()]
 
     def extend(self, asked: Asked) -> None:
         if asked.spans == {0} and asked.promised and not asked.is_complete:
@@ -142,12 +162,21 @@ class Chaos:
         number = int(asked.key[0])
         for page, ours in asked.want.items():
             assert self.decode.pool.page(ours) == self.prefill.pool.page((number * PAGES + page) % 64)
+        for name, pool in self.decode.components.items():
+            for page in range(asked.tails[name], PAGES):
+                theirs = self.prefill.components[name].page((number * PAGES + page) % 64)
+                assert pool.page(asked.pages[page]) == theirs
 
     def settle(self, asked: Asked) -> None:
         if not asked.is_settled and not asked.is_complete:
             asked.is_settled = True
-            for buffer in self.decode.pool.buffers:
-                buffer[asked.pages] = POISON
+            for pool in self.pools:
+                for buffer in pool.buffers:
+                    buffer[asked.pages] = POISON
+
+    @property
+    def pools(self) -> list:
+        return [self.decode.pool, *self.decode.components.values()]
 
     async def trouble(self) -> None:
         live = [asked for asked in self.asked.values() if not asked.is_settled and not asked.is_complete]
@@ -187,13 +216,14 @@ class Chaos:
                 await asyncio.wait(list(self.tasks))
 
 
+@pytest.mark.parametrize("has_components", [False, True], ids=["pages", "components"])
 @pytest.mark.parametrize("seed", range(25))
-async def test_every_room_ends_and_no_settled_page_is_written(world, seed: int) -> None:
-    chaos = Chaos(world, seed)
+async def test_every_room_ends_and_no_settled_page_is_written(world, seed: int, has_components: bool) -> None:
+    chaos = Chaos(world, seed, has_components=has_components)
     await chaos.run()
     for asked in chaos.asked.values():
         if asked.is_settled:
-            assert all(set(chaos.decode.pool.page(page)) == {POISON} for page in asked.pages), asked.key
+            assert all(set(pool.page(page)) == {POISON} for pool in chaos.pools for page in asked.pages), asked.key
     statistics = chaos.decode.receiver.statistics()
     assert (statistics["rooms_open"], statistics["rooms_unsettled"]) == (0, 0)
     assert statistics.get("rooms_broken", 0) == 0
