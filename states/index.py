@@ -23,9 +23,10 @@ from tidekv.states.accounts import PageAccount
 from tidekv.states.dropping import Dropping, EvictionHook
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.eviction import LRU, EvictionPolicy
+from tidekv.states.found import Inserted, Match
 from tidekv.states.index_check import check_index
 from tidekv.states.insertion import insert_host_pages, insert_prefix
-from tidekv.states.node import Inserted, Load, Match, Node, Receipt, TierName, redeem
+from tidekv.states.node import Load, Node, Receipt, TierName, redeem
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.tree import PageTree
@@ -122,8 +123,7 @@ class PrefixIndex:
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
-        nodes.reverse()
-        return nodes
+        return nodes[::-1]
 
     def device_path(self, node: Node) -> PageIds:
         """List the device pages from the root to the end of `node`; the list is the caller's."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidekv.states.node import Inserted, Node
+from tidekv.states.found import Inserted
+from tidekv.states.node import Node
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tiers import DeviceTier, HostTier
 from tidekv.states.tree import PageTree

@@ -1,11 +1,9 @@
-"""What the prefix index is made of, and what it answers with: nodes, receipts, matches. Plain values, no rules."""
+"""What the prefix index is made of: nodes and receipts. Plain values, no rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol, TypeAlias
-
-import msgspec
 
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
@@ -146,33 +144,6 @@ class Receipt:
 
     def __repr__(self) -> str:
         return f"<Receipt {self.kind} of {self.node!r}{' released' if self.released else ''}>"
-
-
-class Match(msgspec.Struct, frozen=True, eq=False):
-    """The longest prefix found: `device_pages` pages in device memory (also such under load), then `host_pages` in host
-    memory. The nodes are where each part ends; nothing is locked yet.
-    """
-
-    device_pages: int
-    host_pages: int
-    device_node: Node
-    host_node: Node
-
-
-class Inserted(msgspec.Struct, frozen=True, eq=False):
-    """What became of the pages of an insert.
-
-    [0, n) of the prefix: `pages`, the page table to use from now on; read it, do not change it. `inserted_count` of the
-    caller's pages are now the tree's. `duplicates` and `rejected` are still the caller's: the first because the tree
-    has such a page already, the second because the tree could not take the prefix from there on. `node` is where the
-    tree's part ends.
-    """
-
-    node: Node
-    pages: PageIds
-    inserted_count: int
-    duplicates: PageIds
-    rejected: PageIds
 
 
 def make_root(node_id: int, namespace: str) -> Node:

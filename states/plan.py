@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from tidekv.states.shapes import PageIds
 
 if TYPE_CHECKING:
+    from tidekv.states.found import Match
     from tidekv.states.load import Load
-    from tidekv.states.node import Match, Node
+    from tidekv.states.node import Node
 
 
 class Plan:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tidekv.states.books import Books
     from tidekv.states.component_index import ComponentIndex, Reserved, TailReceipt
     from tidekv.states.events import TailLeft
-    from tidekv.states.node import Match, Node, TierName
+    from tidekv.states.found import Match
+    from tidekv.states.node import Node, TierName
     from tidekv.states.request import Request
 
 

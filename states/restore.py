@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.adoption import Adoption
 from tidekv.states.commands import Recompute, TellReady
+from tidekv.states.found import Match
 from tidekv.states.load import LateRecompute, Load, Stage
-from tidekv.states.node import Match
 from tidekv.states.plan import Plan
 from tidekv.states.plan_fetches import PlanFetches
 from tidekv.states.shapes import page_ids
