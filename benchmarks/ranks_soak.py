@@ -92,13 +92,12 @@ class Soak:
             self.kills += 1
             os.kill(pid, signal.SIGKILL)
             others = [member for rank, member in enumerate(self.members) if rank != victim]
-            self._note(
-                [one for one in await asyncio.gather(*(m.hear(HANG_S) for m in others)) if isinstance(one, Served)]
-            )
             await self.members[victim].join()
             self.members[victim] = RankProcess(self.members[victim].plan)
             self._seen_faults[victim] = {}
-            await self.members[victim].hear(HANG_S)
+            # All at once: where the group was being formed, the others serve nothing before this rank is back.
+            *found, _ = await asyncio.gather(*(m.hear(HANG_S) for m in (*others, self.members[victim])))
+            self._note([one for one in found if isinstance(one, Served)])
         else:
             self.stops += 1
             os.kill(pid, signal.SIGSTOP)

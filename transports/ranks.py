@@ -94,6 +94,7 @@ class RankChannel:
         self._is_settled = False
         self._is_forming = False
         self._formed_epoch = -1
+        self._store_port = 0
         self._forming: asyncio.Future[None] | None = None
         """What the thread tries to form, which it cannot give up before its time is over."""
 
@@ -103,9 +104,13 @@ class RankChannel:
         return self._thread.votes
 
     async def start(self) -> None:
-        """Listen, or dial until somebody listens. Raises OSError where the address cannot be listened at."""
+        """Listen, or dial until somebody listens. Raises OSError where the address cannot be listened at, and
+        TransferFailed where there can be no store to form groups by.
+        """
         self._thread.start()
         if self._rank == LEADER:
+            if self._own_group:
+                self._store_port = await self._thread.open_store()
             self._server = await asyncio.start_server(self._serve, self._host, self._port)
         else:
             self._tasks.spawn(self._follow(), name="follow the leader")
@@ -255,22 +260,30 @@ class RankChannel:
             self._is_forming = True
             self.epoch = max(self.epoch, 0, *(peer.epoch for peer in self._peers.values())) + 1
             self.group_name = f"{uuid.uuid4().hex}-{self.epoch}"
-            self._tasks.spawn(self._form(self.epoch), name="form the group")
-
-    async def _form(self, epoch: int) -> None:
-        """Form the group of this epoch on the leader, with all others."""
-        try:
-            port = await self._thread.open_store() if self._own_group else 0
+            # At once: who hears that this epoch is lost before he hears of it would wait for it without end.
             for peer in self._peers.values():
-                peer.say(wire.Form(epoch, port, self.group_name))
-            if self._own_group:
-                self._forming = self._thread.form(epoch, port)
-                await self._forming
+                peer.say(wire.Form(self.epoch, self._store_port, self.group_name))
+            self._begin_forming(self.epoch, self._store_port)
+
+    def _begin_forming(self, epoch: int, port: int) -> None:
+        self._forming = self._thread.form(epoch, port) if self._own_group else None
+        self._tasks.spawn(self._end_forming(epoch, self._forming), name="form the group")
+
+    async def _end_forming(self, epoch: int, forming: asyncio.Future[None] | None) -> None:
+        try:
+            if forming is not None:
+                await forming
         except TidekvError as error:
-            self._lose_forming(epoch, error)
+            if epoch == self.epoch and self._is_forming:
+                self._lose(self._rank, f"it could not form the group: {error}")
             return
-        self._formed_epoch = epoch
-        self._begin_if_all_have_formed()
+        if self._rank == LEADER:
+            self._formed_epoch = epoch
+            self._begin_if_all_have_formed()
+        elif epoch == self.epoch and self._is_forming:
+            # The leader's first frame may be on its way as soon as it hears this.
+            self._begin()
+            self._say_to_leader(wire.Formed(epoch))
 
     def _begin_if_all_have_formed(self) -> None:
         formed = [self._formed_epoch, *(peer.formed_epoch for peer in self._peers.values())]
@@ -282,10 +295,6 @@ class RankChannel:
         self.is_formed = True
         self.turn = 0
         self._owner.group_formed(self.epoch)
-
-    def _lose_forming(self, epoch: int, error: TidekvError) -> None:
-        if epoch == self.epoch and self._is_forming:
-            self._lose(self._rank, f"it could not form the group: {error}")
 
     # --- A follower's side ---
 
@@ -344,7 +353,7 @@ class RankChannel:
                     self._owner.turn_opened(opening)
             case wire.Form(epoch=epoch, store_port=port, name=name):
                 self.epoch, self.group_name, self._is_forming = epoch, name, True
-                self._tasks.spawn(self._form_as_told(epoch, port), name="form the group")
+                self._begin_forming(epoch, port)
             case wire.Lost(epoch=epoch, rank=rank, cause=cause):
                 if epoch == self.epoch and not (self.is_formed or self._is_forming) and self._is_settled:
                     # It had given up forming before the leader did, which has forgotten that it settled.
@@ -356,16 +365,3 @@ class RankChannel:
                 raise RemoteProtocolError(f"the leader refuses this rank: {cause}")
             case _:
                 raise RemoteProtocolError(f"the leader sent {type(message).__name__}, which is ours to send")
-
-    async def _form_as_told(self, epoch: int, port: int) -> None:
-        try:
-            if self._own_group:
-                self._forming = self._thread.form(epoch, port)
-                await self._forming
-        except TidekvError as error:
-            self._lose_forming(epoch, error)
-            return
-        if epoch == self.epoch and self._is_forming:
-            # The leader's first frame may be on its way as soon as it hears this.
-            self._begin()
-            self._say_to_leader(wire.Formed(epoch))

@@ -169,6 +169,45 @@ async def test_the_next_group_is_formed_when_every_vote_thread_is_free(monkeypat
             await member.channel.close()
 
 
+async def test_a_rank_that_ends_while_the_leader_makes_ready_to_form_keeps_nobody_from_forming_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = free_address()
+    members = [Member(rank, 3, address) for rank in range(3)]
+    thread, is_asked, is_open = members[0].channel._thread, asyncio.Event(), asyncio.Event()
+    open_store = thread.open_store
+
+    async def open_late() -> int:
+        is_asked.set()
+        await is_open.wait()
+        return await open_store()
+
+    monkeypatch.setattr(thread, "open_store", open_late)
+
+    async def formed(member: Member) -> None:
+        while (heard := await member.owner.heard.get())[0] != "formed":
+            if heard[0] == "lost":
+                member.channel.settled()
+
+    try:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            for member in members:
+                tasks.create_task(member.begin())
+            await is_asked.wait()
+            members[2].channel.leave()
+            await members[2].channel.close()
+            await turns_until(lambda: False, turns_max=100)
+            is_open.set()
+            members[2] = Member(2, 3, address)
+            for member in members:
+                tasks.create_task(formed(member))
+            await members[2].begin()
+    finally:
+        for member in members:
+            member.channel.leave()
+            await member.channel.close()
+
+
 async def turns_until(is_so: Callable[[], bool], *, turns_max: int = 100_000) -> None:
     """Let the loop turn until something is so, or has not come about in so many turns."""
     for _ in range(turns_max):
