@@ -58,12 +58,13 @@ class TailEffects:
     ) -> None:
         found, error, here = 0, "", []
         try:
-            begin = min(command.first, command.tails_first)
+            # Tails are asked for from some page of the caches on, full pages from where these end.
+            begin = command.tails_first
             keys = await record.digests(begin, command.first + command.count - begin)
             if command.count:
                 found = leading(await self._exist(storage, keys[command.first - begin :]))
             # Behind the last full page nobody can go on, whatever there is.
-            keys = keys[command.tails_first - begin : command.first + found - begin]
+            keys = keys[: command.first + found - begin]
             for name, engine in tails.items():
                 ranges = ranges_of(await self._exist(engine, keys), command.tails_first)
                 here.append(events.StoredTail(name, ranges))

@@ -67,26 +67,31 @@ class SimulatedStorage:
         if faults.hits("query_raises"):
             world.outcomes.raised(command.op)
             return
-        delay = self._delay(world, "query_is_late", world.settings.query_deadline_s, "query_is_stuck")
+        delay = self.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
         wanted = world.caller(command.request_id).tags[command.first : command.first + command.count]
         if len(wanted) != command.count:
             raise Violation(f"{command} asks for pages that the prompt does not have")
         world.schedule.after(delay, self._answer, command, wanted)
 
     def _answer(self, command: commands.QueryStorage, wanted: list[int]) -> None:
+        found, error = self.answer_for(wanted)
+        self._world.outcomes.tell(
+            lambda at_s: events.StorageAnswered(at_s=at_s, op=command.op, found=found, error=error), command.op
+        )
+
+    def answer_for(self, wanted: list[int]) -> tuple[int, str]:
+        """How many of these pages an answer tells of, and its error."""
         faults = self._world.faults
         found, error = self._held(wanted), ""
         if faults.hits("query_fails"):
             found, error = self._random.choice((0, found)), "injected"
         elif faults.hits("query_promises_too_much"):
-            found = self._random.randint(found, command.count)
+            found = self._random.randint(found, len(wanted))
         elif faults.hits("query_promises_too_little"):
             found = self._random.randint(0, found)
         elif faults.hits("query_is_nonsense"):
-            found = self._random.choice((-3, command.count + 5))
-        self._world.outcomes.tell(
-            lambda at_s: events.StorageAnswered(at_s=at_s, op=command.op, found=found, error=error), command.op
-        )
+            found = self._random.choice((-3, len(wanted) + 5))
+        return found, error
 
     def fetch(self, command: commands.FetchPages) -> None:
         """Read pages."""
@@ -102,9 +107,7 @@ class SimulatedStorage:
             self._present.pop(self._random.choice(wanted), None)
         world.host.begin_write(command.host_pages, f"fetch {command.op}")
         deadline_s = min(command.timeout_s, FETCH_S_MAX)
-        world.schedule.after(
-            self._delay(world, "fetch_is_late", deadline_s, "fetch_is_stuck"), self._land, command, wanted
-        )
+        world.schedule.after(self.delay("fetch_is_late", deadline_s, "fetch_is_stuck"), self._land, command, wanted)
 
     def _land(self, command: commands.FetchPages, wanted: list[int]) -> None:
         world, faults = self._world, self._world.faults
@@ -132,7 +135,7 @@ class SimulatedStorage:
         wanted = world.tags_put(command)[command.first : command.first + len(command.host_pages)]
         world.host.expect(command.host_pages, wanted, who)
         found = world.host.begin_read(command.host_pages, who)
-        delay = self._delay(world, "store_is_late", 60.0, "store_is_stuck")
+        delay = self.delay("store_is_late", 60.0, "store_is_stuck")
         world.schedule.after(delay, self._stored, command, found)
 
     def _stored(self, command: commands.StorePages, found: list[int]) -> None:
@@ -166,7 +169,9 @@ class SimulatedStorage:
     def _held(self, wanted: list[int]) -> int:
         return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))
 
-    def _delay(self, world: World, late: str, deadline_s: float, stuck: str) -> float:
+    def delay(self, late: str, deadline_s: float, stuck: str) -> float:
+        """How long a call takes: less than its deadline, unless one of these faults strikes."""
+        world = self._world
         if world.faults.hits(late):
             return deadline_s * (1.0 + self._random.random())
         if world.faults.hits(stuck):

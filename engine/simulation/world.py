@@ -18,6 +18,7 @@ from tidekv.engine.simulation.prefill import Peer, Prompt
 from tidekv.engine.simulation.raising import Injected, Raising
 from tidekv.engine.simulation.rooms import Frames, RoomsOut
 from tidekv.engine.simulation.schedule import Schedule
+from tidekv.engine.simulation.tail_storage import SimulatedTailStorage
 from tidekv.engine.simulation.tails import LiveTails, SimulatedTails
 from tidekv.engine.simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
@@ -55,6 +56,7 @@ class World:
         self.tails = SimulatedTails(self.core, self.contents)
         self.outcomes = Outcomes(self)
         self.storage = SimulatedStorage(self, random)
+        self.tail_storage = SimulatedTailStorage(self, self.storage, random)
         self.copies = SimulatedCopies(self, random)
         self.peers = [Peer(self, random, f"prefill-{number}") for number in range(3)]
         self.rooms_out = RoomsOut(self)
@@ -82,8 +84,11 @@ class World:
         # Commands are of different classes; each has its own taker.
         self._execute: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.QueryStorage: self.storage.query,
+            commands.QueryTails: self.tail_storage.query,
             commands.FetchPages: self.storage.fetch,
+            commands.FetchTail: self.tail_storage.fetch,
             commands.StorePages: self.storage.store,
+            commands.StoreTail: self.tail_storage.store,
             commands.ProbeStorage: self.storage.probe,
             commands.CopyToDevice: self.copies.copy_in,
             commands.CopyToHost: self.copies.copy_out,
@@ -106,7 +111,7 @@ class World:
     def run(self, clients: int) -> None:
         """Serve all requests, and see that nothing is left."""
         sessions = [(self._random.choice(("", "", "adapter")), b"") for _ in range(SESSIONS)]
-        self.step(events.StorageChanged(at_s=0.0, available=True))
+        self._change_storage(available=True)
         for _ in range(clients):
             self.schedule.after(self.delay(), Client(self, self._random, sessions).begin)
         while self.schedule.run_next():
@@ -163,11 +168,13 @@ class World:
         if self.faults.hits("policy_changes"):
             self.step(events.PolicyChanged(at_s=self.now_s, policy=draw_policy(self._random, self.settings.page_size)))
         if self.faults.hits("storage_is_detached"):
-            self.step(events.StorageChanged(at_s=self.now_s, available=False))
-            self.schedule.after(
-                self.delay() * 20, lambda: self.step(events.StorageChanged(at_s=self.now_s, available=True))
-            )
+            self._change_storage(available=False)
+            self.schedule.after(self.delay() * 20, lambda: self._change_storage(available=True))
         return True
+
+    def _change_storage(self, *, available: bool) -> None:
+        tails = available and bool(self.settings.components)
+        self.step(events.StorageChanged(at_s=self.now_s, available=available, tails=tails))
 
     def arrive(self, caller: Caller, *, cache: bool, priority: int) -> None:
         """A request arrives."""

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
 from tidekv import Replayer
@@ -24,6 +25,7 @@ from tidekv.states.events import Event
 from tidekv.states.settings import CoreSettings
 from tidekv.states.witness import Noted
 
+OF_STORAGE = [name for name in FAULTS if name.startswith(("query_", "fetch_", "store_", "storage_", "page_"))]
 WITH_COMPONENTS = [seed for seed in range(1, 60) if draw_components(Random(f"components {seed}"), 1)]
 MIXTURES = {
     "window": (Component(name="window", kind="window", window_tokens=7, device_pages=30, host_pages=40),),
@@ -87,6 +89,22 @@ def test_everything_that_can_be_done_with_a_tail_is_done() -> None:
     for name in ("boundaries_served", "tails_shared", "tails_left", "copies_device_to_device", "copies_host_to_device"):
         assert done[name] > 5, done
     assert done["copies_device_to_host"] > 50, done
+
+
+def test_tails_go_to_storage_and_come_from_there_whatever_happens() -> None:
+    done, counters = Counter[str](), Counter[str]()
+    # Its tail reaches back beyond what a turn adds to a prompt, and the caches are small.
+    wide = (Component(name="window", kind="window", window_tokens=12, device_pages=30, host_pages=30),)
+    settings = settings_with(wide, device_pages=24, host_pages=20)
+    settings = msgspec.structs.replace(settings, prefetch_threshold_tokens=0, prefetch_base_s=0.1)
+    for seed in range(5):
+        report: Report = simulate(seed, 120, [*OF_STORAGE, "flush"], settings=settings)
+        assert set(report.ends) == {"READY"}
+        done.update(report.tails)
+        counters.update(report.counters)
+    assert done["tails_stored"] > 80 and done["tails_fetched"] > 8, done
+    for name in ("l3_fetches_late", "l3_pages_short", "sent_back", "l3_queries_failed"):
+        assert counters[name], counters
 
 
 def test_a_run_without_components_does_not_know_of_their_faults() -> None:

@@ -144,16 +144,15 @@ def test_full_pages_that_storage_did_not_take_have_no_tails_there() -> None:
 
 
 def test_half_a_tail_is_not_put() -> None:
-    rig = rig_with(window(3, host=4), write="back", write_back_ahead=1.0)
-    # Of "abcd" and "ef…" the host has the last full pages, and of the window only what fits.
-    finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
-    rig.settle()
-    assert rig.core.books.components is not None
-    rig.core.books.components.evict("host", "window", 1)
-    leaf = next(node for node in rig.core.books.index.nodes() if node.depth_pages == 8)
-    assert rig.core.tail_backups is not None
+    rig = rig_with(window(3))
+    cached(rig, PROMPT)
+    index = rig.core.books.components
+    assert index is not None and rig.core.tail_backups is not None
+    (leaf,) = (node for node in rig.core.books.index.nodes() if node.depth_pages == 8)
+    upper = rig.core.books.index.split(leaf, 6)
+    index.drop("host", "window", upper)
     rig.core.tail_backups.puts.begin(leaf)
-    assert not rig.core.books.out
+    assert not rig.core.books.out and "transitions_raised" not in rig.core.statistics()
 
 
 def test_with_write_back_a_tail_is_put_before_its_full_pages_are_evicted() -> None:
@@ -317,6 +316,22 @@ def test_who_waits_asks_again_where_what_was_in_front_of_the_answer_has_left_the
     assert (again.first, again.count) == (0, 8)
     rig.answer(again, 8, tails=ALL)
     assert rig.state("a") == "PREFETCH" and rig.take(commands.SendPromise).promised_tokens == 8
+
+
+def test_what_was_in_front_of_tails_and_has_left_is_not_thought_to_be_in_storage() -> None:
+    rig = rig_with(device_pages=9)
+    cached(rig, PROMPT)
+    assert rig.core.books.components is not None
+    for tier in ("device", "host"):
+        rig.core.books.components.evict(tier, "window", 16)
+    ready_with(rig, "big", b"12345")
+    # The full pages are all here, and storage was not asked for them.
+    rig.answer(asked(rig), 0, tails=ALL)
+    assert rig.state("a") == "PREALLOC"
+    rig.flush("l1")
+    rig.flush("l2")
+    rig.abort("big")
+    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.take_all(commands.FetchPages)
 
 
 # --- The plan ---

@@ -1,0 +1,137 @@
+"""The storage of the simulated world as components use it: which of their pages it has, by tag.
+
+What may go wrong is what may go wrong with full pages, under the same names: answers that promise too much or too
+little, reads that are short, late or corrupt, puts that are partial, and records that vanish in between.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from tidekv.engine.simulation.memory import Violation
+from tidekv.engine.simulation.tiers import FETCH_S_MAX
+from tidekv.states import commands, events
+
+if TYPE_CHECKING:
+    from tidekv.engine.simulation.tails import Tags
+    from tidekv.engine.simulation.tiers import SimulatedStorage
+    from tidekv.engine.simulation.world import World
+
+
+class SimulatedTailStorage:
+    """Records of all components. They are never wrong, but they may be gone, and answers may lie."""
+
+    def __init__(self, world: World, storage: SimulatedStorage, random: Random) -> None:
+        self._world = world
+        self._storage = storage
+        self._random = random
+        self._present: dict[int, None] = {}
+        """Tags say of which component they are."""
+
+    def query(self, command: commands.QueryTails) -> None:
+        """Answer how many full pages are there, and where pages of components are."""
+        world = self._world
+        world.outcomes.begin(command.op)
+        if world.faults.hits("query_raises"):
+            world.outcomes.raised(command.op)
+            return
+        caller = world.caller(command.request_id)
+        wanted = caller.tags[command.first : command.first + command.count]
+        if len(wanted) != command.count or not 0 <= command.tails_first <= command.first + command.count:
+            raise Violation(f"{command} asks for pages that the prompt does not have")
+        delay = self._storage.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
+        world.schedule.after(delay, self._answer, command, wanted, caller.tail_tags)
+
+    def _answer(self, command: commands.QueryTails, wanted: list[int], tags: Tags) -> None:
+        found, error = self._storage.answer_for(wanted)
+        end = command.first + max(0, min(found, command.count))
+        tails = tuple(self._answer_for(name, ours[:end], command.tails_first) for name, ours in tags.items())
+        self._world.outcomes.tell(
+            lambda at_s: events.StorageAnswered(at_s=at_s, op=command.op, found=found, error=error, tails=tails),
+            command.op,
+        )
+
+    def _answer_for(self, name: str, tags: list[int], first: int) -> events.StoredTail:
+        faults = self._world.faults
+        here = [at for at in range(first, len(tags)) if tags[at] in self._present]
+        ranges = [(at, at + 1) for at in here]
+        if faults.hits("query_promises_too_much"):
+            ranges = [(first, self._random.randint(first, len(tags)))] if first < len(tags) else []
+        elif faults.hits("query_promises_too_little"):
+            ranges = [each for each in ranges if self._random.random() < 0.5]
+        elif faults.hits("query_is_nonsense"):
+            ranges = [(-7, 2), (len(tags), len(tags) + 9)]
+            name = self._random.choice((name, "nobody"))
+        self._world.tails.counts["records_found"] += len(here)
+        return events.StoredTail(name, tuple(ranges))
+
+    def fetch(self, command: commands.FetchTail) -> None:
+        """Read records."""
+        world, faults = self._world, self._world.faults
+        world.outcomes.begin(command.op)
+        if faults.hits("fetch_raises"):
+            world.outcomes.raised(command.op)
+            return
+        tags = world.caller(command.request_id).tail_tags[command.component]
+        if not command.positions or len(command.positions) != len(command.host_pages):
+            raise Violation(f"{command} does not read as many records as it names")
+        wanted = [tags[position] for position in command.positions]
+        if faults.hits("page_is_lost"):
+            self._present.pop(self._random.choice(wanted), None)
+        world.tails.pools["host", command.component].begin_write(command.host_pages, f"fetch {command.op}")
+        delay = self._storage.delay("fetch_is_late", min(command.timeout_s, FETCH_S_MAX), "fetch_is_stuck")
+        world.schedule.after(delay, self._land, command, wanted)
+
+    def _land(self, command: commands.FetchTail, wanted: list[int]) -> None:
+        world, faults = self._world, self._world.faults
+        good, error = self._held(wanted), ""
+        if faults.hits("fetch_fails"):
+            good, error = self._random.choice((0, good)), "injected"
+        for name in ("fetch_is_short", "fetch_is_corrupt"):
+            if good and faults.hits(name):
+                good = self._random.randrange(good)
+        pool = world.tails.pools["host", command.component]
+        pool.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:good], *([0] * (len(wanted) - good))])
+        world.tails.counts["tails_fetched"] += good == len(wanted)
+        if good == len(wanted) and faults.hits("fetch_reports_nonsense"):
+            good += 7
+        world.outcomes.tell(
+            lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, good=good, error=error), command.op
+        )
+
+    def store(self, command: commands.StoreTail) -> None:
+        """Put records, which must be those that the tokens say."""
+        world, faults = self._world, self._world.faults
+        world.outcomes.begin(command.op)
+        if faults.hits("store_raises"):
+            world.outcomes.raised(command.op)
+            return
+        who = f"put {command.op}"
+        namespace, keys = world.core.keys_put(command.op)
+        tags = world.contents.tags(f"{command.component} of {namespace}", keys, world.settings.key_bytes)
+        pool = world.tails.pools["host", command.component]
+        pool.expect(command.host_pages, tags[command.first :], who)
+        found = pool.begin_read(command.host_pages, who)
+        delay = self._storage.delay("store_is_late", 60.0, "store_is_stuck")
+        world.schedule.after(delay, self._stored, command, found)
+
+    def _stored(self, command: commands.StoreTail, found: list[int]) -> None:
+        world, faults = self._world, self._world.faults
+        world.tails.pools["host", command.component].end_read(command.host_pages, f"put {command.op}", found)
+        stored, error = len(found), ""
+        if faults.hits("store_fails"):
+            stored, error = 0, "injected"
+        elif faults.hits("store_is_partial"):
+            stored = self._random.randrange(stored)
+        self._present.update(dict.fromkeys(found[:stored]))
+        world.tails.counts["tails_stored"] += stored == len(found)
+        while self._present and faults.hits("storage_forgets"):
+            for tag in self._random.sample(list(self._present), k=1 + len(self._present) // 4):
+                del self._present[tag]
+        world.outcomes.tell(
+            lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error), command.op
+        )
+
+    def _held(self, wanted: list[int]) -> int:
+        return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))
