@@ -159,9 +159,15 @@ async def open_decode(
 
 
 @asynccontextmanager
-async def open_prefill(*, name: str = "prefill-0", num_pages: int = 256, **options: Any) -> AsyncIterator[Prefill]:
+async def open_prefill(
+    *,
+    name: str = "prefill-0",
+    num_pages: int = 256,
+    components: Sequence[ComponentPools] = (),
+    **options: Any,
+) -> AsyncIterator[Prefill]:
     pool = DevicePool.allocate(LAYOUT, num_pages)
-    worker = SyntheticPrefill(pool, chunk_pages=64)
+    worker = SyntheticPrefill(pool, chunk_pages=64, components=components)
     poller = PollerThread()
     poller.start()
     gate = GatedPoller(poller)
@@ -171,7 +177,9 @@ async def open_prefill(*, name: str = "prefill-0", num_pages: int = 256, **optio
         rooms[room.request_id] = room
         await worker.serve(room)
 
-    async with PrefillPeer(device=pool, transport=NixlTransport(name), on_room=serve, poller=gate, **options) as peer:
+    async with PrefillPeer(
+        device=pool, components=components, transport=NixlTransport(name), on_room=serve, poller=gate, **options
+    ) as peer:
         try:
             yield Prefill(peer, worker, gate, rooms)
         finally:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tidekv import KVLayout, PageLayout, RequestFailed
+from tidekv import HostPool, KVLayout, PageLayout, RequestFailed
 from tidekv.engine.workload.component_order import ComponentOrder
 from tidekv.engine.workload.fault_process import Done, Halt, Halted
 
@@ -129,3 +132,58 @@ async def test_what_a_stopped_prefill_writes_of_a_tail_is_nobodys_until_it_has_e
         await decode.engine.finish(ready)
         await decode.engine.finish(await decode.restore("small", small))
         await decode.assert_nothing_held()
+
+
+@pytest.mark.slow
+async def test_aborts_at_random_points_leave_no_page_of_any_pool_behind(
+    prefill_over_nixl: Any, decode_over_nixl: Any, prompt: Any
+) -> None:
+    source = random.Random(5)
+    outcomes: Counter[str] = Counter()
+    orders = (window(3 * (TAIL + 1)), state(6))
+    there = [window(64).pools(), state(8).pools()]
+    # On the host there is less room than on the device: some tails go there, and come from there.
+    pools = [replace(made, host=HostPool.allocate(made.device.layout, 12)) for made in (o.pools() for o in orders)]
+    async with (
+        asyncio.timeout(60.0),
+        prefill_over_nixl(num_pages=200, components=there) as prefill,
+        decode_over_nixl([prefill.address], components=pools, device_pages=72, host_pages=48) as decode,
+    ):
+
+        async def one(request_id: str, tokens: list[int]) -> str:
+            waiting = asyncio.create_task(decode.engine.restore(decode.request(request_id, tokens)))
+            way = source.random()
+            await asyncio.wait([waiting], timeout=source.choice((0, 0.0005, 0.002, 0.005, 0.01, 0.03)))
+            if way < 0.4:
+                await decode.engine.abort(request_id)
+            elif way < 0.7:
+                waiting.cancel()
+            try:
+                ready = await waiting
+            except RequestFailed as failed:
+                assert failed.cause == "aborted"
+                return "aborted"
+            except asyncio.CancelledError:
+                return "cancelled"
+            if not decode.engine._calls.is_live(request_id):
+                return "aborted when ready"
+            assert decode.wrong(ready, tokens) == []
+            boundary = len(tokens) // SIZE
+            left = {name: (tail.first, tail.pages[: boundary - tail.first]) for name, tail in ready.tails.items()}
+            if len(tokens) % SIZE:
+                del left["ssm"]
+            await decode.engine.finish(ready, tails=left)
+            return "served"
+
+        async def lane(lane: int) -> None:
+            for _ in range(40):
+                tokens = prompt(source.randrange(8), source.randrange(1, 24), tail=source.choice((0, 0, 3)))
+                outcomes[await one(f"r{lane}", tokens)] += 1
+                await decode.until(lambda: not decode.engine._calls.is_live(f"r{lane}"))
+
+        await asyncio.gather(*(lane(number) for number in range(5)))
+        await decode.assert_nothing_held()
+        async with prefill.worker._freed:
+            await prefill.worker._freed.wait_for(lambda: prefill.worker.pages_free == 200)
+        assert prefill.peer.statistics()["writes_in_flight"] == 0
+        assert min(outcomes[name] for name in ("aborted", "cancelled", "served")) >= 10, outcomes
