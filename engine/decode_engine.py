@@ -12,7 +12,6 @@ from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.effects import TokenRecord
 from tidekv.engine.growth import Growth, kept_tokens
-from tidekv.engine.known_digests import KnownDigests
 from tidekv.engine.parts import Parts
 from tidekv.engine.tails import tails_left
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
@@ -79,7 +78,6 @@ class DecodeEngine:
             ranks=ranks,
         )
         self._calls = self._parts.calls
-        self._known_digests = KnownDigests(self._parts.page_keys)
         self._serial = 0
 
     async def __aenter__(self) -> Self:
@@ -134,7 +132,7 @@ class DecodeEngine:
             addresses=request.prefills,
             sends_prompt=request.prompt == "send",
             cache=request.cache,
-            known=self._known_digests,
+            known=self._parts.known_digests,
         )
         outcome = self._calls.begin(request, record, serial=serial)
         now_s = self._driver.clock()

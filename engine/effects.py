@@ -136,6 +136,7 @@ class Effects:
         receiver: Receiver,
         keys_put: Callable[[int], tuple[str, bytes]],
         page_keys: PageKeys,
+        known: KnownDigests,
         store_timeout_s: float,
         query_timeout_s: float,
     ) -> None:
@@ -151,6 +152,7 @@ class Effects:
         self._receiver = receiver
         self._keys_put = keys_put
         self._page_keys = page_keys
+        self._known = known
         self._store_timeout_s = store_timeout_s
         self._query_timeout_s = query_timeout_s
         self._storage_quiet: asyncio.Event = asyncio.Event()
@@ -246,7 +248,12 @@ class Effects:
         namespace, keys = self._keys_put(op)
         packed = self._page_keys.tokens_of(keys)
         return TokenRecord(
-            packed, page_keys=self._page_keys, namespace=namespace, addresses=(), sends_prompt=False, cache=True
+            packed,
+            page_keys=self._page_keys,
+            namespace=namespace,
+            addresses=(),
+            sends_prompt=False,
+            known=self._known,
         )
 
     async def _run_store(self, storage: Storage, record: TokenRecord, command: commands.StorePages) -> None:

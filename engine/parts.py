@@ -20,6 +20,7 @@ from tidekv.engine.effect_group import EffectGroup
 from tidekv.engine.effects import Effects
 from tidekv.engine.journal import Journal
 from tidekv.engine.journal_opening import open_journal
+from tidekv.engine.known_digests import KnownDigests
 from tidekv.engine.kv_events.publisher import KVEventPublisher
 from tidekv.engine.kv_events.watch import KVEventWatcher
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
@@ -79,6 +80,7 @@ class Parts:
         check_components(components, device=device, host=host)
         self.config = config
         self.page_keys = config.page_keys(device.layout.page_size)
+        self.known_digests = KnownDigests(self.page_keys)
         self.core = Core(
             config.core_settings(
                 page_size=device.layout.page_size,
@@ -195,6 +197,7 @@ class Parts:
             receiver=self.receiver,
             keys_put=lambda op: self.core.keys_put(op),
             page_keys=self.page_keys,
+            known=self.known_digests,
             store_timeout_s=config.store_timeout_s,
             query_timeout_s=config.query_deadline_s,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tidekv.backends.storage import calls
+from tidekv.backends.storage.siblings import Siblings
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.shapes import PoolMemory, Segment, page_ids
 
@@ -318,3 +319,26 @@ async def test_two_engines_in_one_process_share_no_state(rig: Rig, tmp_path: Any
     await one.close()
     assert all(await rig.put(other, [2]))
     assert await rig.get(other, [2]) == [True]
+
+
+async def test_an_engine_opened_once_more_holds_pages_of_another_size_beside_it(rig: Rig) -> None:
+    engine = await rig.open()
+    sibling = engine.sibling()
+    assert isinstance(engine, Siblings) and isinstance(sibling, Siblings) and sibling.uri == engine.uri
+    try:
+        pool = type(rig.pool).make(8, 1536)
+        await sibling.register(pool.memory, pool.page, namespace=b"c" * 32, poller=rig.poller)
+        keys = rig.keys([1, 2, 3])
+        for page in range(3):
+            pool.fill(page, bytes([page]))
+        assert await rig.put(engine, [1, 2]) == [True, True]
+        assert await sibling.exists(keys, timeout_s=5) == [False] * 3
+        assert await sibling.put_from(keys, page_ids(range(3)), timeout_s=5) == [True] * 3
+        assert await sibling.get_into(keys, page_ids([5, 6, 7]), timeout_s=5) == [True] * 3
+        assert all(pool.holds(5 + page, bytes([page])) for page in range(3))
+        assert await rig.get(engine, [1, 2, 3]) == [True, True, False]
+        assert await engine.clear() == 2
+        assert await sibling.exists(keys, timeout_s=5) == [True] * 3
+    finally:
+        await sibling.close()
+    assert await engine.exists(keys, timeout_s=5) == [False] * 3

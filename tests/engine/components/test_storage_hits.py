@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidekv import InvalidConfig, Replayer, open_storage
+from tidekv.backends.page_keys import PageKeys
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.memory import MemoryStorage
 from tidekv.states.errors import StorageFailed
@@ -145,6 +146,22 @@ async def test_a_component_without_host_pages_is_not_stored_and_the_others_are(w
         # Nobody can go on without the window.
         assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
         made.expect_nothing_held()
+
+
+async def test_keys_of_pages_that_were_stored_are_not_hashed_again_for_their_tails(worker, monkeypatch) -> None:
+    hashed: list[int] = []
+
+    def digests(self: PageKeys, packed: bytes, **part: object) -> list[bytes]:
+        found: list[bytes] = original(self, packed, **part)
+        hashed.append(len(found))
+        return found
+
+    original = PageKeys.digests
+    monkeypatch.setattr(PageKeys, "digests", digests)
+    async with worker(storage="memory:", **FETCHES) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+        assert made.core()["tail_pages_stored"] == 4
+    assert sum(hashed) == len(KEPT) // SIZE
 
 
 async def test_a_run_with_tails_from_storage_replays(worker, tmp_path: Path) -> None:
