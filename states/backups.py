@@ -14,6 +14,7 @@ Ranges are counted in pages from the root, never in nodes: nodes split while a c
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRetracted
@@ -80,7 +81,8 @@ class Backups:
         self._live: dict[Backup, None] = {}
         self.waiting: dict[Backup, None] = {}
         """Puts that give way to fetches, in order."""
-        self._retracted: dict[str, Receipt | None] = {}
+        self._retracted: dict[str, tuple[Receipt, Callable[[], None]] | None] = {}
+        """By request: what it holds in host memory, and how that is given back."""
         self._retracting: dict[str, Backup] = {}
 
     def __len__(self) -> int:
@@ -92,7 +94,7 @@ class Backups:
     @property
     def held(self) -> list[Receipt]:
         """The receipts of retracted requests."""
-        return [receipt for receipt in self._retracted.values() if receipt is not None]
+        return [held[0] for held in self._retracted.values() if held is not None]
 
     @property
     def retracted_requests(self) -> int:
@@ -208,9 +210,9 @@ class Backups:
         backup = self._retracting.pop(request_id, None)
         if backup is not None:
             backup.retracts = False
-        receipt = self._retracted.get(request_id)
-        if receipt is not None and not receipt.released:
-            self._books.index.unpin(receipt)
+        held = self._retracted.get(request_id)
+        if held is not None and not held[0].released:
+            held[1]()
         self._retracted.pop(request_id, None)
 
     def is_late(self, backup: Backup) -> None:
@@ -313,14 +315,23 @@ class Backups:
     def _tell_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
         held = 0 if host_leaf is None else host_leaf.depth_pages
         with ExitStack() as undo:
-            pin = None if host_leaf is None else self._books.index.pin(host_leaf)
+            pin = None if host_leaf is None else self._pin_retracted(host_leaf)
             if pin is not None:
-                undo.callback(self._books.index.unpin, pin)
+                undo.callback(pin[1])
             self._books.say(TellRetracted(request_id=backup.request_id, held_pages=held))
             undo.pop_all()
         self._retracted[backup.request_id] = pin
         del self._retracting[backup.request_id]
         backup.retracts = False
+
+    def _pin_retracted(self, leaf: Node) -> tuple[Receipt, Callable[[], None]]:
+        """Hold what the host has down to `leaf`, and what it has, or is about to have, of components there."""
+        index, components = self._books.index, self._books.components
+        if components is None:
+            pin = index.pin(leaf)
+            return pin, partial(index.unpin, pin)
+        tails = components.pin(leaf, boundary=leaf.depth_pages)
+        return tails.full, partial(components.unpin, tails)
 
     def _unlock(self, backup: Backup) -> None:
         if backup.lock is not None:

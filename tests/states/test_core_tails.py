@@ -391,3 +391,25 @@ def test_a_raise_while_the_plan_is_made_undoes_what_was_begun(times: int, monkey
     rig.abort("b")
     rig.settle()
     rig.expect_nothing_held()
+
+
+def test_what_a_retracted_request_left_of_components_is_held_until_it_resumes() -> None:
+    rig = rig_with(state(host=1))
+    ready = rig.make_ready("a", PROMPT)
+    left = left_by(ready, len(PROMPT))
+    rig.step(events.RetractRequested, request_id="a", keys=PROMPT, tokens=len(PROMPT), tails=left)
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.take(commands.TellRetracted)
+    rig.copied(rig.take(commands.CopyTail))
+    rig.take_all(commands.ForgetTokens)
+    # Another one would like to have the only record of the host, and does not get it.
+    other = rig.make_ready("b", b"zyxw")
+    finish(rig, other, b"zyxw")
+    rig.copied(rig.take(commands.CopyToHost))
+    assert not rig.take_all(commands.CopyTail)
+    rig.flush("l1")
+    rig.arrive("a", PROMPT)
+    assert rig.take(commands.SendPromise).promised_tokens == 8
+    rig.abort("a")
+    rig.settle()
+    rig.expect_nothing_held()
