@@ -27,6 +27,7 @@ from peer_trees import Ids, OurTree, SglangTree, VllmPool, chain, check_tree, ch
 from peers import PeerMissing, default_cache, fetch, make_importable
 
 from tidekv.backends.keys import page_digests
+from tidekv.engine import compiled
 from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.workload.traces import read_trace
 
@@ -258,6 +259,7 @@ def main() -> None:
         folder = fetch(chosen.peer, chosen.peers)
         make_importable(chosen.peer, folder)
         check_tree(OurTree(PAGE, 1_000_000, packed=False))
+        figures.note(f"our index: {compiled.form()}")
         if chosen.peer == "vllm":
             check_vllm(VllmPool(PAGE, 1_000_000))
             race_on_trace(

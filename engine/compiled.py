@@ -1,0 +1,139 @@
+"""The compiled form of the prefix index: made by mypyc of the very same source, optional, needed by nothing.
+
+    python3 dev.py compile             make it for this Python, in a checkout: a minute or two, and a C compiler
+    python3 dev.py compile --remove    run the source again
+
+An extension module goes before the source beside it, for whoever imports it from then on. A change to the source is
+not seen until it is compiled again: `form` tells, and so do `tidekv doctor` and the tests. Only the modules of the
+index are compiled: those below have nothing that mypyc cannot do, and they are what loops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Final, Literal
+
+from tidekv.states import index
+
+MODULES: Final = (
+    "accounts", "dropping", "eviction", "index", "index_check", "insertion", "node", "tails", "tiers", "tree",
+)  # fmt: skip
+"""The modules of `tidekv.states` that are compiled, together: calls between them cost a C call."""
+
+GROUP: Final = "tidekv_states"
+DIGEST: Final = "compiled.sha256"
+
+Form = Literal["source", "compiled", "stale"]
+
+# Runs in a folder where the package holds nothing else: mypyc follows every import.
+SETUP: Final = """
+import sys
+from mypyc.build import mypycify
+from setuptools import setup
+
+group, *paths = sys.argv[1:]
+sys.argv = ["compiled", "build_ext", "--inplace"]
+options = ["--strict", "--follow-imports=silent", "--config-file=", *paths]
+setup(name="compiled", packages=[], ext_modules=mypycify(options, opt_level="3", group_name=group))
+"""
+
+
+def states_folder() -> Path:
+    """Where the modules of `tidekv.states` are."""
+    return Path(str(index.__file__)).parent
+
+
+def form(loaded: Path | None = None) -> Form:
+    """Tell what runs in this process: the source, what was compiled of it, or what was compiled of another source.
+
+    `loaded` is the file that the index came from, which it knows itself.
+    """
+    loaded = Path(str(index.__file__)) if loaded is None else loaded
+    if loaded.suffix == ".py":
+        return "source"
+    folder = loaded.parent
+    noted = folder / DIGEST
+    return "compiled" if noted.is_file() and noted.read_text() == digest_of(folder) else "stale"
+
+
+def digest_of(folder: Path) -> str:
+    """Name the source that is compiled."""
+    digest = hashlib.sha256()
+    for name in MODULES:
+        digest.update((folder / f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+def remove(folder: Path, libraries: Path) -> None:
+    """Take what was compiled away. Processes that run it go on with it."""
+    for name in MODULES:
+        for built in folder.glob(f"{name}.*.so"):
+            built.unlink()
+    for built in libraries.glob(f"{GROUP}__mypyc.*.so"):
+        built.unlink()
+    (folder / DIGEST).unlink(missing_ok=True)
+
+
+def build(folder: Path, libraries: Path) -> None:
+    """Compile the modules of `folder` and put them there, with the library that they share into `libraries`.
+
+    Raises CalledProcessError, and leaves everything as it was, where a compiler is missing or refuses.
+    """
+    digest = digest_of(folder)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    with tempfile.TemporaryDirectory() as made:
+        stage = Path(made)
+        package = stage / "tidekv" / "states"
+        package.mkdir(parents=True)
+        for empty in (package.parent / "__init__.py", package.parent / "py.typed"):
+            empty.touch()
+        for source in folder.glob("*.py"):
+            shutil.copy(source, package)
+        paths = [f"tidekv/states/{name}.py" for name in MODULES]
+        # The search path of whoever calls would lead to the package itself.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        subprocess.run([sys.executable, "-c", SETUP, GROUP, *paths], cwd=stage, env=environment, check=True)
+        remove(folder, libraries)
+        for name in MODULES:
+            _put(package / f"{name}{suffix}", folder)
+        _put(stage / f"{GROUP}__mypyc{suffix}", libraries)
+        (folder / DIGEST).write_text(digest)
+
+
+def _put(built: Path, folder: Path) -> None:
+    """Never over a file that a process may run."""
+    arriving = folder / f".{built.name}"
+    shutil.copy(built, arriving)
+    arriving.replace(folder / built.name)
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the command line asks."""
+    import tidekv
+
+    folder, libraries = states_folder().resolve(), Path(str(tidekv.__file__)).parent.parent
+    if arguments == ["--remove"]:
+        remove(folder, libraries)
+        print(f"{folder}: the source runs")
+        return 0
+    if arguments:
+        print("usage: python3 dev.py compile [--remove]", file=sys.stderr)
+        return 2
+    try:
+        build(folder, libraries)
+    except subprocess.CalledProcessError as error:
+        print(f"not compiled, the source runs: mypyc ended with {error.returncode}, see above", file=sys.stderr)
+        return 1
+    print(f"{folder}: the compiled form runs, until the source changes or `--remove`")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
