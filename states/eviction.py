@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -11,6 +12,9 @@ from tidekv.states.node import Node
 
 Priority: TypeAlias = "tuple[int, ...]"
 """What goes first compares lowest."""
+
+Entry: TypeAlias = "tuple[Priority, int, Node]"
+"""A node with the priority that it had when it was last looked at, and its number, which decides between equals."""
 
 
 class EvictionPolicy(Protocol):
@@ -80,16 +84,20 @@ _STALE_MARGIN = 64
 class EvictionQueue:
     """The nodes of one tier that may be evicted, by priority; lazily kept, so that a touch costs nothing.
 
+    Most nodes come in the order in which they are to go: those wait in a line, and only the others in a heap.
+
     It may hold nodes that are not ready any more (locked again, given a child, gone): they are passed over when their
     turn comes. It must hold every node that is ready, so whoever makes a node ready pushes it.
     """
 
-    __slots__ = ("_heap", "_is_ready", "_policy", "_queued", "_stale_count")
+    __slots__ = ("_heap", "_is_ready", "_line", "_policy", "_queued", "_stale_count")
 
     def __init__(self, policy: EvictionPolicy, is_ready: Callable[[Node], bool]) -> None:
         self._policy = policy
         self._is_ready = is_ready
-        self._heap: list[tuple[Priority, int, Node]] = []
+        self._line: deque[Entry] = deque()
+        """Ascending."""
+        self._heap: list[Entry] = []
         self._queued: set[int] = set()
         self._stale_count = 0
 
@@ -97,31 +105,33 @@ class EvictionQueue:
         return node.node_id in self._queued
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._line)
 
     def push(self, node: Node) -> None:
         """Queue a node that became ready; one that is queued already keeps its one entry."""
         node_id = node.node_id
         if node_id not in self._queued:
             self._queued.add(node_id)
-            heapq.heappush(self._heap, (self._policy.priority(node), node_id, node))
+            self._enter((self._policy.priority(node), node_id, node))
 
     def pop(self) -> Node | None:
         """Take out the ready node of the lowest priority; None where no node is ready."""
-        heap = self._heap
-        while heap:
-            priority, node_id, node = heap[0]
+        heap, line = self._heap, self._line
+        while heap or line:
+            # No two entries have the same number, so nodes themselves are never compared.
+            if line and (not heap or line[0] < heap[0]):
+                priority, node_id, node = line.popleft()
+            else:
+                priority, node_id, node = heapq.heappop(heap)
             if self._is_ready(node):
                 current = self._policy.priority(node)
-                if current != priority:
-                    heapq.heapreplace(heap, (current, node_id, node))
-                    continue
-                heapq.heappop(heap)
+                if current == priority:
+                    self._queued.remove(node_id)
+                    return node
+                self._enter((current, node_id, node))
+            else:
                 self._queued.remove(node_id)
-                return node
-            heapq.heappop(heap)
-            self._queued.remove(node_id)
-            self._stale_count -= node.parent is None
+                self._stale_count -= node.parent is None
         return None
 
     def first(self, page_count: int) -> list[Node]:
@@ -139,18 +149,32 @@ class EvictionQueue:
         if node.node_id not in self._queued:
             return
         self._stale_count += 1
-        if self._stale_count > len(self._heap) // 2 + _STALE_MARGIN:
+        if self._stale_count > len(self) // 2 + _STALE_MARGIN:
             self._heap = [entry for entry in self._heap if entry[2].parent is not None]
+            self._line = deque(entry for entry in self._line if entry[2].parent is not None)
             heapq.heapify(self._heap)
-            self._queued = {entry[1] for entry in self._heap}
+            self._queued = {entry[1] for entry in self._entries()}
             self._stale_count = 0
 
     def check(self) -> None:
         """Raise BrokenInvariant where the heap and what is known to be in it differ, or an order could be missed."""
-        if len(self._heap) != len(self._queued) or {entry[1] for entry in self._heap} != self._queued:
+        entries = self._entries()
+        if len(entries) != len(self._queued) or {entry[1] for entry in entries} != self._queued:
             raise BrokenInvariant("an eviction queue does not hold each of its nodes once")
-        if self._stale_count != sum(node.parent is None for _, _, node in self._heap):
+        if self._stale_count != sum(node.parent is None for _, _, node in entries):
             raise BrokenInvariant("an eviction queue miscounts its nodes that left the tree")
-        for priority, _, node in self._heap:
+        for priority, _, node in entries:
             if self._policy.priority(node) < priority:
                 raise BrokenInvariant(f"the priority of {node} fell while it was queued")
+        if list(self._line) != sorted(self._line):
+            raise BrokenInvariant("an eviction queue's line is out of order")
+
+    def _enter(self, entry: Entry) -> None:
+        line = self._line
+        if not line or line[-1] < entry:
+            line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
+
+    def _entries(self) -> list[Entry]:
+        return [*self._line, *self._heap]

@@ -1,4 +1,4 @@
-"""The faster forms of the prefix index beside plain ones: parts of keys that are not copied."""
+"""The faster forms of the prefix index beside plain ones: parts of keys that are not copied, a queue that is a line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.states.accounts import PageAccount
+from tidekv.states.eviction import LRU, EvictionQueue
 from tidekv.states.index import Node, PrefixIndex
 from tidekv.states.node import KEPT_MAX, Keys, part_of
 
@@ -48,3 +49,31 @@ def test_a_long_rest_shares_its_prompt_and_a_short_one_does_not() -> None:
         assert index.evict_device(1) == 1
         assert kept_bytes(node.keys) <= KEPT_MAX * max(1, len(node.keys))
         index.check()
+
+
+@given(calls=st.lists(st.tuples(st.sampled_from(["push", "push", "touch", "block", "pop", "pop"]), st.integers(0, 15))))
+def test_the_queue_gives_what_a_look_at_all_nodes_would(calls: list[tuple[str, int]]) -> None:
+    nodes = [Node(number, namespace="", keys=b"k", page_count=1, parent=None, tick=0) for number in range(16)]
+    queued: set[int] = set()
+    blocked: set[int] = set()
+    queue = EvictionQueue(LRU, lambda node: node.node_id not in blocked)
+    for node in nodes:
+        # In the tree, as far as the queue knows.
+        node.parent = nodes[0]
+    for tick, (call, number) in enumerate(calls, 1):
+        if call == "push":
+            queue.push(nodes[number])
+            queued.add(number)
+        elif call == "touch":
+            nodes[number].tick = tick
+        elif call == "block":
+            blocked ^= {number}
+        else:
+            ready = queued - blocked
+            first = min(ready, key=lambda one: (nodes[one].tick, one), default=None)
+            popped = queue.pop()
+            assert (None if popped is None else popped.node_id) == first
+            # Whoever was not ready was passed over, and has to be pushed again.
+            queued = {one for one in queued if nodes[one] in queue}
+            assert first not in queued and ready - {first} <= queued
+        queue.check()

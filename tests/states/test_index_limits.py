@@ -136,7 +136,8 @@ DAMAGE: dict[str, Callable[[PrefixIndex, Node], object]] = {
     "protected": lambda index, node: setattr(index.host_tier, "protected", 9),
     "children": lambda index, node: setattr(root_of(node), "device_children", 2),
     "not queued": lambda index, node: index.host_tier.queue._queued.clear(),
-    "queued twice": lambda index, node: index.host_tier.queue._heap.append(index.host_tier.queue._heap[0]),
+    "queued twice": lambda index, node: index.device_tier.queue._line.append(index.device_tier.queue._line[0]),
+    "line out of order": lambda index, node: index.host_tier.queue._line.append(index.host_tier.queue._heap.pop()),
     "namespace": lambda index, node: setattr(node, "namespace", "x"),
 }
 
