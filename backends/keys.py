@@ -28,6 +28,7 @@ from tidekv.states.shapes import Identity
 DIGEST_BYTES: Final = 32
 TOKEN_BYTES: Final = 4
 TOKEN_MAX: Final = 2**32 - 1
+_NATIVE_LONG: Final = np.dtype(np.int64)
 # Part of every storage namespace: raise it when the bytes of a page in storage change their meaning.
 STORAGE_FORMAT: Final = 1
 NAMESPACE_MAGIC: Final = b"sglang-cache-namespace-v1"
@@ -146,6 +147,11 @@ def _packed(tokens: Tokens) -> bytes:
 def _packed_array(ids: npt.NDArray[np.integer]) -> bytes:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest(f"tokens must be a flat array of ints, not {ids.ndim}-d {ids.dtype}")
+    # What nearly everybody has: read without a sign, a negative id is a great one, and one pass finds the greatest.
+    # Then every other half is what is wanted, and is copied once.
+    is_plain = ids.dtype == _NATIVE_LONG and ids.flags.c_contiguous and sys.byteorder == "little"
+    if is_plain and ids.size and int(ids.view(np.uint64).max()) <= TOKEN_MAX:
+        return ids.view(np.uint32)[::2].tobytes()
     # One pass where all is well: a negative id, or one of more than 32 bits, shows in the bits of all of them together.
     if ids.size and not 0 <= int(np.bitwise_or.reduce(ids)) <= TOKEN_MAX:
         outside = (ids < 0) | (ids > TOKEN_MAX) if ids.dtype.itemsize > TOKEN_BYTES else ids < 0
