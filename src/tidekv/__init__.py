@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tidekv.engine.journal import Replayer
     from tidekv.engine.prefill_peer import PrefillPeer
     from tidekv.engine.rank_group import RankGroup
+    from tidekv.engine.tails import ReadyTail, WindowPages
     from tidekv.engine.tracing import trace_requests
     from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
     from tidekv.transports.loopback import LoopbackTransport
@@ -65,6 +66,7 @@ __all__ = [
     "RankLost",
     "RanksDiverged",
     "ReadyRequest",
+    "ReadyTail",
     "ReplayDiverged",
     "Replayer",
     "RequestFailed",
@@ -72,6 +74,7 @@ __all__ = [
     "Retracted",
     "RetractedRequest",
     "TidekvError",
+    "WindowPages",
     "open_storage",
     "trace_requests",
 ]
@@ -94,10 +97,12 @@ _LATER = {
     "PrefillPeer": "tidekv.engine.prefill_peer",
     "RankGroup": "tidekv.engine.rank_group",
     "ReadyRequest": "tidekv.engine.values",
+    "ReadyTail": "tidekv.engine.tails",
     "Replayer": "tidekv.engine.journal",
     "Restored": "tidekv.engine.engine_thread",
     "Retracted": "tidekv.engine.engine_thread",
     "RetractedRequest": "tidekv.engine.values",
+    "WindowPages": "tidekv.engine.tails",
     "open_storage": "tidekv.backends.storage.uri",
     "trace_requests": "tidekv.engine.tracing",
 }

@@ -177,6 +177,65 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
     assert sent == [{"swa": (2, 7), "ssm": (8, 1)}, {"swa": (9, 0), "ssm": (9, 0)}]
 
 
+@pytest.mark.parametrize(("output", "cached_tokens"), [(17, 160), (30, 160), (3, 144)])
+async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
+    guide: dict[str, Any], output: int, cached_tokens: int
+) -> None:
+    """A model whose record is the sum of what it has seen, and whose window says where each token was."""
+    network, ours, theirs = LoopbackNetwork(), guide["components"](), guide["components"]()
+    window_pool, record_pool = theirs[0].device, theirs[1].device
+    prompt = list(range(9 * 16))
+
+    async def serve(room: Any) -> None:
+        await room.send(range(-(-len(room.tokens) // 4 // 16)), start_token=0)
+        await guide["send_tails"](room, {at: at for at in range(20)}, 7)
+        await room.finish(first_token=1)
+        await room.received()
+
+    def read_record(record: int) -> torch.Tensor:
+        return record_pool.read_pages([record])
+
+    def write_record(record: int, copy: torch.Tensor) -> None:
+        record_pool.write_pages([record], copy)
+
+    async def step(token: int, position: int, ready: Any, window: Any, record: int) -> int:
+        assert len(ready.pages) * 16 > position
+        page = window.pages[position // 16 - window.first]
+        assert page in ready.tails["swa"].own and record in ready.tails["ssm"].own
+        window_pool.k[0][page, position % 16] = position
+        record_pool.k[0][record] += token
+        return token + 1
+
+    async with (
+        PrefillPeer(
+            device=DevicePool.allocate(guide["layout"], 16),
+            components=ours,
+            transport=LoopbackTransport("prefill-0", network),
+            listen="prefill",
+            on_room=serve,
+        ),
+        DecodeEngine(
+            EngineConfig(),
+            device=DevicePool.allocate(guide["layout"], 32),
+            components=theirs,
+            transport=LoopbackTransport("decode-0", network),
+        ) as engine,
+    ):
+        ready = await engine.restore(DecodeRequest(request_id="r1", tokens=prompt, prefill="prefill", prompt="send"))
+        said = await guide["go_on"](engine, ready, step, read_record, write_record, output)
+        assert said == list(range(1, output + 1))
+        whole = prompt + said
+        longer = DecodeRequest(request_id="r2", tokens=whole[:cached_tokens], prefill="prefill", prompt="send")
+        ready = await engine.restore(longer)
+        assert ready.sources["l1"] == cached_tokens
+        seen = cached_tokens - len(prompt)
+        assert record_pool.k[0][ready.tails["ssm"].record, 0, 0, 0] == sum(said[:seen])
+        if seen:
+            page = ready.tails["swa"].pages[-1]
+            assert window_pool.k[0][page, :, 0, 0].tolist() == list(range(cached_tokens - 16, cached_tokens))
+        await engine.abort("r2")
+
+
 def test_every_name_that_the_guide_mentions_is_there() -> None:
     """Calls in backticks are methods of the class that the page talks about, or of one of the others."""
     import tidekv
