@@ -39,10 +39,12 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
     names = {
         commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
         commands.ProbeStorage: "probe", commands.CopyToDevice: "copy_to_device", commands.CopyToHost: "copy_to_host",
-        commands.Recompute: "recompute",
+        commands.Recompute: "recompute", commands.CopyTail: "copy_tail", commands.QueryTails: "query",
+        commands.FetchTail: "fetch_tail", commands.StoreTail: "store_tail",
     }  # fmt: skip
     counts: Counter[tuple[str, str]] = Counter({("tidekv_requests_arrived_total", ""): 0})
     begun: dict[int, tuple[str, float]] = {}
+    tails: dict[int, tuple[str, int]] = {}
     states: dict[str, tuple[str, float]] = {}
     arrived: dict[str, float] = {}
     landed: dict[str, int] = defaultdict(int)
@@ -59,6 +61,9 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
         add("events_total", type(event).__name__)
         if isinstance(event, events.RequestArrived) and not step.error:
             add("requests_arrived_total", "")
+        if isinstance(event, events.FinishRequested | events.RetractRequested) and not step.error:
+            for left in event.tails:
+                add("component_pages_total", f"{left.component} left", len(left.pages))
         if isinstance(event, events.ChunkLanded):
             add("pages_total", "delivered", event.count)
             if rooms.get(event.request_id) == event.generation:
@@ -74,6 +79,10 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             elif name in ("fetch", "store"):
                 good = max(event.good if name == "fetch" else event.stored, 0)
                 add("pages_total", "fetched" if name == "fetch" else "stored", good)
+            elif event.op in tails:
+                label, count = tails[event.op]
+                said = {"fetch_tail": "good", "store_tail": "stored"}.get(name)
+                add("component_pages_total", label, max(getattr(event, said), 0) if said else count)
         for request_id, state in step.moves:
             if request_id in states:
                 was, since_s = states.pop(request_id)
@@ -92,12 +101,21 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             if state in (State.FAILED, State.PREALLOC) and request_id in landed:
                 add("pages_total", "wasted", landed.pop(request_id))
         for command in step.commands:
+            if isinstance(command, commands.CopyTail):
+                way = {("host", "device"): "loaded", ("device", "host"): "backed_up", ("device", "device"): "cloned"}
+                what = way[command.source, command.target]
+                tails[command.op] = (f"{command.component} {what}", len(command.source_pages))
+            elif isinstance(command, commands.FetchTail | commands.StoreTail):
+                what = "fetched" if isinstance(command, commands.FetchTail) else "stored"
+                tails[command.op] = (f"{command.component} {what}", 0)
             if type(command) in names:
                 begun[command.op] = (names[type(command)], event.at_s)
             elif isinstance(command, commands.SendPromise):
                 rooms[command.request_id] = command.generation
                 add("pages_total", "promised", -(-command.promised_tokens // sizes))
                 add("pages_total", "asked", len(command.pages))
+                for tail in command.tails or ():
+                    add("component_pages_total", f"{tail.component} asked", len(tail.pages))
             elif isinstance(command, commands.SendExtend):
                 add("pages_total", "extended", len(command.pages))
             elif isinstance(command, commands.TellReady):

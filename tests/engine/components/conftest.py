@@ -15,6 +15,7 @@ from tidekv import (
     DecodeRequest,
     DevicePool,
     EngineConfig,
+    EngineThread,
     HostPool,
     KVLayout,
     LoopbackTransport,
@@ -183,3 +184,32 @@ def worker() -> MakeWorker:
             yield made
 
     return open_worker
+
+
+@pytest.fixture
+def made_parts() -> tuple[dict[str, object], Callable[[EngineThread], Callable[[], None]]]:
+    """What an engine on a thread is made of, and what starts its prefill on that thread; calling what this returns
+    stops it.
+    """
+    network = LoopbackNetwork()
+    theirs = (component("window", 24, 0), component("state", 24, 0))
+    prefill_pool = DevicePool.allocate(FULL, 48)
+    parts = {
+        "device": DevicePool.allocate(FULL, 48),
+        "host": HostPool.allocate(FULL, 48),
+        "components": (component("window", 16, 16), component("state", 16, 16)),
+        "transport": LoopbackTransport("decode-0", network),
+    }
+    peer = PrefillPeer(
+        device=prefill_pool,
+        transport=LoopbackTransport("prefill-0", network),
+        listen="prefill",
+        components=theirs,
+        on_room=SyntheticPrefill(prefill_pool, components=theirs).serve,
+    )
+
+    def start(thread: EngineThread) -> Callable[[], None]:
+        thread.call(lambda _: peer.__aenter__())
+        return lambda: thread.call(lambda _: peer.__aexit__(None, None, None))
+
+    return parts, start
