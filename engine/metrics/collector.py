@@ -60,7 +60,7 @@ class MetricsCollector(Collector):
         components = CounterMetricFamily(
             "tidekv_component_pages",
             "Pages of windows and records of states: asked of prefill, loaded from host memory, cloned on the device,"
-            " backed up to host memory, left by callers.",
+            " backed up to host memory, fetched from storage, stored there, left by callers.",
             labels=("component", "what"),
         )
         for (component, what), count in sorted(dict(fold.component_pages).items()):
