@@ -47,7 +47,7 @@ def content_of(call: Call) -> int:
         plain = (call.prompt_tokens, call.namespace, call.prefill_count, call.priority, call.cache, call.can_recompute)
         return zlib.crc32(call.keys, zlib.crc32(repr(plain).encode()))
     if isinstance(call, events.FinishRequested | events.RetractRequested):
-        return zlib.crc32(call.keys, call.tokens)
+        return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.tails)).encode()))
     return 0
 
 

@@ -1,0 +1,155 @@
+"""Windows and states on two ranks that decide as one: each has its slice, and what fails on one fails on all."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from tidekv import (
+    ComponentPools,
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    KVLayout,
+    LoopbackTransport,
+    PrefillPeer,
+    RankGroup,
+    ReadyRequest,
+    RequestFailed,
+)
+from tidekv.backends.keys import pack_tokens
+from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.workload.synthetic_tails import wrong_tails
+from tidekv.states.errors import CopyFailed
+from tidekv.transports.loopback import LoopbackNetwork
+
+SIZE = 4
+RANKS = 2
+FULL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=SIZE)
+WINDOW = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", page_size=SIZE)
+RECORD = KVLayout(num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", page_size=16, kind="mla")
+PROMPT = list(range(100, 100 + 6 * SIZE))
+
+
+def components(host_pages: int) -> tuple[ComponentPools, ...]:
+    shapes = (("window", WINDOW, 9), ("state", RECORD, 0))
+    return tuple(
+        ComponentPools(
+            name=kind,
+            kind=kind,
+            window_tokens=tokens,
+            device=DevicePool.allocate(layout, 16),
+            host=HostPool.allocate(layout, host_pages) if host_pages else None,
+        )
+        for kind, layout, tokens in shapes
+    )
+
+
+@dataclass
+class Rank:
+    """One rank as its caller sees it."""
+
+    engine: DecodeEngine
+    device: DevicePool
+    components: tuple[ComponentPools, ...]
+
+    async def restore(self, request_id: str, prompt: list[int]) -> ReadyRequest:
+        prefill = ",".join(f"prefill-{rank}" for rank in range(RANKS))
+        ready = await self.engine.restore(
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill=prefill, prompt="send")
+        )
+        digests = prompt_digests(pack_tokens(prompt), SIZE)
+        assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
+        assert wrong_tails(self.components, ready.tails, digests) == {}
+        return ready
+
+
+@asynccontextmanager
+async def instance() -> AsyncIterator[list[Rank]]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = "{}:{}".format(*probe.getsockname())
+    network = LoopbackNetwork()
+    members, entered = [], []
+    for rank in range(RANKS):
+        pool, theirs, ours = DevicePool.allocate(FULL, 48), components(0), components(16)
+        device = DevicePool.allocate(FULL, 48)
+        peer = PrefillPeer(
+            device=pool,
+            transport=LoopbackTransport(f"prefill-{rank}", network),
+            listen=f"prefill-{rank}",
+            components=theirs,
+            on_room=SyntheticPrefill(pool, components=theirs).serve,
+            rank=rank,
+            ranks=RANKS,
+        )
+        engine = DecodeEngine(
+            EngineConfig(close_deadline_s=2.0),
+            device=device,
+            host=HostPool.allocate(FULL, 48),
+            components=ours,
+            transport=LoopbackTransport(f"decode-{rank}", network),
+            ranks=RankGroup(rank=rank, ranks=RANKS, address=address, hold_s=2.0, form_timeout_s=20.0),
+        )
+        entered += [peer, engine]
+        members.append(Rank(engine, device, ours))
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        await asyncio.gather(*(stack.enter_async_context(part) for part in entered))
+        yield members
+
+
+async def on_all(members: list[Rank], request_id: str, prompt: list[int]) -> dict[str, int]:
+    """Restore on all ranks, leave the tails as they are, and wait for the backups."""
+    readies = await asyncio.gather(*(member.restore(request_id, prompt) for member in members))
+    for name, tail in readies[0].tails.items():
+        assert all(ready.tails[name].pages.tolist() == tail.pages.tolist() for ready in readies)
+    left = {name: (tail.first, tail.pages) for name, tail in readies[0].tails.items()}
+    await asyncio.gather(
+        *(member.engine.finish(ready, tails=left) for member, ready in zip(members, readies, strict=True))
+    )
+    await asyncio.gather(*(member.engine.wait_settled() for member in members))
+    return {source: tokens for source, tokens in readies[0].sources.items() if tokens}
+
+
+async def test_every_rank_has_its_slice_of_windows_and_records_from_every_tier() -> None:
+    async with instance() as members:
+        assert await on_all(members, "r1", PROMPT) == {"transfer": len(PROMPT)}
+        assert await on_all(members, "r2", PROMPT) == {"l1": len(PROMPT)}
+        await members[0].engine.flush(("l1",))
+        assert await on_all(members, "r3", PROMPT) == {"l2": len(PROMPT)}
+
+
+async def test_a_window_that_one_rank_cannot_load_is_asked_of_prefill_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> asyncio.Future[None]:
+        copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        copied.set_exception(CopyFailed("the bus is gone"))
+        return copied
+
+    async with instance() as members:
+        await on_all(members, "r1", PROMPT)
+        await members[0].engine.flush(("l1",))
+        monkeypatch.setattr(members[1].engine._parts.tail_copiers["window"], "to_device", fail)
+        assert await on_all(members, "r2", PROMPT) == {"transfer": len(PROMPT)}
+        assert await on_all(members, "r3", PROMPT) == {"l1": len(PROMPT)}
+
+
+async def test_ranks_that_leave_different_things_keep_nothing() -> None:
+    """What one rank has not left must not be taken for what another has: the request is dropped on all."""
+    async with instance() as members:
+        readies = await asyncio.gather(*(member.restore("r1", PROMPT) for member in members))
+        left = {name: (tail.first, tail.pages) for name, tail in readies[0].tails.items()}
+        answers = await asyncio.gather(
+            members[0].engine.finish(readies[0], tails=left),
+            members[1].engine.finish(readies[1]),
+            return_exceptions=True,
+        )
+        assert all(isinstance(answer, RequestFailed) for answer in answers), answers
+        assert all(member.engine.peek(PROMPT) == {"l1": 0, "l2": 0} for member in members)
+        assert await on_all(members, "r2", PROMPT) == {"transfer": len(PROMPT)}
