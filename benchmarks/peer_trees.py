@@ -33,8 +33,8 @@ class OurTree:
         self._packed = packed
 
     def prompt(self, tokens: Ids) -> Any:
-        """What a caller has, made beforehand."""
-        return tokens.astype("<u4").tobytes() if self._packed else tokens
+        """What a caller has, made beforehand: just now, as each peer's is, and not long ago."""
+        return tokens.astype("<u4").tobytes() if self._packed else tokens.copy()
 
     def match(self, prompt: Any) -> tuple[int, Any, Any]:
         """Tokens found, where they end, and the keys."""
