@@ -28,7 +28,7 @@ import msgspec
 from tidekv.states import commands, events
 from tidekv.states.call_questions import CALLS, Call, CallName, CallQuestion, Refusal, name_of
 from tidekv.states.errors import RankBroken, RanksDiverged
-from tidekv.states.fingerprint import PARTS, Fingerprint
+from tidekv.states.fingerprint import Fingerprint
 from tidekv.states.questions import LOST_RANK, OperationQuestion, RequestQuestion
 from tidekv.states.room_questions import FAILED, LOST, REFUSED, RoomQuestion
 from tidekv.states.votes import NOBODY, Ballot, equal_words, unequal
@@ -45,8 +45,8 @@ HOLD_S = 10.0
 """So long a call waits for the callers of all ranks."""
 SOLE_FACTS = ("broken", "idle", "storage", "leaving")
 """Words of the header that are no pairs: the lowest rank that broke; and whether all are idle, have storage, leave."""
-COMPARED = ("epoch", "turn", "questions", *PARTS)
-HEADER_WORDS = len(SOLE_FACTS) + 2 * len(COMPARED)
+COMPARED = ("epoch", "turn", "questions")
+"""What is compared in front of the parts of the fingerprint."""
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
@@ -91,6 +91,10 @@ class Agreement:
         self._hold_s = hold_s
         self._ballot = Ballot()
         self._fingerprint = Fingerprint(core)
+        self.compared = (*COMPARED, *self._fingerprint.parts)
+        """What each vote compares, by name."""
+        self.header_words = len(SOLE_FACTS) + 2 * len(self.compared)
+        """Words in front of those of the questions."""
         self._opening: Opening | None = None
         self._number = 0
         self._operations: dict[int, OperationQuestion] = {}
@@ -276,7 +280,11 @@ class Agreement:
             int(self.is_leaving),
         ]
         # What a rank keeps that broke is not to be trusted, nor even to be looked at.
-        parts = [0] * len(PARTS) if self.has_broken else self._fingerprint.numbers(opening.turn, whole=opening.whole)
+        parts = (
+            [0] * len(self._fingerprint.parts)
+            if self.has_broken
+            else self._fingerprint.numbers(opening.turn, whole=opening.whole)
+        )
         numbers = [self.epoch, self.turn + 1, self._ballot.taken, *parts]
         words = self._ballot.cast(opening.slots)
         head = type(words)("q", facts + equal_words(numbers))
@@ -290,14 +298,14 @@ class Agreement:
         broken, idle, storage, leaving = reduced[: len(SOLE_FACTS)]
         if broken != NOBODY:
             raise RankBroken(rank=broken)
-        if parts := unequal(COMPARED, reduced[len(SOLE_FACTS) : HEADER_WORDS]):
+        if parts := unequal(self.compared, reduced[len(SOLE_FACTS) : self.header_words]):
             raise RanksDiverged(turn=opening.turn, parts=tuple(parts))
         self.is_whole = opening.whole
         decided: list[Event] = []
         if bool(storage) != self._told_storage:
             self._told_storage = bool(storage)
             decided.append(events.StorageChanged(at_s=opening.at_s, available=self._told_storage))
-        for question in self._ballot.take(reduced[HEADER_WORDS:]):
+        for question in self._ballot.take(reduced[self.header_words :]):
             if not isinstance(question, CallQuestion):
                 decided += question.decide(self._ballot, opening.at_s)
                 self._close_answered(question)

@@ -84,6 +84,11 @@ class ComponentIndex:
         index.tree.on_split.append(self._split)
         index.on_evict.append(self._full_copy_goes)
 
+    @property
+    def tiers(self) -> tuple[TailTier, ...]:
+        """All books: of each component those on the device, then those on the host."""
+        return tuple(tier for name in self.components for tier in (self.device[name], self.host[name]))
+
     # --- Finding ---
 
     def match(self, namespace: str, keys: bytes, *, use_host: bool = True) -> Match:

@@ -3,6 +3,7 @@
 The numbers roll over every step, which costs microseconds: pages that commands name, changes of state, evictions, the
 counts of both pools and of the index. What a step does not show is looked at besides: a window of each free list at
 every vote, which moves on, and the whole tree and both free lists at the vote in which ranks agree that they are idle.
+Each component is a part of its own, with both of its tiers.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from tidekv.states.events import Event
     from tidekv.states.node import Node, TierName
     from tidekv.states.shapes import PageIds
+    from tidekv.states.tails import TailTier
 
 PARTS = ("events", "index", "device pool", "host pool", "requests", "rooms", "page tables")
-"""What is compared, by name."""
+"""What is compared, by name; behind these, each component."""
 WINDOW_PAGES = 4096
 """Pages of a free list that one vote looks at."""
-PAGE_FIELDS = ("pages", "device_pages", "host_pages", "reserve")
+PAGE_FIELDS = ("pages", "device_pages", "host_pages", "reserve", "source_pages", "target_pages")
 """Fields of commands that name pages."""
 ROOMS = (commands.SendPromise, commands.SendExtend, commands.SendAbort, commands.SendReceived)
 
@@ -40,6 +42,13 @@ class Fingerprint:
         self._core = core
         self._events = self._moves = self._rooms = self._pages = self._index = 0
         self._device = self._host = 0
+        components = core.books.components
+        tiers = (
+            () if components is None else tuple(zip(components.device.items(), components.host.values(), strict=True))
+        )
+        self.parts = PARTS + tuple(f"component {name}" for (name, _), _ in tiers)
+        """Names of what is compared."""
+        self._tails: dict[TailTier, int] = {tier: 0 for (_, device), host in tiers for tier in (device, host)}
         core.books.index.on_evict.append(self._note_eviction)
 
     def stepped(self, event: Event, given: list[Command]) -> None:
@@ -55,6 +64,10 @@ class Fingerprint:
                     self._rooms = zlib.crc32(read(command), self._rooms)
                 else:
                     self._pages = zlib.crc32(read(command), self._pages)
+            if self._tails:
+                self._note_tails(command)
+        for tier, crc in self._tails.items():
+            self._tails[tier] = zlib.crc32(_SIX.pack(*tier.account.counts, tier.protected, tier.receipts), crc)
         books = self._core.books
         tree, device, host = books.index.tree, books.index.device_tier, books.index.host_tier
         self._index = zlib.crc32(
@@ -64,7 +77,7 @@ class Fingerprint:
         self._host = zlib.crc32(_FOUR.pack(*books.host.counts), self._host)
 
     def numbers(self, turn: int, *, whole: bool) -> list[int]:
-        """One number for each of PARTS, now; with `whole`, over everything there is."""
+        """One number for each of `parts`, now; with `whole`, over everything there is."""
         books = self._core.books
         index = self._index
         if whole:
@@ -78,7 +91,28 @@ class Fingerprint:
             self._moves,
             self._rooms,
             self._pages,
+            *self._numbers_of_tails(turn, whole=whole),
         ]
+
+    def _numbers_of_tails(self, turn: int, *, whole: bool) -> list[int]:
+        numbers = []
+        for tier, crc in self._tails.items():
+            crc = _crc_of_free(tier.account, crc, turn, whole=whole)
+            for node in tier.nodes() if whole else ():
+                for position, page in tier.pages_of(node).items():
+                    crc = zlib.crc32(_FOUR.pack(node.depth_pages, node.tick, position, page), crc)
+            numbers.append(crc)
+        # Both tiers of a component in one number.
+        return [zlib.crc32(_ONE.pack(host), device) for device, host in zip(numbers[::2], numbers[1::2], strict=True)]
+
+    def _note_tails(self, command: Command) -> None:
+        """The pages of components that a command names: those of a promise are of its room."""
+        for tail in getattr(command, "tails", None) or ():
+            for pages in (tail.pages, getattr(tail, "own", b"")):
+                if type(command) in ROOMS:
+                    self._rooms = zlib.crc32(pages, zlib.crc32(_ONE.pack(tail.first), self._rooms))
+                else:
+                    self._pages = zlib.crc32(pages, zlib.crc32(_ONE.pack(tail.first), self._pages))
 
     def _note_eviction(self, node: Node, tier: TierName) -> None:
         pages = node.device if tier == "device" else node.host
@@ -112,5 +146,7 @@ _PAGES = {
     for kind in vars(commands).values()
     if isinstance(kind, type) and issubclass(kind, commands.Command)
 }
+_ONE = struct.Struct("<q")
 _FOUR = struct.Struct("<4q")
 _FIVE = struct.Struct("<5q")
+_SIX = struct.Struct("<6q")

@@ -69,6 +69,10 @@ class TailTier:
         holding = self._find(node)
         return {} if holding is None else holding.pages
 
+    def nodes(self) -> tuple[Node, ...]:
+        """Every node that has pages or guards here: those that can be evicted, the next one first, then the others."""
+        return (*self._idle, *self._guarded)
+
     def is_guarded(self, node: Node) -> bool:
         """Whether a guard keeps the node's component pages."""
         return node in self._guarded

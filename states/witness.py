@@ -46,8 +46,10 @@ BOOK_NUMBERS = (
     "host_receipts",
 )
 """What `Answer.books` holds: recency, the free page of each pool that is taken next (-1: none), and for each pool its
-pages by condition, cached pages that are protected, and live locks or pins.
+pages by condition, cached pages that are protected, and live locks or pins. Behind them, for each component and each
+of its tiers, first on the device, the same as of a pool: `TAIL_NUMBERS`.
 """
+TAIL_NUMBERS = ("next", "free", "owned", "cached", "draining", "protected", "receipts")
 
 OMITTED = ("detail",)
 """Fields of commands that are free text for people: two runs of one journal may word them differently. They are empty
@@ -101,6 +103,9 @@ class Witness:
         self._device_counts, self._host_counts = books.device.counts, books.host.counts
         self._device_free, self._host_free = books.device.free_pages, books.host.free_pages
         self._device_tier, self._host_tier = books.index.device_tier, books.index.host_tier
+        components = books.components
+        tiers = () if components is None else components.tiers
+        self._tails = [(tier, tier.account.counts, tier.account.free_pages) for tier in tiers]
         self._evicted: list[tuple[str, int, int]] = []
         self._books: tuple[int, ...] = ()
         books.index.on_evict.append(self._note_eviction)
@@ -135,6 +140,8 @@ class Witness:
             host.protected,
             host.receipts,
         )
+        for tier, counts, free in self._tails:
+            books += (free[-1] if free else -1, *counts, tier.protected, tier.receipts)
         if books == self._books:
             books = ()
         else:

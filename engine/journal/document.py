@@ -12,7 +12,7 @@ from tidekv.engine.journal.journal import CLOSE_S, COALESCE_S
 from tidekv.engine.journal.pages import DIGEST_BYTES
 from tidekv.engine.journal.schema import event_types, field_types
 from tidekv.states import events, witness
-from tidekv.states.witness import BOOK_NUMBERS, COMMANDS, short_fields
+from tidekv.states.witness import BOOK_NUMBERS, COMMANDS, TAIL_NUMBERS, short_fields
 
 INTRODUCTION = """# The journal
 
@@ -68,7 +68,9 @@ def journal_document() -> str:
     parts.append(
         f"The numbers of `books` are: {', '.join(f'`{name}`' for name in BOOK_NUMBERS)}. `tick` counts uses of the "
         "index, `next` is the free page that is taken next (-1: none is free), pages are counted by condition, "
-        "`protected` ones are cached and may not go, `receipts` are live locks or pins.\n"
+        "`protected` ones are cached and may not go, `receipts` are live locks or pins. Where there are windows "
+        f"and states, the numbers {', '.join(f'`{name}`' for name in TAIL_NUMBERS)} of each follow, in the order of "
+        "the settings, first of its pages on the device, then of those on the host.\n"
     )
     parts.append(
         "## Events\n\nFields that have their default are left out. All have `type`, the heading, and `at_s`.\n"

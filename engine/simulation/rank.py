@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
 from tidekv.engine.simulation.rank_callers import RankCaller, Script
 from tidekv.engine.simulation.rank_rooms import RankRooms
+from tidekv.engine.simulation.rank_tails import check_tails, kept_tails, leave_tails
 from tidekv.engine.simulation.rank_tiers import RankTiers
+from tidekv.engine.simulation.tails import LiveTails, SimulatedTails
 from tidekv.engine.simulation.world import ENCODER
 from tidekv.states import commands, events
 from tidekv.states.agreement import Agreement
@@ -63,6 +65,7 @@ class SimulatedRank:
         self.core = Core(world.settings)
         self.agreement = Agreement(self.core, rank=self.number, epoch=epoch, hold_s=2.0)
         self.device, self.host = SimulatedPool(self.core.books.device), SimulatedPool(self.core.books.host)
+        self.tails = SimulatedTails(self.core, world.contents)
         self.events = 0
         tiers = RankTiers(self)
         self.rooms = RankRooms(self)
@@ -79,6 +82,7 @@ class SimulatedRank:
             commands.ProbeStorage: tiers.probe,
             commands.CopyToDevice: tiers.copy,
             commands.CopyToHost: tiers.copy,
+            commands.CopyTail: tiers.copy_tail,
             commands.SendPromise: self.rooms.promise,
             commands.SendExtend: self.rooms.extend,
             commands.SendAbort: self.rooms.abort,
@@ -130,6 +134,7 @@ class SimulatedRank:
             self._refused(refusal)
         if self.random.random() < 0.05:
             self.core.check()
+            self.tails.check_cached(self.core)
         if self.agreement.has_news:
             self._told()
 
@@ -195,6 +200,8 @@ class SimulatedRank:
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
         tags = self.tags(caller.script.tokens)
         self.device.expect(command.pages[: len(tags)], tags, command.request_id)
+        caller.tails = LiveTails(command.tails or (), len(caller.script.tokens))
+        check_tails(self.tails, caller)
         self.after(self.delay(), self._generate, caller)
 
     def _generate(self, caller: RankCaller) -> None:
@@ -235,9 +242,11 @@ class SimulatedRank:
         tags = self.tags(tokens)
         for at in range(len(self.tags(caller.script.tokens)), len(tags)):
             self.device.put(caller.pages[at], tags[at], f"decoding of {request_id}")
+        left = leave_tails(self.tails, caller, tokens, rank=self.number)
         self.records[self._serials[request_id]] = tags
         kind = events.RetractRequested if caller.script.retracts else events.FinishRequested
-        self.hear(kind(at_s=self.world.schedule.now_s, request_id=request_id, keys=tokens[:full], tokens=len(tokens)))
+        now_s = self.world.schedule.now_s
+        self.hear(kind(at_s=now_s, request_id=request_id, keys=tokens[:full], tokens=len(tokens), tails=left))
 
     def _retracted(self, command: commands.TellRetracted) -> None:
         self._end(command.request_id, "retracted")
@@ -344,6 +353,7 @@ class SimulatedRank:
             and not (self.in_flight or self.rooms.in_flight)
             and self.device.is_quiet
             and self.host.is_quiet
+            and self.tails.is_quiet
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -363,7 +373,12 @@ class SimulatedRank:
             (node.namespace, node.edge, tuple(node.device or ()), tuple(node.host or ()), node.anchored)
             for node in index.nodes()
         )
-        return (nodes, tuple(self.core.books.device.free_pages), tuple(self.core.books.host.free_pages))
+        return (
+            nodes,
+            tuple(self.core.books.device.free_pages),
+            tuple(self.core.books.host.free_pages),
+            *kept_tails(self.core),
+        )
 
     def check_end(self) -> None:
         """Raise where anything is left."""

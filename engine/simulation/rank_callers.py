@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from tidekv.engine.simulation.tails import LiveTails
 from tidekv.states.settings import CoreSettings
 from tidekv.states.shapes import PageIds, page_ids
 
@@ -28,6 +29,8 @@ class Script:
         """The rank whose caller gives up, alone; -1: none."""
         self.missing_on = -1
         """The rank whose caller never makes the request; -1: none."""
+        self.leaves_no_tail_on = -1
+        """The rank whose caller leaves nothing of components, alone; -1: none."""
         self.flushes: tuple[str, ...] = ()
         self.ends: dict[int, str] = {}
 
@@ -43,15 +46,20 @@ class RankCaller:
         self.pages: PageIds = page_ids()
         self.reserve: PageIds = page_ids()
         self.wanted = False
+        self.tails = LiveTails((), len(script.tokens))
 
 
-def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int) -> Script:
-    """A request that shares a prefix with others."""
+def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int, written: list[bytes]) -> Script:
+    """A request that shares a prefix with others. `written` is what earlier ones have written, and gets another entry:
+    components can be served at the ends of those alone.
+    """
     size = settings.page_size
     history = bytes(random.choice(HISTORIES))
     longest = max(1, (settings.device_pages * 3 // 5 - settings.growth_reserve_pages) * size)
     shared = history[: random.randrange(0, max(1, min(len(history), longest - 2 * size)))]
     tokens = (shared + bytes(random.choices(b"ab", k=random.randint(1, 2 * size))))[:longest]
+    if settings.components and written and random.random() < 0.5:
+        tokens = (random.choice(written[-6:]) + random.choice((b"", bytes(random.choices(b"ab", k=size)))))[:longest]
     script = Script(
         f"r{serial}",
         tokens,
@@ -67,4 +75,11 @@ def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int)
         script.missing_on = random.randrange(ranks)
     if random.random() < 0.05:
         script.flushes = random.choice((("l1",), ("l2",), ("l1", "l2")))
+    if settings.components:
+        if random.random() < 0.7:
+            # A record is left at the end of a page only; the last token that was generated has none.
+            script.output = script.output[: len(script.output) - (len(tokens) + len(script.output) - 1) % size]
+        if ranks > 1 and random.random() < 0.02:
+            script.leaves_no_tail_on = random.randrange(ranks)
+        written.append((tokens + script.output[:-1])[:longest])
     return script

@@ -8,6 +8,8 @@ from tidekv.states import commands, events
 
 if TYPE_CHECKING:
     from tidekv.engine.simulation.rank import SimulatedRank
+    from tidekv.engine.simulation.tails import Tags
+    from tidekv.states.components import TailPages
     from tidekv.states.shapes import PageIds
 
 RoomKey = tuple[str, int]
@@ -16,10 +18,15 @@ RoomKey = tuple[str, int]
 class WrittenRoom:
     """One room as its writer sees it."""
 
-    def __init__(self, key: RoomKey, writer: str, tags: list[int]) -> None:
+    def __init__(self, key: RoomKey, writer: str, tags: list[int], tails: Tags) -> None:
         self.key = key
         self.writer = writer
         self.tags = tags
+        self.tails = tails
+        self.tails_open = 0
+        """Tails that are not written yet: span 0 does not end before."""
+        self.held: list[events.ChunkLanded] = []
+        """The last chunk of span 0, where it waits for tails."""
         self.is_sent = False
         self.is_aborted = False
         self.is_over = False
@@ -45,12 +52,15 @@ class RankRooms:
         """Send a promise."""
         rank, key = self._rank, (command.request_id, command.generation)
         prefill = command.prefill
-        room = WrittenRoom(key, self._writer(prefill), rank.page_tags(rank.callers[command.request_id].script))
+        script = rank.callers[command.request_id].script
+        rank.tails.check_promise(command.tails, command.prompt_tokens, command.promised_tokens)
+        tails = rank.tails.tags_of("", script.tokens, script.request_id)
+        room = WrittenRoom(key, self._writer(prefill), rank.page_tags(script), tails)
         self._rooms[key] = room
         if rank.hits("promise_fails"):
             rank.after(rank.delay(), self._refuse_to_connect, room)
         else:
-            rank.after(rank.delay(), self._send, room, prefill, command.pages)
+            rank.after(rank.delay(), self._send, room, prefill, command)
         if rank.hits("writer_dies"):
             rank.after(rank.delay() * 2, self._die, prefill)
 
@@ -63,9 +73,10 @@ class RankRooms:
             room.is_over = True
             self._failed(room, settled=True)
 
-    def _send(self, room: WrittenRoom, prefill: int, pages: PageIds) -> None:
+    def _send(self, room: WrittenRoom, prefill: int, command: commands.SendPromise) -> None:
         if room.is_over:
             return
+        pages = command.pages
         room.writer = self._writer(prefill)
         room.is_sent = True
         rank = self._rank
@@ -80,6 +91,10 @@ class RankRooms:
                 events.RoomRefused(at_s=0.0, request_id=room.key[0], generation=room.key[1], span=0, cause="injected"),
             )
             return
+        for tail in command.tails or ():
+            if tail.pages:
+                room.tails_open += 1
+                rank.after(rank.delay(), self._write_tail, room, tail)
         self._write_span(room, 0, len(room.tags) - len(pages), pages)
         for extend in room.waiting:
             self._write_span(room, extend.span, extend.first, extend.pages)
@@ -125,21 +140,43 @@ class RankRooms:
             if room.is_aborted:
                 self._drain(room)
                 return
-            self._say(
-                room,
-                events.ChunkLanded(
-                    at_s=0.0,
-                    request_id=room.key[0],
-                    generation=room.key[1],
-                    rank=0,
-                    span=span,
-                    first=first + at,
-                    count=end - at,
-                    last=end == len(pages),
-                ),
+            chunk_landed = events.ChunkLanded(
+                at_s=0.0,
+                request_id=room.key[0],
+                generation=room.key[1],
+                rank=0,
+                span=span,
+                first=first + at,
+                count=end - at,
+                last=end == len(pages),
             )
+            if span == 0 and chunk_landed.last and room.tails_open:
+                room.held.append(chunk_landed)
+                return
+            self._say(room, chunk_landed)
             if end < len(pages):
                 self._write(room, span, first, pages, end, len(pages))
+
+        rank.after(rank.delay(), land)
+
+    def _write_tail(self, room: WrittenRoom, tail: TailPages) -> None:
+        """Write what is asked for of a component."""
+        if room.is_over or room.is_aborted:
+            return
+        rank, who = self._rank, f"room {room.key}"
+        pool = rank.tails.pools["device", tail.component]
+        pool.begin_write(tail.pages, who)
+        room.writing += 1
+
+        def land() -> None:
+            room.writing -= 1
+            room.tails_open -= 1
+            pool.end_write(tail.pages, who, room.tails[tail.component][tail.first :])
+            if room.is_aborted:
+                self._drain(room)
+            elif not room.tails_open:
+                for chunk in room.held:
+                    self._say(room, chunk)
 
         rank.after(rank.delay(), land)
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
+    from tidekv.engine.simulation.memory import SimulatedPool
     from tidekv.engine.simulation.rank import SimulatedRank
+    from tidekv.states.shapes import PageIds
 
 
 class RankTiers:
@@ -94,13 +96,27 @@ class RankTiers:
         source, target = (self._rank.host, self._rank.device) if to_device else (self._rank.device, self._rank.host)
         source_pages = command.host_pages if to_device else command.device_pages
         target_pages = command.device_pages if to_device else command.host_pages
-        who, error = f"copy {command.op}", self._error("copy_fails")
+        self._copy(command.op, source, source_pages, target, target_pages)
+
+    def copy_tail(self, command: commands.CopyTail) -> None:
+        """Copy pages of a component between its pools, or within that on the device."""
+        if self._raises(command.op):
+            return
+        pools = self._rank.tails.pools
+        source, target = pools[command.source, command.component], pools[command.target, command.component]
+        self._rank.tails.counts[f"copies_{command.source}_to_{command.target}"] += 1
+        self._copy(command.op, source, command.source_pages, target, command.target_pages)
+
+    def _copy(
+        self, op: int, source: SimulatedPool, source_pages: PageIds, target: SimulatedPool, target_pages: PageIds
+    ) -> None:
+        who, error = f"copy {op}", self._error("copy_fails")
         found = source.begin_read(source_pages, who)
         target.begin_write(target_pages, who)
 
         def end() -> events.Event:
             source.end_read(source_pages, who, found)
             target.end_write(target_pages, who, None if error else found)
-            return events.CopyEnded(at_s=0.0, op=command.op, error=error)
+            return events.CopyEnded(at_s=0.0, op=op, error=error)
 
         self._rank.outcome(0.3 if self._rank.hits("copy_is_late") else self._rank.delay(), end)

@@ -17,7 +17,7 @@ from tidekv.engine.simulation.memory import Contents, Violation
 from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
 from tidekv.engine.simulation.rank_callers import Script, draw_script
 from tidekv.engine.simulation.schedule import Link, Schedule
-from tidekv.engine.simulation.simulate import draw_settings
+from tidekv.engine.simulation.simulate import draw_settings, with_components
 from tidekv.states import events
 from tidekv.states.agreement import Opening
 from tidekv.states.errors import TidekvError
@@ -44,6 +44,8 @@ class RanksReport(msgspec.Struct, frozen=True):
     virtual_s: float
     ends: dict[str, int]
     faults: dict[str, int]
+    tails: dict[str, int]
+    """What was done with components on the first rank."""
     digest: int
 
 
@@ -77,6 +79,7 @@ class RankGroupWorld:
         self.scripts_left = requests
         self.scripts_live = 0
         self._serial = 0
+        self._written: list[bytes] = []
         self._wires = [Link(self.schedule) for _ in range(ranks)]
         self._votes: dict[int, Words] = {}
         self._log: list[tuple[int, int]] = []
@@ -115,7 +118,7 @@ class RankGroupWorld:
         self.scripts_left -= 1
         self.scripts_live += 1
         self._serial += 1
-        script = draw_script(self.random, self._serial, self.settings, len(self.ranks))
+        script = draw_script(self.random, self._serial, self.settings, len(self.ranks), self._written)
         script.deadline_at_s = self.schedule.now_s + self.random.choice((0.05, 5.0, float("inf"), float("inf")))
         for rank in self.ranks:
             self.schedule.after(self.delay(rank), rank.submit, script, self.epoch)
@@ -259,14 +262,17 @@ class RankGroupWorld:
             rank.check_end()
 
 
-def simulate_ranks(seed: int, ranks: int, requests: int, *, with_faults: bool = True) -> RanksReport:
+def simulate_ranks(
+    seed: int, ranks: int, requests: int, *, with_faults: bool = True, settings: CoreSettings | None = None
+) -> RanksReport:
     """Serve so many requests on so many ranks in virtual time, with faults of one rank at a time drawn from the seed.
+    Without `settings` those are drawn from the seed, too.
 
     Raises RanksFailed with what is needed to see it again.
     """
     random = Random(f"settings {seed}")
-    settings = draw_settings(random)
-    world = RankGroupWorld(seed=seed, ranks=ranks, requests=requests, settings=settings, with_faults=with_faults)
+    drawn = settings or with_components(draw_settings(random), seed)
+    world = RankGroupWorld(seed=seed, ranks=ranks, requests=requests, settings=drawn, with_faults=with_faults)
     try:
         world.run(random.randint(1, 8))
     except Exception as error:
@@ -281,5 +287,6 @@ def simulate_ranks(seed: int, ranks: int, requests: int, *, with_faults: bool = 
         virtual_s=world.schedule.now_s,
         ends=world.ends,
         faults=world.counts,
+        tails=dict(sorted(world.ranks[0].tails.counts.items())),
         digest=world.digest,
     )

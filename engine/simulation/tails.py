@@ -91,7 +91,8 @@ class SimulatedTails:
             )
             if len(tail.pages) != max(0, pages - needed) or (tail.pages and tail.first != needed):
                 raise Violation(f"{tail} of {prompt_tokens} tokens, {promised_tokens} promised, is not what is needed")
-            self._require(tail.component, tail.pages, Condition.OWNED, "a promise")
+            # What was promised may be given up in the same step.
+            self._require(tail.component, tail.pages, (Condition.OWNED, Condition.DRAINING), "a promise")
         self.counts["boundaries_served" if promised_tokens else "boundaries_of_nothing"] += 1
 
     def check_ready(self, tails: tuple[TailTable, ...], prompt_tokens: int, tags: Tags, who: str) -> None:
@@ -107,9 +108,9 @@ class SimulatedTails:
             if (table.first, table.first + len(table.pages)) != (first, end):
                 raise Violation(f"{who} is given {table}, and needs positions [{first}, {end})")
             pool.expect(table.pages, tags[table.component][table.first :], f"{who}, its {table.component}")
-            self._require(table.component, table.own, Condition.OWNED, who)
+            self._require(table.component, table.own, (Condition.OWNED,), who)
             shared = [page for page in table.pages if page not in table.own]
-            self._require(table.component, shared, Condition.CACHED, who)
+            self._require(table.component, shared, (Condition.CACHED,), who)
             if (shared and not component.is_shared) or len(set(table.own)) < component.live_pages(page_size):
                 raise Violation(f"{who} cannot go on with {table}")
             self.counts["tails_shared"] += bool(shared)
@@ -204,11 +205,11 @@ class SimulatedTails:
             if account.free + account.owned + account.cached + account.draining != account.total:
                 raise Violation(f"pool {account.name} does not add up")
 
-    def _require(self, name: str, pages: Iterable[int], condition: Condition, who: str) -> None:
+    def _require(self, name: str, pages: Iterable[int], allowed: tuple[Condition, ...], who: str) -> None:
         account = self.pools["device", name].account
-        wrong = [page for page in pages if account.condition(page) is not condition]
-        if wrong:
-            raise Violation(f"{who}: pages {wrong} of {account.name} are not {condition}")
+        for page in pages:
+            if account.condition(page) not in allowed:
+                raise Violation(f"{who} names page {page} of {account.name}, which is {account.condition(page).name}")
 
 
 def draw_components(random: Random, page_size: int) -> tuple[Component, ...]:

@@ -9,8 +9,19 @@ import pytest
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
+from tidekv.states.components import Component
 from tidekv.states.shapes import page_ids
-from tidekv.states.witness import BOOK_NUMBERS, COMMANDS, NOTHING, Answer, Noted, Witness, encode_pages, short_fields
+from tidekv.states.witness import (
+    BOOK_NUMBERS,
+    COMMANDS,
+    NOTHING,
+    TAIL_NUMBERS,
+    Answer,
+    Noted,
+    Witness,
+    encode_pages,
+    short_fields,
+)
 
 ENCODE = msgspec.json.Encoder(enc_hook=encode_pages).encode
 
@@ -103,7 +114,7 @@ def test_every_command_is_written_with_all_its_fields_but_free_text() -> None:
     for kind in COMMANDS:
         plain, pages = short_fields(kind)
         assert set(plain) | set(pages) | {"detail"} >= set(kind.__struct_fields__), kind
-        assert all(name.endswith(("pages", "reserve")) for name in pages), kind
+        assert all(name.endswith(("pages", "reserve", "positions")) for name in pages), kind
     witness = Seen().witness
     failed = commands.TellFailed(request_id="a", cause="because", detail="Traceback, line 7")
     dropped = commands.TellDropped(request_id="b")
@@ -118,3 +129,22 @@ def test_only_pages_have_a_short_form() -> None:
     assert ENCODE(page_ids((3, 1))) == b"%d" % zlib.crc32(page_ids((3, 1)))
     with pytest.raises(TypeError, match="object"):
         ENCODE(object())
+
+
+def test_the_books_of_components_stand_behind_the_others() -> None:
+    components = (
+        Component(name="window", kind="window", window_tokens=2, device_pages=9),
+        Component(name="state", kind="state", device_pages=4, host_pages=3),
+    )
+    seen = Seen(components=components)  # type: ignore[arg-type]  # Not a number.
+    seen.rig.arrive("a", EIGHT)
+    books = seen.answers[0].books[len(BOOK_NUMBERS) :]
+    width = len(TAIL_NUMBERS)
+    parts = [dict(zip(TAIL_NUMBERS, books[at : at + width], strict=True)) for at in range(0, len(books), width)]
+    assert [(part["free"], part["owned"], part["receipts"]) for part in parts] == [
+        (6, 3, 1),
+        (0, 0, 1),
+        (3, 1, 1),
+        (3, 0, 1),
+    ]
+    assert (parts[1]["next"], parts[3]["next"]) == (-1, 0)

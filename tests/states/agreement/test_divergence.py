@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from tidekv.states import events
-from tidekv.states.agreement import COMPARED, HEADER_WORDS
 from tidekv.states.core import Core
 from tidekv.states.fingerprint import PARTS, Fingerprint
 
@@ -52,9 +51,10 @@ def test_a_rank_of_another_epoch_or_turn_is_named(make_ranks) -> None:
     assert ranks.diverged() == {"epoch", "turn"}
 
 
-def test_what_is_compared_has_two_words_each() -> None:
-    assert 4 + 2 * len(COMPARED) == HEADER_WORDS
-    assert set(PARTS) < set(COMPARED)
+def test_what_is_compared_has_two_words_each(make_ranks) -> None:
+    agreement = make_ranks(1).agreements[0]
+    assert 4 + 2 * len(agreement.compared) == agreement.header_words
+    assert set(PARTS) < set(agreement.compared)
 
 
 def test_pools_that_are_larger_than_the_window_are_compared_by_and_by(make_ranks) -> None:

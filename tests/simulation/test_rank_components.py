@@ -1,0 +1,75 @@
+"""Ranks with windows and states, with faults of one rank at a time: all decide alike, and what differs is named."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tidekv.engine.simulation.rank import SimulatedRank
+from tidekv.engine.simulation.ranks import RanksFailed, simulate_ranks
+from tidekv.states import events
+from tidekv.states.agreement import Agreement
+from tidekv.states.components import Component
+from tidekv.states.errors import RanksDiverged
+from tidekv.states.settings import CoreSettings
+
+COMPONENTS = (
+    Component(name="window", kind="window", window_tokens=4, device_pages=24, host_pages=30),
+    Component(name="state", kind="state", device_pages=12, host_pages=30),
+)
+SETTINGS = CoreSettings(
+    page_size=2, key_bytes=2, device_pages=40, host_pages=80, copy_deadline_s=0.2, components=COMPONENTS
+)
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_ranks_with_faults_of_their_own_decide_alike(ranks: int) -> None:
+    report = simulate_ranks(ranks, ranks, 30, settings=SETTINGS)
+    assert sum(report.ends.values()) == 30
+
+
+def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() -> None:
+    done, faults, ends = Counter[str](), Counter[str](), Counter[str]()
+    for seed in range(20, 26):
+        report = simulate_ranks(seed, 3, 40, settings=SETTINGS)
+        done.update(report.tails)
+        faults.update(report.faults)
+        ends.update(report.ends)
+    assert faults["copy_fails"] and faults["copy_is_late"] and faults["command_raises"]
+    for name in ("boundaries_served", "tails_left", "copies_device_to_host", "copies_device_to_device"):
+        assert done[name], done
+    assert not any("copy" in end or end == "internal error" for end in ends), ends
+
+
+@pytest.mark.parametrize("name", ["window", "state"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_component_that_one_rank_evicts_alone_is_named(name: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(rank: SimulatedRank, reduced: list[int]) -> None:
+        honest(rank, reduced)
+        components = rank.core.books.components
+        assert components is not None
+        if rank.number == 1:
+            components.evict(tier, name, 1)  # type: ignore[arg-type]  # One of the two.
+
+    honest = SimulatedRank.decide
+    monkeypatch.setattr(SimulatedRank, "decide", decide)
+    with pytest.raises(RanksFailed) as caught:
+        simulate_ranks(1, 3, 40, with_faults=False, settings=SETTINGS)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RanksDiverged), cause
+    assert f"component {name}" in cause.parts
+
+
+def test_a_failed_copy_that_one_rank_keeps_to_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Agreement.hear
+
+    def hear(self: Agreement, event: events.Event) -> None:
+        if self.rank == 1 and isinstance(event, events.CopyEnded) and event.error:
+            event = events.CopyEnded(at_s=event.at_s, op=event.op)
+        honest(self, event)
+
+    monkeypatch.setattr(Agreement, "hear", hear)
+    with pytest.raises(RanksFailed, match=r"holds|garbage"):
+        for seed in range(20, 60):
+            simulate_ranks(seed, 2, 40, settings=SETTINGS)
