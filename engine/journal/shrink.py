@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from tidekv.engine.journal.left_tails import Left, LeftTails
 from tidekv.engine.journal.lines import RunLine, StepRecord, StepsLine, seal
 from tidekv.engine.journal.reader import JournalReader
 from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, Recorder
@@ -25,6 +26,8 @@ from tidekv.states.errors import IllegalEvent, InvalidRequest, ReplayDiverged
 from tidekv.states.events import Event
 from tidekv.states.loads import Load
 from tidekv.states.request import Request
+from tidekv.states.request_tails import RequestTails
+from tidekv.states.tail_storage import TailFetch
 
 RUNS_MAX = 2000
 """So many shortened runs are tried at most."""
@@ -46,19 +49,22 @@ def shrink(path: str | Path, out: str | Path) -> Shrunk:
     """Write a short journal to `out`. Raises InvalidRequest where the journal replays without error or difference."""
     replayer = Replayer(path)
     taken: list[Event] = []
-    purposes = _Purposes()
+    purposes, tails = _Purposes(), LeftTails()
+    left: dict[int, tuple[Left, ...]] = {}
     try:
         for step in replayer.steps():
             taken.append(step.event)
+            left[id(step.event)] = tails.places(step.event)
             if step.error not in ("", IllegalEvent.__name__):
                 break
             purposes.note(step.commands, replayer.core)
+            tails.note(step.commands)
         else:
             raise InvalidRequest(f"journal {str(path)!r} has no error and no difference to shrink to")
     except ReplayDiverged as diverged:
         _cut(path, out, diverged.seq)
         return Shrunk(_count(path), diverged.seq + 1, f"the core answers event {diverged.seq} differently")
-    shortened = _Reduction(replayer.header, purposes.of_op, step.error).reduce(taken)
+    shortened = _Reduction(replayer.header, purposes.of_op, left, step.error).reduce(taken)
     _write(out, replayer.header, shortened)
     return Shrunk(len(taken), len(shortened), f"the last event raises {step.error}")
 
@@ -85,15 +91,23 @@ class _Purposes:
 def _requests_of(owner: object) -> tuple[str, ...]:
     if isinstance(owner, Load):
         return tuple(request.request_id for request in owner.sharers)
+    if isinstance(owner, TailFetch):
+        owner = owner.tails
+    if isinstance(owner, RequestTails):
+        owner = owner.request
     return (owner.request_id,) if isinstance(owner, Request | Backup) else ()
 
 
 class _Reduction:
     """Leaves out what is not needed for the error."""
 
-    def __init__(self, header: RunLine, purposes: dict[int, Purpose], error: str) -> None:
+    def __init__(
+        self, header: RunLine, purposes: dict[int, Purpose], left: dict[int, tuple[Left, ...]], error: str
+    ) -> None:
+        """`left`: what each event leaves of components, by the id of the event."""
         self._header = header
         self._purposes = purposes
+        self._left = left
         self._error = error
         self._runs = 0
 
@@ -144,7 +158,7 @@ class _Reduction:
             return None
         self._runs += 1
         core = Core(self._header.core)
-        purposes = _Purposes()
+        purposes, tails = _Purposes(), LeftTails()
         mattered: list[Event] = []
         taken: list[Event] = []
         for original in events:
@@ -155,9 +169,12 @@ class _Reduction:
                 if known is None:
                     continue
                 event = msgspec.structs.replace(event, op=known)
+            event = tails.leave(event, self._left[id(original)])
             error = ""
             try:
-                purposes.note(core.step(event), core)
+                given = core.step(event)
+                purposes.note(given, core)
+                tails.note(given)
             except IllegalEvent:
                 continue
             except Exception as raised:

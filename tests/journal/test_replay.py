@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from tidekv import ReplayDiverged, Replayer
 from tidekv.engine.journal.final import final_state
+from tidekv.engine.simulation.simulate import draw_settings, with_components
 from tidekv.states.accounts import PageAccount
 from tidekv.states.core import Core
 from tidekv.states.index import PrefixIndex
@@ -23,6 +26,18 @@ def test_replay_of_a_simulated_run_with_faults_is_identical(simulate, seed: int)
     replayed = replayer.run()
     assert (replayed.events, replayed.complete, replayed.torn) == (len(tape.steps), True, None)
     assert final_state(replayer.core) == final_state(tape._core)
+
+
+@pytest.mark.parametrize("seed", (3, 6, 7, 10))
+def test_replay_of_a_simulated_run_with_windows_and_states_is_identical(simulate, seed: int) -> None:
+    settings = with_components(draw_settings(Random(seed)), seed)
+    tape = simulate(seed, 40, settings=settings)
+    replayer = Replayer(tape.path)
+    replayed = replayer.run()
+    assert replayed.complete and replayer.header.core.components == settings.components
+    assert final_state(replayer.core) == final_state(tape._core)
+    sums = {name for name in final_state(replayer.core) if name.startswith("crc_")}
+    assert {f"crc_{component.name}_{tier}" for component in settings.components for tier in ("device", "host")} <= sums
 
 
 def test_steps_show_the_commands_that_the_run_gave(simulate) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from tidekv import InvalidRequest, JournalDamaged, ReplayDiverged, Replayer
 from tidekv.engine.journal.shrink import shrink
-from tidekv.engine.simulation.simulate import SimulationFailed
+from tidekv.engine.simulation.simulate import SimulationFailed, draw_settings, with_components
 from tidekv.states.backups import Backups
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.request_tails import Tails
 from tidekv.states.rooms import Rooms
 
 
@@ -36,6 +39,33 @@ def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(sim
     steps = list(Replayer(out).steps())
     assert steps[-1].error == "BrokenInvariant"
     assert len(steps) == shrunk.events_after
+
+
+def test_what_is_left_of_components_is_left_in_the_short_journal_too(simulate, monkeypatch, tmp_path) -> None:
+    keep, planted = Tails.keep, []
+
+    def broken(self: Tails, request, left, node) -> None:  # type: ignore[no-untyped-def]
+        if left and request.request_id.endswith("7"):
+            planted.append(left)
+            raise BrokenInvariant("planted")
+        keep(self, request, left, node)
+
+    monkeypatch.setattr(Tails, "keep", broken)
+    path = None
+    for seed in range(1, 30):
+        try:
+            simulate(seed, 60, settings=with_components(draw_settings(Random(seed)), seed))
+        except (BrokenInvariant, SimulationFailed):
+            path = tmp_path / f"{seed}.journal"
+            break
+    assert path is not None and path.exists()
+    out = tmp_path / "short.journal"
+    shrunk = shrink(path, out)
+    assert shrunk.events_after < shrunk.events_before / 2
+    planted.clear()
+    steps = list(Replayer(out).steps())
+    # Not some other error of the same class: pages that are another request's in a shorter run would be one.
+    assert steps[-1].error == "BrokenInvariant" and planted
 
 
 def test_divergence_is_cut_behind_its_first_event(simulate, monkeypatch, tmp_path) -> None:
