@@ -147,6 +147,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "transfer": Measurement(program="transfer.py", budget_s=120),
     "restore": Measurement(program="restore.py", budget_s=120),
     "multiturn": Measurement(program="published_rates.py", budget_s=60),
+    "planner": Measurement(program="planner.py", budget_s=120),
     "paper": Measurement(program="paper.py", budget_s=120),
     "sessions": Measurement(
         program="sessions.py",

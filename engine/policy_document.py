@@ -36,6 +36,13 @@ after it; their ratio is what a page costs, `page_s`. A plan of `n` pages fetche
 `(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. After {PACE_FRESH_S:g} s without a
 fetch nothing is known any more, and storage is tried again in full.
 
+With `soonest` the pace of the transfer is measured in the same way, by spans of rooms. A plan divides what storage has
+so that storage and prefill end at the same time, each behind what waits there already: the front is fetched, the rest
+is part of what prefill sends. Whenever prefill has sent all that it was asked for and fetches are still under way, the
+last of these are asked of it as well, as far as it brings them sooner; their reads go on, for nobody. Where nothing is
+known of one of the two, a plan fetches all, and half of what is left is asked each time. Time that prefill takes to
+compute counts as its pace. Restores of windows and states are not divided: their boundary decides.
+
 Look-ahead: a request that waits for device memory has asked storage already. With a bound, what storage has is brought
 to the host meanwhile, and the request finds it there (counted as `l3`); reads that are still under way when it is
 admitted go on as its own. It needs what is in front of these pages to be on the host, or nothing in front of them.
@@ -44,8 +51,10 @@ admitted go on as its own. It needs what is in front of these pages to be on the
 ROWS: dict[str, tuple[str, str, str]] = {
     "prefetch": (
         "how long a request waits for its fetches: `timeout`, for a time by their length; `best_effort`, until its "
-        "transfer is done; `wait_complete`, until they end (the last two at most half of what is left to its deadline)",
-        "`best_effort` where prefill is idle; `wait_complete` where prefill costs more than waiting",
+        "transfer is done; `wait_complete`, until they end (these two at most half of what is left to its deadline); "
+        "`soonest`, like `timeout`, and what the transfer would bring sooner is not fetched; see above",
+        "`best_effort` where prefill is idle; `wait_complete` where prefill costs more than waiting; `soonest` where "
+        "storage may be slower than the link, and prefill has what storage has",
         "what has not landed is asked of prefill by extend",
     ),
     "prefetch_threshold_tokens": (

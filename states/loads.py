@@ -175,13 +175,13 @@ class Loads:
         load.cause = "fetch_late"
         self._cut_fetch(load)
 
-    def transfer_is_done(self, request: Request) -> None:
-        """Prefill has brought all that it was asked for: what storage has not brought by now is asked of it, too."""
-        for load in list(request.loads):
-            if load.stage is Stage.FETCHING:
-                self._books.count("l3_fetches_cut")
-                load.cause = "transfer_done"
-                self._cut_fetch(load)
+    def transfer_is_done(self, request: Request, *, keep: int = 0) -> None:
+        """Prefill has brought all that it was asked for: what storage has not brought by now is asked of it, too, but
+        for the first `keep` fetches."""
+        for load in request.fetches[keep:]:
+            self._books.count("l3_fetches_cut")
+            load.cause = "transfer_done"
+            self._cut_fetch(load)
 
     def _cut_fetch(self, load: Load) -> None:
         self._books.storage.fetch_given_up(load.op, load.host_pages)

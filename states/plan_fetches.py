@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import QueryStorage
+from tidekv.states.planner import pages_to_fetch
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
     from tidekv.states.lookahead import Lookahead
     from tidekv.states.plan import Plan
     from tidekv.states.request import Request
+    from tidekv.states.rooms import Rooms
 
 
 class PlanFetches:
     """The part of a restore that asks storage and fetches from there."""
 
-    def __init__(self, books: Books, loads: Loads, lookahead: Lookahead, adoption: Adoption) -> None:
+    def __init__(self, books: Books, rooms: Rooms, loads: Loads, lookahead: Lookahead, adoption: Adoption) -> None:
         self._books = books
+        self._rooms = rooms
         self._loads = loads
         self._lookahead = lookahead
         self._adoption = adoption
@@ -84,9 +87,15 @@ class PlanFetches:
             books.count("l3_declined_pages", count)
             request.declined = ("limit" if books.storage.is_usable else "storage_left_alone", count)
             return
+        cause = "limit"
+        if settings.prefetch == "soonest":
+            rest = request.page_count - plan.end - allowed
+            sooner = pages_to_fetch(allowed, rest, storage=books.storage.way, link=self._rooms.way)
+            if sooner < allowed:
+                cause, allowed = "slower", sooner if sooner * settings.page_size >= threshold else 0
         if allowed < count:
             books.count("l3_declined_pages", count - allowed)
-            request.declined = ("limit", count - allowed)
+            request.declined = (cause, count - allowed)
             found_to = plan.end + allowed
         self._fetch_to(request, plan, found_to, deadline_s, undo)
 

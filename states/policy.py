@@ -13,7 +13,7 @@ import msgspec
 
 from tidekv.states.errors import InvalidConfig
 
-PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]
+PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete", "soonest"]
 WritePolicy = Literal["through", "selective", "back"]
 
 FETCH_TIMEOUT_MAX_S = 3600.0
@@ -26,7 +26,9 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
     prefetch: PrefetchPolicy = "timeout"
     """How long a request waits for its fetches. "timeout": `prefetch_base_s` and so on. "best_effort": until its
     transfer is done; what has landed by then is used. "wait_complete": until they end. What has not landed is asked of
-    prefill. The last two are bounded by the request's own deadline: half of what is left of it at the plan.
+    prefill. These two are bounded by the request's own deadline: half of what is left of it at the plan. "soonest":
+    like "timeout", but what the transfer would bring sooner is not fetched, and whenever the transfer is done while
+    fetches are not, it is divided anew who brings the rest.
     """
     prefetch_threshold_tokens: int = 256
     """A storage hit shorter than this is not worth a fetch: the transfer brings it."""
@@ -69,7 +71,7 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The first probe comes after `breaker_backoff_s`, each further one after twice the time, up to this."""
 
     def __post_init__(self) -> None:
-        self._one_of("prefetch", ("timeout", "best_effort", "wait_complete"))
+        self._one_of("prefetch", ("timeout", "best_effort", "wait_complete", "soonest"))
         self._one_of("write", ("through", "selective", "back"))
         for name in (
             "prefetch_threshold_tokens",

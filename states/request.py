@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from tidekv.states.load import Stage
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tail_storage import TailStage
 
@@ -22,6 +23,7 @@ DECLINED = {
     "out_of_reach": "what is in front of them in the prompt has left the caches",
     "below_threshold": "they are too few to be worth a fetch",
     "limit": "a limit on fetches left too little",
+    "slower": "the transfer brings them sooner",
     "no_host_page": "host memory was short",
     "in_the_way": "the remains of another load of the same prompt were in the way",
     "no_tail": "there is no whole tail of every component to go on from",
@@ -179,6 +181,11 @@ class Request:
     def waits_for_tails(self) -> bool:
         """Whether copies of its components are under way."""
         return self.tails is not None and self.tails.copies > 0
+
+    @property
+    def fetches(self) -> list[Load]:
+        """Loads of its plan that storage has not brought yet, in the order of their pages."""
+        return [load for load in self.loads if load.stage is Stage.FETCHING]
 
     @property
     def is_planned(self) -> bool:

@@ -41,7 +41,7 @@ class Restore:
     def __init__(self, books: Books, rooms: Rooms, loads: Loads, lookahead: Lookahead, tails: Tails | None) -> None:
         self._books = books
         self._lookahead = lookahead
-        self._fetches = PlanFetches(books, loads, lookahead, Adoption(books, loads))
+        self._fetches = PlanFetches(books, rooms, loads, lookahead, Adoption(books, loads))
         self._rooms = rooms
         self._loads = loads
         self._tails = tails

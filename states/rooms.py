@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
+from tidekv.states.pace import FetchPace
+from tidekv.states.planner import Way
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -27,9 +29,14 @@ if TYPE_CHECKING:
 class Span:
     """Pages [first, first + count) of the prompt that a room asked for; the cursor of each rank only grows."""
 
-    __slots__ = ("count", "cursors", "ended", "first", "load")
+    __slots__ = ("asked_at_s", "count", "cursors", "ended", "first", "load", "queued_pages")
 
-    def __init__(self, first: int, count: int, load: Load | None) -> None:
+    def __init__(
+        self, first: int, count: int, load: Load | None, *, asked_at_s: float = 0.0, queued_pages: int = 0
+    ) -> None:
+        self.asked_at_s = asked_at_s
+        """When it was asked for, with so many pages under way from prefill, its own included."""
+        self.queued_pages = queued_pages
         self.first = first
         self.count = count
         self.load = load
@@ -44,6 +51,12 @@ class Span:
             and 0 <= event.count <= self.first + self.count - cursor
             and event.rank not in self.ended
         )
+
+    def pages_missing(self, ranks: int) -> int:
+        """Pages that have not come from every rank."""
+        if not ranks:
+            return self.count
+        return self.first + self.count - min(self.cursors.get(rank, self.first) for rank in range(ranks))
 
 
 class Room:
@@ -107,12 +120,19 @@ class Rooms:
         self._books = books
         self._live: dict[RoomKey, Room] = {}
         self._draining: dict[RoomKey, Draining] = {}
+        self._pace = FetchPace()
 
     def __len__(self) -> int:
         return len(self._live)
 
     def __iter__(self) -> Iterator[Room]:
         return iter(self._live.values())
+
+    @property
+    def way(self) -> Way:
+        """How fast prefill brings pages, and how many are under way from there."""
+        missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
+        return Way(self._pace.page_s(self._books.now_s), missing)
 
     @property
     def quarantine(self) -> list[Draining]:
@@ -133,7 +153,7 @@ class Rooms:
     ) -> None:
         """Open the room of a planned request: what is promised is not sent, its own pages are span 0."""
         room = Room(request, prefill=request.attempts % request.prefill_count)
-        room.spans.append(Span(promised, len(own), None))
+        room.spans.append(self._span(promised, len(own), None))
         self._books.say(
             SendPromise(
                 request_id=request.request_id,
@@ -160,8 +180,14 @@ class Rooms:
                 pages=load.device_pages,
             )
         )
-        room.spans.append(Span(load.first, load.page_count, load))
+        room.spans.append(self._span(load.first, load.page_count, load))
         self._books.count("extends")
+
+    def _span(self, first: int, count: int, load: Load | None) -> Span:
+        if self._books.settings.prefetch != "soonest" or not count:
+            # Nobody asks how fast it is, or it says nothing of that.
+            return Span(first, count, load)
+        return Span(first, count, load, asked_at_s=self._books.now_s, queued_pages=self.way.queued_pages + count)
 
     def load_filled_by(self, room: Room, event: ChunkLanded) -> Load | None:
         """Tell the load that this chunk, once it is noted, completes."""
@@ -186,6 +212,9 @@ class Rooms:
             end = span.cursors[event.rank] = event.first + event.count
             if event.last and end == span.first + span.count:
                 span.ended.add(event.rank)
+                if len(span.ended) == room.ranks and span.queued_pages:
+                    taken_s = self._books.now_s - span.asked_at_s
+                    self._pace.note(taken_s=taken_s, pages=span.queued_pages, now_s=self._books.now_s)
             elif event.last:
                 self._books.count("chunks_foreign")
 

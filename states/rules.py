@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tidekv.states import events, steps
 from tidekv.states.commands import TellDropped, TellFailed
 from tidekv.states.load import Stage
+from tidekv.states.planner import fetches_to_keep
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -122,8 +123,24 @@ def land_aux(core: Core, request: Request, event: Event) -> None:
 
 
 def _stop_waiting(core: Core, request: Request) -> None:
-    if core.books.settings.prefetch == "best_effort" and request.room is not None and request.room.is_complete:
-        core.loads.transfer_is_done(request)
+    policy = core.books.settings.prefetch
+    if policy in ("best_effort", "soonest") and request.room is not None and request.room.is_complete:
+        core.loads.transfer_is_done(request, keep=_fetches_to_keep(core, request) if policy == "soonest" else 0)
+
+
+def _fetches_to_keep(core: Core, request: Request) -> int:
+    """How many of its fetches bring their pages sooner than prefill would now."""
+    now_s, page_s = core.books.now_s, core.books.storage.way.page_s
+    fetches = request.fetches
+    if fetches and page_s and now_s - fetches[0].begun_at_s > fetches[0].queued_pages * page_s:
+        # The first was to have landed by now: storage is no faster than that, for us and for the plans that follow.
+        core.books.storage.note_pace(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
+        page_s = (now_s - fetches[0].begun_at_s) / fetches[0].queued_pages
+    lands_s = [max(load.begun_at_s + load.queued_pages * page_s - now_s, load.page_count * page_s) for load in fetches]
+    pages = [load.page_count for load in fetches]
+    return fetches_to_keep(
+        list(zip(lands_s if page_s else [0.0] * len(fetches), pages, strict=True)), link=core.rooms.way
+    )
 
 
 # --- Fallback ---

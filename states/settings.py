@@ -74,6 +74,6 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
 
     def prefetch_deadline_s(self, pages: int, request_s: float = float("inf")) -> float:
         """How long a storage run of `pages` pages of a request, which has `request_s` left, may take."""
-        if self.prefetch != "timeout":
+        if self.prefetch not in ("timeout", "soonest"):
             return max(request_s / 2, 0.0)
         return self.prefetch_base_s + self.prefetch_per_ki_token_s * pages * self.page_size / 1024

@@ -17,6 +17,7 @@ from tidekv.states.breaker import Breaker
 from tidekv.states.commands import ProbeStorage
 from tidekv.states.load import LateFetch
 from tidekv.states.pace import FetchPace
+from tidekv.states.planner import Way
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -61,6 +62,11 @@ class StorageUse:
         self._books.renew_write_credit()
 
     # --- Limits ---
+
+    @property
+    def way(self) -> Way:
+        """How fast storage brings pages, and how many are under way from there."""
+        return Way(self._pace.page_s(self._books.now_s), self.pages_in_flight)
 
     def allowance(self, wanted: int, deadline_s: float) -> int:
         """How many of `wanted` pages a plan may fetch now, if they may take `deadline_s`."""

@@ -82,6 +82,17 @@ def paper(
 
 
 @bench_app.command()
+def sources(
+    seed: Annotated[int, typer.Option(help="The run is the same for the same seed.")] = 1,
+) -> None:
+    """Race restore, transfer and what the core plans, from a slow link to a slow disk, on a modeled clock."""
+    from tidekv.engine.published.printing import print_sources
+    from tidekv.engine.published.sources import race
+
+    print_sources(race(seed=seed))
+
+
+@bench_app.command()
 def tiers(
     storage: Annotated[str, typer.Option(help="Storage URI; empty: files in a temporary directory.")] = "",
     plot: Plot = None,

@@ -12,9 +12,10 @@ from tidekv.engine.published.sweep import ENDED
 from tidekv.engine.published.tables import HIGH_IN_FLIGHT, LOW_IN_FLIGHT, CapacityArms, Paper, RoundsArms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from tidekv.engine.published.setups import CapacitySetup, RoundsSetup
+    from tidekv.engine.published.sources import Raced
     from tidekv.engine.published.sweep import Swept
 
 PUBLISHED_CAPACITY = ("1.243", "1.608", "71.94", "6.99", "98.05", "70.67", "")
@@ -42,6 +43,18 @@ def print_paper(paper: Paper, console: Console | None = None) -> None:
         console.print(_sweep_table(f"{LOW_IN_FLIGHT} in flight: gain by constant", head, paper.low_swept))
         head = ("first token p99", "first token mean")
         console.print(_sweep_table("L2 + L3: gain by constant", head, paper.rounds_swept))
+
+
+def print_sources(raced: Sequence[Raced], console: Console | None = None) -> None:
+    """Print the race of fixed policies and the planned way."""
+    table = Table(title="Mean time to ready, s: who brings what both storage and prefill have, on a modeled clock")
+    for column in ("link : disk", "in flight", *raced[0].ready_s, "planned over best fixed"):
+        table.add_column(column, justify="right")
+    for one in raced:
+        ratio = f"{one.ratio:g} : 1" if one.ratio >= 1 else f"1 : {1 / one.ratio:g}"
+        times = (f"{mean:.3f}" for mean in one.ready_s.values())
+        table.add_row(ratio, str(one.in_flight), *times, f"{one.over_best_fixed:.3f}")
+    (console or Console()).print(table)
 
 
 def _capacity_table(paper: Paper) -> Table:

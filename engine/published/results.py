@@ -46,7 +46,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def result_of(world: World, requests: Sequence[Served], *, begun_at_s: float, sent_before: float = 0.0) -> Result:
     """Sum up a world in which nothing is under way any more."""
-    tokens = sum(request.output_tokens - 1 for request in requests)
+    tokens = sum(request.output_tokens - 1 for request in requests) or 1
     return Result(
         requests=len(requests),
         duration_s=max(request.done_at_s for request in requests) - begun_at_s,

@@ -26,6 +26,10 @@ class Line:
         self._free_at_s = 0.0
         self.served = 0.0
 
+    def change_speed(self, per_s: float) -> None:
+        """What is asked from now on is served at another rate."""
+        self._per_s = per_s
+
     def serve(self, amount: float, action: Callable[[], None]) -> None:
         """Call `action` when that much has been served, behind all that was asked before."""
         self.served += amount

@@ -64,8 +64,7 @@ class World:
                 key_bytes=KEY_BYTES,
                 query_deadline_s=NEVER_S,
                 copy_deadline_s=NEVER_S,
-                prefetch="wait_complete",
-                **settings,
+                **{"prefetch": "wait_complete", **settings},
             )
         )
         self.speeds = speeds
@@ -93,6 +92,7 @@ class World:
             commands.QueryStorage: self._query,
             commands.FetchPages: self._fetch,
             commands.StorePages: self._store,
+            commands.ProbeStorage: self._probe,
             commands.CopyToDevice: self._copy_in,
             commands.CopyToHost: self._copy_out,
             commands.TellReady: self._ready,
@@ -105,6 +105,10 @@ class World:
             self.step(events.StorageChanged(at_s=0.0, available=True))
 
     # --- What a load asks ---
+
+    def store(self, prompt: Prompt, tokens: int) -> None:
+        """Have the full pages of a prompt's first `tokens` tokens in storage, and all of it with every prefill."""
+        self._stored.update(page_names(prompt, prompt.tokens)[: tokens // PAGE_TOKENS])
 
     def ask(self, prompt: Prompt, output_tokens: int, done: Callable[[], None]) -> None:
         """A request arrives now; `done` is called when it has generated its last token."""
@@ -215,6 +219,9 @@ class World:
             self.step(events.PagesStored(at_s=self.schedule.now_s, op=command.op, stored=len(names)))
 
         self._writes.serve(len(names) * self.speeds.page_bytes, end)
+
+    def _probe(self, command: commands.ProbeStorage) -> None:
+        self._after(QUERY_S, lambda at_s: events.StorageProbed(at_s=at_s, op=command.op))
 
     def _copy_in(self, command: commands.CopyToDevice) -> None:
         self._copy(self._copies_in, command.op, len(command.host_pages))

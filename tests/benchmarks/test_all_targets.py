@@ -80,14 +80,14 @@ def test_targets_are_chosen_by_name_group_and_measurement() -> None:
         chosen(["index.locks", "keys"])
 
 
-def test_a_short_run_measures_what_was_chosen_and_says_what_is_not_built(tmp_path: Path) -> None:
-    said, rows = verdicts(tmp_path, "--only", "paper.hit_rate", "--only", "planner")
-    assert set(rows) == {"paper.hit_rate", "planner.fixed", "planner.ends"}
+def test_a_short_run_measures_what_was_chosen_and_says_what_is_not_measured(tmp_path: Path) -> None:
+    said, rows = verdicts(tmp_path, "--only", "paper.hit_rate", "--only", "cuda")
+    assert set(rows) == {"paper.hit_rate", "cuda.copies", "cuda.compute", "cuda.polling"}
     assert rows["paper.hit_rate"]["verdict"] == "pass"
     assert "0.0000 0.7500 0.8571" in str(rows["paper.hit_rate"]["words"])
-    assert rows["planner.ends"]["verdict"] == "not measured"
-    assert "not built" in str(rows["planner.ends"]["words"])
-    assert "2 not measured" in said
+    assert rows["cuda.copies"]["verdict"] == "not measured"
+    assert "there was no GPU" in str(rows["cuda.copies"]["words"])
+    assert "3 not measured" in said
     assert "1 pass" in said
 
 

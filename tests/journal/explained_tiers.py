@@ -210,6 +210,22 @@ def host_is_short(play: Play) -> None:
     play.bring_everything("r1")
 
 
+@says("4 pages that storage has were declined", DECLINED["slower"], "(prefetch is soonest)")
+def the_transfer_brings_them_sooner(play: Play) -> None:
+    play.change_policy(prefetch="soonest")
+    play.take(events.StorageChanged, available=True)
+    play.arrive("r9", tokens=b"yy")
+    play.answer_queries(found=0)
+    play.at_s += 0.001
+    play.bring_everything("r9")
+    fetch = play.plan_with_storage("r0", tokens=b"zz", found=1)
+    play.at_s += 0.02
+    play.take(events.PagesFetched, op=fetch.op, good=1)
+    play.bring_everything("r0")
+    play.arrive("r1")
+    play.answer_queries(found=4)
+
+
 @says("2 pages that storage has were declined", DECLINED["out_of_reach"])
 def caches_forget_what_is_in_front_of_the_hit(play: Play) -> None:
     play.change_policy(breaker_failures=1)
