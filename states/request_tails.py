@@ -137,6 +137,9 @@ class Tails:
             # Who computes by itself writes to the same pages: nobody else does.
             tails.remote[name] = page_ids() if request.recomputes else remote
             tails.tables[name] = tail.table + remote if components[name].is_shared else tail.table
+        holes = {name: tail.stored[0] for name, tail in reserved.tails.items() if tail.stored[0]}
+        if holes and not request.stored_end:
+            raise BrokenInvariant(f"the caches serve {request} at page {reserved.boundary}, and nobody holds {holes}")
         if not self.storage.reserve(tails):
             # As for full pages, host memory is not waited for.
             self.leave(request)

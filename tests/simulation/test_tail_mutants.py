@@ -20,6 +20,7 @@ from tidekv.states.request_tails import RequestTails, Tails
 from tidekv.states.rooms import Room, Rooms
 from tidekv.states.shapes import page_ids
 from tidekv.states.tail_moves import TailBackups
+from tidekv.states.tail_storage import TailFetch, TailStorage
 from tidekv.states.tails import TailTier
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -52,7 +53,7 @@ def tails_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rooms, "leave", leave)
 
 
-@mutant(r"holds \d+ instead of")
+@mutant(r"holds \d+ instead of", first_seed=16)
 def a_shared_record_is_not_cloned(patch: pytest.MonkeyPatch) -> None:
     original = Tails._copy
 
@@ -97,18 +98,18 @@ def the_source_of_a_tail_backup_is_not_locked(patch: pytest.MonkeyPatch) -> None
     patch.setattr(TailBackups, "begin", begin)
 
 
-@mutant(r"holds \d+ instead of|holds garbage", first_seed=28)
+@mutant(r"holds \d+ instead of|holds garbage", first_seed=51)
 def a_failed_copy_of_a_tail_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
     original = Tails.copied
     patch.setattr(Tails, "copied", lambda self, tails, error: original(self, tails, ""))
 
 
-@mutant(r"holds 0 instead of|is being written by", first_seed=28)
+@mutant(r"holds 0 instead of|is being written by", first_seed=44)
 def a_request_is_ready_before_its_tails_are_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "waits_for_tails", property(lambda self: False))
 
 
-@mutant(r"is not guarded by|has pages of others|pages kept|counted")
+@mutant(r"is not guarded by|has pages of others|pages kept|counted|is not such a receipt")
 def a_split_forgets_the_tails_above_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TailTier, "split", lambda self, upper, lower: None)
 
@@ -122,6 +123,23 @@ def a_page_that_is_evicted_leaves_its_components(patch: pytest.MonkeyPatch) -> N
         index.on_evict.remove(self._full_copy_goes)
 
     patch.setattr(ComponentIndex, "__init__", init)
+
+
+@mutant(r"holds garbage|holds 0 instead of", first_seed=51)
+def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
+    original = TailStorage.fetched
+    patch.setattr(TailStorage, "fetched", lambda self, fetch, good: original(self, fetch, len(fetch.positions)))
+
+
+@mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=44)
+def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch) -> None:
+    def give_up(self: TailStorage, fetch: TailFetch) -> None:
+        self._books.storage.fetch_over(fetch)
+        self._books.operations.pop(fetch.op)
+        self.copied(fetch)
+        fetch.tails.copies -= 1
+
+    patch.setattr(TailStorage, "_give_up", give_up)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
