@@ -151,7 +151,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "paper": Measurement(program="paper.py", budget_s=120),
     "sessions": Measurement(
         program="sessions.py",
-        budget_s=600,
+        budget_s=1200,
         arguments=lambda options, file: [str(options.traces / SESSIONS), "--json", str(file)],
         recording=SESSIONS,
     ),
