@@ -91,7 +91,8 @@ class RankDriver:
         self._driver = driver
         self._agreement = Agreement(core, rank=self._group.rank, hold_s=self._group.hold_s)
         if has_storage:
-            self._agreement.hear(events.StorageChanged(at_s=0.0, available=True))
+            tails = core.books.components is not None
+            self._agreement.hear(events.StorageChanged(at_s=0.0, available=True, tails=tails))
 
     async def start(self) -> None:
         """Find the other ranks. Raises RankLost where they are not there in time, InvalidConfig where the leader does

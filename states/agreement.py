@@ -31,6 +31,7 @@ from tidekv.states.errors import RankBroken, RanksDiverged
 from tidekv.states.fingerprint import Fingerprint
 from tidekv.states.questions import LOST_RANK, OperationQuestion, RequestQuestion
 from tidekv.states.room_questions import FAILED, LOST, REFUSED, RoomQuestion
+from tidekv.states.tail_questions import TailQuestion
 from tidekv.states.votes import NOBODY, Ballot, equal_words, unequal
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ LEADER = 0
 HOLD_S = 10.0
 """So long a call waits for the callers of all ranks."""
 SOLE_FACTS = ("broken", "idle", "storage", "leaving")
-"""Words of the header that are no pairs: the lowest rank that broke; and whether all are idle, have storage, leave."""
+"""Words of the header that are no pairs: the lowest rank that broke, whether all are idle, what storage all have (none,
+for full pages, with tails), whether all leave.
+"""
 COMPARED = ("epoch", "turn", "questions")
 """What is compared in front of the parts of the fingerprint."""
 
@@ -97,7 +100,7 @@ class Agreement:
         """Words in front of those of the questions."""
         self._opening: Opening | None = None
         self._number = 0
-        self._operations: dict[int, OperationQuestion] = {}
+        self._operations: dict[int, OperationQuestion | TailQuestion] = {}
         self._rooms: dict[tuple[str, int], RoomQuestion] = {}
         self._requests: dict[str, RequestQuestion] = {}
         self._named: dict[CallName, CallQuestion] = {}
@@ -106,8 +109,7 @@ class Agreement:
         self._unnamed: list[Event] = []
         """Only the leader's: what the next frame will name."""
         self._refusals: list[Refusal] = []
-        self._has_storage = False
-        self._told_storage = False
+        self._storage = self._told_storage = 0
         self._has_news = False
         self.outcomes_unknown = 0
         """Outcomes that nobody asked for any more."""
@@ -154,8 +156,8 @@ class Agreement:
                     request.grow(self._ballot, event.page_count, event.wanted)
             case events.FlushRequested() | events.PolicyChanged():
                 self._unnamed.append(event)
-            case events.StorageChanged(available=available):
-                self._has_storage, self._has_news = available, True
+            case events.StorageChanged(available=available, tails=tails):
+                self._storage, self._has_news = available + (available and tails), True
             case events.WriterLost(writer=writer):
                 self._hear_writer(writer, is_dead=False)
             case events.WriterDead(writer=writer):
@@ -196,9 +198,7 @@ class Agreement:
             if operation is None:
                 self.outcomes_unknown += 1
                 return
-            count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
-            failed = isinstance(event, events.CommandRaised) or bool(getattr(event, "error", ""))
-            operation.hear(ballot, self.rank, count, failed=failed)
+            operation.hear(ballot, self.rank, event)
             return
         of_room = cast(
             "events.PromiseSent | events.ChunkLanded | events.AuxLanded | events.RoomRefused | events.RoomFailed"
@@ -276,7 +276,7 @@ class Agreement:
         facts = [
             self.rank if self.has_broken else NOBODY,
             int(self.is_idle and self._core.is_idle),
-            int(self._has_storage),
+            self._storage,
             int(self.is_leaving),
         ]
         # What a rank keeps that broke is not to be trusted, nor even to be looked at.
@@ -302,9 +302,9 @@ class Agreement:
             raise RanksDiverged(turn=opening.turn, parts=tuple(parts))
         self.is_whole = opening.whole
         decided: list[Event] = []
-        if bool(storage) != self._told_storage:
-            self._told_storage = bool(storage)
-            decided.append(events.StorageChanged(at_s=opening.at_s, available=self._told_storage))
+        if storage != self._told_storage:
+            self._told_storage = storage
+            decided.append(events.StorageChanged(at_s=opening.at_s, available=storage > 0, tails=storage > 1))
         for question in self._ballot.take(reduced[self.header_words :]):
             if not isinstance(question, CallQuestion):
                 decided += question.decide(self._ballot, opening.at_s)
@@ -318,9 +318,10 @@ class Agreement:
         return Decision(events=decided, refusals=refusals, is_idle=bool(idle), all_leave=bool(leaving))
 
     def _close_answered(self, question: Question) -> None:
-        if isinstance(question, OperationQuestion):
-            del self._operations[question.op]
-            question.close(self._ballot)
+        if isinstance(question, OperationQuestion | TailQuestion):
+            if question.is_over:
+                del self._operations[question.op]
+                question.close(self._ballot)
         elif isinstance(question, RoomQuestion) and question.is_over:
             del self._rooms[question.request_id, question.generation]
             question.close(self._ballot)
@@ -376,6 +377,8 @@ class Agreement:
                 self._close_request(request_id)
             case commands.TellFinished(request_id=request_id):
                 self._close_request(request_id)
+            case commands.QueryTails(op=op):
+                self._operations[op] = TailQuestion(self._next(), ballot, command, self._core)
             case commands.Operation(op=op):
                 self._operations[op] = OperationQuestion(self._next(), ballot, command)
 

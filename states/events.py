@@ -134,7 +134,8 @@ class ClockAdvanced(Event, frozen=True, kw_only=True):
 
 class StorageAnswered(Event, frozen=True, kw_only=True):
     """Storage says that it has the first `found` of the pages asked for: a hint. An error counts as none. `tails` says
-    the same of components, where those were asked for.
+    the same of components, where those were asked for. Of several ranks it says what all of them have: the tails of one
+    boundary, as far as they are not in the caches.
     """
 
     op: int

@@ -39,10 +39,26 @@ class Question(Protocol):
         ...
 
 
+def has_failed(event: Event) -> bool:
+    """Whether an outcome is a failure."""
+    return isinstance(event, events.CommandRaised) or bool(getattr(event, "error", ""))
+
+
+def word_of_end(count: int, rank: int, *, failed: bool) -> int:
+    """An operation has ended here: greater than 0, ordered by count, then by the lowest rank with an error."""
+    return (min(max(count, 0), COUNT_MAX) << 8 | (rank if failed else NO_ERROR)) + 1
+
+
+def end_of_word(word: int) -> tuple[int, str]:
+    """Count and error of an operation that has ended on all ranks, from the least of their words."""
+    count, culprit = (word - 1) >> 8, (word - 1) & 0xFF
+    return count, "" if culprit == NO_ERROR else f"failed on rank {culprit}"
+
+
 class OperationQuestion:
     """Whether an operation has ended on all ranks: not before the last, and as well as on the worst of them.
 
-    The word is 0 until it has ended here, and then orders first by count, then by the lowest rank with an error.
+    The word is 0 until it has ended here, and then that of `word_of_end`.
     """
 
     __slots__ = ("kind", "number", "op", "slot")
@@ -53,19 +69,22 @@ class OperationQuestion:
         self.kind = type(command)
         self.slot = ballot.open(self)
 
-    def hear(self, ballot: Ballot, rank: int, count: int, *, failed: bool) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is to be asked any more, once it was decided."""
+        return True
+
+    def hear(self, ballot: Ballot, rank: int, event: Event) -> None:
         """It has ended on this rank. Told twice, only the first counts."""
         if not ballot.word(self.slot):
-            ballot.say(self.slot, (min(max(count, 0), COUNT_MAX) << 8 | (rank if failed else NO_ERROR)) + 1)
+            count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
+            ballot.say(self.slot, word_of_end(count, rank, failed=has_failed(event)))
 
     def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
         """See `Question`."""
-        word = ballot.agreed(self.slot) - 1
-        count, culprit = word >> 8, word & 0xFF
-        error = "" if culprit == NO_ERROR else f"failed on rank {culprit}"
+        count, error = end_of_word(ballot.agreed(self.slot))
         kind = self.kind
-        if kind in (commands.QueryStorage, commands.QueryTails):
-            # Of tails a word can say nothing, so that none are found in storage.
+        if kind is commands.QueryStorage:
             return [events.StorageAnswered(at_s=at_s, op=self.op, found=count, error=error)]
         if kind in (commands.FetchPages, commands.FetchTail):
             return [events.PagesFetched(at_s=at_s, op=self.op, good=count, error=error)]

@@ -26,6 +26,8 @@ import enum
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tidekv.states.commands import CopyTail, FetchTail, QueryTails
 from tidekv.states.components import longest_boundary
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from tidekv.states.books import Books
     from tidekv.states.component_index import ComponentIndex
     from tidekv.states.components import Ranges
+    from tidekv.states.events import StoredTail
     from tidekv.states.request import Request
     from tidekv.states.request_tails import RequestTails
 
@@ -79,6 +82,24 @@ class TailFetch:
         self.stage = TailStage.RESERVED
         self.begun_at_s = 0.0
         self.queued_pages = 0
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """How far a prompt can go on from the caches, and from these together with what storage says that it has."""
+
+    here: int
+    """The longest boundary that the caches serve alone."""
+    full: int
+    """Full pages in the caches."""
+    end: int
+    """Full pages in the caches and then in storage."""
+    served: list[Ranges]
+    """For each component, the boundaries that it serves."""
+
+    def longest(self, limit: int) -> int:
+        """The longest boundary up to `limit`; 0 where none is longer than what the caches serve."""
+        found = longest_boundary(min(limit, self.end), self.served)
+        return found if found > self.here else 0
 
 
 class TailStorage:
@@ -129,30 +150,40 @@ class TailStorage:
         request.stored_cause = "storage_left_alone"
         if not (request.stored_found or request.stored_tails) or not self._is_allowed(request):
             return 0
-        namespace, keys = request.namespace, request.keys
-        here = sum(self._index.peek(namespace, keys))
-        full = sum(books.index.peek(namespace, keys))
-        reach = full if full < request.stored_first else max(full, request.stored_first + request.stored_found)
-        stored = {tail.component: _positions(tail.ranges, request.full_pages) for tail in request.stored_tails}
-        served = self._index.served(namespace, keys, full, stored)
-        found = self._longest(request, served, here=here, full=full, reach=reach)
-        if (found - here) * books.settings.page_size >= max(books.settings.prefetch_threshold_tokens, 1):
+        reach = self.reach(
+            request.namespace, request.keys, request.stored_first, request.stored_found, request.stored_tails
+        )
+        found = self._longest(request, reach)
+        if (found - reach.here) * books.settings.page_size >= max(books.settings.prefetch_threshold_tokens, 1):
             return found
         return 0
+
+    def reach(self, namespace: str, keys: bytes, first: int, found: int, tails: tuple[StoredTail, ...]) -> Reach:
+        """How far the caches and storage reach together, now: storage has `found` full pages from `first` on, and these
+        pages of components.
+        """
+        here = sum(self._index.peek(namespace, keys))
+        full = sum(self._books.index.peek(namespace, keys))
+        pages = len(keys) // self._books.settings.key_bytes
+        end = full if full < first else max(full, min(first + max(found, 0), pages))
+        stored = {tail.component: _positions(tail.ranges, pages) for tail in tails}
+        return Reach(here, full, end, self._index.served(namespace, keys, full, stored))
 
     def _is_allowed(self, request: Request) -> bool:
         return self._books.storage.is_usable and not (request.restore_limit or request.tail_limit)
 
-    def _longest(self, request: Request, served: list[Ranges], *, here: int, full: int, reach: int) -> int:
-        """The longest boundary beyond `here` for which no more is to be fetched than limits and host pages allow."""
+    def _longest(self, request: Request, reach: Reach) -> int:
+        """The longest boundary for which no more is to be fetched than limits and host pages allow; that of the caches
+        where there is none beyond it.
+        """
         books = self._books
         request.stored_cause = "no_tail"
         left_s = request.deadline_at_s - books.now_s
         room = books.host.free + books.index.host_evictable
-        limit = reach
+        full, limit = reach.full, reach.end
         for _ in range(BOUNDARIES_TRIED_MAX):
-            end = longest_boundary(limit, served)
-            if end <= here:
+            end = reach.longest(limit)
+            if not end:
                 break
             pages = max(0, end - full)
             count = pages + self._index.count_only_stored(
@@ -163,7 +194,7 @@ class TailStorage:
                 return end
             request.stored_cause = "limit" if fitting < count else "no_host_page"
             limit = min(end - 1, full + min(fitting, room)) if pages > min(fitting, room) else end - 1
-        return here
+        return reach.here
 
     def needed_from(self, request: Request) -> dict[str, int]:
         """By component, the first position that a request needs at the end of its prompt."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
 from tidekv.engine.simulation.rank_callers import RankCaller, Script
 from tidekv.engine.simulation.rank_rooms import RankRooms
+from tidekv.engine.simulation.rank_tail_storage import RankTailStorage
 from tidekv.engine.simulation.rank_tails import check_tails, kept_tails, leave_tails
 from tidekv.engine.simulation.rank_tiers import RankTiers
 from tidekv.engine.simulation.tails import LiveTails, SimulatedTails
@@ -57,7 +58,7 @@ class SimulatedRank:
         self.world = world
         self._life = 0
         self.stored: set[int] = set()
-        """Tags of the pages that this rank's slice of storage has."""
+        """Tags of the pages that this rank's slice of storage has, of those of components too."""
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
@@ -68,6 +69,7 @@ class SimulatedRank:
         self.tails = SimulatedTails(self.core, world.contents)
         self.events = 0
         tiers = RankTiers(self)
+        tail_storage = RankTailStorage(self, tiers)
         self.rooms = RankRooms(self)
         self.records: dict[int, list[int]] = {}
         """Tags of what requests left, by serial."""
@@ -83,6 +85,9 @@ class SimulatedRank:
             commands.CopyToDevice: tiers.copy,
             commands.CopyToHost: tiers.copy,
             commands.CopyTail: tiers.copy_tail,
+            commands.QueryTails: tail_storage.query,
+            commands.FetchTail: tail_storage.fetch,
+            commands.StoreTail: tail_storage.store,
             commands.SendPromise: self.rooms.promise,
             commands.SendExtend: self.rooms.extend,
             commands.SendAbort: self.rooms.abort,
@@ -362,7 +367,11 @@ class SimulatedRank:
         self._life += 1
         self.is_solo = False
         self._begin(epoch)
-        self.hear(events.StorageChanged(at_s=0.0, available=True))
+        self.attach_storage()
+
+    def attach_storage(self) -> None:
+        """This rank has its storage, which holds pages of all components."""
+        self.hear(events.StorageChanged(at_s=0.0, available=True, tails=bool(self.tails.components)))
 
     # --- The end ---
 

@@ -59,7 +59,9 @@ def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int,
     shared = history[: random.randrange(0, max(1, min(len(history), longest - 2 * size)))]
     tokens = (shared + bytes(random.choices(b"ab", k=random.randint(1, 2 * size))))[:longest]
     if settings.components and written and random.random() < 0.5:
-        tokens = (random.choice(written[-6:]) + random.choice((b"", bytes(random.choices(b"ab", k=size)))))[:longest]
+        tokens = (random.choice(written[-6:]) + random.choice((b"", b"", bytes(random.choices(b"ab", k=size)))))[
+            :longest
+        ]
     script = Script(
         f"r{serial}",
         tokens,
@@ -76,6 +78,9 @@ def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int,
     if random.random() < 0.05:
         script.flushes = random.choice((("l1",), ("l2",), ("l1", "l2")))
     if settings.components:
+        if random.random() < 0.15:
+            # Their tails are small, and would hardly ever have to come from storage.
+            script.flushes = ("l1", "l2")
         if random.random() < 0.7:
             # A record is left at the end of a page only; the last token that was generated has none.
             script.output = script.output[: len(script.output) - (len(tokens) + len(script.output) - 1) % size]

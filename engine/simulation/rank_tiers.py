@@ -18,54 +18,67 @@ class RankTiers:
     def __init__(self, rank: SimulatedRank) -> None:
         self._rank = rank
 
-    def _raises(self, op: int) -> bool:
+    def raises(self, op: int) -> bool:
+        """Whether starting this operation raises, which is told."""
         if not self._rank.hits("command_raises"):
             return False
         self._rank.outcome(0.0, lambda: events.CommandRaised(at_s=0.0, op=op, detail="injected"))
         return True
 
-    def _storage_delay(self) -> float:
+    def storage_delay(self) -> float:
+        """How long a call to storage takes."""
         return 0.5 if self._rank.hits("storage_is_late") else self._rank.delay()
 
-    def _held(self, tags: list[int]) -> int:
+    def held(self, tags: list[int]) -> int:
+        """So many of these, from the first on, can be read."""
         held = next((at for at, tag in enumerate(tags) if tag not in self._rank.stored), len(tags))
         return self._rank.random.randint(0, held) if self._rank.hits("storage_is_short") else held
 
+    def keep(self, tags: list[int]) -> int:
+        """Have these in storage from now on, or the first half of them only; returns how many."""
+        rank = self._rank
+        # A tail is put where the storage of all ranks has every page in front of it: that must not be rare.
+        wholes = 19 if rank.tails.components else 2
+        count = rank.random.choice((*(len(tags) for _ in range(wholes)), len(tags) // 2))
+        rank.stored.update(tags[:count])
+        return count
+
     def query(self, command: commands.QueryStorage) -> None:
         """Answer how many of the pages are there."""
-        if self._raises(command.op):
+        if self.raises(command.op):
             return
         tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
-        wanted, error = tags[command.first : command.first + command.count], self._error("storage_fails")
+        wanted, error = tags[command.first : command.first + command.count], self.error("storage_fails")
         self._rank.outcome(
-            self._storage_delay(),
-            lambda: events.StorageAnswered(at_s=0.0, op=command.op, found=self._held(wanted), error=error),
+            self.storage_delay(),
+            lambda: events.StorageAnswered(at_s=0.0, op=command.op, found=self.held(wanted), error=error),
         )
 
-    def _error(self, name: str) -> str:
+    def error(self, name: str) -> str:
+        """The words of a failure, if that fault strikes now."""
         return "injected" if self._rank.hits(name) else ""
 
     def fetch(self, command: commands.FetchPages) -> None:
         """Read pages."""
-        if self._raises(command.op):
+        if self.raises(command.op):
             return
         tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
         wanted = tags[command.first : command.first + len(command.host_pages)]
-        error, who = self._error("storage_fails"), f"fetch {command.op}"
+        error, who = self.error("storage_fails"), f"fetch {command.op}"
         self._rank.host.begin_write(command.host_pages, who)
 
         def end() -> events.Event:
-            good = 0 if error else self._held(wanted)
+            good = 0 if error else self.held(wanted)
             self._rank.host.end_write(command.host_pages, who, [*wanted[:good], *([0] * (len(wanted) - good))])
             return events.PagesFetched(at_s=0.0, op=command.op, good=good, error=error)
 
-        self._rank.outcome(self._storage_delay(), end)
+        self._rank.outcome(self.storage_delay(), end)
 
     def store(self, command: commands.StorePages) -> None:
         """Put pages."""
-        if self._raises(command.op):
+        if self.raises(command.op):
             return
-        error, who = self._error("storage_fails"), f"put {command.op}"
+        error, who = self.error("storage_fails"), f"put {command.op}"
         if command.serial:
             tags = self._rank.records[command.serial]
         else:
@@ -77,20 +90,19 @@ class RankTiers:
 
         def end() -> events.Event:
             self._rank.host.end_read(command.host_pages, who, found)
-            stored = 0 if error else self._rank.random.choice((len(found), len(found), len(found) // 2))
-            self._rank.stored.update(found[:stored])
+            stored = 0 if error else self.keep(found)
             return events.PagesStored(at_s=0.0, op=command.op, stored=stored, error=error)
 
-        self._rank.outcome(self._storage_delay(), end)
+        self._rank.outcome(self.storage_delay(), end)
 
     def probe(self, command: commands.ProbeStorage) -> None:
         """Say whether it can be used again."""
-        error = self._error("storage_fails")
+        error = self.error("storage_fails")
         self._rank.outcome(self._rank.delay(), lambda: events.StorageProbed(at_s=0.0, op=command.op, error=error))
 
     def copy(self, command: commands.CopyToDevice | commands.CopyToHost) -> None:
         """Copy between the pools."""
-        if self._raises(command.op):
+        if self.raises(command.op):
             return
         to_device = isinstance(command, commands.CopyToDevice)
         source, target = (self._rank.host, self._rank.device) if to_device else (self._rank.device, self._rank.host)
@@ -100,7 +112,7 @@ class RankTiers:
 
     def copy_tail(self, command: commands.CopyTail) -> None:
         """Copy pages of a component between its pools, or within that on the device."""
-        if self._raises(command.op):
+        if self.raises(command.op):
             return
         pools = self._rank.tails.pools
         source, target = pools[command.source, command.component], pools[command.target, command.component]
@@ -110,7 +122,7 @@ class RankTiers:
     def _copy(
         self, op: int, source: SimulatedPool, source_pages: PageIds, target: SimulatedPool, target_pages: PageIds
     ) -> None:
-        who, error = f"copy {op}", self._error("copy_fails")
+        who, error = f"copy {op}", self.error("copy_fails")
         found = source.begin_read(source_pages, who)
         target.begin_write(target_pages, who)
 

@@ -18,7 +18,6 @@ from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
 from tidekv.engine.simulation.rank_callers import Script, draw_script
 from tidekv.engine.simulation.schedule import Link, Schedule
 from tidekv.engine.simulation.simulate import draw_settings, with_components
-from tidekv.states import events
 from tidekv.states.agreement import Opening
 from tidekv.states.errors import TidekvError
 from tidekv.states.questions import LOST_RANK
@@ -101,7 +100,7 @@ class RankGroupWorld:
     def run(self, clients: int) -> None:
         """Serve all requests on all ranks, and see that nothing is left."""
         for rank in self.ranks:
-            rank.hear(events.StorageChanged(at_s=0.0, available=True))
+            rank.attach_storage()
         for _ in range(clients):
             self.schedule.after(self.random.random() * 0.01, self.next_script)
         steps = 0

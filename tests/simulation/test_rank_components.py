@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
+from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.rank import SimulatedRank
-from tidekv.engine.simulation.ranks import RanksFailed, simulate_ranks
+from tidekv.engine.simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
 from tidekv.states import events
 from tidekv.states.agreement import Agreement
 from tidekv.states.components import Component
 from tidekv.states.errors import RanksDiverged
 from tidekv.states.settings import CoreSettings
+from tidekv.states.tail_questions import TailQuestion
+from tidekv.states.votes import Ballot
 
 COMPONENTS = (
     Component(name="window", kind="window", window_tokens=4, device_pages=24, host_pages=30),
@@ -73,3 +77,49 @@ def test_a_failed_copy_that_one_rank_keeps_to_itself_is_seen(monkeypatch: pytest
     with pytest.raises(RanksFailed, match=r"holds|garbage"):
         for seed in range(20, 60):
             simulate_ranks(seed, 2, 40, settings=SETTINGS)
+
+
+STORAGE_FAULTS = {
+    "storage_is_short": 0.05,
+    "storage_is_late": 0.01,
+    "storage_fails": 0.005,
+    "outcome_repeats": 0.1,
+    "copy_fails": 0.01,
+    "command_raises": 0.005,
+    "rank_dies": 0.003,
+}
+
+
+def in_storage(seed: int, ranks: int, requests: int) -> RankGroupWorld:
+    """Serve requests of which many go on from what storage alone has, each rank with records of its own missing."""
+    settings = msgspec.structs.replace(SETTINGS, prefetch_threshold_tokens=2)
+    world = RankGroupWorld(seed=seed, ranks=ranks, requests=requests, settings=settings, with_faults=False)
+    world.rates |= STORAGE_FAULTS
+    world.run(4)
+    return world
+
+
+def test_tails_come_from_storage_where_every_rank_has_them() -> None:
+    done, faults = Counter[str](), Counter[str]()
+    for seed in range(30, 36):
+        world = in_storage(seed, 2 + seed % 3, 40)
+        assert sum(world.ends.values()) == 40
+        faults.update(world.counts)
+        for rank in world.ranks:
+            done.update(rank.tails.counts)
+    assert done["tails_stored"] and done["tails_fetched"] > 10, done
+    assert faults["storage_is_short"] and faults["storage_is_late"] and faults["outcome_repeats"], faults
+
+
+def test_a_boundary_that_one_rank_proposes_alone_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = TailQuestion.decide
+
+    def decide(self: TailQuestion, ballot: Ballot, at_s: float) -> list[events.Event]:
+        told = honest(self, ballot, at_s)
+        # Each rank takes what it has itself.
+        return [msgspec.structs.replace(event, tails=self._tails_of(self._longest(self._end))) for event in told]
+
+    monkeypatch.setattr(TailQuestion, "decide", decide)
+    with pytest.raises((Violation, RanksDiverged)):
+        for seed in range(30, 50):
+            in_storage(seed, 3, 40)

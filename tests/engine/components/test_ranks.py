@@ -23,8 +23,10 @@ from tidekv import (
     RankGroup,
     ReadyRequest,
     RequestFailed,
+    open_storage,
 )
 from tidekv.backends.keys import pack_tokens
+from tidekv.backends.storage.base import Storage
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.workload.synthetic_tails import wrong_tails
@@ -73,7 +75,8 @@ class Rank:
 
 
 @asynccontextmanager
-async def instance() -> AsyncIterator[list[Rank]]:
+async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
+    """Two ranks; with `storage` each has an engine for its slice."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = "{}:{}".format(*probe.getsockname())
     network = LoopbackNetwork()
@@ -91,10 +94,11 @@ async def instance() -> AsyncIterator[list[Rank]]:
             ranks=RANKS,
         )
         engine = DecodeEngine(
-            EngineConfig(close_deadline_s=2.0),
+            EngineConfig(close_deadline_s=2.0, prefetch_threshold_tokens=SIZE),
             device=device,
             host=HostPool.allocate(FULL, 48),
             components=ours,
+            storage=None if storage is None else open_storage(storage),
             transport=LoopbackTransport(f"decode-{rank}", network),
             ranks=RankGroup(rank=rank, ranks=RANKS, address=address, hold_s=2.0, form_timeout_s=20.0),
         )
@@ -103,6 +107,10 @@ async def instance() -> AsyncIterator[list[Rank]]:
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(part) for part in entered))
         yield members
+
+
+def tails_of(member: Rank) -> dict[str, Storage]:
+    return member.engine._parts.storage_in_use.tails
 
 
 async def on_all(members: list[Rank], request_id: str, prompt: list[int]) -> dict[str, int]:
@@ -153,3 +161,52 @@ async def test_ranks_that_leave_different_things_keep_nothing() -> None:
         assert all(isinstance(answer, RequestFailed) for answer in answers), answers
         assert all(member.engine.peek(PROMPT) == {"l1": 0, "l2": 0} for member in members)
         assert await on_all(members, "r2", PROMPT) == {"transfer": len(PROMPT)}
+
+
+async def test_tails_come_from_the_storage_of_every_rank() -> None:
+    async with instance("memory:") as members:
+        assert await on_all(members, "r1", PROMPT) == {"transfer": len(PROMPT)}
+        await members[0].engine.flush(("l1", "l2"))
+        for member in members:
+            assert all(engine.statistics().pages for engine in tails_of(member).values())
+        assert await on_all(members, "r2", PROMPT) == {"l3": len(PROMPT)}
+        assert await on_all(members, "r3", PROMPT) == {"l1": len(PROMPT)}
+
+
+async def test_a_record_that_one_rank_has_lost_leads_all_to_the_boundary_before_it() -> None:
+    shorter = PROMPT[: 4 * SIZE]
+    async with instance("memory:") as members:
+        await on_all(members, "r1", shorter)
+        await on_all(members, "r2", PROMPT)
+        keys = prompt_digests(pack_tokens(PROMPT), SIZE)
+        await tails_of(members[1])["state"].delete(keys[-1:])
+        await members[0].engine.flush(("l1", "l2"))
+        # Of the window the page in front of that boundary is needed, and comes from storage as well.
+        assert await on_all(members, "r3", PROMPT) == {"l3": len(shorter), "transfer": len(PROMPT) - len(shorter)}
+
+
+async def test_a_record_that_one_rank_cannot_read_any_more_is_asked_of_prefill_by_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def get_nothing(keys: list[bytes], *_: object, **__: object) -> list[bool]:
+        return [False for _ in keys]
+
+    async with instance("memory:") as members:
+        await on_all(members, "r1", PROMPT)
+        await members[0].engine.flush(("l1", "l2"))
+        monkeypatch.setattr(tails_of(members[0])["window"], "get_into", get_nothing)
+        assert await on_all(members, "r2", PROMPT) == {"transfer": len(PROMPT)}
+        assert all(member.engine.statistics()["core"]["sent_back"] == 1 for member in members)
+
+
+async def test_storage_that_is_attached_later_is_used_when_every_rank_has_it() -> None:
+    async with instance() as members:
+        await members[0].engine.attach_storage("memory:")
+        await on_all(members, "r1", PROMPT)
+        await members[0].engine.flush(("l1", "l2"))
+        assert await on_all(members, "r2", PROMPT) == {"transfer": len(PROMPT)}
+        await members[1].engine.attach_storage("memory:")
+        await members[0].engine.flush(("l1", "l2"))
+        await on_all(members, "r3", PROMPT)
+        await members[0].engine.flush(("l1", "l2"))
+        assert await on_all(members, "r4", PROMPT) == {"l3": len(PROMPT)}

@@ -201,7 +201,7 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
 def test_each_operation_has_its_own_outcome(command: commands.Operation, outcome: events.Event) -> None:
     ballot = Ballot()
     question = OperationQuestion(1, ballot, command)
-    question.hear(ballot, 4, 3, failed=False)
+    question.hear(ballot, 4, outcome)
     ballot.take(ballot.cast(len(ballot)))
     assert question.decide(ballot, 1.0) == [outcome]
     question.close(ballot)
