@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tidekv.engine.simulation.memory import Violation
+from tidekv.engine.simulation.stored import StoredTags
 from tidekv.engine.simulation.tiers import FETCH_S_MAX
 from tidekv.states import commands, events
 
@@ -26,7 +27,7 @@ class SimulatedTailStorage:
         self._world = world
         self._storage = storage
         self._random = random
-        self._present: dict[int, None] = {}
+        self._kept = StoredTags(world.faults, random)
         """Tags say of which component they are."""
 
     def query(self, command: commands.QueryTails) -> None:
@@ -54,7 +55,7 @@ class SimulatedTailStorage:
 
     def _answer_for(self, name: str, tags: list[int], first: int) -> events.StoredTail:
         faults = self._world.faults
-        here = [at for at in range(first, len(tags)) if tags[at] in self._present]
+        here = [at for at in range(first, len(tags)) if tags[at] in self._kept]
         ranges = [(at, at + 1) for at in here]
         if faults.hits("query_promises_too_much"):
             ranges = [(first, self._random.randint(first, len(tags)))] if first < len(tags) else []
@@ -77,20 +78,14 @@ class SimulatedTailStorage:
         if not command.positions or len(command.positions) != len(command.host_pages):
             raise Violation(f"{command} does not read as many records as it names")
         wanted = [tags[position] for position in command.positions]
-        if faults.hits("page_is_lost"):
-            self._present.pop(self._random.choice(wanted), None)
+        self._kept.lose_one(wanted)
         world.tails.pools["host", command.component].begin_write(command.host_pages, f"fetch {command.op}")
         delay = self._storage.delay("fetch_is_late", min(command.timeout_s, FETCH_S_MAX), "fetch_is_stuck")
         world.schedule.after(delay, self._land, command, wanted)
 
     def _land(self, command: commands.FetchTail, wanted: list[int]) -> None:
         world, faults = self._world, self._world.faults
-        good, error = self._held(wanted), ""
-        if faults.hits("fetch_fails"):
-            good, error = self._random.choice((0, good)), "injected"
-        for name in ("fetch_is_short", "fetch_is_corrupt"):
-            if good and faults.hits(name):
-                good = self._random.randrange(good)
+        good, error = self._kept.read(wanted)
         pool = world.tails.pools["host", command.component]
         pool.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:good], *([0] * (len(wanted) - good))])
         world.tails.counts["tails_fetched"] += good == len(wanted)
@@ -117,21 +112,10 @@ class SimulatedTailStorage:
         world.schedule.after(delay, self._stored, command, found)
 
     def _stored(self, command: commands.StoreTail, found: list[int]) -> None:
-        world, faults = self._world, self._world.faults
+        world = self._world
         world.tails.pools["host", command.component].end_read(command.host_pages, f"put {command.op}", found)
-        stored, error = len(found), ""
-        if faults.hits("store_fails"):
-            stored, error = 0, "injected"
-        elif faults.hits("store_is_partial"):
-            stored = self._random.randrange(stored)
-        self._present.update(dict.fromkeys(found[:stored]))
+        stored, error = self._kept.put(found)
         world.tails.counts["tails_stored"] += stored == len(found)
-        while self._present and faults.hits("storage_forgets"):
-            for tag in self._random.sample(list(self._present), k=1 + len(self._present) // 4):
-                del self._present[tag]
         world.outcomes.tell(
             lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error), command.op
         )
-
-    def _held(self, wanted: list[int]) -> int:
-        return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))

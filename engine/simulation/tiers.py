@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
+from tidekv.engine.simulation.stored import StoredTags
 from tidekv.states import commands, events
 from tidekv.states.shapes import PageIds
 
@@ -58,7 +59,7 @@ class SimulatedStorage:
     def __init__(self, world: World, random: Random) -> None:
         self._world = world
         self._random = random
-        self._present: dict[int, None] = {}
+        self._kept = StoredTags(world.faults, random)
 
     def query(self, command: commands.QueryStorage) -> None:
         """Answer how many of the pages are there."""
@@ -82,7 +83,7 @@ class SimulatedStorage:
     def answer_for(self, wanted: list[int]) -> tuple[int, str]:
         """How many of these pages an answer tells of, and its error."""
         faults = self._world.faults
-        found, error = self._held(wanted), ""
+        found, error = self._kept.leading(wanted), ""
         if faults.hits("query_fails"):
             found, error = self._random.choice((0, found)), "injected"
         elif faults.hits("query_promises_too_much"):
@@ -103,20 +104,14 @@ class SimulatedStorage:
         wanted = world.caller(command.request_id).tags[command.first : command.first + len(command.host_pages)]
         if len(wanted) != len(command.host_pages):
             raise Violation(f"{command} asks for pages that the prompt does not have")
-        if faults.hits("page_is_lost"):
-            self._present.pop(self._random.choice(wanted), None)
+        self._kept.lose_one(wanted)
         world.host.begin_write(command.host_pages, f"fetch {command.op}")
         deadline_s = min(command.timeout_s, FETCH_S_MAX)
         world.schedule.after(self.delay("fetch_is_late", deadline_s, "fetch_is_stuck"), self._land, command, wanted)
 
     def _land(self, command: commands.FetchPages, wanted: list[int]) -> None:
         world, faults = self._world, self._world.faults
-        good, error = self._held(wanted), ""
-        if faults.hits("fetch_fails"):
-            good, error = self._random.choice((0, good)), "injected"
-        for name in ("fetch_is_short", "fetch_is_corrupt"):
-            if good and faults.hits(name):
-                good = self._random.randrange(good)
+        good, error = self._kept.read(wanted)
         world.host.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:good], *([0] * (len(wanted) - good))])
         if good == len(wanted) and faults.hits("fetch_reports_nonsense"):
             good += 7
@@ -139,17 +134,9 @@ class SimulatedStorage:
         world.schedule.after(delay, self._stored, command, found)
 
     def _stored(self, command: commands.StorePages, found: list[int]) -> None:
-        world, faults = self._world, self._world.faults
+        world = self._world
         world.host.end_read(command.host_pages, f"put {command.op}", found)
-        stored, error = len(found), ""
-        if faults.hits("store_fails"):
-            stored, error = 0, "injected"
-        elif faults.hits("store_is_partial"):
-            stored = self._random.randrange(stored)
-        self._present.update(dict.fromkeys(found[:stored]))
-        while self._present and faults.hits("storage_forgets"):
-            for tag in self._random.sample(list(self._present), k=1 + len(self._present) // 4):
-                del self._present[tag]
+        stored, error = self._kept.put(found)
         if command.serial:
             world.tokens_left(command.serial)
         world.outcomes.tell(
@@ -165,9 +152,6 @@ class SimulatedStorage:
     def _probed(self, op: int) -> None:
         error = "injected" if self._world.faults.hits("probe_fails") else ""
         self._world.outcomes.tell(lambda at_s: events.StorageProbed(at_s=at_s, op=op, error=error), op)
-
-    def _held(self, wanted: list[int]) -> int:
-        return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))
 
     def delay(self, late: str, deadline_s: float, stuck: str) -> float:
         """How long a call takes: less than its deadline, unless one of these faults strikes."""

@@ -1,0 +1,52 @@
+"""What a simulated storage engine holds, by tag, and what its faults do to it: full pages and components alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from tidekv.engine.simulation.faults import Faults
+
+
+class StoredTags:
+    """Records that are never wrong, but may be gone."""
+
+    def __init__(self, faults: Faults, random: Random) -> None:
+        self._faults = faults
+        self._random = random
+        self._present: dict[int, None] = {}
+
+    def __contains__(self, tag: int) -> bool:
+        return tag in self._present
+
+    def leading(self, wanted: Sequence[int]) -> int:
+        """How many of them are there, up to the first that is not."""
+        return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))
+
+    def lose_one(self, wanted: Sequence[int]) -> None:
+        """One of them vanishes now and then."""
+        if self._faults.hits("page_is_lost"):
+            self._present.pop(self._random.choice(wanted), None)
+
+    def read(self, wanted: Sequence[int]) -> tuple[int, str]:
+        """How many of them a read brings, and its error."""
+        good, error = self.leading(wanted), ""
+        if self._faults.hits("fetch_fails"):
+            good, error = self._random.choice((0, good)), "injected"
+        for name in ("fetch_is_short", "fetch_is_corrupt"):
+            if good and self._faults.hits(name):
+                good = self._random.randrange(good)
+        return good, error
+
+    def put(self, found: Sequence[int]) -> tuple[int, str]:
+        """How many of them a put keeps, and its error; others may be forgotten for them."""
+        stored, error = len(found), ""
+        if self._faults.hits("store_fails"):
+            stored, error = 0, "injected"
+        elif self._faults.hits("store_is_partial"):
+            stored = self._random.randrange(stored)
+        self._present.update(dict.fromkeys(found[:stored]))
+        while self._present and self._faults.hits("storage_forgets"):
+            for tag in self._random.sample(list(self._present), k=1 + len(self._present) // 4):
+                del self._present[tag]
+        return stored, error
