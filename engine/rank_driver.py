@@ -195,7 +195,7 @@ class RankDriver:
             self._end_turn()
 
     def statistics(self) -> dict[str, int | str]:
-        """rank, ranks, phase, epoch, turns, votes (all-reduces), questions (slots in use), losses (of a rank)."""
+        """rank, ranks, phase, epoch, turns, votes, questions (slots in use), losses (of a rank)."""
         return {
             "rank": self._group.rank,
             "ranks": self._group.ranks,

@@ -3,7 +3,7 @@
 The core is a function of its events. Ranks that feed their cores the same events in the same order can therefore never
 diverge; this file makes that sequence. It stands between the outcomes of a rank and its core:
 
-    outcomes, calls ──hear──▶ words of this rank ──one all-reduce (MIN)──▶ answers ──decide──▶ events for the core
+    outcomes, calls ──hear──▶ words of this rank ──one vote (MIN)──▶ answers ──decide──▶ events for the core
 
 A turn goes like this. The leader (rank 0) opens it by a frame: its number, the leader's clock, and the calls that the
 leader's callers made, in their order. Every rank casts its words, whatever happens on it; nothing rank-local decides

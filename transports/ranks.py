@@ -100,7 +100,7 @@ class RankChannel:
 
     @property
     def votes(self) -> int:
-        """All-reduces so far."""
+        """Votes so far."""
         return self._thread.votes
 
     async def start(self) -> None:

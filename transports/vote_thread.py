@@ -1,13 +1,18 @@
-"""The thread in which a rank votes: one all-reduce under MIN of CPU integers at a time, never on the event loop.
+"""The thread in which a rank votes: one reduction under MIN of CPU integers at a time, never on the event loop.
 
 The process group is our own, over a store of the leader's: the embedder's `torch.distributed` world is not touched.
 A group that the embedder made is taken as well, if its backend is gloo. A NCCL group would put the vote on the GPU's
 stream, behind whatever the model computes there, and is refused.
+
+Gloo's own thread polls a connection again and again while another thread holds its lock. Woken on the core where that
+thread was just sending, it takes the core from it and polls until its time slice is over, milliseconds later. So the
+threads of votes are batch threads to the kernel: they take a core that is free, and nobody's that is not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -20,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has both
 from torch._C._distributed_c10d import TCPStore as Store
 
 from tidekv.states.errors import InvalidConfig, TransferFailed
+from tidekv.transports.vote_exchange import LEADER, follow, lead
 
 if TYPE_CHECKING:
     from tidekv.states.votes import Words
@@ -33,18 +39,15 @@ class VoteThread:
     def __init__(self, *, rank: int, ranks: int, host: str, timeout_s: float) -> None:
         """`timeout_s` bounds each vote and each forming of a group."""
         self.votes = 0
-        """All-reduces that were begun."""
+        """Votes that were begun."""
         self._rank = rank
         self._ranks = ranks
         self._host = host
         self._timeout = timedelta(seconds=timeout_s)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Our own gloo group is a ProcessGroup at run time as well, which the stubs do not say.
         self._group: distributed.ProcessGroup | None = None
         self._store: Store | None = None
         self._thread: threading.Thread | None = None
-        self._minimum = distributed.AllreduceOptions()
-        self._minimum.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MIN)
 
     def start(self) -> None:
         """Start the thread; it sleeps until it has something to do."""
@@ -93,7 +96,8 @@ class VoteThread:
         options._timeout = self._timeout
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self._host)]
         prefix = PrefixStore(f"tidekv-{epoch}", store)
-        group: Any = distributed.ProcessGroupGloo(prefix, self._rank, self._ranks, options)  # See `_group`.
+        # It is a ProcessGroup at run time as well, which the stubs do not say.
+        group: Any = distributed.ProcessGroupGloo(prefix, self._rank, self._ranks, options)
         self._group = group
 
     def _reduce(self, words: Words) -> Words:
@@ -101,8 +105,12 @@ class VoteThread:
             return words
         if self._group is None:
             raise TransferFailed("no group was formed")
-        # The tensor is a view of the array: nothing is copied.
-        self._group.allreduce([torch.frombuffer(words, dtype=torch.int64)], self._minimum).wait()
+        # The tensor is a view of the array: the answer lies in it.
+        own = torch.frombuffer(words, dtype=torch.int64)
+        if self._rank == LEADER:
+            lead(self._group, own, ranks=self._ranks)
+        else:
+            follow(self._group, own)
         return words
 
     def _call(self, work: Callable[[], T]) -> asyncio.Future[T]:
@@ -131,6 +139,9 @@ class VoteThread:
         return done
 
     def _run(self) -> None:
+        # Gloo's threads are made by this one and inherit it.
+        if hasattr(os, "SCHED_BATCH"):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while (job := self._jobs.get()) is not None:
             job()
         self._group = self._store = None
