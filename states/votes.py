@@ -1,6 +1,6 @@
 """The vote of one rank: a vector of integers of a fixed shape, and what the ranks together make of it.
 
-All ranks reduce their vectors by one all-reduce under MIN. Every fact is put so that MIN is the right answer to it:
+All ranks reduce their vectors together, under MIN. Every fact is put so that MIN is the right answer to it:
 
     progress            the smallest of all ranks: as far as everybody has come
     readiness (AND)     1 where it holds, 0 where not

@@ -1,7 +1,7 @@
 """The words of the rank channel: small frames between the leader of a decode instance and its other ranks.
 
 A message is one msgpack array `[tag, field, …]` in a frame of `frames`. The votes themselves do not travel here: they
-are an all-reduce.
+are messages of gloo.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Beat(RankMessage, frozen=True, tag="beat"):
 
 
 class VoteFailed(RankMessage, frozen=True, tag="vote_failed"):
-    """The all-reduce of a turn ended in an error on this rank."""
+    """The vote of a turn ended in an error on this rank."""
 
     epoch: Count
     turn: Count
