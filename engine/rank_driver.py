@@ -383,6 +383,10 @@ class RankDriver:
     def _lose(self, lost: RankLost) -> None:
         if self._phase is not Phase.VOTING:
             return
+        if not self._driver.is_caught_up:
+            # A request that arrives in this turn is not live before the core has taken it: nobody would abort it.
+            self._loop.call_soon(self._lose, lost)
+            return
         if self._agreement.is_leaving and not self._left.done():
             self._left.set_result(None)
         self._phase = Phase.ALONE

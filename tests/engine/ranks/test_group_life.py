@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from tidekv.engine import driver
+from tidekv.states.agreement import Decision
 from tidekv.states.errors import (
     BrokenInvariant,
     EngineClosed,
@@ -15,6 +17,7 @@ from tidekv.states.errors import (
     RanksDiverged,
     RequestFailed,
 )
+from tidekv.states.events import RequestArrived
 
 
 async def test_a_rank_whose_core_breaks_stops_all_by_its_number(world) -> None:
@@ -117,3 +120,34 @@ async def test_a_lost_rank_fails_requests_by_its_name_and_a_new_epoch_begins_emp
     await world.finish_all(members, readies)
     await world.settle(members)
     await asyncio.gather(*(member.life.aclose() for member in members))
+
+
+async def test_requests_that_all_had_agreed_on_just_before_a_loss_fail_as_well(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The core takes one event in each turn of the loop: most arrivals still wait for it when the loss is seen.
+    monkeypatch.setattr(driver, "TURN_S_MAX", -1.0)
+    count = 40
+    arrivals_waiting: list[int] = []
+    async with world.instance(2) as members:
+        ranks = members[1].engine._parts.ranks
+        follow, rank_lost = ranks._follow, ranks.rank_lost
+
+        def follow_and_close(decision: Decision) -> None:
+            follow(decision)
+            if sum(isinstance(event, RequestArrived) for event in decision.events) == count:
+                ranks._channel._peers[0].close()
+
+        def count_and_lose(rank: int, cause: str) -> None:
+            arrivals_waiting.append(sum(isinstance(event, RequestArrived) for event in ranks._driver._inbox))
+            rank_lost(rank, cause)
+
+        ranks._follow, ranks.rank_lost = follow_and_close, count_and_lose
+        calls = [member.restore(f"r{number}", world.PROMPT) for member in members for number in range(count)]
+        async with asyncio.timeout(20):
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            assert arrivals_waiting[0] > count // 2
+            assert all(isinstance(end, RequestFailed) for end in ends), ends
+            assert {end.cause.partition(":")[0] for end in ends} == {"rank 0 is lost", "rank 1 is lost"}
+            await asyncio.gather(*(member.engine.wait_formed() for member in members))
+            await world.finish_all(members, await world.restore_all(members, "again"))
