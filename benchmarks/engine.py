@@ -45,6 +45,8 @@ OUTPUT_TOKENS = 64
 TIERS = ("l1", "l2", "l3")
 SAMPLE_S = 0.001
 IDLE_S = 2.0
+ADVISED_THRESHOLDS = (50_000, 20, 50)
+"""What docs/operating.md says for thousands of requests in flight."""
 INDEX_FILES = ("index", "node", "insertion", "tree", "dropping", "eviction", "tiers")
 PARTS = (
     ("/transitions/", "machine"),
@@ -349,10 +351,20 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS), help="where cached halves are")
     parser.add_argument("--no-journal", action="store_true")
+    parser.add_argument(
+        "--collector",
+        choices=("default", "advised"),
+        default="default",
+        help="Python's cycle collector: as Python sets it, or as docs/operating.md says for many requests in flight",
+    )
     parser.add_argument("--no-parts", action="store_true", help="leave out the sampling by part")
     parser.add_argument("--lines", type=int, default=0, help="show so many functions with the most samples")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.collector == "advised":
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*ADVISED_THRESHOLDS)
     load = Load(options.prompt_tokens, options.page_size, options.chunk_tokens, tuple(options.tiers))
     found = []
     for in_flight in options.in_flight:
