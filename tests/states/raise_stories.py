@@ -1,0 +1,189 @@
+"""Cores that are ready for one step, for the test of raises at every call of it, which loads this file by its path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.request import State
+
+EIGHT = b"abcdefgh"
+Step = Callable[[Rig], object]
+
+
+def three_tiers(rig: Rig) -> commands.QueryStorage:
+    """Request "a" finds two pages on the device, two on the host, two in storage, and waits for storage's answer."""
+    rig.attach_storage()
+    rig.make_cached("past", EIGHT[:4])
+    rig.flush("l1")
+    rig.make_cached("near", EIGHT[:2])
+    rig.arrive("a", EIGHT)
+    return rig.take(commands.QueryStorage)
+
+
+class Story:
+    """A core that is ready for one step, and that step."""
+
+    def __init__(self, name: str, prepare: Callable[[Rig], Step], *, ends: tuple[str, ...]) -> None:
+        self.name = name
+        self.prepare = prepare
+        self.ends = ends
+        """How the request may end if the step raises once."""
+
+
+def arrival(rig: Rig) -> Step:
+    rig.attach_storage()
+    return lambda rig: rig.arrive("a", EIGHT)
+
+
+def admission(rig: Rig) -> Step:
+    rig.bring(State.PREALLOC)
+    return lambda rig: rig.abort("big")
+
+
+def plan(rig: Rig) -> Step:
+    query = three_tiers(rig)
+    return lambda rig: rig.answer(query, 2)
+
+
+def landing(rig: Rig) -> Step:
+    query = three_tiers(rig)
+    rig.answer(query, 2)
+    fetch = rig.take(commands.FetchPages)
+    return lambda rig: rig.fetched(fetch, good=1)
+
+
+def copy_end(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    copy = rig.take(commands.CopyToDevice)
+    return lambda rig: rig.copied(copy)
+
+
+def copy_failure(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    copy = rig.take(commands.CopyToDevice)
+    return lambda rig: rig.copied(copy, error="failed")
+
+
+def late_copy(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    return lambda rig: rig.wait_until(31.0)
+
+
+def extended_chunk(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    rig.serve(rig.take(commands.SendPromise))
+    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    extend = rig.take(commands.SendExtend)
+    return lambda rig: rig.chunk(extend)
+
+
+def last_chunk(rig: Rig) -> Step:
+    rig.bring(State.TRANSFER)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    rig.aux(promise)
+    return lambda rig: rig.chunk(promise)
+
+
+def lost_room(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE, prefill_count=2)
+    rig.promised(rig.take(commands.SendPromise))
+    return lambda rig: rig.step(events.WriterLost, writer="prefill.1", cause="no heartbeat")
+
+
+def abort(rig: Rig) -> Step:
+    rig.bring(State.PREFETCH)
+    rig.promised(rig.take(commands.SendPromise))
+    return lambda rig: rig.abort("a")
+
+
+def abort_of_a_filler(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    rig.promised(rig.take(commands.SendPromise))
+    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    return lambda rig: rig.abort("a")
+
+
+def drained(rig: Rig) -> Step:
+    rig.bring(State.TRANSFER)
+    rig.promised(rig.take(commands.SendPromise))
+    rig.abort("a")
+    told = rig.take(commands.SendAbort)
+    return lambda rig: rig.drained(told)
+
+
+def growth(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    return lambda rig: rig.step(events.GrowthTaken, request_id="a", page_count=0, wanted=2)
+
+
+def finish(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    return lambda rig: rig.finish("a", EIGHT)
+
+
+def retract(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    return lambda rig: rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
+
+
+def backup_copied(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
+    copy = rig.take(commands.CopyToHost)
+    return lambda rig: rig.copied(copy)
+
+
+def backup_stored(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    rig.finish("a", EIGHT)
+    rig.copied(rig.take(commands.CopyToHost))
+    put = rig.take(commands.StorePages)
+    return lambda rig: rig.stored(put)
+
+
+def resumed(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.take(commands.TellRetracted)
+    rig.settle()
+    rig.arrive("a", EIGHT + b"i")
+    query = rig.take_all(commands.QueryStorage)
+    if query:
+        rig.answer(query[0], 0)
+    promise = rig.take(commands.SendPromise)
+    return lambda rig: rig.serve(promise)
+
+
+def flush(rig: Rig) -> Step:
+    rig.attach_storage()
+    rig.make_cached("past", EIGHT)
+    return lambda rig: rig.step(events.FlushRequested, call=1, tiers=("l1", "l2"))
+
+
+READY, FAILED = "TellReady", "TellFailed"
+STORIES = [
+    Story("arrival", arrival, ends=(FAILED, READY)),
+    Story("admission", admission, ends=(FAILED, READY)),
+    Story("plan", plan, ends=(READY,)),
+    Story("landing", landing, ends=(READY,)),
+    Story("copy end", copy_end, ends=(READY,)),
+    Story("copy failure", copy_failure, ends=(READY,)),
+    Story("late copy", late_copy, ends=(READY, FAILED)),
+    Story("extended chunk", extended_chunk, ends=(FAILED, READY)),
+    Story("last chunk", last_chunk, ends=(FAILED, READY)),
+    Story("lost room", lost_room, ends=(READY, FAILED)),
+    Story("abort", abort, ends=(FAILED,)),
+    Story("abort of a filler", abort_of_a_filler, ends=(FAILED,)),
+    Story("drained", drained, ends=(FAILED,)),
+    Story("growth", growth, ends=(FAILED, "")),
+    Story("finish", finish, ends=("TellFinished", FAILED)),
+    Story("retract", retract, ends=("TellRetracted", FAILED)),
+    Story("backup copied", backup_copied, ends=("TellRetracted",)),
+    Story("backup stored", backup_stored, ends=("TellFinished",)),
+    Story("resumed", resumed, ends=(READY, FAILED)),
+    Story("flush", flush, ends=("",)),
+]
