@@ -1,6 +1,10 @@
-"""A core with components, and storage that keeps their records too, in a few words: for the tests beside this file,
-which load it by its path.
+"""A core with components, with or without storage that keeps their records too, in a few words: for the tests beside
+this file, which load it by its path.
 """
+
+from __future__ import annotations
+
+import pytest
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
@@ -17,17 +21,30 @@ def state(device: int = 8, host: int = 8) -> Component:
     return Component(name="state", kind="state", device_pages=device, host_pages=host)
 
 
-def rig_with(*components: Component, **fields: object) -> Rig:
+def rig_with(*components: Component, storage: bool = True, **fields: object) -> Rig:
     rig = Rig(components=components or (window(), state()), **fields)  # type: ignore[arg-type]  # Not a number.
-    rig.attach_storage(tails=True)
+    if storage:
+        rig.attach_storage(tails=True)
     return rig
 
 
-def finish(rig: Rig, ready: commands.TellReady, tokens: bytes) -> None:
-    """The caller has generated nothing, and leaves all tails at the end of its prompt."""
+def left_by(ready: commands.TellReady, end: int) -> tuple[events.TailLeft, ...]:
+    """What a request that generated nothing leaves at the end of its prompt."""
     assert ready.tails is not None
-    left = tuple(events.TailLeft(table.component, table.first, tuple(table.pages)) for table in ready.tails)
-    rig.step(events.FinishRequested, request_id=ready.request_id, keys=tokens, tokens=len(tokens), tails=left)
+    assert all(table.first + len(table.pages) == end for table in ready.tails)
+    return tuple(events.TailLeft(table.component, table.first, tuple(table.pages)) for table in ready.tails)
+
+
+def finish(
+    rig: Rig,
+    ready: commands.TellReady,
+    tokens: bytes,
+    kind: type[events.Event] = events.FinishRequested,
+    **fields: object,
+) -> None:
+    """The caller has generated nothing, and leaves all tails at the end of its prompt."""
+    fields = {"tails": left_by(ready, len(tokens)), **fields}
+    rig.step(kind, request_id=ready.request_id, keys=tokens, tokens=len(tokens), **fields)
 
 
 def ready_with(rig: Rig, request_id: str, tokens: bytes) -> commands.TellReady:
@@ -40,9 +57,10 @@ def ready_with(rig: Rig, request_id: str, tokens: bytes) -> commands.TellReady:
     return rig.take(commands.TellReady)
 
 
-def cached(rig: Rig, tokens: bytes, name: str = "past") -> None:
+def cached(rig: Rig, tokens: bytes, name: str = "past") -> commands.TellReady:
     """Bring tokens and their tails into every tier there is."""
-    finish(rig, ready_with(rig, name, tokens), tokens)
+    ready = ready_with(rig, name, tokens)
+    finish(rig, ready, tokens)
     for kind in (commands.CopyToHost, commands.CopyTail):
         for copy in rig.take_all(kind):
             rig.copied(copy)
@@ -54,6 +72,7 @@ def cached(rig: Rig, tokens: bytes, name: str = "past") -> None:
     rig.take(commands.TellFinished)
     rig.take(commands.ForgetTokens)
     rig.nothing_else()
+    return ready
 
 
 def only_in_storage(rig: Rig, tokens: bytes = PROMPT) -> None:
@@ -84,6 +103,24 @@ def pages(rig: Rig, name: str) -> tuple[int, int]:
     """What is owned and cached of one component's host pages."""
     counts = rig.core.statistics()
     return counts[f"{name}_host_owned"], counts[f"{name}_host_cached"]
+
+
+def device_pages(rig: Rig, name: str) -> dict[str, int]:
+    """How many device pages of one component are in each condition."""
+    counts = rig.core.statistics()
+    return {word: counts[f"{name}_device_{word}"] for word in ("free", "owned", "cached", "draining", "protected")}
+
+
+def raise_at_promises(rig: Rig, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the core raise where it is about to promise something, so many times."""
+    raises, say = iter([True] * times), rig.core.books.say
+
+    def failing(command: commands.Command) -> None:
+        if isinstance(command, commands.SendPromise) and next(raises, False):
+            raise RuntimeError("planted")
+        say(command)
+
+    monkeypatch.setattr(rig.core.books, "say", failing)
 
 
 def settle(rig: Rig) -> None:

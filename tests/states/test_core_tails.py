@@ -1,66 +1,29 @@
-"""Components in the core, by example: what is promised, copied, kept and given back, and what follows from failures."""
+"""Components in the core, by example: what is promised, copied and shared, and what follows from failures."""
 
 from __future__ import annotations
+
+import runpy
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
-from tidekv.states.components import Component
-from tidekv.states.errors import BrokenInvariant, InvalidConfig
+from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings
 
-PROMPT = b"abcdefgh"
-
-
-def window(tokens: int = 3, device: int = 16, host: int = 16) -> Component:
-    return Component(name="window", kind="window", window_tokens=tokens, device_pages=device, host_pages=host)
-
-
-def state(device: int = 8, host: int = 8) -> Component:
-    return Component(name="state", kind="state", device_pages=device, host_pages=host)
-
-
-def rig_with(*components: Component, **fields: object) -> Rig:
-    return Rig(components=components or (window(), state()), **fields)  # type: ignore[arg-type]  # Not a number.
-
-
-def left_by(ready: commands.TellReady, end: int) -> tuple[events.TailLeft, ...]:
-    """What a request that generated nothing leaves at the end of its prompt."""
-    assert ready.tails is not None
-    left = []
-    for table in ready.tails:
-        assert table.first + len(table.pages) == end
-        left.append(events.TailLeft(table.component, table.first, tuple(table.pages)))
-    return tuple(left)
-
-
-def finish(rig: Rig, ready: commands.TellReady, tokens: bytes, **fields: object) -> None:
-    fields = {"tails": left_by(ready, len(tokens)), **fields}
-    rig.step(events.FinishRequested, request_id=ready.request_id, keys=tokens, tokens=len(tokens), **fields)
-
-
-def cached(rig: Rig, tokens: bytes) -> commands.TellReady:
-    """Bring tokens and their tails into every tier there is."""
-    ready = rig.make_ready("past", tokens)
-    finish(rig, ready, tokens)
-    while copies := rig.take_all(commands.CopyToHost) + rig.take_all(commands.CopyTail):
-        for copy in copies:
-            rig.copied(copy)
-    rig.take(commands.TellFinished)
-    rig.take(commands.ForgetTokens)
-    rig.nothing_else()
-    return ready
+STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
+PROMPT, window, state, finish, device_pages = (
+    STORIES[name] for name in ("PROMPT", "window", "state", "finish", "device_pages")
+)
+cached, raise_at_promises = (STORIES[name] for name in ("cached", "raise_at_promises"))
+rig_with = partial(STORIES["rig_with"], storage=False)
 
 
 def tails_of(promise: commands.SendPromise) -> dict[str, tuple[int, int]]:
     assert promise.tails is not None
     return {tail.component: (tail.first, len(tail.pages)) for tail in promise.tails}
-
-
-def device_pages(rig: Rig, name: str) -> dict[str, int]:
-    counts = rig.core.statistics()
-    return {word: counts[f"{name}_device_{word}"] for word in ("free", "owned", "cached", "draining", "protected")}
 
 
 def test_without_components_nobody_hears_of_tails() -> None:
@@ -291,75 +254,6 @@ def test_who_computes_by_itself_begins_with_the_first_page() -> None:
     rig.expect_nothing_held()
 
 
-def test_a_tail_goes_to_the_host_whole_or_not_at_all() -> None:
-    rig = rig_with(window(3, host=2), state(host=1))
-    ready = rig.make_ready("a", PROMPT)
-    finish(rig, ready, PROMPT)
-    rig.copied(rig.take(commands.CopyToHost))
-    copy = rig.take(commands.CopyTail)
-    assert (copy.component, copy.source, copy.target) == ("state", "device", "host")
-    rig.wait_until(rig.now_s + 40.0)
-    rig.copied(copy, error="bus error")
-    counts = rig.core.statistics()
-    assert (counts["backups_failed"], counts["backups_late"], counts["state_host_free"]) == (1, 1, 1)
-    rig.settle()
-    rig.expect_nothing_held()
-
-
-def test_a_tail_of_which_a_part_is_gone_is_not_backed_up() -> None:
-    rig = rig_with(window(3))
-    ready = rig.make_ready("a", PROMPT)
-    assert ready.tails is not None
-    finish(rig, ready, PROMPT, tails=(events.TailLeft("window", 6, tuple(ready.tails[0].pages[1:])),))
-    rig.copied(rig.take(commands.CopyToHost))
-    assert not rig.take_all(commands.CopyTail)
-
-
-def test_what_is_left_beyond_what_is_kept_is_given_back() -> None:
-    rig = rig_with(window(3), state(), keep_output=False)
-    ready = rig.make_ready("a", PROMPT[:4])
-    assert ready.tails is not None
-    left = (
-        events.TailLeft("window", 2, (*ready.tails[0].pages[1:], *set(ready.tails[0].own) - set(ready.tails[0].pages))),
-        events.TailLeft("state", 4, tuple(ready.tails[1].own)),
-    )
-    rig.step(events.GrowthTaken, request_id="a", page_count=0, wanted=1)
-    rig.step(events.GrowthTaken, request_id="a", page_count=1)
-    rig.step(events.FinishRequested, request_id="a", keys=PROMPT[:5], tokens=5, tails=left)
-    assert device_pages(rig, "window")["cached"] == 2 and device_pages(rig, "state")["free"] == 8
-    rig.settle()
-    rig.expect_nothing_held()
-
-
-def test_a_tail_that_lies_far_beyond_what_is_kept_is_given_back_whole() -> None:
-    rig = rig_with(state(), keep_output=False)
-    ready = rig.make_ready("a", PROMPT[:4])
-    assert ready.tails is not None
-    rig.step(events.GrowthTaken, request_id="a", page_count=0, wanted=2)
-    rig.step(events.GrowthTaken, request_id="a", page_count=2)
-    left = (events.TailLeft("state", 5, tuple(ready.tails[0].own)),)
-    rig.step(events.FinishRequested, request_id="a", keys=PROMPT[:6], tokens=6, tails=left)
-    assert device_pages(rig, "state")["free"] == 8
-    rig.settle()
-    rig.expect_nothing_held()
-
-
-def test_leaving_a_page_that_is_not_ones_own_is_a_bug() -> None:
-    rig = rig_with(window(3))
-    ready = rig.make_ready("a", PROMPT)
-    with pytest.raises(BrokenInvariant, match="which it does not have"):
-        finish(rig, ready, PROMPT, tails=(events.TailLeft("window", 7, (15,)),))
-
-
-def test_requests_that_are_not_to_be_cached_leave_no_tails() -> None:
-    rig = rig_with()
-    ready = rig.make_ready("a", PROMPT, cache=False)
-    finish(rig, ready, PROMPT)
-    assert device_pages(rig, "window")["free"] == 16
-    rig.settle()
-    rig.expect_nothing_held()
-
-
 def test_storage_which_holds_full_pages_alone_is_left_alone() -> None:
     rig = rig_with()
     rig.attach_storage()
@@ -374,42 +268,12 @@ def test_a_raise_while_the_plan_is_made_undoes_what_was_begun(times: int, monkey
     if times == 2:
         rig.flush("l1")
     rig.attach_storage()
-    raises = iter([True] * times)
-    say = rig.core.books.say
-
-    def failing(command: commands.Command) -> None:
-        if isinstance(command, commands.SendPromise) and next(raises, False):
-            raise RuntimeError("planted")
-        say(command)
-
-    monkeypatch.setattr(rig.core.books, "say", failing)
+    raise_at_promises(rig, times, monkeypatch)
     rig.arrive("b", PROMPT)
     promise = rig.take(commands.SendPromise)
     # After the second raise the host is trusted no more: what was granted for it is given back, and asked for again.
     assert promise.promised_tokens == (8 if times == 1 else 0)
     assert ids(rig.request("b").own) == ids(promise.pages)
     rig.abort("b")
-    rig.settle()
-    rig.expect_nothing_held()
-
-
-def test_what_a_retracted_request_left_of_components_is_held_until_it_resumes() -> None:
-    rig = rig_with(state(host=1))
-    ready = rig.make_ready("a", PROMPT)
-    left = left_by(ready, len(PROMPT))
-    rig.step(events.RetractRequested, request_id="a", keys=PROMPT, tokens=len(PROMPT), tails=left)
-    rig.copied(rig.take(commands.CopyToHost))
-    rig.take(commands.TellRetracted)
-    rig.copied(rig.take(commands.CopyTail))
-    rig.take_all(commands.ForgetTokens)
-    # Another one would like to have the only record of the host, and does not get it.
-    other = rig.make_ready("b", b"zyxw")
-    finish(rig, other, b"zyxw")
-    rig.copied(rig.take(commands.CopyToHost))
-    assert not rig.take_all(commands.CopyTail)
-    rig.flush("l1")
-    rig.arrive("a", PROMPT)
-    assert rig.take(commands.SendPromise).promised_tokens == 8
-    rig.abort("a")
     rig.settle()
     rig.expect_nothing_held()

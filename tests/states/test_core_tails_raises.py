@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tidekv.engine.simulation.raising import Places
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.components import Component
 
-PROMPT = b"abcdefgh"
+raised_at_each_call = runpy.run_path(str(Path(__file__).with_name("each_call.py")))["raised_at_each_call"]
+STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
+PROMPT, window, state, rig_with, finish = (
+    STORIES[name] for name in ("PROMPT", "window", "state", "rig_with", "finish")
+)
 Step = Callable[[Rig], object]
 
 
 def rig_with_past(*, host_windows: int = 16) -> Rig:
     """The prompt with its tails is on the host, the first half of it on the device as well."""
-    components = (
-        Component(name="window", kind="window", window_tokens=3, device_pages=16, host_pages=host_windows),
-        Component(name="state", kind="state", device_pages=8, host_pages=8),
-    )
-    rig = Rig(components=components, growth_reserve_pages=1)  # type: ignore[arg-type]  # Not a number.
+    rig = rig_with(window(host=host_windows), state(), storage=False, growth_reserve_pages=1)
     leave(rig, PROMPT)
     rig.flush("l1")
     leave(rig, PROMPT[:4])
+    return rig
+
+
+def rig_with_storage() -> Rig:
+    """The prompt with its tails is in storage alone."""
+    rig = rig_with(growth_reserve_pages=1, put_wait_s=50.0)
+    leave(rig, PROMPT)
+    rig.flush("l1")
+    rig.flush("l2")
     return rig
 
 
@@ -37,28 +46,6 @@ def restored(rig: Rig, request_id: str, tokens: bytes) -> commands.TellReady:
     rig.arrive(request_id, tokens)
     (ready,) = (wish for wish in rig.settle() if isinstance(wish, commands.TellReady))
     return ready
-
-
-def finish(
-    rig: Rig, ready: commands.TellReady, tokens: bytes, kind: type[events.Event] = events.FinishRequested
-) -> None:
-    assert ready.tails is not None
-    left = tuple(events.TailLeft(table.component, table.first, tuple(table.pages)) for table in ready.tails)
-    rig.step(kind, request_id=ready.request_id, keys=tokens, tokens=len(tokens), tails=left)
-
-
-def rig_with_storage() -> Rig:
-    """The prompt with its tails is in storage alone."""
-    components = (
-        Component(name="window", kind="window", window_tokens=3, device_pages=16, host_pages=16),
-        Component(name="state", kind="state", device_pages=8, host_pages=8),
-    )
-    rig = Rig(components=components, growth_reserve_pages=1, put_wait_s=50.0)  # type: ignore[arg-type]  # Not a number.
-    rig.attach_storage(tails=True)
-    leave(rig, PROMPT)
-    rig.flush("l1")
-    rig.flush("l2")
-    return rig
 
 
 def arrival(rig: Rig) -> Step:
@@ -374,15 +361,12 @@ def test_a_raise_at_any_call_loses_no_tail_of_storage(story: Callable[[Rig], Ste
 
 
 def raise_everywhere(make_rig: Callable[[], Rig], story: Callable[[Rig], Step]) -> None:
-    calls = raised = 0
-    while raised == calls:
+    def prepare() -> tuple[Rig, Callable[[], object]]:
         rig = make_rig()
         step = story(rig)
-        places = Places(rig.core)
-        raised += 1
-        places.left = raised
-        step(rig)
-        calls, places.left = places.count if places.left else raised, 0
+        return rig, lambda: step(rig)
+
+    for _, rig in raised_at_each_call(prepare):
         rig.settle()
         for name in ("a", "b", "c"):
             if rig.core.request(name) is not None:
@@ -390,4 +374,3 @@ def raise_everywhere(make_rig: Callable[[], Rig], story: Callable[[Rig], Step]) 
         rig.step(events.RetractedDropped, request_id="a")
         rig.settle()
         rig.expect_nothing_held()
-    assert raised > 1, "the step made no call at all"

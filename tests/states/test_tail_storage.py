@@ -18,7 +18,7 @@ PROMPT, window, state, rig_with, finish, ready_with = (
 cached, only_in_storage, tail, ALL, asked, fetching = (
     STORIES[name] for name in ("cached", "only_in_storage", "tail", "ALL", "asked", "fetching")
 )
-pages, settle = (STORIES[name] for name in ("pages", "settle"))
+pages, settle, raise_at_promises = (STORIES[name] for name in ("pages", "settle", "raise_at_promises"))
 
 
 def test_a_prompt_comes_back_from_storage_with_its_tails() -> None:
@@ -295,15 +295,7 @@ def test_a_raise_while_a_plan_from_storage_is_made_undoes_what_was_begun(
     rig = rig_with()
     only_in_storage(rig)
     query = asked(rig)
-    raises = iter([True] * times)
-    say = rig.core.books.say
-
-    def failing(command: commands.Command) -> None:
-        if isinstance(command, commands.SendPromise) and next(raises, False):
-            raise RuntimeError("planted")
-        say(command)
-
-    monkeypatch.setattr(rig.core.books, "say", failing)
+    raise_at_promises(rig, times, monkeypatch)
     rig.answer(query, 8, tails=ALL)
     # Storage is not trusted any more: what was granted for it is given back, and asked for again.
     promise = rig.take(commands.SendPromise)
