@@ -15,6 +15,7 @@ import asyncio
 import os
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +47,7 @@ class VoteThread:
         self._timeout = timedelta(seconds=timeout_s)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._group: distributed.ProcessGroup | None = None
+        self._is_own = True
         self._store: Store | None = None
         self._thread: threading.Thread | None = None
 
@@ -72,7 +74,7 @@ class VoteThread:
     def use(self, group: distributed.ProcessGroup) -> None:
         """Vote in a group that the embedder made. Raises InvalidConfig unless it is one of gloo, of these ranks."""
         check_group(group, rank=self._rank, ranks=self._ranks)
-        self._group = group
+        self._group, self._is_own = group, False
 
     def reduce(self, words: Words) -> asyncio.Future[Words]:
         """Vote; the words of all ranks under MIN, in the array given. Raises TransferFailed."""
@@ -107,10 +109,18 @@ class VoteThread:
             raise TransferFailed("no group was formed")
         # The tensor is a view of the array: the answer lies in it.
         own = torch.frombuffer(words, dtype=torch.int64)
-        if self._rank == LEADER:
-            lead(self._group, own, ranks=self._ranks)
-        else:
-            follow(self._group, own)
+        try:
+            if self._rank == LEADER:
+                lead(self._group, own, ranks=self._ranks)
+            else:
+                follow(self._group, own)
+        except RuntimeError as error:
+            # The last reference to a group closes its connections: nobody waits in it until his time is over. So none
+            # is kept, not in the frames of the error either. A group of the embedder's is his, and stays.
+            if self._is_own:
+                self._group = None
+                traceback.clear_frames(error.__traceback__)
+            raise
         return words
 
     def _call(self, work: Callable[[], T]) -> asyncio.Future[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -278,6 +279,53 @@ async def test_a_rank_that_does_not_vote_in_time_is_named() -> None:
             _, rank, cause = await member.owner.expect("lost")
             assert rank == 2
             assert "did not vote in time" in str(cause)
+
+
+async def test_nobody_waits_in_a_group_that_a_rank_has_left() -> None:
+    async with group(3, lambda rank: {"vote_timeout_s": 120.0}) as members:
+        for member in members:
+            await member.owner.expect("formed")
+        votes = [members[at].channel.vote(1, array("q", [at])) for at in (0, 1)]
+        # Only the leader is connected with rank 2 in a vote; rank 1 waits for the leader's answer.
+        await members[2].channel.close()
+        async with asyncio.timeout(60):
+            for vote in votes:
+                with pytest.raises(TransferFailed):
+                    await vote
+
+
+EMBEDDED = """
+import asyncio, sys
+from array import array
+from torch import distributed
+from tidekv.transports.vote_thread import VoteThread
+
+async def vote(rank):
+    thread = VoteThread(rank=rank, ranks=2, host="127.0.0.1", timeout_s=30.0)
+    thread.use(distributed.group.WORLD)
+    thread.start()
+    for turn in range(3):
+        print(list(await thread.reduce(array("q", [rank, -rank, 7 + turn]))))
+    await thread.close()
+
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+asyncio.run(vote(rank))
+distributed.destroy_process_group()
+"""
+
+
+async def test_processes_vote_in_a_group_that_the_embedder_made(tmp_path: Path) -> None:
+    processes = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-c", EMBEDDED, str(rank), f"file://{tmp_path}/store", stdout=asyncio.subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        assert output.decode().splitlines() == ["[0, -1, 7]", "[0, -1, 8]", "[0, -1, 9]"]
 
 
 @pytest.mark.parametrize(
