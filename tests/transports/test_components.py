@@ -24,8 +24,8 @@ NO_STATE = [TailPages("ssm", 5, page_ids())]
 OURS = {"swa": [40, 30], "ssm": [20]}
 
 
-async def pair(world, *components) -> tuple:
-    return await world.decode(components=components), await world.prefill(components=components)
+async def pair(world, *components, **of_prefill: object) -> tuple:
+    return await world.decode(components=components), await world.prefill(components=components, **of_prefill)
 
 
 def check(decode, prefill, name: str, written: dict[int, int]) -> None:
@@ -40,8 +40,23 @@ def promise(decode, address: str, tails: Iterable[TailPages] | None, *, request_
     decode.promise(address, request_id, tokens=TOKENS, promised=8, pages=[1, 2, 3], tails=tails, **more)
 
 
-async def compute(room) -> None:
+async def computed(world, *components, tails: Iterable[TailPages], **of_prefill: object) -> tuple:
+    """Both workers, and a room that asks for these tails, whose pages are all sent."""
+    decode, prefill = await pair(world, *components, **of_prefill)
+    promise(decode, prefill.address, tails)
+    room = await prefill.room("r1")
     await room.send(range(5), start_token=0)
+    return decode, prefill, room
+
+
+async def held_in_its_tail(world) -> tuple:
+    """The same of a room whose record is being written until the gate opens, which comes last; its pages are there."""
+    decode, prefill, room = await computed(world, world.STATE, tails=STATE)
+    await decode.wait(events.ChunkLanded)
+    gate = world.Gate(world.network)
+    await room.send_tail("ssm", OURS["ssm"])
+    await gate.reached.wait()
+    return decode, prefill, room, gate
 
 
 @pytest.mark.parametrize(
@@ -50,11 +65,8 @@ async def compute(room) -> None:
     ids=["both", "the window alone", "the state alone", "none of it"],
 )
 async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(world, tails: list[TailPages]) -> None:
-    decode, prefill = await pair(world, world.STATE, world.WINDOW)
-    promise(decode, prefill.address, tails)
-    room = await prefill.room("r1")
+    decode, prefill, room = await computed(world, world.STATE, world.WINDOW, tails=tails)
     assert room.tails == {tail.component: TailAsked(tail.component, tail.first, len(tail.pages)) for tail in tails}
-    await compute(room)
     for name, pages in OURS.items():
         # What decode did not ask for may be handed over all the same.
         await room.send_tail(name, pages)
@@ -72,13 +84,10 @@ async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(world, t
 async def test_a_window_is_written_in_parts_and_told_once(world) -> None:
     window = msgspec.structs.replace(world.WINDOW, window_tokens=16)
     settings = world.RoomSettings(writes_in_flight_max=1, pages_per_write_max=1)
-    decode = await world.decode(components=[window])
-    prefill = await world.prefill(components=[window], settings=settings)
-    promise(decode, prefill.address, [TailPages("swa", 1, page_ids([9, 2, 7, 5]))])
     told = []
     world.watch(lambda _, message: isinstance(message, wire.TailSent | wire.Chunk) and bool(told.append(message)))
-    room = await prefill.room("r1")
-    await compute(room)
+    tails = [TailPages("swa", 1, page_ids([9, 2, 7, 5]))]
+    decode, prefill, room = await computed(world, window, tails=tails, settings=settings)
     await room.send_tail("swa", [1, 8, 3, 4])
     await room.finish(first_token=1)
     await decode.wait(events.ChunkLanded, last=True)
@@ -88,15 +97,8 @@ async def test_a_window_is_written_in_parts_and_told_once(world) -> None:
 
 
 async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) -> None:
-    decode, prefill = await pair(world, world.STATE)
-    promise(decode, prefill.address, STATE)
-    room = await prefill.room("r1")
-    await compute(room)
-    await decode.wait(events.ChunkLanded)
-    gate = world.Gate(world.network)
-    await room.send_tail("ssm", OURS["ssm"])
+    decode, prefill, room, gate = await held_in_its_tail(world)
     await room.finish(first_token=1)
-    await gate.reached.wait()
     await decode.wait(events.AuxLanded)
     assert not decode.of(events.ChunkLanded, last=True)
     gate.open.set()
@@ -105,10 +107,7 @@ async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) ->
 
 
 async def test_a_room_does_not_finish_without_a_tail_that_was_asked_for(world) -> None:
-    decode, prefill = await pair(world, world.STATE, world.WINDOW)
-    promise(decode, prefill.address, WINDOW + STATE)
-    room = await prefill.room("r1")
-    await compute(room)
+    decode, _, room = await computed(world, world.STATE, world.WINDOW, tails=WINDOW + STATE)
     await room.send_tail("swa", OURS["swa"])
     with pytest.raises(InvalidRequest, match="the tail of component 'ssm' was never sent"):
         await room.finish(first_token=1)
@@ -156,14 +155,7 @@ async def test_a_promise_that_does_not_go_with_the_components_fails_its_room(wor
 
 
 async def test_an_abort_waits_for_the_tail_that_is_being_written(world) -> None:
-    decode, prefill = await pair(world, world.STATE)
-    promise(decode, prefill.address, STATE)
-    room = await prefill.room("r1")
-    await compute(room)
-    await decode.wait(events.ChunkLanded)
-    gate = world.Gate(world.network)
-    await room.send_tail("ssm", OURS["ssm"])
-    await gate.reached.wait()
+    decode, prefill, room, gate = await held_in_its_tail(world)
     drained = world.watch(lambda _, message: isinstance(message, wire.Drained))
     decode.receiver.abort("r1", 0)
     await room.aborted.wait()
@@ -177,14 +169,7 @@ async def test_an_abort_waits_for_the_tail_that_is_being_written(world) -> None:
 
 
 async def test_of_a_writer_that_dies_no_tail_lands_once_its_death_is_told(world) -> None:
-    decode, prefill = await pair(world, world.STATE)
-    promise(decode, prefill.address, STATE)
-    room = await prefill.room("r1")
-    await compute(room)
-    await decode.wait(events.ChunkLanded)
-    gate = world.Gate(world.network)
-    await room.send_tail("ssm", OURS["ssm"])
-    await gate.reached.wait()
+    decode, prefill, room, gate = await held_in_its_tail(world)
     world.network.kill(prefill.transport.instance)
     await decode.wait(events.WriterLost)
     assert not decode.of(events.RoomDrained)
@@ -286,14 +271,7 @@ async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, ta
 async def test_a_sender_that_does_not_wait_for_its_tails_would_be_seen(world, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of this side, taken away: decode sees that what it asked for is not here, and does not go on."""
     monkeypatch.setattr(SenderTails, "are_here", property(lambda self: True))
-    decode, prefill = await pair(world, world.STATE)
-    promise(decode, prefill.address, STATE)
-    room = await prefill.room("r1")
-    await compute(room)
-    await decode.wait(events.ChunkLanded)
-    gate = world.Gate(world.network)
-    await room.send_tail("ssm", OURS["ssm"])
-    await gate.reached.wait()
+    decode, _, room, gate = await held_in_its_tail(world)
     await room.finish(first_token=1)
     assert "the tail of 'ssm' was not sent" in (await decode.wait(events.RoomFailed)).cause
     gate.open.set()
