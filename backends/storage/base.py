@@ -123,7 +123,7 @@ def check_pool(pool: PoolMemory) -> None:
 def check_keys(keys: Sequence[bytes]) -> None:
     """Refuse a key that is not a 32-byte digest (InvalidRequest): no other bytes ever reach a path or a record."""
     # All at once first: it is asked for every page on the event loop.
-    if set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}:
+    if list(map(type, keys)).count(bytes) == len(keys) == list(map(len, keys)).count(KEY_BYTES):
         return
     for position, key in enumerate(keys):
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:

@@ -68,6 +68,20 @@ class Chunks:
                 await self.forget([(keys[at], slot) for slot, at in bad])
         return causes
 
+    def get_cached(self, keys: Sequence[bytes], pages: PageIds) -> bool:
+        """Read and verify a few pages at once, on the event loop, if the kernel has all of them in memory. False: they
+        were not all got, and nothing was decided about any of them.
+        """
+        slots = list(map(self._slot_by_key.get, keys))
+        found = sorted([(slot, at) for at, slot in enumerate(slots) if slot is not None])
+        if len(found) < len(keys):
+            return False
+        in_order = [slot for slot, _ in found]
+        if not self._io.fetch_cached([keys[at] for _, at in found], in_order, [pages[at] for _, at in found]):
+            return False
+        self._place.index.touched.extend(in_order)
+        return True
+
     async def _fetch(
         self, call: Call, found: list[tuple[int, int]], keys: Sequence[bytes], pages: PageIds, causes: list[str]
     ) -> list[tuple[int, int]]:

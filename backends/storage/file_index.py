@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from tidekv.backends.storage.base import KEY_BYTES
+from tidekv.backends.storage.change_tick import ChangeTick
 from tidekv.backends.storage.mirror import Mirror, SlotState
 from tidekv.backends.storage.records import Geometry
 from tidekv.backends.storage.schema import connect
@@ -73,6 +74,7 @@ class FileIndex:
         self._writer = writer
         self._erase = erase
         self._db = connect(root / INDEX_FILE, busy_timeout_s=busy_timeout_s)
+        self._tick = ChangeTick(root)
         self._seen = -1
         self._data_version = -1
         # Filled on the event loop, emptied by the next change.
@@ -87,8 +89,15 @@ class FileIndex:
                 self._take_back_from_the_dead(seq)
                 self._shrink(seq)
         except BaseException:
-            self._db.close()
+            self._close_files()
             raise
+
+    @property
+    def is_current(self) -> bool:
+        """True if the mirror has all changes that were made; from any thread, and without waiting. False where that
+        cannot be told, or one is being made.
+        """
+        return self._tick.is_at(self._seen)
 
     def refresh(self) -> bool:
         """Take over what other processes changed; False if they changed nothing since the last time."""
@@ -186,7 +195,11 @@ class FileIndex:
             # A directory that is gone or full: whoever comes next takes the slots back from a dead writer.
             pass
         finally:
-            self._db.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self._db.close()
+        self._tick.close()
 
     @contextmanager
     def _change(self) -> Iterator[int]:
@@ -206,6 +219,7 @@ class FileIndex:
             self._set([slot for slot in left if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
             yield seq
             self.used_bytes = self._total_bytes()
+            self._tick.write(seq)
             self._db.execute("COMMIT")
         except BaseException:
             # The mirror may be ahead of what was written: read it anew next time.

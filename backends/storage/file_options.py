@@ -16,6 +16,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "low_water": Number(0.1, 1.0),
     "io": Choice("threads", "nixl"),
     "queue": Choice("aio", "uring"),
+    "inline": Size(minimum_bytes=0),
     "threads": Number(1, 64),
     "busy_timeout_s": Number(0.0, 60.0),
 }
@@ -28,8 +29,9 @@ class FileOptions:
     `capacity`: bytes of all segment files together, of every namespace. `segment`: bytes of one file, about; larger
     where there would be too many. `chunk`: bytes of one transfer, about. `low_water`: the part of the pages that stays
     when room is made. `io`: how pages move. `queue`: what NIXL uses for it. `threads`: workers for pages and their
-    checksums (with io=nixl, for checksums only). `busy_timeout_s`: how long to wait for another process to finish with
-    the index.
+    checksums (with io=nixl, for checksums only). `inline`: bytes that one call reads on the event loop itself, where
+    the kernel has them in memory; 0 for none. `busy_timeout_s`: how long to wait for another process to finish with the
+    index.
     """
 
     root: Path
@@ -40,6 +42,7 @@ class FileOptions:
     io: str = "threads"
     queue: str = "aio"
     threads: int = 2
+    inline: int = 128 << 10
     busy_timeout_s: float = 2.0
 
 

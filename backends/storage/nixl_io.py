@@ -109,6 +109,10 @@ class NixlIO:
 
         return await self._in_parts(part, len(slots), may_start)
 
+    def fetch_cached(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> bool:
+        """Read a few slots into host pages at once, if the kernel has all of them in memory; see PageIO."""
+        return self._plain.fetch_cached(keys, slots, pages)
+
     def forget(self, segments: Sequence[int]) -> None:
         """Let go of the files of some segments; see PageIO."""
         with self._lock:

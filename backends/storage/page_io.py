@@ -20,8 +20,8 @@ import xxhash
 
 from tidekv.backends.storage.base import BufferOf
 from tidekv.backends.storage.proofs import NO_CHECKSUM, verify_headers, write_headers
-from tidekv.backends.storage.records import page_checksum
-from tidekv.backends.storage.segments import Run, Segments, failure_cause, slot_runs
+from tidekv.backends.storage.records import are_headers, page_checksum
+from tidekv.backends.storage.segments import Run, Segments, failure_cause, indices_of, slot_runs
 
 # What is moved at once and then summed: less lets go of the interpreter too often, more has left the cache by then.
 PIECE_BYTES: Final = 512 << 10
@@ -29,6 +29,8 @@ PIECE_BYTES: Final = 512 << 10
 _SHARE_BYTES_MIN: Final = 1 << 20
 # The most buffers that one call of the system takes.
 _BUFFERS_MAX: Final = 1024
+# Of what is read at once on the event loop: each is two calls of the system.
+_CACHED_RUNS_MAX: Final = 8
 
 
 LATE: Final = "late"
@@ -51,6 +53,11 @@ class PageIO(Protocol):
         self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
     ) -> list[str]:
         """Write host pages into slots, and after them the headers that name their keys and checksums."""
+
+    def fetch_cached(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> bool:
+        """Read a few slots into host pages at once, on this thread, if the kernel has all of them in memory; never
+        waits. False: not all of them came, or not all are the pages of the keys, and `fetch` would find out why.
+        """
 
     def forget(self, segments: Sequence[int]) -> None:
         """Let go of the files of some segments, to which nothing moves any more. Blocks."""
@@ -95,6 +102,26 @@ class ThreadIO:
     ) -> list[str]:
         """Write host pages and headers into slots; see PageIO."""
         return await self._shared(self._store, keys, slots, pages, may_start)
+
+    def fetch_cached(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> bool:
+        """Read a few slots into host pages at once, if the kernel has all of them in memory; see PageIO."""
+        runs = slot_runs(slots)
+        if len(runs) > _CACHED_RUNS_MAX:
+            return False
+        headers: list[bytes] = []
+        buffers = [self._buffer_of(page) for page in pages]
+        for run in runs:
+            found = self._segments.read_cached(slots[run.first], buffers[run.first : run.first + run.count])
+            if found is None:
+                return False
+            headers.append(found)
+        return are_headers(
+            b"".join(headers),
+            self._segments.geometry,
+            indices=indices_of(slots),
+            keys=keys,
+            checksums=list(map(page_checksum, buffers)),
+        )
 
     def forget(self, segments: Sequence[int]) -> None:
         """Do nothing: the files are somebody else's."""

@@ -2,6 +2,7 @@
 
 root/                     0700
   index.sqlite            who is where (with -wal and -shm beside it)
+  tick                    when that was changed last
   open.lock, writers/     who is alive
   <namespace>/…seg        the pages
 """

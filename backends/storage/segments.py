@@ -1,7 +1,8 @@
 """The segment files of one namespace: opened when first needed, read and written at slots, never trusted.
 
-All functions here block; they run on worker threads. A file is known by its number from the index; whatever happens to
-it from outside (removed, cut, replaced) shows as an OSError or a short read, which the caller counts as a miss.
+All functions here but `read_cached` block; they run on worker threads. A file is known by its number from the index;
+whatever happens to it from outside (removed, cut, replaced) shows as an OSError or a short read, which the caller
+counts as a miss.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ DIRECTORY_MODE: Final = 0o700
 # A slot of the store is its segment's number and its place in the segment, in one int.
 INDEX_BITS: Final = 20
 SLOTS_PER_SEGMENT_MAX: Final = 1 << INDEX_BITS
+# Absent where the system has no reads that never wait; 0 asks for none of them.
+NO_WAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)
 
 
 def slot_of(segment: int, index: int) -> int:
@@ -163,6 +166,28 @@ class Segments:
             return os.preadv(file, pages, self.geometry.page_offset(index_of(first))) == wanted
         except OSError:
             return False
+
+    def read_cached(self, first: int, pages: Sequence[memoryview]) -> bytes | None:
+        """Read neighboring slots of one segment, from slot `first` on, if the kernel has them in memory; returns their
+        headers, one after the other. None if they are not all there, which leaves garbage in the pages.
+
+        The one method here that never waits: neither for the disk nor for who opens a file. From any thread.
+        """
+        # Without the lock, which is held while files are opened: a look-up is one step.
+        file = self._files.get(segment_of(first))
+        if file is None or not NO_WAIT:
+            return None
+        index, headers = index_of(first), bytearray(len(pages) * HEADER_BYTES)
+        try:
+            if os.preadv(file, [headers], self.geometry.header_offset(index), NO_WAIT) != len(headers):
+                return None
+            wanted = len(pages) * self.geometry.page_bytes
+            if os.preadv(file, pages, self.geometry.page_offset(index), NO_WAIT) != wanted:
+                return None
+        except OSError:
+            # Not in memory, or a file system that cannot tell: who reads and waits finds out.
+            return None
+        return bytes(headers)
 
     def write_pages(self, first: int, pages: Sequence[memoryview]) -> bool:
         """Write neighboring slots of one segment, from slot `first` on, in one call. False if not all of it went."""

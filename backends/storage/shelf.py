@@ -33,6 +33,8 @@ CHUNK_PAGES_MAX: Final = 1024
 READ_CHUNKS_IN_FLIGHT_MAX: Final = 2
 WRITE_CHUNKS_IN_FLIGHT_MAX: Final = 2
 TOUCHED_MAX: Final = 4096
+# Of a read that the event loop makes itself.
+CACHED_PAGES_MAX: Final = 32
 # How old a hint may be while somebody keeps asking.
 STALE_S: Final = 1.0
 
@@ -70,6 +72,8 @@ class Shelf:
         self._noting: asyncio.Task[None] | None = None
         self._caught_up_s = time.monotonic()
         self._chunks_in_flight = 0
+        self._cached_bytes_max = place.options.inline
+        self._read_this_turn = False
 
     @classmethod
     async def open(
@@ -147,6 +151,11 @@ class Shelf:
         """True if other processes have not been asked for changes for a while."""
         return time.monotonic() - self._caught_up_s > STALE_S
 
+    @property
+    def is_current(self) -> bool:
+        """True if no process has changed the index since we learned of its changes; False also if it may have."""
+        return self._place.index.is_current
+
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Tell which keys the index has, as far as we know."""
         return list(map(self._slot_by_key.__contains__, keys))
@@ -161,15 +170,28 @@ class Shelf:
         await asyncio.wait({self._catching_up}, timeout=timeout_s)
         return not self._catching_up.done() or self._catching_up.result() is not False
 
+    def get_cached(self, keys: Sequence[bytes], pages: PageIds) -> bool:
+        """Read and verify a few small pages on the event loop itself, if the kernel has them in memory: it takes less
+        of the loop than handing them to a thread. Once a turn of the loop, so that a crowd of such reads does not keep
+        it. False: they were not got, ask `get`.
+        """
+        if self._read_this_turn or not 0 < len(keys) <= CACHED_PAGES_MAX:
+            return False
+        if len(keys) * self.page_bytes > self._cached_bytes_max or not self._chunks.get_cached(keys, pages):
+            return False
+        self._read_this_turn = True
+        asyncio.get_running_loop().call_soon(self._end_turn)
+        self._note_many_touched()
+        return True
+
     async def get(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Read and verify pages; the cause of a miss for each, empty for a hit."""
-        if not all(self.exist(keys)):
+        if not self.is_current and not all(self.exist(keys)):
             await self.catch_up(call.left_s())
         causes = await self._in_chunks(
             call, keys, pages, size=self._read_pages, limit=self._reads, chunk=self._chunks.get
         )
-        if len(self._place.index.touched) >= TOUCHED_MAX:
-            self._note_touched()
+        self._note_many_touched()
         return causes
 
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
@@ -225,9 +247,14 @@ class Shelf:
         await loop.run_in_executor(self._threads.workers, self._io.close)
         await loop.run_in_executor(self._threads.index, self._place.close)
 
-    def _note_touched(self) -> None:
-        """Write down which slots were used, unless that is under way: nobody waits for it but `close`."""
-        if self._noting is None or self._noting.done():
+    def _end_turn(self) -> None:
+        self._read_this_turn = False
+
+    def _note_many_touched(self) -> None:
+        """Write down which slots were used, if they are many, unless that is under way: nobody waits for it but
+        `close`.
+        """
+        if len(self._place.index.touched) >= TOUCHED_MAX and (self._noting is None or self._noting.done()):
             self._noting = asyncio.get_running_loop().create_task(self._chunks.bring_up(self._place.index.note_touched))
 
     async def _in_chunks(

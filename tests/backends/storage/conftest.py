@@ -164,7 +164,12 @@ class Rig:
         if self.kind == "s3":
             # It always does so; here it works on four of them at a time.
             return {"connections": 4}
-        return {} if self.kind == "memory" else {"chunk": 4096}
+        return {} if self.kind == "memory" else {"chunk": 4096} | self.on_threads
+
+    @property
+    def on_threads(self) -> dict[str, object]:
+        """Options without which small reads are made by the event loop, and cannot be held up."""
+        return {"inline": 0} if self.kind.startswith("file") else {}
 
     @property
     def evicts_one_by_one(self) -> dict[str, object]:

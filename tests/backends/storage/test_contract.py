@@ -220,7 +220,7 @@ async def test_past_its_deadline_a_call_starts_nothing_more_and_settles_what_run
 
 @pytest.mark.parametrize("direction", ["get", "put"])
 async def test_a_cancelled_call_ends_only_when_its_pages_are_settled(rig: Rig, direction: str) -> None:
-    engine = await rig.open()
+    engine = await rig.open(**rig.on_threads)
     await rig.put(engine, range(8))
     call = engine.get_into if direction == "get" else engine.put_from
     rig.touched.clear()
@@ -241,7 +241,7 @@ async def test_a_cancelled_call_ends_only_when_its_pages_are_settled(rig: Rig, d
 
 
 async def test_closing_waits_for_what_is_in_flight_and_refuses_what_comes_after(rig: Rig) -> None:
-    engine = await rig.open()
+    engine = await rig.open(**rig.on_threads)
     await rig.put(engine, [1])
     rig.touched.clear()
     rig.gate.clear()

@@ -153,7 +153,7 @@ async def test_a_reserved_slot_of_a_living_writer_is_left_to_it(files: Rig) -> N
 @pytest.mark.parametrize("how", ["evict", "clear", "overwrite"])
 async def test_a_slot_with_a_new_tenant_is_a_miss(files: Rig, how: str) -> None:
     """A reader that has found its slots is held up while another engine gives the slots to other pages."""
-    slow = await files.open(capacity=40 * PAGE_BYTES)
+    slow = await files.open(capacity=40 * PAGE_BYTES, inline=0)
     await files.put(slow, range(8))
     quick_rig = type(files)("file-threads", files.root, files.poller)
     quick = await quick_rig.open(capacity=40 * PAGE_BYTES)
