@@ -23,7 +23,8 @@ from typing import Final, Literal
 from tidekv.states import index
 
 MODULES: Final = (
-    "accounts", "dropping", "eviction", "index", "index_check", "insertion", "node", "tails", "tiers", "tree",
+    "accounts", "conditions", "dropping", "eviction", "index", "index_check", "insertion", "native_conditions", "node",
+    "tails", "tiers", "tree",
 )  # fmt: skip
 """The modules of `tidekv.states` that are compiled, together: calls between them cost a C call."""
 

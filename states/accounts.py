@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import enum
 
-import numpy as np
-
+from tidekv.states.conditions import make_conditions
 from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
 from tidekv.states.shapes import PageIds, page_ids
 
@@ -33,12 +32,6 @@ class Condition(enum.IntEnum):
 # Plain ints: an enum member costs a lookup and a slower comparison on every page.
 _FREE, _OWNED, _CACHED, _DRAINING = (int(condition) for condition in Condition)
 
-# Made once: a name would be looked up, and made a type of numbers, at every call.
-_UNSIGNED, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)
-
-# Up to so many pages a loop over bytes is faster than numpy's fixed cost of some microseconds a call.
-_LOOP_PAGES_MAX = 24
-
 
 class PageAccount:
     """The account of one pool of `page_count` pages, all of them free at first.
@@ -47,23 +40,17 @@ class PageAccount:
     the change starts from, is out of range, or is named twice in one call. Counters cost O(1), changes O(pages named).
     """
 
-    __slots__ = ("_conditions", "_counts", "_free", "_place_bytes", "_places", "_seen_at", "_vector", "name", "total")
+    __slots__ = ("_conditions", "_counts", "_free", "name", "total")
 
     def __init__(self, name: str, page_count: int) -> None:
         if page_count < 0:
             raise InvalidConfig(f"pool {name!r} cannot have {page_count} pages")
         self.name = name
         self.total = page_count
-        # The same bytes twice: as a bytearray for loops, as a vector for numpy.
-        self._conditions = bytearray(page_count)
-        self._vector = np.frombuffer(self._conditions, dtype=np.uint8)
+        self._conditions = make_conditions(page_count)
         self._counts = [page_count, 0, 0, 0]
         # A stack with its top at the end, so that a fresh pool hands out 0, 1, 2, …
         self._free: PageIds = page_ids(range(page_count - 1, -1, -1))
-        # For finding a page that is named twice: scratch space, and the numbers 0, 1, 2, …
-        self._seen_at = np.zeros(page_count, dtype=np.int32)
-        self._places = np.arange(page_count, dtype=np.int32)
-        self._place_bytes = self._places.tobytes()
 
     @property
     def free(self) -> int:
@@ -99,7 +86,7 @@ class PageAccount:
         """Tell the condition of one page."""
         if not 0 <= page < self.total:
             raise BrokenInvariant(f"pool {self.name!r}: page {page} is out of range, it has {self.total} pages")
-        return Condition(self._conditions[page])
+        return Condition(self._conditions.of(page))
 
     def take(self, count: int) -> PageIds:
         """Make `count` free pages owned and return them; the caller owns them.
@@ -120,12 +107,7 @@ class PageAccount:
             return page_ids()
         pages = free[: -count - 1 : -1]
         del free[-count:]
-        if count <= _LOOP_PAGES_MAX:
-            conditions = self._conditions
-            for page in pages:
-                conditions[page] = _OWNED
-        else:
-            self._vector[_as_index(pages)] = _OWNED
+        self._conditions.put(pages, _OWNED)
         self._counts[_FREE] -= count
         self._counts[_OWNED] += count
         return pages
@@ -164,51 +146,21 @@ class PageAccount:
 
     def check(self) -> None:
         """Recount everything from scratch; raises BrokenInvariant where a counter or the free list is wrong."""
-        counted = np.bincount(self._vector, minlength=4).tolist()
+        conditions = self._conditions.to_bytes()
+        counted = [conditions.count(condition) for condition in (_FREE, _OWNED, _CACHED, _DRAINING)]
         if counted != self._counts:
             raise BrokenInvariant(f"pool {self.name!r}: counted {counted} pages by condition, kept {self._counts}")
-        if sorted(self._free) != np.flatnonzero(self._vector == _FREE).tolist():
+        if sorted(self._free) != [page for page, condition in enumerate(conditions) if condition == _FREE]:
             raise BrokenInvariant(f"pool {self.name!r}: its free list is not its free pages, each once")
 
     def _move(self, pages: PageIds, source: int, target: int) -> None:
+        if not self._conditions.change(pages, source, target):
+            raise self._refusal(pages, source, target)
         count = len(pages)
-        if count <= _LOOP_PAGES_MAX:
-            self._move_by_loop(pages, source, target)
-        else:
-            self._move_by_vector(pages, source, target)
         self._counts[source] -= count
         self._counts[target] += count
         if target == _FREE:
             self._free.extend(pages[::-1])
-
-    def _move_by_loop(self, pages: PageIds, source: int, target: int) -> None:
-        conditions = self._conditions
-        total = self.total
-        for moved, page in enumerate(pages):
-            # A page named twice is found here too: its second time it is no longer in the source's condition.
-            if page < 0 or page >= total or conditions[page] != source:
-                for done in pages[:moved]:
-                    conditions[done] = source
-                raise self._refusal(pages, source, target)
-            conditions[page] = target
-
-    def _move_by_vector(self, pages: PageIds, source: int, target: int) -> None:
-        ids = _as_index(pages)
-        try:
-            conditions = self._vector[ids].tobytes()
-        except IndexError:
-            raise self._refusal(pages, source, target) from None
-        # Counting bytes costs a fraction of what a comparison and its reduction do.
-        if conditions.count(source) != len(pages) or self._repeats(ids):
-            raise self._refusal(pages, source, target)
-        self._vector[ids] = target
-
-    def _repeats(self, ids: np.ndarray[tuple[int], np.dtype[np.intp]]) -> bool:
-        if len(ids) > self.total:
-            return True
-        # Of two places of one page, only one can be the place that was written last.
-        self._seen_at[ids] = self._places[: len(ids)]
-        return not self._place_bytes.startswith(self._seen_at[ids].tobytes())
 
     def _first_fault(self, pages: PageIds, source: int) -> str | None:
         seen: set[int] = set()
@@ -217,18 +169,11 @@ class PageAccount:
                 return f"page {page} is out of range, the pool has {self.total} pages"
             if page in seen:
                 return f"page {page} is named twice in one call"
-            if self._conditions[page] != source:
-                return f"page {page} is {Condition(self._conditions[page]).name.lower()}"
+            if (condition := self._conditions.of(page)) != source:
+                return f"page {page} is {Condition(condition).name.lower()}"
             seen.add(page)
         return None
 
     def _refusal(self, pages: PageIds, source: int, target: int) -> BrokenInvariant:
         change = f"{Condition(source).name.lower()} to {Condition(target).name.lower()}"
         return BrokenInvariant(f"pool {self.name!r}: {self._first_fault(pages, source)}; it cannot go from {change}")
-
-
-def _as_index(pages: PageIds) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Page ids as numpy indexes fastest. As unsigned numbers, negative ones are out of range and not counted from the
-    end.
-    """
-    return np.frombuffer(pages, _UNSIGNED).astype(_INDEX)
