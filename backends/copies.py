@@ -14,13 +14,18 @@ from typing import Final, TypeAlias
 
 import numpy.typing as npt
 
-from tidekv.backends.base import Poller
-from tidekv.backends.copy_lanes import NOT_RUNNING, TO_DEVICE, TO_HOST, CopyLanes, Move
-from tidekv.backends.cuda_copies import StagedCloner, StagedMover
+from tidekv.backends.copy_forms import CopyChoice
+from tidekv.backends.copy_lanes import NOT_RUNNING, TO_DEVICE, TO_HOST, CopyLanes
+from tidekv.backends.cuda_copies import CudaMover, StagedCloner, Told
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
+from tidekv.backends.layered_copy import LayeredCopy
+from tidekv.backends.memory import PageIndex
 from tidekv.backends.moves import PageCloner, PageMover
 from tidekv.backends.page_layout import same_pages
+from tidekv.backends.piece_moves import layer_count
+from tidekv.backends.stream_lane import Move
+from tidekv.backends.streams import InlineMark, streams_of
 from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest, TidekvError
 from tidekv.states.shapes import PageIds
 
@@ -31,7 +36,9 @@ Pages: TypeAlias = "PageIds | npt.ArrayLike"
 
 @dataclass(frozen=True, slots=True)
 class CopierStatistics:
-    """Copies submitted, and those that have ended well or not; bytes of the good ones, by direction."""
+    """Copies submitted, and those that have ended well or not; bytes of the good ones, by direction. `kernel` says
+    whether copies may use the GPU kernel: "" where there is no GPU, or not yet.
+    """
 
     submitted: int
     completed: int
@@ -39,18 +46,24 @@ class CopierStatistics:
     to_device_bytes: int
     to_host_bytes: int
     cloned_bytes: int = 0
+    kernel: str = ""
 
 
 class PageCopier:
     """Copies pages between a device pool and a host pool of the same layout, and within the device pool.
 
     `start` and `close` it on the loop that awaits it. With `lanes` its copies run behind those of others there; who
-    made them starts them first, and closes them last. The poller is used for CUDA only. Raises InvalidConfig if the
-    pools do not fit each other.
+    made them starts them first, and closes them last. `choice` says which form copies take on CUDA. Raises
+    InvalidConfig if the pools do not fit each other.
     """
 
     def __init__(
-        self, device: DevicePool, host: HostPool | None, poller: Poller, *, lanes: CopyLanes | None = None
+        self,
+        device: DevicePool,
+        host: HostPool | None,
+        *,
+        lanes: CopyLanes | None = None,
+        choice: CopyChoice | None = None,
     ) -> None:
         if host is not None and not same_pages(device.layout, host.layout):
             raise InvalidConfig(f"copies: device pool has {device.layout}, host pool has {host.layout}")
@@ -59,21 +72,26 @@ class PageCopier:
             raise InvalidConfig("copies: a device pool on CUDA needs a pinned host pool; allocate it with pin=True")
         self._device = device
         self._host = host
-        self._mover: StagedMover | PageMover | None = None
+        self._mover: CudaMover | PageMover | None = None
         if host is not None:
-            self._mover = StagedMover(device, host) if on_cuda else PageMover(device, host)
+            self._mover = CudaMover(device, host, choice or CopyChoice()) if on_cuda else PageMover(device, host)
         self._cloner = StagedCloner(device) if on_cuda else PageCloner(device)
-        self._lanes = CopyLanes(device.device, poller) if lanes is None else lanes
+        self._lanes = CopyLanes(device.device) if lanes is None else lanes
         self._owns_lanes = lanes is None
         self._closing = False
+        self._kernel = ""
         self._in_flight: set[asyncio.Future[None]] = set()
         self._submitted = self._completed = self._failed = 0
         self._bytes = {TO_DEVICE: 0, TO_HOST: 0, CLONE: 0}
 
     def start(self) -> None:
-        """Start its lanes, on the running loop; those of others are running. Once only."""
+        """Start its lanes, on the running loop; those of others are running. On CUDA its kernel is compiled in the
+        background, and copies do without until then. Once only.
+        """
         if self._owns_lanes:
             self._lanes.start()
+        if isinstance(self._mover, CudaMover):
+            self._warm_up(self._mover)
 
     async def close(self) -> None:
         """Take no more copies, wait until all that were submitted have ended, and stop its lanes."""
@@ -104,6 +122,23 @@ class PageCopier:
         sources, targets = self._device.check_pages(device_pages), host.check_pages(host_pages)
         return self._submit(TO_HOST, partial(mover.to_host, sources, targets), len(sources), len(targets))
 
+    def to_device_by_layer(self, host_pages: Pages, device_pages: Pages) -> LayeredCopy:
+        """Copy as `to_device`, layer 0 of all pages first, and say of each layer when it is there.
+
+        A layer is that of all groups which have one of that number. It takes more of the device than `to_device` does,
+        or more launches: for a forward that waits.
+        """
+        host, mover = self._both()
+        sources, targets = host.check_pages(host_pages), self._device.check_pages(device_pages)
+        copy = LayeredCopy(
+            layer_count=layer_count(self._device),
+            streams=streams_of(self._device.device),
+            launched=asyncio.get_running_loop().create_future(),
+        )
+        move = partial(_by_layer, mover, sources, targets, copy.told, copy.layer_count)
+        copy.done = self._submit(TO_DEVICE, move, len(sources), len(targets), launched=copy.launched)
+        return copy
+
     def clone(self, source_pages: Pages, target_pages: Pages) -> asyncio.Future[None]:
         """Copy device pages to other device pages, pairwise; as `to_device`, and behind what goes there."""
         sources, targets = self._device.check_pages(source_pages), self._device.check_pages(target_pages)
@@ -118,21 +153,41 @@ class PageCopier:
             to_device_bytes=self._bytes[TO_DEVICE],
             to_host_bytes=self._bytes[TO_HOST],
             cloned_bytes=self._bytes[CLONE],
+            kernel=self._kernel,
         )
 
-    def _both(self) -> tuple[HostPool, StagedMover | PageMover]:
+    def _both(self) -> tuple[HostPool, CudaMover | PageMover]:
         if self._host is None or self._mover is None:
             raise InvalidRequest("this copier was made without a host pool: it copies within the device only")
         return self._host, self._mover
 
-    def _submit(self, direction: str, move: Move, source_count: int, target_count: int) -> asyncio.Future[None]:
+    def _warm_up(self, mover: CudaMover) -> None:
+        """Let the lane compile the kernel. Where it cannot, copies stay as they are; statistics say so."""
+        ended = self._lanes.submit(TO_DEVICE, mover.warm_up)
+        self._in_flight.add(ended)
+        ended.add_done_callback(self._in_flight.discard)
+        ended.add_done_callback(partial(self._settle_warm_up, mover))
+
+    def _settle_warm_up(self, mover: CudaMover, ended: asyncio.Future[None]) -> None:
+        error = ended.exception()
+        self._kernel = f"not used: {error!r}" if error else "ready" if mover.has_kernel else "there is no Triton"
+
+    def _submit(
+        self,
+        direction: str,
+        move: Move,
+        source_count: int,
+        target_count: int,
+        *,
+        launched: asyncio.Future[None] | None = None,
+    ) -> asyncio.Future[None]:
         if source_count != target_count:
             raise InvalidRequest(f"copy {direction}: {source_count} source pages for {target_count} destination pages")
         if self._closing:
             raise EngineClosed(NOT_RUNNING)
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The lane settles a future of its own: the caller may cancel the outcome, and the copy still has an end.
-        ended = self._lanes.submit(TO_DEVICE if direction == CLONE else direction, move)
+        ended = self._lanes.submit(TO_DEVICE if direction == CLONE else direction, move, launched=launched)
         self._submitted += 1
         self._in_flight.add(ended)
         ended.add_done_callback(partial(self._settle, direction, source_count, outcome))
@@ -158,3 +213,13 @@ class PageCopier:
             outcome.set_result(None)
         else:
             outcome.set_exception(error)
+
+
+def _by_layer(mover: CudaMover | PageMover, sources: PageIndex, targets: PageIndex, told: Told, layers: int) -> None:
+    """Copy layer by layer; without streams all of it at once, and tell of the layers then."""
+    if isinstance(mover, CudaMover):
+        mover.to_device_by_layer(sources, targets, told)
+        return
+    mover.to_device(sources, targets)
+    for _ in range(layers):
+        told(InlineMark())

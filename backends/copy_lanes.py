@@ -1,7 +1,7 @@
 """Where copies of pages run: one lane a direction, which makes what it is given in that order.
 
-On the CPU a lane is a thread, blocked while idle. On CUDA it is a stream, whose copies the driver's poller launches and
-asks for. All copiers of an engine share their lanes: what goes to the device goes one after the other, whosever it is.
+On the CPU a lane is a thread, blocked while idle; on CUDA it is a stream (`tidekv.backends.stream_lane`). All copiers
+of an engine share their lanes: what goes to the device goes one after the other, whosever it is.
 """
 
 from __future__ import annotations
@@ -9,31 +9,26 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 
-from tidekv.backends.base import Poller
-from tidekv.backends.cuda_copies import CudaCopy
 from tidekv.backends.outcomes import Outcomes, as_error
+from tidekv.backends.stream_lane import Move, StreamLane
+from tidekv.backends.streams import streams_of
 from tidekv.states.errors import EngineClosed
 
 TO_DEVICE: Final = "to_device"
 TO_HOST: Final = "to_host"
 NOT_RUNNING: Final = "the page copier is not running: start it first, and submit nothing after close"
-Move: TypeAlias = Callable[[], None]
 
 
 class CopyLanes:
-    """The two lanes of one device. `start` and `close` it on the loop that awaits its copies; the poller is used for
-    CUDA only.
-    """
+    """The two lanes of one device. `start` and `close` it on the loop that awaits its copies."""
 
-    def __init__(self, device: torch.device, poller: Poller) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._poller = poller
-        self._lanes: dict[str, _CopyThread | _CopyStream] = {}
+        self._lanes: dict[str, _CopyThread | StreamLane] = {}
         self._closing = False
         self._in_flight: set[asyncio.Future[None]] = set()
 
@@ -41,10 +36,11 @@ class CopyLanes:
         """Start the two directions, on the running loop. Once only."""
         assert not self._lanes, "lanes are started once"
         for direction in (TO_DEVICE, TO_HOST):
+            name = f"tidekv-copy-{direction}"
             if self._device.type == "cuda":
-                self._lanes[direction] = _CopyStream(self._device, self._poller)
+                self._lanes[direction] = StreamLane(streams_of(self._device), name=name)
             else:
-                self._lanes[direction] = _CopyThread(name=f"tidekv-copy-{direction}")
+                self._lanes[direction] = _CopyThread(name=name)
 
     async def close(self) -> None:
         """Take no more copies, wait until all that were submitted have ended, and stop the threads."""
@@ -54,13 +50,15 @@ class CopyLanes:
         for lane in self._lanes.values():
             lane.stop()
 
-    def submit(self, direction: str, move: Move) -> asyncio.Future[None]:
-        """Make a copy; the future is the lane's own, and ends when nothing of it can be written any more. Raises
-        EngineClosed before `start` and after `close`.
+    def submit(
+        self, direction: str, move: Move, *, launched: asyncio.Future[None] | None = None
+    ) -> asyncio.Future[None]:
+        """Make a copy; the future is the lane's own, and ends when nothing of it can be written any more. `launched`
+        is settled as soon as `move` has returned. Raises EngineClosed before `start` and after `close`.
         """
         if self._closing or not self._lanes:
             raise EngineClosed(NOT_RUNNING)
-        ended = self._lanes[direction].submit(move)
+        ended = self._lanes[direction].submit(move, launched)
         self._in_flight.add(ended)
         ended.add_done_callback(self._in_flight.discard)
         return ended
@@ -72,13 +70,13 @@ class _CopyThread:
     def __init__(self, *, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._outcomes = Outcomes(self._loop)
-        self._queue: queue.SimpleQueue[tuple[Move, asyncio.Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Move, list[asyncio.Future[None]]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, move: Move) -> asyncio.Future[None]:
+    def submit(self, move: Move, launched: asyncio.Future[None] | None) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
-        self._queue.put((move, future))
+        self._queue.put((move, [future] if launched is None else [launched, future]))
         return future
 
     def stop(self) -> None:
@@ -88,27 +86,10 @@ class _CopyThread:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            move, future = item
+            move, futures = item
             error: Exception | None = None
             try:
                 move()
             except BaseException as raised:  # It is this copy's outcome; the thread goes on.
                 error = as_error(raised)
-            self._outcomes.deliver([(future, error)])
-
-
-class _CopyStream:
-    """One direction on CUDA: a stream, and the driver's poller, which launches the copies and asks for their events."""
-
-    def __init__(self, device: torch.device, poller: Poller) -> None:
-        self._device = device
-        self._poller = poller
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it.
-
-    def submit(self, move: Move) -> asyncio.Future[None]:
-        after = torch.cuda.Event()  # type: ignore[no-untyped-call]  # As above.
-        after.record(torch.cuda.current_stream(self._device))
-        return self._poller.submit(CudaCopy(stream=self._stream, after=after, launch=move))
-
-    def stop(self) -> None:
-        """A stream has nothing to stop."""
+            self._outcomes.deliver([(future, error if future is futures[-1] else None) for future in futures])

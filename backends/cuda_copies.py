@@ -1,140 +1,185 @@
-"""Copies between a device pool on a GPU and pinned host memory: launched on a stream of their own, ended by an event.
+"""Copies between a device pool on a GPU and pinned host memory, in one of two forms (`tidekv.backends.copy_forms`).
 
-Scattered pages would be thousands of small copies over PCIe. Instead a block of pages is gathered in device memory,
-where that is cheap, and crosses the bus in as few stretches as the host pages allow:
-
-    to device    host runs ──DMA──▶ staging [pages, page_bytes] ──scatter──▶ each piece's tensor
-    to host      each piece's tensor ──gather──▶ staging ──DMA──▶ host runs
-
-Staging comes from torch's caching allocator within the stream, so it is reused in stream order.
+All are enqueued on the current stream; nothing here waits. Where layers are asked for one after the other, each is
+marked when it was enqueued, so that a forward can follow the first while others still come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable
+from functools import partial
 
-import numpy as np
-import torch
-
+from tidekv.backends.copy_forms import CopyChoice, CopyForm
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.memory import PageIndex
 from tidekv.backends.moves import page_runs
-from tidekv.states.errors import CopyFailed
+from tidekv.backends.page_layout import group_offsets
+from tidekv.backends.piece_moves import IndexPieces, KernelPieces, Launch, PagePairs, layer_count, triton_launch
+from tidekv.backends.staged_copies import StagedMover, positions
+from tidekv.backends.streams import Mark, Streams, streams_of
 
-STAGING_BYTES: Final = 32 << 20
+Told = Callable[[Mark], None]
+"""Takes the mark after each layer, from layer 0 on."""
 
 
-class StagedMover:
-    """Enqueues page copies on the current stream; returns before they are done. Works on any torch device."""
+class KernelMover:
+    """By one launch a group, straight between the pool's tensors and pinned host pages: the kernel form."""
 
-    def __init__(self, device: DevicePool, host: HostPool, *, staging_bytes: int = STAGING_BYTES) -> None:
-        layout = device.layout
-        self._device = device.device
-        self._host = host.buffer
-        self._page_bytes = layout.page_bytes
-        self._block_pages = max(1, staging_bytes // layout.page_bytes)
-        self._element, self._rows = _wide_rows(device)
-        self._widths = [row.shape[1] for row in self._rows]
+    def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams, pieces: KernelPieces) -> None:
+        self._device = device
+        self._pages = host.buffer
+        self._streams = streams
+        self._pieces = pieces
+        self._layers = layer_count(device)
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Enqueue copies of host pages to device pages, pairwise."""
-        for start in range(0, len(host_pages), self._block_pages):
-            part = slice(start, start + self._block_pages)
-            staging = self._staging(len(host_pages[part]))
-            for source, target, count in page_runs(host_pages[part], _positions(host_pages[part])):
-                staging[target : target + count].copy_(self._host[source : source + count], non_blocking=True)
-            index = _upload(self._device, device_pages[part])
-            for row, piece in zip(self._rows, self._pieces(staging), strict=True):
-                row.index_copy_(0, index, piece)
+        self._move(device_pages, host_pages, to_rows=True)
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Enqueue copies of device pages to host pages, pairwise."""
-        for start in range(0, len(device_pages), self._block_pages):
-            part = slice(start, start + self._block_pages)
-            staging = self._staging(len(device_pages[part]))
-            index = _upload(self._device, device_pages[part])
-            for row, piece in zip(self._rows, self._pieces(staging), strict=True):
-                piece.copy_(row.index_select(0, index))
-            for target, source, count in page_runs(host_pages[part], _positions(host_pages[part])):
-                self._host[target : target + count].copy_(staging[source : source + count], non_blocking=True)
+        self._move(device_pages, host_pages, to_rows=False)
 
-    def _staging(self, page_count: int) -> torch.Tensor:
-        return torch.empty(page_count, self._page_bytes, dtype=torch.uint8, device=self._device)
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
+        """As `to_device`, layer 0 first; `told` of each."""
+        stream = self._streams.current()
+        pairs = PagePairs(device_pages, host_pages, self._device.device)
+        stream.run(pairs.upload)
+        for layer in range(self._layers):
+            stream.run(partial(self._pieces.move_layer, self._pages, pairs, layer, to_rows=True))
+            told(stream.mark())
 
-    def _pieces(self, staging: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The pieces of staged pages, each [pages, elements of the piece]."""
-        return torch.split_with_sizes(staging.view(self._element), self._widths, dim=1)
+    def warm_up(self) -> None:
+        """Compile what the launches need, and move nothing."""
+        nothing = positions(0)
+        self.to_device(nothing, nothing)
+        self.to_host(nothing, nothing)
+
+    def _move(self, rows: PageIndex, pages: PageIndex, *, to_rows: bool) -> None:
+        pairs = PagePairs(rows, pages, self._device.device)
+        stream = self._streams.current()
+        stream.run(pairs.upload)
+        stream.run(partial(self._pieces.move, self._pages, pairs, range(pairs.count), to_rows=to_rows))
+
+
+class LayerMover:
+    """By an asynchronous copy for each piece of each page: layer by layer in the async form, without staging."""
+
+    def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams) -> None:
+        self._streams = streams
+        self._rows = [group.rows for group in device.groups]
+        self._steps = [group.layout.tensors_per_layer for group in device.groups]
+        self._layers = layer_count(device)
+        self._parts = [
+            [
+                host.buffer[
+                    :, start + piece * group.layout.piece_bytes : start + (piece + 1) * group.layout.piece_bytes
+                ]
+                for piece in range(group.layout.piece_count)
+            ]
+            for group, start in group_offsets(host.layout)
+        ]
+
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
+        """Enqueue copies of host pages to device pages, layer 0 of all pages first; `told` of each layer."""
+        stream = self._streams.current()
+        for layer in range(self._layers):
+            stream.run(partial(self._move_layer, layer, host_pages, device_pages))
+            told(stream.mark())
+
+    def _move_layer(self, layer: int, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        for rows, parts, step in zip(self._rows, self._parts, self._steps, strict=True):
+            for row, part in zip(rows[layer * step :][:step], parts[layer * step :][:step], strict=True):
+                for source, target in zip(host_pages.tolist(), device_pages.tolist(), strict=True):
+                    row[target].copy_(part[source], non_blocking=True)
+
+
+class CudaMover:
+    """Chooses a form for each copy. Until `warm_up` has found a kernel there is one form to choose from.
+
+    `streams` are those of the device, and `find_launch` looks for Triton, unless a test brings its own.
+    """
+
+    def __init__(
+        self,
+        device: DevicePool,
+        host: HostPool,
+        choice: CopyChoice,
+        *,
+        streams: Streams | None = None,
+        find_launch: Callable[[], Launch | None] = triton_launch,
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._choice = choice
+        self._page_bytes = device.layout.page_bytes
+        self._piece_bytes = min(device.layout.pieces)
+        self._streams = streams_of(device.device) if streams is None else streams
+        self._find_launch = find_launch
+        self._staged = StagedMover(device, host, streams=self._streams, pieces=IndexPieces(device))
+        self._layers = LayerMover(device, host, streams=self._streams)
+        self._kernel: KernelMover | None = None
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there are two forms."""
+        return self._kernel is not None
+
+    def warm_up(self) -> None:
+        """Find the kernel and compile it: seconds, and not the loop's. Raises what that raises; copies go without it
+        then, as they do where there is no Triton.
+        """
+        launch = self._find_launch()
+        if launch is None:
+            return
+        pieces = KernelPieces(self._device, launch)
+        kernel = KernelMover(self._device, self._host, streams=self._streams, pieces=pieces)
+        kernel.warm_up()
+        self._staged = StagedMover(self._device, self._host, streams=self._streams, pieces=pieces)
+        # Last: the other direction's thread may be choosing right now.
+        self._kernel = kernel
+
+    def form(self, host_pages: PageIndex) -> CopyForm:
+        """Return the form that a copy from or to these host pages takes."""
+        stretches = sum(1 for _ in page_runs(host_pages, positions(len(host_pages))))
+        total_bytes = len(host_pages) * self._page_bytes
+        return self._choice.form(total_bytes=total_bytes, stretch_count=stretches, has_kernel=self.has_kernel)
+
+    def layer_form(self) -> CopyForm:
+        """Return the form of copies by layers: their stretches are pieces, whatever the pages."""
+        return self._choice.form(total_bytes=self._piece_bytes, stretch_count=1, has_kernel=self.has_kernel)
+
+    def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        """Enqueue copies of host pages to device pages, pairwise."""
+        self._mover(host_pages).to_device(host_pages, device_pages)
+
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
+        """Enqueue copies of device pages to host pages, pairwise."""
+        self._mover(host_pages).to_host(device_pages, host_pages)
+
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
+        """Enqueue copies of host pages to device pages, layer 0 of all pages first; `told` of each layer."""
+        if self._kernel is not None and self.layer_form() is CopyForm.KERNEL:
+            self._kernel.to_device_by_layer(host_pages, device_pages, told)
+        else:
+            self._layers.to_device_by_layer(host_pages, device_pages, told)
+
+    def _mover(self, host_pages: PageIndex) -> KernelMover | StagedMover:
+        if self._kernel is not None and self.form(host_pages) is CopyForm.KERNEL:
+            return self._kernel
+        return self._staged
 
 
 class StagedCloner:
-    """Enqueues copies within a device pool on the current stream; returns before they are done. As StagedMover."""
+    """Enqueues copies within a device pool on the current stream; returns before they are done."""
 
     def __init__(self, device: DevicePool) -> None:
         self._device = device.device
-        _, self._rows = _wide_rows(device)
+        self._pieces = IndexPieces(device)
 
     def clone(self, sources: PageIndex, targets: PageIndex) -> None:
         """Enqueue copies of pages to other pages, pairwise."""
-        source, target = _upload(self._device, sources), _upload(self._device, targets)
-        for row in self._rows:
-            row.index_copy_(0, target, row.index_select(0, source))
-
-
-class CudaCopy:
-    """One copy as a Pollable: `launch` enqueues it on `stream`, behind the caller's work up to `after`."""
-
-    rounds: Final = 0
-
-    def __init__(self, *, stream: torch.cuda.Stream, after: torch.cuda.Event, launch: Callable[[], None]) -> None:
-        self._stream = stream
-        self._after = after
-        self._launch: Callable[[], None] | None = launch
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it.
-        self._error: Exception | None = None
-
-    def post(self) -> bool:
-        """Enqueue the copy and the event that ends it."""
-        assert self._launch is not None
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._after)
-            try:
-                self._launch()
-            except Exception as error:  # Part of it may be running: the event still has to come first.
-                self._error = error
-            self._done.record(self._stream)
-        return False
-
-    def check(self) -> bool:
-        """True once all of it is done; CopyFailed then, if not all of it could be enqueued."""
-        try:
-            done = bool(self._done.query())  # type: ignore[no-untyped-call]  # As above.
-        except RuntimeError as error:
-            raise CopyFailed(f"the GPU reported an error during a page copy: {error}") from error
-        if done and self._error is not None:
-            raise CopyFailed(f"a page copy could not be launched: {self._error}") from self._error
-        return done
-
-    def release(self) -> None:
-        """Let go of the pages' indices."""
-        self._launch = None
-
-
-def _positions(pages: PageIndex) -> PageIndex:
-    return np.arange(len(pages), dtype=np.int64)
-
-
-def _wide_rows(device: DevicePool) -> tuple[torch.dtype, list[torch.Tensor]]:
-    """The pool's rows in the widest elements that all have: a thread of the gather kernel moves one element."""
-    aligned = all(row.shape[1] % 8 == 0 and row.storage_offset() % 8 == 0 for row in device.rows)
-    element = torch.int64 if aligned else torch.uint8
-    return element, [row.view(element) for row in device.rows]
-
-
-def _upload(device: torch.device, pages: PageIndex) -> torch.Tensor:
-    index = torch.from_numpy(np.ascontiguousarray(pages))
-    if device.type != "cuda":
-        return index
-    # From pageable memory the driver would first wait for all that the stream waits for, with the poller in it.
-    return index.pin_memory().to(device, non_blocking=True)
+        pairs = PagePairs(sources, targets, self._device)
+        pairs.upload()
+        self._pieces.clone(pairs)

@@ -20,7 +20,6 @@ from tidekv.backends.copies import PageCopier
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout
-from tidekv.engine.poller import PollerThread
 
 ROUNDS = 5
 RUN_PAGES = 16
@@ -79,8 +78,6 @@ async def main() -> None:
     table = Table(title=f"GB/s between {device} pool and host pool")
     for column in ("piece", "page", "pages", "memcpy", "tensors", "order", "to device", "to host"):
         table.add_column(column, justify="right")
-    poller = PollerThread()
-    poller.start()
     for layers, heads, head_dim, page_size, page_count in SHAPES:
         layout = KVLayout(
             num_layers=layers, num_kv_heads=heads, head_dim=head_dim, dtype="float16", page_size=page_size
@@ -90,7 +87,7 @@ async def main() -> None:
         total_bytes = page_count * layout.page_bytes
         memcpy = memcpy_gb_s(total_bytes)
         for wrapped in (False, True):
-            copier = PageCopier(device_pool(layout, total, device, wrapped=wrapped), host, poller)
+            copier = PageCopier(device_pool(layout, total, device, wrapped=wrapped), host)
             copier.start()
             for name, run_pages in (("random", 1), ("runs", RUN_PAGES)):
                 above = pages_in_runs(page_count, total, run_pages, seed=1)
@@ -102,7 +99,6 @@ async def main() -> None:
                     "wrapped" if wrapped else "own", name, f"{up:.2f}", f"{down:.2f}",
                 )  # fmt: skip
             await copier.close()
-    await poller.close()
     Console(width=110).print(table)
 
 

@@ -259,7 +259,7 @@ async def measure_small_calls(figures: Figures) -> None:
     host, device = HostPool.allocate(layout, 4), DevicePool.allocate(layout, 4)
     poller = PollerThread()
     poller.start()
-    copier = PageCopier(device, host, poller)
+    copier = PageCopier(device, host)
     copier.start()
     pages = page_ids([1])
     key = [hashlib.sha256(b"page").digest()]

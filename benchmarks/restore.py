@@ -78,7 +78,7 @@ async def best_stage_s(rounds: int) -> tuple[float, float]:
     host, device = HostPool.allocate(LARGE, HALF_PAGES), DevicePool.allocate(LARGE, HALF_PAGES)
     poller = PollerThread()
     poller.start()
-    copier = PageCopier(device, host, poller)
+    copier = PageCopier(device, host)
     copier.start()
     pages = page_ids(range(HALF_PAGES))
     keys = [hashlib.sha256(str(page).encode()).digest() for page in pages]

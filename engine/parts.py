@@ -209,12 +209,14 @@ class Parts:
         """All of them share two lanes; there are none where nothing can be copied."""
         if self.host is None and not self.components:
             return
-        lanes = self._lanes = CopyLanes(self._device.device, self.poller)
+        lanes = self._lanes = CopyLanes(self._device.device)
         lanes.start()
         if self.host is not None:
-            self.copier = PageCopier(self._device, self.host, self.poller, lanes=lanes)
+            self.copier = PageCopier(self._device, self.host, lanes=lanes)
+            self.copier.start()
         for name, pools in self.components.items():
-            self.tail_copiers[name] = PageCopier(pools.device, pools.host, self.poller, lanes=lanes)
+            self.tail_copiers[name] = PageCopier(pools.device, pools.host, lanes=lanes)
+            self.tail_copiers[name].start()
 
     async def _drive_core(self) -> None:
         """Begin to step the core, and to tell whoever watches it."""

@@ -117,7 +117,7 @@ class PromptStore:
 
     async def start(self, poller: Poller) -> None:
         """Make storage ready. Raises InvalidConfig, StorageFailed; `close` then gives back what was opened by then."""
-        self._copier = PageCopier(self._device, self._host, poller)
+        self._copier = PageCopier(self._device, self._host)
         self._copier.start()
         await self._storage.register(self._host.memory, self._host.page, namespace=self._namespace, poller=poller)
 

@@ -53,7 +53,7 @@ async def measure_tiers(*, storage: str = "", pages: int = PAGES, rounds: int = 
     poller.start()
     storage_poller.start()
     try:
-        speeds |= await _copies(poller, pages, rounds)
+        speeds |= await _copies(pages, rounds)
         with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
             uri = storage or f"file:{folder}/pages?capacity={4 * rounds * total_bytes}"
             speeds |= await _storage(uri, storage_poller, pages, rounds)
@@ -83,9 +83,9 @@ async def _memcpy(total_bytes: int, rounds: int) -> float:
     return await _gb_s(copy, total_bytes, rounds)
 
 
-async def _copies(poller: PollerThread, pages: int, rounds: int) -> dict[str, float]:
+async def _copies(pages: int, rounds: int) -> dict[str, float]:
     device, host = DevicePool.allocate(LAYOUT, 2 * pages), HostPool.allocate(LAYOUT, 2 * pages)
-    copier = PageCopier(device, host, poller)
+    copier = PageCopier(device, host)
     copier.start()
     random = np.random.default_rng(1)
     above, below = (page_ids(random.permutation(2 * pages)[:pages].tolist()) for _ in range(2))

@@ -14,16 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidekv.backends.base import Pollable
 from tidekv.backends.copies import PageCopier
 from tidekv.backends.copy_lanes import CopyLanes
-from tidekv.backends.cuda_copies import StagedCloner, StagedMover
+from tidekv.backends.cuda_copies import StagedCloner
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
 from tidekv.backends.moves import PageCloner, PageMover, page_runs
 from tidekv.backends.page_layout import Layout, PageLayout
+from tidekv.backends.piece_moves import IndexPieces
+from tidekv.backends.staged_copies import StagedMover
+from tidekv.backends.streams import InlineStreams
 from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.shapes import page_ids
 
@@ -48,13 +50,6 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class NoPoller:
-    """On the CPU nothing may be polled."""
-
-    def submit(self, pollable: Pollable) -> asyncio.Future[None]:
-        raise AssertionError(f"{pollable} was submitted")
 
 
 class Gate:
@@ -140,7 +135,8 @@ def test_copies_equal_a_page_by_page_model(
     device, host = device_pool(layout, wrapped=wrapped), HostPool.allocate(layout, PAGES)
     mover = PageMover(device, host)
     if mover_type is StagedMover:
-        mover = StagedMover(device, host, staging_bytes=5 * layout.page_bytes)
+        pieces, half_bytes = IndexPieces(device), 3 * layout.page_bytes
+        mover = StagedMover(device, host, streams=InlineStreams(), pieces=pieces, half_bytes=half_bytes)
     on_device, on_host = filled(device, 1), filled(host, 2)
     mover.to_device(sources, targets)
     for source, target in zip(*pairs, strict=True):
@@ -157,7 +153,7 @@ def test_copies_equal_a_page_by_page_model(
 
 
 def started(device: DevicePool, host: HostPool) -> PageCopier:
-    copier = PageCopier(device, host, NoPoller())
+    copier = PageCopier(device, host)
     copier.start()
     return copier
 
@@ -279,7 +275,7 @@ async def test_close_finishes_what_was_started_even_if_close_is_cancelled() -> N
 
 async def test_bad_calls_are_refused_and_change_nothing() -> None:
     device, host = device_pool(), HostPool.allocate(LAYOUT, PAGES)
-    copier = PageCopier(device, host, NoPoller())
+    copier = PageCopier(device, host)
     with pytest.raises(EngineClosed, match="start it first"):
         copier.to_device([0], [0])
     await copier.close()
@@ -297,7 +293,7 @@ async def test_bad_calls_are_refused_and_change_nothing() -> None:
 
 def test_pools_of_different_layouts_do_not_fit() -> None:
     with pytest.raises(InvalidConfig, match=r"device pool has KVLayout.*host pool has KVLayout"):
-        PageCopier(device_pool(), HostPool.allocate(ODD, PAGES), NoPoller())
+        PageCopier(device_pool(), HostPool.allocate(ODD, PAGES))
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -321,7 +317,7 @@ def test_clones_within_the_device_are_the_pages_that_they_were_made_of(
 
 async def test_a_copier_without_a_host_pool_clones_and_does_nothing_else() -> None:
     device = device_pool()
-    copier = PageCopier(device, None, NoPoller())
+    copier = PageCopier(device, None)
     copier.start()
     written = filled(device, 1)
     await copier.clone([3, 4], [9, 1])
@@ -339,10 +335,10 @@ async def test_a_copier_without_a_host_pool_clones_and_does_nothing_else() -> No
 async def test_copiers_that_share_lanes_run_one_after_the_other_and_leave_them_open() -> None:
     device, host = device_pool(), HostPool.allocate(LAYOUT, PAGES)
     other, other_host = device_pool(ODD), HostPool.allocate(ODD, PAGES)
-    lanes, before = CopyLanes(device.device, NoPoller()), len(copy_threads())
+    lanes, before = CopyLanes(device.device), len(copy_threads())
     first, second = (
-        PageCopier(device, host, NoPoller(), lanes=lanes),
-        PageCopier(other, other_host, NoPoller(), lanes=lanes),
+        PageCopier(device, host, lanes=lanes),
+        PageCopier(other, other_host, lanes=lanes),
     )
     with pytest.raises(EngineClosed):
         first.to_device([0], [0])

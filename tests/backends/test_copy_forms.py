@@ -1,0 +1,352 @@
+"""Both forms of copies, without a GPU: the order that their streams are given, and which form is chosen when.
+
+The kernel is stood in for by memmove here; `test_piece_kernel.py` has the real one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidekv.backends.copy_forms import KERNEL_BELOW_BYTES, CopyChoice, CopyForm
+from tidekv.backends.cuda_copies import CudaMover, KernelMover, LayerMover
+from tidekv.backends.device import DevicePool
+from tidekv.backends.host import HostPool
+from tidekv.backends.layout import KVLayout
+from tidekv.backends.page_layout import Layout, PageLayout
+from tidekv.backends.piece_moves import IndexPieces, KernelPieces, PieceShape
+from tidekv.backends.staged_copies import StagedMover
+from tidekv.backends.streams import InlineStreams, Mark, Stream
+from tidekv.states.errors import InvalidConfig
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float16", page_size=4)
+# Pieces of 32, 16, 12 and 20 bytes, and layers in unlike numbers.
+GROUPS = PageLayout.of(
+    full=KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float8_e4m3fn", page_size=4),
+    scales=KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, dtype="float32", page_size=4),
+    draft=KVLayout(num_layers=1, num_kv_heads=1, head_dim=3, dtype="uint8", page_size=4),
+    indexer=KVLayout(num_layers=4, num_kv_heads=1, head_dim=5, dtype="uint8", page_size=4, kind="mla"),
+)
+PAGES = 24
+MOVERS = ["kernel", "staged by kernel", "staged by torch"]
+
+
+class ScrambledStreams:
+    """A device whose streams advance when the test says so, one at a time, by chance: what has no mark to wait for
+    goes wrong."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.streams: list[ScrambledStream] = []
+        self.lane = self.make()
+
+    def current(self) -> Stream:
+        return self.lane
+
+    def make(self) -> ScrambledStream:
+        self.streams.append(ScrambledStream())
+        return self.streams[-1]
+
+    def finish(self, until: Mark | None = None) -> None:
+        """Do what was enqueued, each stream in order, all of them in none; up to a mark, if there is one."""
+        while (until is None or not until.is_reached()) and any(stream.queue for stream in self.streams):
+            able = [stream for stream in self.streams if stream.queue and stream.may_advance()]
+            assert able, "every stream waits for another"
+            self.chance.choice(able).advance()
+
+
+class ScrambledStream:
+    """Work and waits, in order."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], None] | ScrambledMark] = []
+        self.enqueued = self.done = 0
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._put(work)
+
+    def mark(self) -> ScrambledMark:
+        return ScrambledMark(self, self.enqueued)
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, ScrambledMark)
+        self._put(mark)
+
+    def may_advance(self) -> bool:
+        first = self.queue[0]
+        return not isinstance(first, ScrambledMark) or first.is_reached()
+
+    def advance(self) -> None:
+        work = self.queue.pop(0)
+        if not isinstance(work, ScrambledMark):
+            work()
+        self.done += 1
+
+    def _put(self, item: Callable[[], None] | ScrambledMark) -> None:
+        self.queue.append(item)
+        self.enqueued += 1
+
+
+@dataclass(eq=False)
+class ScrambledMark:
+    """A point in a stream's work."""
+
+    stream: ScrambledStream
+    position: int
+
+    def wait(self) -> None:
+        raise AssertionError("nothing that enqueues may block")
+
+    def is_reached(self) -> bool:
+        return self.stream.done >= self.position
+
+
+def memmove_launch(
+    addresses: torch.Tensor,
+    pages: torch.Tensor,
+    row_ids: torch.Tensor,
+    page_ids: torch.Tensor,
+    *,
+    pairs: range,
+    pieces: range,
+    shape: PieceShape,
+    to_rows: bool,
+) -> None:
+    """What the kernel does, a piece at a time."""
+    for pair in pairs:
+        for piece in pieces:
+            row = int(addresses[piece]) + int(row_ids[pair]) * shape.piece_bytes
+            start = shape.start_bytes + piece * shape.piece_bytes
+            page = pages.data_ptr() + int(page_ids[pair]) * shape.page_bytes + start
+            ctypes.memmove(*((row, page) if to_rows else (page, row)), shape.piece_bytes)
+
+
+def pools(layout: Layout) -> tuple[DevicePool, HostPool, torch.Tensor, torch.Tensor]:
+    """Pools, and the bytes that they hold."""
+    device, host = DevicePool.allocate(layout, PAGES), HostPool.allocate(layout, PAGES)
+    contents = []
+    for seed, pool in enumerate((device, host)):
+        generator = torch.Generator().manual_seed(seed)
+        written = torch.randint(0, 256, (PAGES, layout.page_bytes), dtype=torch.uint8, generator=generator)
+        pool.write_pages(range(PAGES), written)
+        contents.append(written)
+    return device, host, contents[0], contents[1]
+
+
+def mover_of(
+    kind: str, device: DevicePool, host: HostPool, streams: ScrambledStreams | InlineStreams, half_pages: int = 2
+) -> KernelMover | StagedMover:
+    pieces = IndexPieces(device) if kind == "staged by torch" else KernelPieces(device, memmove_launch)
+    if kind == "kernel":
+        assert isinstance(pieces, KernelPieces)
+        return KernelMover(device, host, streams=streams, pieces=pieces)
+    half_bytes = half_pages * device.layout.page_bytes
+    return StagedMover(device, host, streams=streams, pieces=pieces, half_bytes=half_bytes)
+
+
+@st.composite
+def page_lists(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """As many pages of one pool as of the other: scattered, or in stretches."""
+    count = draw(st.integers(0, PAGES))
+    scattered = draw(st.booleans())
+    both = [np.array(draw(st.permutations(range(PAGES)))[:count], dtype=np.int64) for _ in range(2)]
+    return both[0], both[1] if scattered else np.sort(both[1])
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, GROUPS], ids=["mha", "groups"])
+@pytest.mark.parametrize("kind", MOVERS)
+@settings(max_examples=20, deadline=None)
+@given(up=page_lists(), down=page_lists(), half_pages=st.integers(1, 5), seed=st.integers())
+def test_copies_are_right_in_whatever_order_streams_advance(
+    layout: Layout,
+    kind: str,
+    up: tuple[np.ndarray, np.ndarray],
+    down: tuple[np.ndarray, np.ndarray],
+    half_pages: int,
+    seed: int,
+) -> None:
+    """Two copies a direction, and then what the lane has next."""
+    device, host, on_device, on_host = pools(layout)
+    streams = ScrambledStreams(seed)
+    mover = mover_of(kind, device, host, streams, half_pages)
+    seen: list[torch.Tensor] = []
+    for _ in range(2):
+        mover.to_device(up[0], up[1])
+        on_device[up[1]] = on_host[up[0]]
+        mover.to_host(down[0], down[1])
+        on_host[down[1]] = on_device[down[0]]
+    streams.lane.run(lambda: seen.extend((device.read_pages(range(PAGES)), host.read_pages(range(PAGES)))))
+    streams.finish()
+    assert torch.equal(seen[0], on_device)
+    assert torch.equal(seen[1], on_host)
+
+
+@pytest.mark.parametrize("kind", MOVERS)
+def test_a_copy_waits_for_what_the_lane_had_before(kind: str) -> None:
+    for seed in range(20):
+        device, host, _, _ = pools(LAYOUT)
+        streams = ScrambledStreams(seed)
+        mover = mover_of(kind, device, host, streams)
+        # Read after it was computed; and overwritten after it was last used.
+        streams.lane.run(lambda device=device: device.rows[0].fill_(7))
+        mover.to_host(np.arange(5), np.arange(5))
+        streams.lane.run(lambda host=host: host.buffer.zero_())
+        mover.to_device(np.arange(PAGES), np.arange(PAGES))
+        streams.finish()
+        assert not device.read_pages(range(PAGES)).any()
+
+
+@pytest.mark.parametrize("kind", MOVERS[1:])
+@pytest.mark.parametrize("to_device", [True, False])
+def test_a_copy_that_fails_half_way_leaves_nothing_behind_the_lane(kind: str, *, to_device: bool) -> None:
+    for seed in range(20):
+        device, host, _, _ = pools(LAYOUT)
+        streams = ScrambledStreams(seed)
+        mover = mover_of(kind, device, host, streams, half_pages=2)
+        assert isinstance(mover, StagedMover)
+        follow, calls = streams.lane.follow, iter(range(100))
+
+        def failing(mark: Mark) -> None:
+            # Once: the way out follows as well.
+            if next(calls) == 1:  # noqa: B023  # Called before the next round.
+                raise RuntimeError("cudaErrorUnknown")
+            follow(mark)  # noqa: B023  # As above.
+
+        streams.lane.follow = failing  # type: ignore[method-assign]  # The device's own error.
+        pages = np.arange(10)
+        with pytest.raises(RuntimeError, match="cudaErrorUnknown"):
+            (mover.to_device if to_device else mover.to_host)(pages, pages)
+        streams.finish(until=streams.lane.mark())
+        assert not any(stream.queue for stream in streams.streams)
+
+
+@pytest.mark.parametrize("by_kernel", [True, False])
+@pytest.mark.parametrize("layout", [LAYOUT, GROUPS], ids=["mha", "groups"])
+def test_layers_come_in_order_each_with_its_mark(layout: Layout, *, by_kernel: bool) -> None:
+    device, host, _, on_host = pools(layout)
+    streams = ScrambledStreams(seed=1)
+    pages = np.random.default_rng(1).permutation(PAGES)[:11]
+    targets = np.random.default_rng(2).permutation(PAGES)[:11]
+    mover = (
+        KernelMover(device, host, streams=streams, pieces=KernelPieces(device, memmove_launch))
+        if by_kernel
+        else LayerMover(device, host, streams=streams)
+    )
+    before = device.read_pages(range(PAGES))
+    marks: list[Mark] = []
+    mover.to_device_by_layer(pages, targets, marks.append)
+    assert len(marks) == max(group.layout.num_layers for group in layout.groups)
+    # A forward on a stream of its own, which reads each layer behind its mark and nothing else.
+    forward = streams.make()
+    seen: dict[int, torch.Tensor] = {}
+    for layer, mark in enumerate(marks):
+        forward.follow(mark)
+        forward.run(lambda layer=layer: seen.update({layer: layer_of(device, device.read_pages(range(PAGES)), layer)}))
+    expected = before.clone()
+    expected[targets] = on_host[pages]
+    streams.finish(until=marks[0])
+    now = device.read_pages(range(PAGES))
+    assert torch.equal(layer_of(device, now, 0), layer_of(device, expected, 0))
+    assert torch.equal(layer_of(device, now, 1), layer_of(device, before, 1))
+    streams.finish()
+    assert torch.equal(device.read_pages(range(PAGES)), expected)
+    for layer in range(len(marks)):
+        assert torch.equal(seen[layer], layer_of(device, expected, layer))
+
+
+def layer_of(device: DevicePool, pages: torch.Tensor, layer: int) -> torch.Tensor:
+    """The bytes of one layer of pages, in all groups that have it."""
+    parts, start = [], 0
+    for group in device.groups:
+        width = group.layout.piece_bytes * group.layout.tensors_per_layer
+        if layer < group.layout.num_layers:
+            parts.append(pages[:, start + layer * width :][:, :width])
+        start += group.layout.page_bytes
+    return torch.cat(parts, dim=1)
+
+
+def test_the_form_is_chosen_by_the_bytes_of_a_stretch() -> None:
+    choice = CopyChoice(kernel_below_bytes=1000)
+
+    def form(total_bytes: int, stretch_count: int) -> CopyForm:
+        return choice.form(total_bytes=total_bytes, stretch_count=stretch_count, has_kernel=True)
+
+    assert [form(total, 1) for total in (1, 999, 1000, 5000)] == [CopyForm.KERNEL] * 2 + [CopyForm.ASYNC] * 2
+    assert [form(5000, stretches) for stretches in (5, 6)] == [CopyForm.ASYNC, CopyForm.KERNEL]
+    assert choice.form(total_bytes=1, stretch_count=1, has_kernel=False) is CopyForm.ASYNC
+    never = CopyChoice(kernel_below_bytes=0)
+    assert never.form(total_bytes=0, stretch_count=0, has_kernel=True) is CopyForm.ASYNC
+    assert CopyChoice().kernel_below_bytes == KERNEL_BELOW_BYTES
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(InvalidConfig, match="kernel_below_bytes must be an int"):
+            CopyChoice(kernel_below_bytes=wrong)  # type: ignore[arg-type]  # That is what is tested.
+
+
+class Recorder:
+    """Counts launches of the kernel."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+
+    def __call__(self, *args: object, pairs: range, **options: object) -> None:
+        self.moved += len(pairs)
+        memmove_launch(*args, pairs=pairs, **options)  # type: ignore[arg-type]  # As it came.
+
+
+def test_scattered_pages_take_the_kernel_and_long_stretches_do_not() -> None:
+    device, host, _, on_host = pools(LAYOUT)
+    recorder = Recorder()
+    choice = CopyChoice(kernel_below_bytes=3 * LAYOUT.page_bytes)
+    mover = CudaMover(device, host, choice, streams=InlineStreams(), find_launch=lambda: recorder)
+    scattered, stretch = np.array([1, 3, 5, 6]), np.arange(4)
+    assert mover.form(scattered) is CopyForm.ASYNC
+    assert not mover.has_kernel
+    mover.warm_up()
+    assert (mover.has_kernel, recorder.moved) == (True, 0)
+    assert mover.form(scattered) is CopyForm.KERNEL
+    assert mover.form(stretch) is CopyForm.ASYNC
+    # Stretches are those of host memory; where pages are on the device does not count.
+    mover.to_device(stretch, scattered)
+    mover.to_device(scattered, stretch)
+    expected = on_host[[0, 1, 2, 3]]
+    assert torch.equal(device.read_pages([5, 6]), expected[2:])
+    assert torch.equal(device.read_pages(stretch), on_host[scattered])
+    assert mover.layer_form() is CopyForm.KERNEL
+
+
+def test_where_there_is_no_triton_all_copies_are_asynchronous() -> None:
+    device, host, _, on_host = pools(GROUPS)
+    mover = CudaMover(device, host, CopyChoice(), streams=InlineStreams(), find_launch=lambda: None)
+    mover.warm_up()
+    assert not mover.has_kernel
+    pages = np.array([5, 1, 9])
+    assert mover.form(pages) is mover.layer_form() is CopyForm.ASYNC
+    marks: list[Mark] = []
+    mover.to_device_by_layer(pages, pages[::-1], marks.append)
+    assert torch.equal(device.read_pages([9, 1, 5]), on_host[pages])
+    mover.to_device(pages, pages)
+    mover.to_host(pages, np.array([0, 2, 4]))
+    assert torch.equal(host.read_pages([0, 2, 4]), on_host[pages])
+
+
+def test_a_kernel_that_cannot_be_compiled_is_left_out() -> None:
+    device, host, _, on_host = pools(LAYOUT)
+
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    mover = CudaMover(device, host, CopyChoice(), streams=InlineStreams(), find_launch=lambda: broken)
+    with pytest.raises(RuntimeError, match="C compiler"):
+        mover.warm_up()
+    assert not mover.has_kernel
+    pages = np.array([5, 1, 9])
+    mover.to_device(pages, pages)
+    assert torch.equal(device.read_pages(pages), on_host[pages])
