@@ -12,6 +12,7 @@ threads of votes are batch threads to the kernel: they take a core that is free,
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 import threading
@@ -31,6 +32,7 @@ from tidekv.transports.vote_exchange import LEADER, follow, lead
 if TYPE_CHECKING:
     from tidekv.states.votes import Words
 
+LOG = logging.getLogger("tidekv.transports")
 T = TypeVar("T")
 
 
@@ -149,9 +151,12 @@ class VoteThread:
         return done
 
     def _run(self) -> None:
-        # Gloo's threads are made by this one and inherit it.
-        if hasattr(os, "SCHED_BATCH"):
+        try:
+            # Gloo's threads are made by this one and inherit it.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        except (AttributeError, OSError) as error:
+            # Elsewhere than on Linux, or in a sandbox: votes then take longer, and are as right.
+            LOG.info("the thread that votes cannot be a batch thread: %s", error)
         while (job := self._jobs.get()) is not None:
             job()
         self._group = self._store = None

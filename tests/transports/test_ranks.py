@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import sys
 from array import array
@@ -85,6 +87,18 @@ async def group(
             member.channel.leave()
         for member in members:
             await member.channel.close()
+
+
+async def test_ranks_vote_where_threads_cannot_be_batch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    async with group(2) as members:
+        for member in members:
+            await member.owner.expect("formed")
+        votes = [member.channel.vote(1, array("q", [rank])) for rank, member in enumerate(members)]
+        assert [list(vote) for vote in await asyncio.gather(*votes)] == [[0], [0]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
