@@ -1,7 +1,7 @@
 """What backends need from the driver: somebody who polls for them. No backend spins, or blocks the loop, by itself.
 
-NIXL transfers and file I/O have no descriptor that a loop could wait on: they have to be asked. Each is a `Pollable`; the
-driver's poller is the only thread that touches it between `submit` and the outcome.
+NIXL transfers and file I/O have no descriptor that a loop could wait on: they have to be asked. Each is a `Pollable`;
+the driver's poller is the only thread that touches it between `submit` and the outcome.
 """
 
 from __future__ import annotations
