@@ -43,6 +43,8 @@ class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fiel
     """After this long no further page of one put is started."""
     attempts_per_prefill: int = 1
     keep_output: bool = True
+    share_transfers: bool = True
+    share_wait_s: float = 0.25
     lease_s: float = 10.0
     heartbeat_s: float = 0.5
     peer_silence_s: float = 2.0

@@ -49,7 +49,8 @@ def audit_core(core: Core) -> None:
         _require(not can_move, f"{request} could move on, and was not looked at")
     books = core.books
     _require(
-        not (books.dirty or books.homeless or books.unfilled or books.settled_loads or books.ahead_over or books.out),
+        not (books.dirty or books.homeless or books.unfilled or books.settled_loads or books.ahead_over or books.out)
+        and not books.landing,
         "a step left work",
     )
     waiting = {request for request in core.books.requests.values() if request.state is State.PREALLOC}
@@ -206,6 +207,10 @@ def _check_loads(core: Core, loads: dict[Load, None]) -> None:
             _require(load in request.loads, f"{request} does not know of a load that it shares")
         _require(load.filler is None or load.filler in load.sharers, "the filler of a load does not share it")
         _require((load.stage is Stage.FILLING) == (load.filler is not None), "a load is filled by nobody")
+        if load.span is not None:
+            room = None if load.filler is None else load.filler.room
+            is_open = room is not None and room.spans[0] is load.span
+            _require(is_open and load.first >= load.span.first, "a shared transfer is of no open room")
     _require(not void, f"{void} are void for no load")
 
 
@@ -272,7 +277,9 @@ def _check_request(core: Core, request: Request) -> None:
     _require(end + len(request.own) == request.page_count, f"{request} does not have its prompt's pages once each")
     if request.room is not None:
         span = request.room.spans[0]
-        _require(request.promised == end == span.first, f"{request} promised {request.promised} pages of {end}")
+        _require(request.promised == span.first <= end, f"{request} promised {request.promised} pages of {end}")
+        is_shared = core.settings.share_transfers or request.promised == end
+        _require(is_shared, f"{request} has {end} pages in the tree, and promised {request.promised}")
         _require(core.rooms.live(*request.room.key) is request.room, f"the room of {request} is not live")
         known = sum(request.source_pages.values()) + sum(shared.values())
         _require(known == end, f"{request} knows the sources of {known} pages of {end}")

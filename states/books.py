@@ -54,6 +54,8 @@ class Books:
         """Requests whose pages are lost to somebody else's writer, with the cause: they go back to the queue."""
         self.unfilled: dict[Load, None] = {}
         """Failed loads that somebody is to extend into, or that nobody needs any more."""
+        self.landing: dict[Load, None] = {}
+        """Loads of shared transfers of which something may have landed that others wait for."""
         self.settled_loads: list[Load] = []
         """Void loads that nobody writes to any more: their pages can be freed."""
         self.pages_freed = True

@@ -27,6 +27,7 @@ from tidekv.states.request_tails import Tails
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
+from tidekv.states.shared_transfers import SharedTransfers
 from tidekv.states.statistics import count_core
 from tidekv.states.table import MOVES_ON, TRANSITIONS, build_machine
 from tidekv.states.tail_moves import TailBackups
@@ -57,13 +58,14 @@ class Core:
         self.queue = Queue(settings)
         self.rooms = Rooms(self.books)
         self.loads = Loads(self.books, self.rooms)
+        self.shared_transfers = SharedTransfers(self.books, self.loads)
         components = self.books.components
         self.tails = None if components is None else Tails(self.books, components)
         self.tail_backups = None if components is None else TailBackups(self.books, components)
         self.backups = Backups(self.books, self.tail_backups)
         self.write_back = WriteBack(self.books, self.backups)
         self.lookahead = Lookahead(self.books)
-        self.restore = Restore(self.books, self.rooms, self.loads, self.lookahead, self.tails)
+        self.restore = Restore(self.books, self.rooms, self.loads, self.shared_transfers, self.lookahead, self.tails)
         self.serving = Serving(self.books, self.restore, self.backups)
         self.moves: list[tuple[str, State]] = []
         """The changes of state that the last step made, in order: request and where it is now."""
@@ -276,6 +278,10 @@ class Core:
                 load = next(iter(books.unfilled))
                 del books.unfilled[load]
                 self._fill(load)
+            elif books.landing:
+                load = next(iter(books.landing))
+                del books.landing[load]
+                self.insist(partial(self.shared_transfers.take_landed, load))
             elif books.dirty:
                 request = next(iter(books.dirty))
                 del books.dirty[request]
@@ -339,6 +345,8 @@ class Core:
             if request.is_planned or request.query_op:
                 # That was the last word: nothing that it waits for has come since. (A plan that raised is due again.)
                 self.books.dirty.pop(request, None)
+            if request.loads and self.shared_transfers.waits_for(request) is not None:
+                self.insist(partial(self.shared_transfers.watch, request))
 
     def _ask(self, request: Request, question: Callable[[Request], Answer]) -> Answer | None:
         """Ask `restore` about a request that waits for admission. A raise is that request's own."""

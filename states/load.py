@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tidekv.states.node import Node, Receipt
     from tidekv.states.request import Request
     from tidekv.states.request_tails import RequestTails
+    from tidekv.states.rooms import Span
 
 
 class Stage(enum.Enum):
@@ -28,6 +29,8 @@ LOAD_CAUSES = {
     "fetch_late": "the fetch from storage was late",
     "transfer_done": "the transfer was done before the fetch from storage, and the policy waits no longer",
     "copy_failed": "the copy from host to device failed",
+    "sender_left": "the request whose transfer was to bring them has left",
+    "sender_slow": "the transfer of another request, which was to bring them, brought nothing for too long",
     "rule_raised": "a rule of the core raised",
 }
 """Why a load fails and its pages are asked of prefill: name and meaning. Nothing is decided by it."""
@@ -42,12 +45,14 @@ class Load:
         "filler",
         "first",
         "host_pages",
+        "landed",
         "lock",
         "nodes",
         "op",
         "pin",
         "queued_pages",
         "sharers",
+        "span",
         "stage",
         "tier",
     )
@@ -70,6 +75,11 @@ class Load:
         self.sharers: dict[Request, int] = {}
         """Who waits for it, and for how many of its pages, counted from the first."""
         self.filler: Request | None = None
+        """Whose room fills it."""
+        self.span: Span | None = None
+        """The delta of the filler that it is a part of; None: it is filled by an extend, or by no room."""
+        self.landed = 0
+        """Up to which page its span had landed when somebody began to wait for nothing else."""
 
     @property
     def page_count(self) -> int:

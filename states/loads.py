@@ -11,6 +11,9 @@ and nothing else connects them to it. Its life:
         ▼                                                             ▼
       VOID: no match passes it; its pages are freed when nobody writes to them and nothing below is in use
 
+A transfer that requests share is a load, too: it begins as FILLING, by the delta of its filler's room, and ends as it
+lands. What happens where its filler leaves or is slow is told in `tidekv.states.shared_transfers`.
+
 A fetch that is too late goes on in the background: its host pages are given back when it has ended (`LateFetch`), and
 its device pages, which only the copy would have written, are free to be extended into at once. A copy that is too late
 still writes to the device pages: that load is void, and its sharers start over on other pages.
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
 from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
+from tidekv.states.load_parts import cut_load, publish_host
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.shapes import PageIds, page_ids
 
@@ -126,6 +130,9 @@ class Loads:
         """`request` waits for the first `page_count` pages of the load."""
         load.sharers[request] = page_count
         request.loads[load] = None
+        if load.span is not None:
+            # Maybe that much has landed already.
+            self._books.landing[load] = None
 
     def hold(self, load: Load) -> None:
         """Lock the nodes of a new load, which lives from now on."""
@@ -157,12 +164,12 @@ class Loads:
             self._books.storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
         else:
             self._books.count("l3_pages_short", load.page_count - good)
-            rest = load if good == 0 else self._split_load(load, good)
+            rest = load if good == 0 else self.split(load, good)
             rest.cause = "fetch_short"
-            self._fail(rest)
+            self.fail(rest)
             if rest is load:
                 return
-        self._publish_host(load)
+        publish_host(self._books, load)
         if load.sharers:
             self.start_copy(load)
         else:
@@ -186,7 +193,7 @@ class Loads:
     def _cut_fetch(self, load: Load) -> None:
         self._books.storage.fetch_given_up(load.op, load.host_pages)
         load.host_pages = page_ids()
-        self._fail(load)
+        self.fail(load)
 
     def copied(self, load: Load, error: str) -> None:
         """The copy to the device is over: the pages are in place, or nobody writes to them any more."""
@@ -195,7 +202,7 @@ class Loads:
         elif error:
             self._books.count("copies_failed")
             load.cause = "copy_failed"
-            self._fail(load)
+            self.fail(load)
         else:
             self._let_go_of_source(load)
             self._end(load, load.tier)
@@ -209,12 +216,16 @@ class Loads:
         """A room has brought the pages."""
         self._end(load, "transfer")
 
+    def handed_over(self, load: Load) -> None:
+        """The room of one sharer has brought the pages; the others find them on the device, and cost no transfer."""
+        self._end(load, "l1", filler_source="transfer")
+
     def outcome_raised(self, load: Load) -> None:
         """Taking an outcome raised. The operation is over, so nobody local writes to the pages: they have failed."""
         self._books.operations.pop(load.op, None)
         load.cause = "rule_raised"
         if load.stage is not Stage.VOID:
-            self._fail(load)
+            self.fail(load)
         elif load not in self._books.settled_loads:
             self._books.settled_loads.append(load)
 
@@ -228,8 +239,11 @@ class Loads:
 
     def filler_of(self, load: Load) -> Request | None:
         """Who is to extend into the pages of a failed load: the oldest sharer with an open room."""
-        fillers = [request for request in load.sharers if request.room is not None]
-        return min(fillers, key=lambda request: request.arrival, default=None)
+        fillers = [(request.room, request) for request in load.sharers if request.room is not None]
+        if self._books.settings.share_transfers and any(room.is_complete for room, _ in fillers):
+            # Whose prefill has done everything else is not kept waiting by one that has not.
+            fillers = [(room, request) for room, request in fillers if room.is_complete]
+        return min((request for _, request in fillers), key=lambda request: request.arrival, default=None)
 
     def fill(self, load: Load) -> None:
         """No local writer touches the pages of a failed load: a sharer extends into them, or nobody needs them.
@@ -247,7 +261,7 @@ class Loads:
         assert filler.room is not None
         if load.sharers[filler] < load.page_count:
             # The filler's prompt goes another way from there on: its prefill does not have these pages.
-            self._fail(self._split_load(load, load.sharers[filler]))
+            self.fail(self.split(load, load.sharers[filler]))
         self._rooms.extend(filler.room, load)
         load.filler = filler
         load.stage = Stage.FILLING
@@ -268,7 +282,7 @@ class Loads:
 
     # --- Ends ---
 
-    def _end(self, load: Load, source: str) -> None:
+    def _end(self, load: Load, source: str, *, filler_source: str = "") -> None:
         self._unlock(load)
         index = self._books.index
         with ExitStack() as undo:
@@ -276,15 +290,18 @@ class Loads:
                 index.set_load(node, None)
                 undo.callback(index.set_load, node, load)
             undo.pop_all()
-        self._forget(load)
+        filler = load.filler if filler_source else None
+        self.forget(load)
         for request, page_count in load.sharers.items():
             del request.loads[load]
-            request.source_pages[source] += page_count
+            request.source_pages[filler_source if request is filler else source] += page_count
             self._books.dirty[request] = None
         load.sharers = {}
 
-    def _fail(self, load: Load) -> None:
+    def fail(self, load: Load) -> None:
+        """Nobody fills it any more: it waits for a sharer to extend into it."""
         load.stage = Stage.FAILED
+        self._fills_no_longer(load)
         self._books.storage.fetch_over(load)
         self._books.unfilled[load] = None
         for request in load.sharers:
@@ -306,10 +323,18 @@ class Loads:
         self._books.count("loads_void")
         for request in load.sharers:
             self._books.homeless.setdefault(request, cause)
-        self._forget(load)
+        self.forget(load)
 
-    def _forget(self, load: Load) -> None:
+    def _fills_no_longer(self, load: Load) -> None:
+        if load.span is not None:
+            # Who waited for the filler waits for it no longer.
+            self._books.operations.pop(load.op, None)
+            load.op, load.span = 0, None
         load.filler = None
+
+    def forget(self, load: Load) -> None:
+        """It is over."""
+        self._fills_no_longer(load)
         self._live.pop(load, None)
         self._books.unfilled.pop(load, None)
         self._books.pages_freed = True
@@ -350,51 +375,12 @@ class Loads:
 
     # --- Parts ---
 
-    def _split_load(self, load: Load, at: int) -> Load:
+    def split(self, load: Load, at: int) -> Load:
         """Cut the load in two at page `at`; `load` keeps the first part, the rest is returned, with its sharers."""
-        index = self._books.index
-        kept = pages = 0
-        while pages + load.nodes[kept].page_count <= at:
-            pages += load.nodes[kept].page_count
-            kept += 1
-        if pages < at:
-            # The upper half joins the nodes of the load in front of the lower one.
-            index.split(load.nodes[kept], at - pages)
-            kept += 1
-        rest = Load(first=load.first + at, tier=load.tier, stage=load.stage)
-        with ExitStack() as undo:
-            shorter = index.lock(load.nodes[kept - 1])
-            undo.callback(index.unlock, shorter)
-            for node in load.nodes[kept:]:
-                index.set_load(node, rest)
-                undo.callback(index.set_load, node, load)
-            undo.pop_all()
-        rest.cause = load.cause
+        rest = cut_load(self._books.index, load, at)
         self._live[rest] = None
-        # The lock of the whole ends where the rest ends.
-        rest.lock, load.lock = load.lock, shorter
-        rest.nodes, load.nodes = load.nodes[kept:], load.nodes[:kept]
-        rest.host_pages, load.host_pages = load.host_pages[at:], load.host_pages[:at]
         for request, wanted in load.sharers.items():
             if wanted > at:
                 load.sharers[request] = at
                 self.share(rest, request, wanted - at)
         return rest
-
-    def _publish_host(self, load: Load) -> None:
-        """What was fetched joins the tree as host pages where its parent is there too; else it is a bounce buffer."""
-        index = self._books.index
-        for node in load.nodes:
-            index.mark_stored(node)
-        parent = load.nodes[0].parent
-        assert parent is not None
-        if not index.has_host(parent):
-            return
-        for node in load.nodes:
-            ours = load.host_pages[: node.page_count]
-            if node.host is None:
-                index.give_host(node, ours)
-            else:
-                # The same pages were fetched ahead for somebody else meanwhile.
-                self._books.host.give_back(ours)
-            load.host_pages = load.host_pages[node.page_count :]

@@ -166,6 +166,8 @@ def _load_is_late(core: Core, load: Load) -> None:
         core.insist(partial(core.books.storage.note, failed=True))
         core.books.storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
         core.loads.fetch_is_late(load)
+    elif load.stage is Stage.FILLING:
+        core.insist(partial(core.shared_transfers.is_late, load))
     else:
         assert load.stage is Stage.COPYING, "a load that waits for no operation of its own has no deadline"
         core.insist(partial(core.loads.copy_is_late, load))

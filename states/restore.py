@@ -6,7 +6,8 @@ the plan is made:
     [0, matched)             in device memory (L1), locked; some of it under another request's load
     [matched, host_end)      in host memory (L2), pinned: loads by copy
     [host_end, promised)     in storage (L3), as it answered: loads by fetch, then copy
-    [promised, page_count)   the delta: prefill writes it (span 0 of the room)
+    [promised, page_count)   the delta: prefill writes it (span 0 of the room); where transfers are shared, its full
+                             pages are in the tree meanwhile (`tidekv.states.shared_transfers`)
 
 Deciding comes first and is free to raise; index and accounts change after that.
 """
@@ -33,13 +34,23 @@ if TYPE_CHECKING:
     from tidekv.states.request import Request
     from tidekv.states.request_tails import Tails
     from tidekv.states.rooms import Rooms
+    from tidekv.states.shared_transfers import SharedTransfers
 
 
 class Restore:
     """The steps of a restore."""
 
-    def __init__(self, books: Books, rooms: Rooms, loads: Loads, lookahead: Lookahead, tails: Tails | None) -> None:
+    def __init__(
+        self,
+        books: Books,
+        rooms: Rooms,
+        loads: Loads,
+        shared: SharedTransfers,
+        lookahead: Lookahead,
+        tails: Tails | None,
+    ) -> None:
         self._books = books
+        self._shared = shared
         self._lookahead = lookahead
         self._fetches = PlanFetches(books, rooms, loads, lookahead, Adoption(books, loads))
         self._rooms = rooms
@@ -132,7 +143,8 @@ class Restore:
                 if not self._tails.reaches(request, plan.end):
                     return
                 self._tails.begin(request, plan.node, undo)
-            lock = books.index.lock(plan.node)
+            published = self._shared.publish(request, plan, undo)
+            lock = books.index.lock(plan.node if published is None else published.nodes[-1])
             undo.callback(books.index.unlock, lock)
             books.index.unlock(request.lock)
             undo.callback(self._lock_again, request, request.lock.node)
@@ -151,8 +163,12 @@ class Restore:
             if load.stage is Stage.FAILED:
                 books.unfilled[load] = None
         waiting = sum(load.sharers[request] for load in request.loads)
-        request.source_pages["l1"] = plan.end - waiting - sum(request.source_pages.values())
-        if plan.loads:
+        # What others' transfers have brought since the grant is among them already.
+        request.source_pages["l1"] += plan.end - waiting - sum(request.source_pages.values())
+        if published is not None:
+            request.own = plan.own[published.page_count :]
+            self._shared.published(request, published)
+        if plan.loads or published is not None:
             self._insertions += 1
         if request.ahead is not None:
             # What was fetched ahead is held by loads now, or of no use.
@@ -307,6 +323,7 @@ class Restore:
         """
         books = self._books
         self._lookahead.drop(request)
+        self._shared.leave(request, settled=settled)
         for load in list(request.loads):
             self._loads.leave(load, request)
         if request.room is not None:

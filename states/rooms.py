@@ -52,6 +52,10 @@ class Span:
             and event.rank not in self.ended
         )
 
+    def landed(self, ranks: int) -> int:
+        """Up to which page of the prompt it has come from every rank."""
+        return self.first + self.count - self.pages_missing(ranks)
+
     def pages_missing(self, ranks: int) -> int:
         """Pages that have not come from every rank."""
         if not ranks:
@@ -94,7 +98,7 @@ class Room:
     @property
     def is_complete(self) -> bool:
         """Whether the room has brought all that was asked for, aux included."""
-        return self.is_written and len(self.aux_from) == self.ranks
+        return len(self.aux_from) == self.ranks and self.is_written
 
 
 class Draining:

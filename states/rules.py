@@ -111,6 +111,7 @@ def land_chunk(core: Core, request: Request, event: Event) -> None:
     if load is not None:
         core.loads.filled(load)
     core.rooms.land(request.room, event)
+    core.shared_transfers.note_landed(request)
     _stop_waiting(core, request)
 
 
@@ -119,6 +120,7 @@ def land_aux(core: Core, request: Request, event: Event) -> None:
     assert isinstance(event, events.AuxLanded)
     assert request.room is not None
     core.rooms.land_aux(request.room, event.rank)
+    core.shared_transfers.note_landed(request)
     _stop_waiting(core, request)
 
 

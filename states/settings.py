@@ -36,6 +36,12 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     copy_deadline_s: float = 30.0
     attempts_per_prefill: int = 1
     """How often each prefill of a request's list is tried before the request fails."""
+    share_transfers: bool = False
+    """Requests that have a prefix in common share the transfer of it, before the first of them is READY. Not with
+    components.
+    """
+    share_wait_s: float = 0.25
+    """So long a request that waits for another one's transfer alone does so while nothing of it lands."""
     components: tuple[Component, ...] = ()
     """Windows and states that travel beside the KV."""
     keep_output: bool = True
@@ -49,7 +55,7 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
             self._at_least(name, 1)
         for name in ("host_pages", "growth_reserve_pages", "passes_max"):
             self._at_least(name, 0)
-        for name in ("query_deadline_s", "copy_deadline_s", "ageing_s"):
+        for name in ("query_deadline_s", "copy_deadline_s", "ageing_s", "share_wait_s"):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
 

@@ -29,6 +29,8 @@ on by `Progressed` alone, which asks what it still waits for:
 
 - a load in stage FETCHING is waited for in PREFETCH, one in COPYING (or still to be extended) in LOCAL_RESTORE, one
   that a room fills in TRANSFER, as are the spans of its own room and the aux record with the first token;
+- a load that the room of another request fills is waited for like one of its own room (see
+  `tidekv.states.shared_transfers`);
 - a load that fails is no event of the request: its pages are asked of prefill by *extend*, a new span of a sharer's
   room, and the request waits on. This is why no tier can fail a request.
 

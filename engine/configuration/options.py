@@ -55,6 +55,10 @@ _EFFECTS: Final = {
     "breaker_backoff_max_s": "Each further probe waits twice as long as the one before, up to this.",
     "query_deadline_s": "How long storage may take to say what it holds; then it counts as a miss.",
     "copy_deadline_s": "A copy between device and host that takes longer counts as failed; its pages are quarantined.",
+    "share_transfers": "Requests with a common prefix share its transfer, before the first of them is READY. Not with "
+    "components.",
+    "share_wait_s": "A request that waits for another one's transfer alone waits so long while nothing of it lands; "
+    "then its own prefill is asked.",
     "lease_s": "Prefill keeps a room's pages for so long after the last sign of life of this worker.",
     "heartbeat_s": "How often each peer is told that this worker lives.",
     "journal_segments_max": "So many of the newest files of a journal are kept; 0: all. Without the first, there is "

@@ -64,7 +64,7 @@ class World:
                 key_bytes=KEY_BYTES,
                 query_deadline_s=NEVER_S,
                 copy_deadline_s=NEVER_S,
-                **{"prefetch": "wait_complete", **settings},
+                **{"prefetch": "wait_complete", "share_transfers": True, **settings},
             )
         )
         self.speeds = speeds

@@ -82,6 +82,7 @@ def _waits(story: Story, now_s: float) -> list[str]:
 def _plan(story: Story, plan: Plan) -> list[str]:
     matched = f"{plan.l1_pages} pages in L1, {plan.l2_pages} in L2, {plan.l3_pages} in L3"
     shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
+    shared += "".join(f", {count} on their way from prefill for {name}" for name, count in plan.sent_pages.items())
     asked = [f"{count} pages of {name}" for name, count in plan.tail_pages.items()]
     return [
         f"Plan at {_ms(plan.at_s - story.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "

@@ -22,17 +22,23 @@ def plan_of(
     loads = {"l2": 0, "l3": 0}
     shared = declined = 0
     joined = []
+    sent: dict[str, int] = {}
     promised = -(-command.promised_tokens // page_size)
     if request is not None:
         declined = request.declined[1]
         for load in request.loads:
             pages = load.sharers.get(request, 0)
-            if load.op in begun:
+            if load.filler is request:
+                continue  # What its own room is to bring.
+            if load.filler is not None:
+                name = load.filler.request_id
+                sent[name] = sent.get(name, 0) + pages
+            elif load.op in begun:
                 loads[load.tier] += pages
             else:
                 shared += pages
                 joined.append(load.op)
-    local = promised - loads["l2"] - loads["l3"] - shared
+    local = promised - loads["l2"] - loads["l3"] - shared - sum(sent.values())
     plan = Plan(
         at_s,
         command.generation,
@@ -45,5 +51,6 @@ def plan_of(
         len(command.pages),
         declined,
         {tail.component: len(tail.pages) for tail in command.tails or ()},
+        sent,
     )
     return plan, joined

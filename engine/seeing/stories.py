@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tidekv.engine.journal.replayer import Replayer, Step
     from tidekv.states.core import Core
 
-UNTOLD_CAUSES = ("rule_raised", "transfer_done")
+UNTOLD_CAUSES = ("rule_raised", "transfer_done", "sender_left", "sender_slow")
 """Causes of an extend that no outcome has told before."""
 
 

@@ -57,6 +57,8 @@ class Plan:
     """Pages that storage had and that were not fetched: there was no host memory, or too few to be worth it."""
     tail_pages: dict[str, int] = field(default_factory=dict)
     """Pages that prefill was asked for, by component."""
+    sent_pages: dict[str, int] = field(default_factory=dict)
+    """Pages that prefill was sending for other requests already, by the request."""
 
 
 @dataclass(slots=True)

@@ -108,6 +108,8 @@ def draw_settings(random: Random) -> CoreSettings:
         copy_deadline_s=0.2,
         attempts_per_prefill=random.choice((1, 1, 2)),
         keep_output=random.random() < 0.9,
+        share_transfers=random.random() < 0.8,
+        share_wait_s=random.choice((0.002, 0.02, 0.2)),
         **{name: getattr(policy, name) for name in POLICY_FIELDS},
     )
 

@@ -142,7 +142,7 @@ class RequestSpans:
                 "tidekv.pages.l1": plan.l1_pages,
                 "tidekv.pages.l2": plan.l2_pages,
                 "tidekv.pages.l3": plan.l3_pages,
-                "tidekv.pages.shared": plan.shared_pages,
+                "tidekv.pages.shared": plan.shared_pages + sum(plan.sent_pages.values()),
                 "tidekv.pages.delta": plan.delta_pages,
             }
             span.add_event("plan", numbers, self._ns(plan.at_s))

@@ -119,9 +119,9 @@ class Play:
         self.open_ops: dict[int, Command] = {}
         self._serial = 0
 
-    def begin_with(self, components: tuple[Component, ...]) -> None:
-        """Begin anew with components beside the KV."""
-        self.core = Core(msgspec.structs.replace(PLAY_SETTINGS, components=components))
+    def begin_with(self, components: tuple[Component, ...] = (), **changes: Any) -> None:
+        """Begin anew with components beside the KV, or with other settings."""
+        self.core = Core(msgspec.structs.replace(PLAY_SETTINGS, components=components, **changes))
         self.tape = Tape(self.core, self.tape.path)
 
     def take(self, kind: type[events.Event], **fields: Any) -> list[Command]:

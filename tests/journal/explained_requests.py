@@ -7,6 +7,7 @@ from typing import Any
 
 from tidekv.engine.seeing import causes
 from tidekv.states import commands, events
+from tidekv.states.load import LOAD_CAUSES
 from tidekv.states.loads import Loads
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
@@ -100,6 +101,35 @@ def prefill_is_lost_when_half_is_sent(play: Play) -> None:
     play.bring_to("TRANSFER", prefill_count=2)
     play.to_room(events.ChunkLanded, rank=0, span=0, first=0, count=2, last=False)
     is_lost(play)
+    play.bring_everything("r1")
+
+
+# --- Another request's transfer ---
+
+
+def share(play: Play) -> None:
+    play.begin_with(share_transfers=True)
+    for name, tokens in (("r0", b"aabbccddee"), ("r1", b"aabbccddff")):
+        play.arrive(name, tokens=tokens)
+        play.send_promise(name)
+
+
+SENT = "4 on their way from prefill for r0"
+
+
+@says(SENT, LOAD_CAUSES["sender_left"], "asked of prefill by an extend", "READY", counts="shared_transfers_passed_on")
+def sender_leaves(play: Play) -> None:
+    share(play)
+    play.take(events.AbortRequested, request_id="r0")
+    play.bring_everything("r1")
+
+
+@says(SENT, LOAD_CAUSES["sender_slow"], "asked of prefill by an extend", "READY", counts="shared_transfers_passed_on")
+def sender_is_slow(play: Play) -> None:
+    share(play)
+    play.to_room(events.ChunkLanded, rank=0, span=0, first=4, count=1, last=True)
+    play.to_room(events.AuxLanded, rank=0)
+    play.wait_for_clock()
     play.bring_everything("r1")
 
 
@@ -336,6 +366,6 @@ rule_raises("a rule raises when READY", "READY", raising(1, Serving, "grow"), f"
 @says("a rule of the core raised", "the pages were asked of prefill by an extend", "extend 1", "READY")
 def taking_an_outcome_raises(play: Play) -> None:
     fetch = play.plan_with_storage("r1")
-    raising(1, Loads, "_publish_host")(play)
+    raising(1, Loads, "start_copy")(play)
     play.take(events.PagesFetched, op=fetch.op, good=4)
     play.bring_everything("r1")

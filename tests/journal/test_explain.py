@@ -61,6 +61,8 @@ NO_CAUSE = {
     "l3_breaker_closed",
     # What is written back or dropped belongs to nobody who is served, and what was fetched ahead is no trouble.
     "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "tail_pages_stored",
+    # Nor is what several requests are sent once.
+    "shared_transfer_pages",
 }  # fmt: skip
 
 

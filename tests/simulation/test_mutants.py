@@ -78,7 +78,7 @@ def pages_are_published_before_their_copy(patch: pytest.MonkeyPatch) -> None:
 def an_extend_goes_to_pages_under_a_late_copy(patch: pytest.MonkeyPatch) -> None:
     def copy_is_late(self: Loads, load: Load) -> None:
         self._books.operations.pop(load.op)
-        self._fail(load)
+        self.fail(load)
 
     patch.setattr(Loads, "copy_is_late", copy_is_late)
 
@@ -130,7 +130,7 @@ def a_sharer_extends_beyond_its_own_prompt(patch: pytest.MonkeyPatch) -> None:
 def a_late_fetch_gives_its_host_pages_back_at_once(patch: pytest.MonkeyPatch) -> None:
     def fetch_is_late(self: Loads, load: Load) -> None:
         self._books.operations.pop(load.op)
-        self._fail(load)
+        self.fail(load)
 
     patch.setattr(Loads, "fetch_is_late", fetch_is_late)
 

@@ -131,7 +131,7 @@ def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyP
     patch.setattr(TailStorage, "fetched", lambda self, fetch, good: original(self, fetch, len(fetch.positions)))
 
 
-@mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=44)
+@mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=270)
 def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch) -> None:
     def give_up(self: TailStorage, fetch: TailFetch) -> None:
         self._books.storage.fetch_over(fetch)

@@ -45,14 +45,17 @@ class CoreMachine(RuleBasedStateMachine):
         host_pages=st.sampled_from((0, 5, 20)),
         run_pages=st.sampled_from((1, 2, 32)),
         reserve=st.sampled_from((0, 1)),
+        share=st.booleans(),
     )
-    def begin(self, device_pages: int, host_pages: int, run_pages: int, reserve: int) -> None:
+    def begin(self, device_pages: int, host_pages: int, run_pages: int, reserve: int, *, share: bool) -> None:
         self.rig = Rig(
             device_pages=device_pages,
             host_pages=host_pages,
             fetch_run_pages=run_pages,
             copy_run_pages=run_pages,
             growth_reserve_pages=reserve,
+            share_transfers=share,
+            share_wait_s=0.5,
         )
         self.contents = Contents()
         self.device = SimulatedPool(self.rig.core.books.device)

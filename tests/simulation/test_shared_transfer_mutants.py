@@ -1,0 +1,124 @@
+"""The simulation finds bugs in shared transfers: each was put into the core on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+import pytest
+
+from tidekv.engine.simulation import SimulationFailed, simulate
+from tidekv.engine.simulation.ranks import simulate_ranks
+from tidekv.engine.simulation.simulate import draw_settings
+from tidekv.states.load import Load
+from tidekv.states.loads import Loads
+from tidekv.states.request import Request
+from tidekv.states.rooms import Span
+from tidekv.states.settings import CoreSettings
+from tidekv.states.shared_transfers import SharedTransfers
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+REQUESTS = 120
+SEEDS_MAX = 60
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(plant: Mutant) -> Mutant:
+    MUTANTS[plant.__name__] = plant
+    return plant
+
+
+@mutant
+def others_extend_into_pages_that_the_left_room_may_still_write_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SharedTransfers, "_renew", lambda self, load, request: True)
+
+
+@mutant
+def what_one_prefill_rank_has_brought_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
+    def landed(self: Span, ranks: int) -> int:
+        return max(self.cursors.values(), default=self.first)
+
+    patch.setattr(Span, "landed", landed)
+
+
+@mutant
+def pages_are_handed_over_before_they_have_landed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Span, "landed", lambda self, ranks: self.first + self.count)
+
+
+@mutant
+def who_waits_is_forgotten_when_the_sender_leaves(patch: pytest.MonkeyPatch) -> None:
+    def fail(self: Loads, load: Load) -> None:
+        original(self, load)
+        if load.cause == "sender_left":
+            self._books.unfilled.pop(load, None)
+
+    original = Loads.fail
+    patch.setattr(Loads, "fail", fail)
+
+
+@mutant
+def pages_of_a_failed_transfer_stay_in_the_tree(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: SharedTransfers, request: Request, *, settled: bool) -> None:
+        for load in list(request.loads):
+            if load.filler is request and load.span is not None:
+                self._loads.handed_over(load)
+
+    patch.setattr(SharedTransfers, "leave", leave)
+
+
+@mutant
+def a_slow_sender_keeps_the_pages_that_others_go_on_with(patch: pytest.MonkeyPatch) -> None:
+    def renew(self: SharedTransfers, load: Load, request: Request) -> bool:
+        old = load.device_pages
+        done = original(self, load, request)
+        if done and request.room is not None and request.lock is not None:
+            self._books.device.give_back(old)
+            request.own = request.own[len(old) :]
+        return done
+
+    original = SharedTransfers._renew
+    patch.setattr(SharedTransfers, "_renew", renew)
+
+
+def sharing(seed: int) -> CoreSettings:
+    drawn = draw_settings(Random(f"settings {seed}"))
+    return msgspec.structs.replace(drawn, share_transfers=True)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+    for seed in range(1, SEEDS_MAX):
+        try:
+            simulate(seed, REQUESTS, settings=sharing(seed))
+        except SimulationFailed:
+            return
+    pytest.fail(f"{SEEDS_MAX} seeds of {REQUESTS} requests did not notice that {name.replace('_', ' ')}")
+
+
+def test_the_core_as_it_is_passes_the_same_seeds_and_shares_much() -> None:
+    counted: dict[str, int] = {}
+    for seed in range(1, 13):
+        for name, count in simulate(seed, REQUESTS, settings=sharing(seed)).counters.items():
+            counted[name] = counted.get(name, 0) + count
+    assert counted["shared_transfer_pages"] > 150, counted
+    assert counted["shared_transfers_passed_on"] > 5, counted
+
+
+def test_without_faults_nobody_is_sent_back() -> None:
+    shared = 0
+    for seed in range(1, 9):
+        report = simulate(seed, REQUESTS, "none", settings=msgspec.structs.replace(sharing(seed), share_wait_s=60.0))
+        assert set(report.ends) == {"READY"}
+        assert not report.counters.get("sent_back"), report
+        assert not report.counters.get("shared_transfers_passed_on"), report
+        shared += report.counters.get("shared_transfer_pages", 0)
+    assert shared > 100
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_share_alike(ranks: int) -> None:
+    for seed in (11, 12, 13):
+        assert sum(simulate_ranks(seed, ranks, 20, settings=sharing(seed)).ends.values()) == 20
