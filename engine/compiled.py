@@ -1,4 +1,5 @@
-"""The compiled form of the prefix index: made by mypyc of the very same source, optional, needed by nothing.
+"""The compiled form of the prefix index: made by mypyc of the very same source, optional, needed by nothing. With it
+comes one function in C, for the one loop that neither numpy nor mypyc does in one pass: packing an array of tokens.
 
     python3 dev.py compile             make it for this Python, in a checkout: a minute or two, and a C compiler
     python3 dev.py compile --remove    run the source again
@@ -28,6 +29,9 @@ MODULES: Final = (
 )  # fmt: skip
 """The modules of `tidekv.states` that are compiled, together: calls between them cost a C call."""
 
+NATIVE: Final = "native_tokens"
+"""The module of `tidekv.backends` in C."""
+
 GROUP: Final = "tidekv_states"
 DIGEST: Final = "compiled.sha256"
 
@@ -37,12 +41,14 @@ Form = Literal["source", "compiled", "stale"]
 SETUP: Final = """
 import sys
 from mypyc.build import mypycify
-from setuptools import setup
+from setuptools import Extension, setup
 
-group, *paths = sys.argv[1:]
+group, native, *paths = sys.argv[1:]
 sys.argv = ["compiled", "build_ext", "--inplace"]
 options = ["--strict", "--follow-imports=silent", "--config-file=", *paths]
-setup(name="compiled", packages=[], ext_modules=mypycify(options, opt_level="3", group_name=group))
+modules = mypycify(options, opt_level="3", group_name=group)
+modules.append(Extension(native.replace("/", "."), [f"{native}.c"], extra_compile_args=["-O3"]))
+setup(name="compiled", packages=[], ext_modules=modules)
 """
 
 
@@ -64,11 +70,17 @@ def form(loaded: Path | None = None) -> Form:
     return "compiled" if noted.is_file() and noted.read_text() == digest_of(folder) else "stale"
 
 
+def backends_beside(folder: Path) -> Path:
+    """Where the modules of `tidekv.backends` are, by where those of `tidekv.states` are."""
+    return folder.parent / "backends"
+
+
 def digest_of(folder: Path) -> str:
     """Name the source that is compiled."""
     digest = hashlib.sha256()
     for name in MODULES:
         digest.update((folder / f"{name}.py").read_bytes())
+    digest.update((backends_beside(folder) / f"{NATIVE}.c").read_bytes())
     return digest.hexdigest()
 
 
@@ -77,13 +89,16 @@ def remove(folder: Path, libraries: Path) -> None:
     for name in MODULES:
         for built in folder.glob(f"{name}.*.so"):
             built.unlink()
+    for built in backends_beside(folder).glob(f"{NATIVE}.*.so"):
+        built.unlink()
     for built in libraries.glob(f"{GROUP}__mypyc.*.so"):
         built.unlink()
     (folder / DIGEST).unlink(missing_ok=True)
 
 
 def build(folder: Path, libraries: Path) -> None:
-    """Compile the modules of `folder` and put them there, with the library that they share into `libraries`.
+    """Compile the modules of `folder` and put them there, with the library that they share into `libraries`, and the
+    one in C into the folder of backends beside it.
 
     Raises CalledProcessError, and leaves everything as it was, where a compiler is missing or refuses.
     """
@@ -93,6 +108,9 @@ def build(folder: Path, libraries: Path) -> None:
         stage = Path(made)
         package = stage / "tidekv" / "states"
         package.mkdir(parents=True)
+        backends = package.parent / "backends"
+        backends.mkdir()
+        shutil.copy(backends_beside(folder) / f"{NATIVE}.c", backends)
         for empty in (package.parent / "__init__.py", package.parent / "py.typed"):
             empty.touch()
         for source in folder.glob("*.py"):
@@ -100,10 +118,16 @@ def build(folder: Path, libraries: Path) -> None:
         paths = [f"tidekv/states/{name}.py" for name in MODULES]
         # The search path of whoever calls would lead to the package itself.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        subprocess.run([sys.executable, "-c", SETUP, GROUP, *paths], cwd=stage, env=environment, check=True)
+        subprocess.run(
+            [sys.executable, "-c", SETUP, GROUP, f"tidekv/backends/{NATIVE}", *paths],
+            cwd=stage,
+            env=environment,
+            check=True,
+        )
         remove(folder, libraries)
         for name in MODULES:
             _put(package / f"{name}{suffix}", folder)
+        _put(backends / f"{NATIVE}{suffix}", backends_beside(folder))
         _put(stage / f"{GROUP}__mypyc{suffix}", libraries)
         (folder / DIGEST).write_text(digest)
 

@@ -33,18 +33,20 @@ class Dropping:
         Up to one page in SLACK_PER_POOL of the pool is freed beyond `count` where a node is cut in two otherwise: that
         costs as much as everything else here, and who comes next needs pages, too.
         """
-        freed = page_ids()
-        slack = tier.account.total // SLACK_PER_POOL
-        while len(freed) < count and (node := tier.queue.pop()) is not None:
-            surplus = len(freed) + node.page_count - count
+        freed, freed_count = page_ids(), 0
+        queue, account, name = tier.queue, tier.account, tier.name
+        slack = account.total // SLACK_PER_POOL
+        while freed_count < count and (node := queue.pop()) is not None:
+            surplus = freed_count + node.page_count - count
             # Void pages are one piece for whoever waits for them.
             if surplus > slack and not node.void:
-                self._tree.split(node, surplus)
-            self._tell(node, tier.name)
+                self._tree.split(node, surplus, lower_stays=node.device is not None and node.host is not None)
+            self._tell(node, name)
+            freed_count += node.page_count
             freed += tier.detach(node)
             self._remove_if_bare(node)
-        tier.account.from_cache(freed)
-        return len(freed)
+        account.from_cache(freed)
+        return freed_count
 
     def drop(self, tier: Tier, node: Node) -> None:
         """Free this copy of an unguarded node that has none below it."""

@@ -394,7 +394,7 @@ class PrefixIndex:
         return node.parent
 
     def _count_pages(self, keys: bytes) -> int:
-        count, rest = divmod(len(keys), self.tree.key_bytes)
-        if rest:
-            raise BrokenInvariant(f"{len(keys)} bytes are no whole number of keys of {self.tree.key_bytes}")
-        return count
+        width = self.tree.key_bytes
+        if len(keys) % width:
+            raise BrokenInvariant(f"{len(keys)} bytes are no whole number of keys of {width}")
+        return len(keys) // width

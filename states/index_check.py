@@ -39,7 +39,8 @@ def _check_links(node: Node, key_bytes: int) -> None:
     parent = node.parent
     if parent is None:
         raise BrokenInvariant(f"{node} is in the tree without a parent")
-    _require(parent.children.get(node.edge[:key_bytes]) is node, node, "is not its parent's child by its first page")
+    _require(node.first_key == node.edge[:key_bytes], node, "does not begin with its first page")
+    _require(parent.children.get(node.first_key) is node, node, "is not its parent's child by its first page")
     _require(len(node.keys) == node.page_count * key_bytes > 0, node, "has an edge that is not its pages' keys")
     kept = node.keys.obj if isinstance(node.keys, memoryview) else node.keys
     _require(isinstance(kept, bytes), node, "has keys that are a part of no bytes")

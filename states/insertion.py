@@ -24,7 +24,8 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
     count, width = len(pages), tree.key_bytes
     tree.tick = tick = tree.tick + 1
     node = root
-    table, duplicates, rejected = page_ids(), page_ids(), page_ids()
+    table = page_ids()
+    duplicates, rejected = table[:], table[:]
     host_only: list[Node] = []
     first, stop = 0, count
     starts_with = keys.startswith

@@ -38,6 +38,7 @@ class Node:
         "depth_pages",
         "device",
         "device_children",
+        "first_key",
         "guarded",
         "hits",
         "host",
@@ -58,12 +59,22 @@ class Node:
     )
 
     def __init__(
-        self, node_id: int, *, namespace: str, keys: Keys, page_count: int, parent: Node | None, tick: int
+        self,
+        node_id: int,
+        *,
+        namespace: str,
+        keys: Keys,
+        first_key: bytes,
+        page_count: int,
+        parent: Node | None,
+        tick: int,
     ) -> None:
         self.node_id = node_id
         self.namespace = namespace
         self.keys = keys
         """The keys of its pages; `edge` gives them as bytes."""
+        self.first_key = first_key
+        """The key of its first page, the very object by which its parent finds it: its hash is known."""
         self.page_count = page_count
         self.depth_pages: int = page_count + (parent.depth_pages if parent is not None else 0)
         """Pages from the root to this node's end."""
@@ -148,7 +159,7 @@ class Receipt:
 
 def make_root(node_id: int, namespace: str) -> Node:
     """Make the node of the empty prefix of a namespace."""
-    root = Node(node_id, namespace=namespace, keys=b"", page_count=0, parent=None, tick=0)
+    root = Node(node_id, namespace=namespace, keys=b"", first_key=b"", page_count=0, parent=None, tick=0)
     root.device = page_ids()
     root.host = page_ids()
     return root

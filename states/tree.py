@@ -49,17 +49,18 @@ class PageTree:
 
     def add_child(self, parent: Node, keys: bytes, first: int, *, priority: int) -> Node:
         """Add a node of the pages `keys[first:]` below `parent`. It has no copy yet, which the caller mends at once."""
-        end = len(keys)
+        end, first_key = len(keys), keys[first : first + self.key_bytes]
         node = Node(
             self._new_id(),
             namespace=parent.namespace,
             keys=part_of(keys, first, end),
+            first_key=first_key,
             page_count=(end - first) // self.key_bytes,
             parent=parent,
             tick=self.tick,
         )
         node.priority = priority
-        parent.children[keys[first : first + self.key_bytes]] = node
+        parent.children[first_key] = node
         return node
 
     def remove(self, node: Node) -> None:
@@ -67,21 +68,25 @@ class PageTree:
         parent = node.parent
         if parent is None or node.children or node.anchored or node.host_anchored:
             raise BrokenInvariant(f"{node} cannot leave the tree: it is gone, has children or live receipts")
-        del parent.children[self.first_key(node)]
+        del parent.children[node.first_key]
         node.parent = None
         if parent.parent is None:
             self.drop_empty_root(parent)
 
-    def split(self, lower: Node, page_count: int) -> Node:
-        """Cut the first `page_count` pages off into a new node above, and return that. Receipts stay where they end."""
+    def split(self, lower: Node, page_count: int, *, lower_stays: bool = True) -> Node:
+        """Cut the first `page_count` pages off into a new node above, and return that. Receipts stay where they end.
+
+        Where the lower part is about to leave the tree, its keys are not copied, however much they keep alive.
+        """
         parent = lower.parent
         assert parent is not None and 0 < page_count < lower.page_count, lower
         cut = page_count * self.key_bytes
-        keys, first = lower.keys, self.first_key(lower)
+        keys, first_key = lower.keys, lower.first_key
         upper = Node(
             self._new_id(),
             namespace=lower.namespace,
             keys=part_of(keys, 0, cut),
+            first_key=first_key,
             page_count=page_count,
             parent=parent,
             tick=lower.tick,
@@ -98,11 +103,12 @@ class PageTree:
         load = upper.load = lower.load
         upper.guarded = (lower.guarded > 0) + (load is not None)
         upper.host_guarded = (lower.host_guarded > 0) + (load is not None and lower.host is not None)
-        lower.keys = part_of(keys, cut, len(keys))
+        lower.keys = part_of(keys, cut, len(keys)) if lower_stays else memoryview(keys)[cut:]
+        lower.first_key = bytes(keys[cut : cut + self.key_bytes])
         lower.page_count -= page_count
         lower.parent = upper
-        upper.children[self.first_key(lower)] = lower
-        parent.children[first] = upper
+        upper.children[lower.first_key] = lower
+        parent.children[first_key] = upper
         if load is not None:
             load.split(upper, lower)
         for hook in self.on_split:
@@ -115,11 +121,6 @@ class PageTree:
         """Note for whoever watches that the node is no longer what it was."""
         if self.touched is not None:
             self.touched[node] = None
-
-    def first_key(self, node: Node) -> bytes:
-        """The key of the node's first page, by which its parent finds it."""
-        key = node.keys[: self.key_bytes]
-        return key if isinstance(key, bytes) else key.tobytes()
 
     def shared_pages(self, edge: Keys, keys: bytes, at: int) -> int:
         """Count the pages that `edge` and `keys[at:]` begin with together. The first is known to be the same."""

@@ -175,6 +175,21 @@ def test_all_forms_of_tokens_pack_alike(tokens: list[int]) -> None:
     assert pack_tokens(np.arange(6)[::2]) == struct.pack("<3I", 0, 2, 4)
 
 
+@pytest.mark.parametrize("count", [16_383, 16_384, 16_385, 70_001])
+def test_long_arrays_pack_alike_however_they_are_written(count: int) -> None:
+    tokens = np.random.default_rng(count).integers(0, 2**32, count)
+    before = tokens.copy()
+    packed = pack_tokens(tokens)
+    assert type(packed) is bytes and packed == tokens.astype("<u4").tobytes()
+    # What was given away is nobody else's: neither the array nor the next packing reaches it.
+    assert pack_tokens(tokens[::-1].copy()) != packed == before.astype("<u4").tobytes()
+    for wrong in (-1, 2**32, -(2**63), 2**63 - 1):
+        tokens[count - 2] = wrong
+        with pytest.raises(InvalidRequest, match=f"token {wrong} at position {count - 2} is not from 0 to 4294967295"):
+            pack_tokens(tokens)
+    assert packed == before.astype("<u4").tobytes()
+
+
 @pytest.mark.parametrize(
     ("tokens", "text"),
     [

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tidekv
+from tidekv.backends import keys
+from tidekv.backends.keys import pack_tokens
 from tidekv.engine import compiled
 from tidekv.states.accounts import PageAccount
+from tidekv.states.errors import InvalidRequest
 from tidekv.states.index import PrefixIndex, Receipt
 
 
@@ -21,28 +26,35 @@ def test_what_runs_is_what_the_source_says() -> None:
     assert compiled.form() in ("source", "compiled"), "run: python3 dev.py compile, or with --remove"
 
 
-def test_a_change_to_the_source_makes_what_was_compiled_stale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", ["states/tree.py", "backends/native_tokens.c"])
+def test_a_change_to_the_source_makes_what_was_compiled_stale(tmp_path: Path, changed: str) -> None:
+    folder = tmp_path / "states"
+    for name in ("states", "backends"):
+        (tmp_path / name).mkdir()
     for name in compiled.MODULES:
-        (tmp_path / f"{name}.py").write_text(f"# {name}\n")
-    loaded = tmp_path / "index.cpython-311-x86_64-linux-gnu.so"
-    assert compiled.form(tmp_path / "index.py") == "source"
+        (folder / f"{name}.py").write_text(f"# {name}\n")
+    (tmp_path / "backends" / f"{compiled.NATIVE}.c").write_text("/* */\n")
+    loaded = folder / "index.cpython-311-x86_64-linux-gnu.so"
+    assert compiled.form(folder / "index.py") == "source"
     assert compiled.form(loaded) == "stale"
-    (tmp_path / compiled.DIGEST).write_text(compiled.digest_of(tmp_path))
+    (folder / compiled.DIGEST).write_text(compiled.digest_of(folder))
     assert compiled.form(loaded) == "compiled"
-    (tmp_path / "tree.py").write_text("# another\n")
+    (tmp_path / changed).write_text("# another\n")
     assert compiled.form(loaded) == "stale"
 
 
 def test_removing_leaves_the_source_and_what_is_not_ours(tmp_path: Path) -> None:
-    folder, libraries = tmp_path / "states", tmp_path / "src"
-    for path in (folder, libraries):
+    folder, backends, libraries = tmp_path / "states", tmp_path / "backends", tmp_path / "src"
+    for path in (folder, backends, libraries):
         path.mkdir()
         (path / "other.so").touch()
+    (backends / f"{compiled.NATIVE}.cpython-311-x86_64-linux-gnu.so").touch()
     for name in ("index.py", "index.cpython-311-x86_64-linux-gnu.so", compiled.DIGEST):
         (folder / name).touch()
     (libraries / f"{compiled.GROUP}__mypyc.cpython-311-x86_64-linux-gnu.so").touch()
     compiled.remove(folder, libraries)
     assert sorted(path.name for path in folder.iterdir()) == ["index.py", "other.so"]
+    assert [path.name for path in backends.iterdir()] == ["other.so"]
     assert [path.name for path in libraries.iterdir()] == ["other.so"]
 
 
@@ -85,11 +97,33 @@ def answers(seed: int, steps: int = 4000) -> list[object]:
     return told
 
 
+def packed_or_refused(seed: int) -> list[object]:
+    """What becomes of int64 arrays of all lengths, aligned or not, with now and then a number that is no token."""
+    source = np.random.default_rng(seed)
+    told: list[object] = []
+    for count in (*range(1, 40), *source.integers(40, 40_000, 40)):
+        plain = source.integers(0, 2**32, count, dtype=np.int64)
+        shifted = np.frombuffer(b"?" + plain.tobytes(), dtype=np.uint8)[1:].view(np.int64)
+        wrong = plain.copy()
+        wrong[source.integers(0, count)] = source.choice([-1, 2**32, -(2**63), 2**63 - 1])
+        told += [pack_tokens(plain), pack_tokens(shifted), pack_tokens(plain[::2])]
+        with pytest.raises(InvalidRequest) as refusal:
+            pack_tokens(wrong)
+        told.append(str(refusal.value))
+    return told
+
+
 CHILD = """
 import hashlib
 import test_compiled as here
-print(hashlib.sha256(repr(here.answers(1)).encode()).hexdigest(), here.compiled.form())
+answers = here.answers(1) + here.packed_or_refused(1)
+print(hashlib.sha256(repr(answers).encode()).hexdigest(), here.compiled.form(), here.pack_form())
 """
+
+
+def pack_form() -> str:
+    """Which form packs arrays in this process."""
+    return str(type(keys._halved).__name__)
 
 
 def told_by(source_root: Path) -> list[str]:
@@ -109,15 +143,15 @@ def test_the_compiled_form_answers_as_the_source_does(tmp_path: Path) -> None:
     package.mkdir()
     there = Path(str(tidekv.__file__)).parent
     for entry in there.iterdir():
-        if entry.name not in ("states", "__pycache__"):
+        if entry.name not in ("states", "backends", "__pycache__"):
             (package / entry.name).symlink_to(entry.resolve())
-    (package / "states").mkdir()
-    for source in (there / "states").glob("*.py"):
-        (package / "states" / source.name).write_bytes(source.read_bytes())
-    plain, form = told_by(tmp_path)
-    assert form == "source"
+    for folder in ("states", "backends"):
+        ignored = shutil.ignore_patterns("*.so", "__pycache__", compiled.DIGEST)
+        shutil.copytree(there / folder, package / folder, ignore=ignored)
+    plain, *forms = told_by(tmp_path)
+    assert forms == ["source", "function"]
     try:
         compiled.build(package / "states", tmp_path)
     except subprocess.CalledProcessError:
         pytest.skip("there is no C compiler, or no mypy")
-    assert told_by(tmp_path) == [plain, "compiled"]
+    assert told_by(tmp_path) == [plain, "compiled", "builtin_function_or_method"]

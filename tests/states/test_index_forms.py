@@ -47,13 +47,29 @@ def test_a_long_rest_shares_its_prompt_and_a_short_one_does_not() -> None:
     index.drop_device(turn)
     for _ in range(11):
         assert index.evict_device(1) == 1
-        assert kept_bytes(node.keys) <= KEPT_MAX * max(1, len(node.keys))
+        for left in index.nodes():
+            assert kept_bytes(left.keys) <= KEPT_MAX * len(left.keys)
         index.check()
+
+
+def test_a_rest_that_stays_in_host_memory_keeps_no_more_keys_than_it_may() -> None:
+    device, host = PageAccount("device", 16), PageAccount("host", 16)
+    index = PrefixIndex(key_bytes=1, device=device, host=host)
+    node = enter(index, device, b"abcdefghijklmnop")
+    index.give_host(node, host.take(16))
+    assert index.evict_device(1) == 1
+    assert node.edge == b"p" and node.device is None and kept_bytes(node.keys) == 1
+    index.check()
+    assert index.evict_host(1) == 1
+    assert [left.edge for left in index.nodes()] == [b"abcdefghijklmno"]
+    index.check()
 
 
 @given(calls=st.lists(st.tuples(st.sampled_from(["push", "push", "touch", "block", "pop", "pop"]), st.integers(0, 15))))
 def test_the_queue_gives_what_a_look_at_all_nodes_would(calls: list[tuple[str, int]]) -> None:
-    nodes = [Node(number, namespace="", keys=b"k", page_count=1, parent=None, tick=0) for number in range(16)]
+    nodes = [
+        Node(number, namespace="", keys=b"k", first_key=b"k", page_count=1, parent=None, tick=0) for number in range(16)
+    ]
     queued: set[int] = set()
     blocked: set[int] = set()
     queue = EvictionQueue(LRU, lambda node: node.node_id not in blocked)
