@@ -77,8 +77,8 @@ class SharedTransfers:
     def published(self, request: Request, load: Load) -> None:
         """The room of a published load is open: its span 0 fills it."""
         assert request.room is not None, "the promise is given"
-        load.filler, load.span = request, request.room.spans[0]
         self._loads.share(load, request, load.page_count)
+        load.filler, load.span = request, request.room.spans[0]
         # Who waits for device memory needs less of it now.
         self._books.pages_freed = True
 
@@ -194,10 +194,11 @@ class SharedTransfers:
     @staticmethod
     def waits_for(request: Request) -> Load | None:
         """The first load that another request's room is to bring, of a request that has all that its own was to."""
-        loads = [load for load in request.loads if load.span is not None and load.filler is not request]
-        if not loads or request.room is None or not request.room.is_complete:
-            return None
-        return min(loads, key=lambda load: load.first)
+        first: Load | None = None
+        for load in request.loads:
+            if load.filler is not request and load.span is not None and (first is None or load.first < first.first):
+                first = load
+        return first if request.room is not None and request.room.is_complete else None
 
     def is_late(self, load: Load) -> None:
         """Somebody has waited for long: where nothing has landed meanwhile, the filler goes on alone. Can be called
