@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,6 +17,18 @@ from tidekv.states.request_tails import Tails
 from tidekv.states.rooms import Rooms
 
 
+def first_that_breaks(simulate, directory: Path, seeds: range, **drawn: Callable[[int], object]) -> Path:
+    """The journal of the first seed whose simulation breaks; what is drawn for it follows from the seed."""
+    for seed in seeds:
+        try:
+            simulate(seed, 60, **{name: draw(seed) for name, draw in drawn.items()})
+        except (BrokenInvariant, SimulationFailed):
+            path = directory / f"{seed}.journal"
+            assert path.exists()
+            return path
+    pytest.fail("nothing breaks")
+
+
 def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(simulate, monkeypatch, tmp_path) -> None:
     stored = Backups.stored
 
@@ -24,14 +38,7 @@ def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(sim
         stored(self, backup, count)
 
     monkeypatch.setattr(Backups, "stored", broken)
-    path = None
-    for seed in range(1, 20):
-        try:
-            simulate(seed, 60)
-        except (BrokenInvariant, SimulationFailed):
-            path = tmp_path / f"{seed}.journal"
-            break
-    assert path is not None and path.exists()
+    path = first_that_breaks(simulate, tmp_path, range(1, 20))
     out = tmp_path / "short.journal"
     shrunk = shrink(path, out)
     # Requests whose pages the broken one needs stay: what prefill sent it would not fit otherwise.
@@ -51,14 +58,11 @@ def test_what_is_left_of_components_is_left_in_the_short_journal_too(simulate, m
         keep(self, request, left, node)
 
     monkeypatch.setattr(Tails, "keep", broken)
-    path = None
-    for seed in range(1, 30):
-        try:
-            simulate(seed, 60, settings=with_components(draw_settings(Random(seed)), seed))
-        except (BrokenInvariant, SimulationFailed):
-            path = tmp_path / f"{seed}.journal"
-            break
-    assert path is not None and path.exists()
+
+    def settings(seed: int) -> object:
+        return with_components(draw_settings(Random(seed)), seed)
+
+    path = first_that_breaks(simulate, tmp_path, range(1, 30), settings=settings)
     out = tmp_path / "short.journal"
     shrunk = shrink(path, out)
     assert shrunk.events_after < shrunk.events_before / 2

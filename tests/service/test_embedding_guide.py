@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,33 @@ def test_the_paired_pool_is_the_callers_tensors(guide: dict[str, Any]) -> None:
     assert pool.group("full").k[3].data_ptr() == pool.k[3].data_ptr() == kv[0][3].data_ptr()
 
 
+@asynccontextmanager
+async def with_components(
+    guide: dict[str, Any], ours: Any, theirs: Any, on_room: Callable[[Any], Awaitable[None]]
+) -> AsyncIterator[DecodeEngine]:
+    """A decode engine whose components are `theirs`, and its prefill with `ours`, in this process."""
+    network = LoopbackNetwork()
+    async with (
+        PrefillPeer(
+            device=DevicePool.allocate(guide["layout"], 16),
+            components=ours,
+            transport=LoopbackTransport("prefill-0", network),
+            listen="prefill",
+            on_room=on_room,
+        ),
+        DecodeEngine(
+            EngineConfig(),
+            device=DevicePool.allocate(guide["layout"], 32),
+            components=theirs,
+            transport=LoopbackTransport("decode-0", network),
+        ) as engine,
+    ):
+        yield engine
+
+
 async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> None:
     """A prompt of nine pages; then again, when decode has all of it."""
-    network, sent = LoopbackNetwork(), []
-    pool, ours = DevicePool.allocate(guide["layout"], 16), guide["components"]()
+    sent, ours, theirs = [], guide["components"](), guide["components"]()
 
     async def serve(room: Any) -> None:
         await room.send(range(9), start_token=0)
@@ -150,22 +174,7 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
 
     ours[0].device.k[0][100:110] = torch.arange(10.0).view(10, 1, 1, 1)
     ours[1].device.group("convolution").k[5][7] = 5.0
-    theirs = guide["components"]()
-    async with (
-        PrefillPeer(
-            device=pool,
-            components=ours,
-            transport=LoopbackTransport("prefill-0", network),
-            listen="prefill",
-            on_room=serve,
-        ),
-        DecodeEngine(
-            EngineConfig(),
-            device=DevicePool.allocate(guide["layout"], 16),
-            components=theirs,
-            transport=LoopbackTransport("decode-0", network),
-        ) as engine,
-    ):
+    async with with_components(guide, ours, theirs, serve) as engine:
         prompt = list(range(9 * 16))
         for number in range(2):
             ready = await engine.restore(DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill="prefill"))
@@ -182,7 +191,7 @@ async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
     guide: dict[str, Any], output: int, cached_tokens: int
 ) -> None:
     """A model whose record is the sum of what it has seen, and whose window says where each token was."""
-    network, ours, theirs = LoopbackNetwork(), guide["components"](), guide["components"]()
+    ours, theirs = guide["components"](), guide["components"]()
     window_pool, record_pool = theirs[0].device, theirs[1].device
     prompt = list(range(9 * 16))
 
@@ -206,21 +215,7 @@ async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
         record_pool.k[0][record] += token
         return token + 1
 
-    async with (
-        PrefillPeer(
-            device=DevicePool.allocate(guide["layout"], 16),
-            components=ours,
-            transport=LoopbackTransport("prefill-0", network),
-            listen="prefill",
-            on_room=serve,
-        ),
-        DecodeEngine(
-            EngineConfig(),
-            device=DevicePool.allocate(guide["layout"], 32),
-            components=theirs,
-            transport=LoopbackTransport("decode-0", network),
-        ) as engine,
-    ):
+    async with with_components(guide, ours, theirs, serve) as engine:
         ready = await engine.restore(DecodeRequest(request_id="r1", tokens=prompt, prefill="prefill", prompt="send"))
         said = await guide["go_on"](engine, ready, step, read_record, write_record, output)
         assert said == list(range(1, output + 1))

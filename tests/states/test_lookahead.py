@@ -16,10 +16,16 @@ TOKENS = b"abcdefgh"
 BIG = bytes(range(128, 152))
 
 
-def waiting_rig(**settings: object) -> Rig:
-    """The device is full with a READY request; "a" waits for eight pages of it, and storage has been asked."""
-    rig = Rig(device_pages=24, host_pages=16, **{"lookahead_pages_max": 100, "fetch_run_pages": 3, **settings})
+def waiting_rig(*, on_host: bytes = b"", **settings: object) -> Rig:
+    """The device is full with a READY request; "a" waits for eight pages of it, and storage has been asked.
+
+    The pages of `on_host` are on the host before.
+    """
+    rig = Rig(**{"device_pages": 24, "host_pages": 16, "lookahead_pages_max": 100, "fetch_run_pages": 3, **settings})
     rig.attach_storage()
+    if on_host:
+        rig.make_cached("past", on_host)
+        rig.flush("l1")
     rig.make_ready("big", BIG)
     rig.arrive("a", TOKENS)
     return rig
@@ -77,12 +83,7 @@ def test_who_waits_finds_its_pages_on_the_host_and_they_count_as_storage() -> No
 
 
 def test_what_was_on_the_host_before_counts_as_host() -> None:
-    rig = Rig(device_pages=24, host_pages=16, lookahead_pages_max=100)
-    rig.attach_storage()
-    rig.make_cached("past", TOKENS[:2])
-    rig.flush("l1")
-    rig.make_ready("big", BIG)
-    rig.arrive("a", TOKENS)
+    rig = waiting_rig(on_host=TOKENS[:2], fetch_run_pages=4)
     query = rig.take(commands.QueryStorage)
     assert query.first == 2
     rig.answer(query, 4)
@@ -217,10 +218,7 @@ def test_the_same_pages_are_fetched_ahead_for_one_only() -> None:
     ids=str,
 )
 def test_nothing_is_fetched_ahead_where_that_is_not_wanted_or_cannot_be(settings: dict[str, object]) -> None:
-    rig = Rig(**{"device_pages": 24, "host_pages": 16, "lookahead_pages_max": 100, **settings})
-    rig.attach_storage()
-    rig.make_ready("big", BIG)
-    rig.arrive("a", TOKENS)
+    rig = waiting_rig(fetch_run_pages=32, **settings)
     rig.answer(rig.take(commands.QueryStorage), 6)
     assert fetches(rig) == []
     assert rig.core.lookahead.pages == 0
@@ -241,12 +239,7 @@ def test_pages_on_the_device_alone_have_no_host_pages_below_them() -> None:
 
 
 def test_an_answer_from_further_on_than_the_caches_reach_now_is_of_no_use() -> None:
-    rig = Rig(device_pages=24, host_pages=16, lookahead_pages_max=100)
-    rig.attach_storage()
-    rig.make_cached("past", TOKENS[:2])
-    rig.flush("l1")
-    rig.make_ready("big", BIG)
-    rig.arrive("a", TOKENS)
+    rig = waiting_rig(on_host=TOKENS[:2])
     rig.flush("l2")
     rig.answer(rig.take(commands.QueryStorage), 6)
     assert fetches(rig) == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from tidekv.states.breaker import Breaker
 from tidekv.states.pace import PACE_FRESH_S, FetchPace
 from tidekv.states.policy import changed_policy, policy_of
 
+ask = runpy.run_path(str(Path(__file__).with_name("asking.py")))["ask"]
 TOKENS = b"abcdefgh"
 
 
@@ -51,14 +55,6 @@ def stored_rig(**settings: object) -> Rig:
     rig = Rig(prefetch_threshold_tokens=0, prefetch_base_s=4.0, prefetch_per_ki_token_s=0.001, **settings)
     rig.attach_storage()
     return rig
-
-
-def ask(rig: Rig, name: str, tokens: bytes, found: int) -> commands.SendPromise:
-    rig.arrive(name, tokens)
-    rig.answer(rig.take(commands.QueryStorage), found)
-    promise = rig.take(commands.SendPromise)
-    rig.promised(promise)
-    return promise
 
 
 def slow_fetch(rig: Rig, taken_s: float) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands
 from tidekv.states.planner import Way, fetches_to_keep, pages_to_fetch
 
+ask = runpy.run_path(str(Path(__file__).with_name("asking.py")))["ask"]
 WAYS = st.builds(Way, st.floats(0.001, 10), st.integers(0, 50))
 TOKENS = b"abcdefgh"
 
@@ -70,14 +74,6 @@ def planned_rig(**settings: object) -> Rig:
     rig.wait_until(rig.now_s + 0.4)
     rig.fetched(rig.take(commands.FetchPages))
     return rig
-
-
-def ask(rig: Rig, name: str, tokens: bytes, found: int) -> commands.SendPromise:
-    rig.arrive(name, tokens)
-    rig.answer(rig.take(commands.QueryStorage), found)
-    promise = rig.take(commands.SendPromise)
-    rig.promised(promise)
-    return promise
 
 
 def send(rig: Rig, name: str, tokens: bytes, taken_s: float) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 
 from tidekv.engine.simulation.rig import Rig
@@ -9,6 +12,7 @@ from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
 
+ask = runpy.run_path(str(Path(__file__).with_name("asking.py")))["ask"]
 TOKENS = b"abcdefgh"
 
 
@@ -25,15 +29,6 @@ def stored_rig(**settings: object) -> Rig:
 def change(rig: Rig, **changes: object) -> None:
     policy = changed_policy(policy_of(rig.core.books.settings), changes)
     rig.step(events.PolicyChanged, policy=policy)
-
-
-def ask(rig: Rig, name: str, tokens: bytes, found: int) -> commands.SendPromise:
-    """A prompt arrives; storage says how much of it it has; the promise follows."""
-    rig.arrive(name, tokens)
-    rig.answer(rig.take(commands.QueryStorage), found)
-    promise = rig.take(commands.SendPromise)
-    rig.promised(promise)
-    return promise
 
 
 # --- How long to wait ---

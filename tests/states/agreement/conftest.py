@@ -85,6 +85,15 @@ class Ranks:
             self.given[rank] = [wish for wish in given if not isinstance(wish, kind)]
         return found[0][0]
 
+    def ask_storage(self) -> commands.QueryStorage:
+        """A prompt arrives where there is storage: what the core asks it."""
+        self.hear(events.StorageChanged, available=True)
+        self.arrive()
+        self.turn()
+        query = self.take(commands.QueryStorage)
+        assert isinstance(query, commands.QueryStorage)
+        return query
+
     def room(self, kind: type[events.Event], *, ranks: Sequence[int] | None = None, **fields: object) -> None:
         """An event of the room of "a"."""
         self.hear(kind, ranks=ranks, request_id="a", generation=0, **fields)

@@ -13,10 +13,7 @@ from tidekv.states.votes import Ballot
 
 def test_a_hit_in_storage_is_what_all_ranks_have(make_ranks) -> None:
     ranks = make_ranks(3)
-    ranks.hear(events.StorageChanged, available=True)
-    ranks.arrive()
-    ranks.turn()
-    query = ranks.take(commands.QueryStorage)
+    query = ranks.ask_storage()
     ranks.hear(events.StorageAnswered, ranks=[0, 1], op=query.op, found=4)
     assert ranks.turn().events == []
     ranks.hear(events.StorageAnswered, ranks=[2], op=query.op, found=3)
@@ -29,10 +26,7 @@ def test_a_hit_in_storage_is_what_all_ranks_have(make_ranks) -> None:
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
 def test_a_page_missing_on_one_rank_cuts_the_plan_on_all(make_ranks, at_rank: int) -> None:
     ranks = make_ranks(3)
-    ranks.hear(events.StorageChanged, available=True)
-    ranks.arrive()
-    ranks.turn()
-    ranks.hear(events.StorageAnswered, op=ranks.take(commands.QueryStorage).op, found=4)
+    ranks.hear(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
     ranks.turn()
     fetch = ranks.take(commands.FetchPages)
     for rank in range(3):
@@ -45,10 +39,7 @@ def test_a_page_missing_on_one_rank_cuts_the_plan_on_all(make_ranks, at_rank: in
 @pytest.mark.parametrize("raised", [False, True])
 def test_a_copy_that_fails_on_one_rank_has_failed_on_all_once_all_have_ended(make_ranks, raised: bool) -> None:
     ranks = make_ranks(3)
-    ranks.hear(events.StorageChanged, available=True)
-    ranks.arrive()
-    ranks.turn()
-    ranks.hear(events.StorageAnswered, op=ranks.take(commands.QueryStorage).op, found=4)
+    ranks.hear(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
     ranks.turn()
     ranks.hear(events.PagesFetched, op=ranks.take(commands.FetchPages).op, good=4)
     ranks.turn()
@@ -67,10 +58,7 @@ def test_a_copy_that_fails_on_one_rank_has_failed_on_all_once_all_have_ended(mak
 
 def test_an_outcome_that_is_told_twice_counts_once(make_ranks) -> None:
     ranks = make_ranks(2)
-    ranks.hear(events.StorageChanged, available=True)
-    ranks.arrive()
-    ranks.turn()
-    query = ranks.take(commands.QueryStorage)
+    query = ranks.ask_storage()
     for found in (4, 0):
         ranks.hear(events.StorageAnswered, op=query.op, found=found)
     ranks.turn()

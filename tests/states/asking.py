@@ -1,0 +1,15 @@
+"""What tests of storage's use do to a core again and again: those beside this file load it by its path."""
+
+from __future__ import annotations
+
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands
+
+
+def ask(rig: Rig, name: str, tokens: bytes, found: int) -> commands.SendPromise:
+    """A prompt arrives; storage says how much of it it has; the promise follows."""
+    rig.arrive(name, tokens)
+    rig.answer(rig.take(commands.QueryStorage), found)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    return promise
