@@ -228,6 +228,12 @@ class Dialler:
         assert isinstance(await self.hear(link), wire.Hello)
         return link
 
+    async def open_room(self, prefill: Prefill, **promised: Any) -> tuple[Any, Room]:
+        """Dial, promise a room, and wait for it: the link, and the room at prefill."""
+        link = await self.dial(prefill.address)
+        link.send(self.promise(self.room(), **promised))
+        return link, await prefill.room("r1")
+
     async def hear(self, link) -> wire.AnyMessage:
         async with asyncio.timeout(5):
             return await link.receive()

@@ -36,9 +36,7 @@ async def test_chunks_and_aux_are_said_frame_by_frame(world, decode) -> None:
 async def test_a_chunk_is_said_only_after_its_write(world, decode) -> None:
     gate = world.Gate(world.network)
     prefill = await world.prefill()
-    link = await decode.dial(prefill.address)
-    link.send(decode.promise(decode.room()))
-    room = await prefill.room("r1")
+    link, room = await decode.open_room(prefill)
     await room.send([30, 31], start_token=0)
     await room.finish(first_token=1)
     await gate.reached.wait()
@@ -136,9 +134,7 @@ async def test_a_promise_that_is_wrong_fails_its_room_only(world, decode, change
 @pytest.mark.parametrize(("span", "first", "pages"), [(1, 2, (5,)), (1, 0, (16,)), (1, 2**31 - 1, (5,))])
 async def test_an_extend_that_is_wrong_fails_its_room(world, decode, span, first, pages) -> None:
     prefill = await world.prefill()
-    link = await decode.dial(prefill.address)
-    link.send(decode.promise(decode.room()))
-    room = await prefill.room("r1")
+    link, room = await decode.open_room(prefill)
     link.send(decode.extend(decode.room(), span, first, pages))
     assert isinstance(await decode.hear(link), wire.Failed)
     assert isinstance(await decode.hear(link), wire.Drained)
@@ -198,9 +194,7 @@ async def test_memory_that_overflows_is_refused_whatever_the_transport_checks(de
 
 async def test_decode_may_give_a_room_up(world, decode) -> None:
     prefill = await world.prefill()
-    link = await decode.dial(prefill.address)
-    link.send(decode.promise(decode.room()))
-    room = await prefill.room("r1")
+    link, room = await decode.open_room(prefill)
     link.send(wire.Failed(room=decode.room(), cause="no memory"))
     assert await room.received() == "failed"
     assert "no memory" in str(room.cause)
@@ -209,9 +203,7 @@ async def test_decode_may_give_a_room_up(world, decode) -> None:
 async def test_writes_of_a_room_are_bounded_and_send_waits(world, decode) -> None:
     gate = world.Gate(world.network)
     prefill = await world.prefill(settings=world.RoomSettings(writes_in_flight_max=2, pages_per_write_max=1))
-    link = await decode.dial(prefill.address)
-    link.send(decode.promise(decode.room(), tokens=24, pages=range(6)))
-    room = await prefill.room("r1")
+    link, room = await decode.open_room(prefill, tokens=24, pages=range(6))
     sending = asyncio.create_task(room.send(range(30, 36), start_token=0))
     await gate.reached.wait()
     assert room.writes_in_flight == 2
@@ -226,9 +218,7 @@ async def test_writes_of_a_room_are_bounded_and_send_waits(world, decode) -> Non
 
 async def test_a_write_that_fails_fails_its_room(world, decode) -> None:
     prefill = await world.prefill()
-    link = await decode.dial(prefill.address)
-    link.send(decode.promise(decode.room()))
-    room = await prefill.room("r1")
+    link, room = await decode.open_room(prefill)
 
     async def fail(writer: str, target: str, pages: int) -> None:
         prefill.transport.die()
@@ -274,9 +264,7 @@ async def test_waiting_and_open_rooms_are_bounded(world, decode) -> None:
 async def test_closing_ends_waiters_and_rooms_and_tells_decode(world, decode) -> None:
     gate = world.Gate(world.network)
     prefill = await world.prefill()
-    link = await decode.dial(prefill.address)
-    link.send(decode.promise(decode.room()))
-    room = await prefill.room("r1")
+    link, room = await decode.open_room(prefill)
     await room.send([30, 31], start_token=0)
     await gate.reached.wait()
     waiter = asyncio.create_task(prefill.room("never"))
@@ -300,9 +288,7 @@ async def test_closing_ends_waiters_and_rooms_and_tells_decode(world, decode) ->
 @pytest.mark.parametrize("pages", [[64], [-1], [0, 99]])
 async def test_pages_outside_our_pool_are_refused_and_nothing_is_sent(world, decode, pages) -> None:
     prefill = await world.prefill()
-    link = await decode.dial(prefill.address)
-    link.send(decode.promise(decode.room()))
-    room = await prefill.room("r1")
+    _, room = await decode.open_room(prefill)
     with pytest.raises(InvalidRequest, match="pool"):
         await room.send(pages, start_token=0)
     await room.send([30, 31], start_token=0)

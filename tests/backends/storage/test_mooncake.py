@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from tidekv.backends.storage import open_storage
 from tidekv.states.errors import InvalidConfig, StorageFailed
@@ -192,21 +189,6 @@ async def test_no_master_is_said_at_once_when_the_engine_opens(rig_on: Callable[
     rig = rig_on("mooncake", free_address)
     with pytest.raises(StorageFailed, match="unreachable: no master"):
         await rig.open()
-
-
-def test_one_loop_after_the_other_serves_uvloop_too(
-    rig_type: type[Rig], mooncake_servers: MooncakeServers, tmp_path: Path
-) -> None:
-    async def use() -> None:
-        rig = rig_type("mooncake", tmp_path, None, server=mooncake_servers.address)
-        engine = await rig.open()
-        assert all(await rig.put(engine, range(20)))
-        assert all(await rig.get(engine, range(20)))
-        assert await engine.clear() == 20
-        await rig.close()
-
-    for run in (asyncio.run, uvloop.run):
-        run(use())
 
 
 def test_wrong_uris_and_options_are_refused_by_name() -> None:

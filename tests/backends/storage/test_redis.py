@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from tidekv.backends.storage import open_storage
 from tidekv.states.errors import InvalidConfig, StorageFailed
@@ -29,6 +28,13 @@ CERTIFICATE = Path(__file__).parent / "localhost.pem"
 async def redis(rig_on: Callable[..., Rig], redis_server: RedisServer) -> Rig:
     """Engines on the server of all tests."""
     return rig_on("redis", redis_server.address)
+
+
+@pytest.fixture
+async def hurt(rig_on: Callable[..., Rig], start_redis: Callable[..., RedisServer]) -> tuple[RedisServer, Rig]:
+    """A server of a test's own, which it may hurt, and engines on it."""
+    server = start_redis()
+    return server, rig_on("redis", server.address)
 
 
 def page_name(rig: Rig, number: int) -> str:
@@ -151,10 +157,9 @@ async def test_another_page_size_in_the_same_namespace_is_refused(redis: Rig) ->
 
 
 async def test_a_server_that_dies_fails_calls_and_is_found_again(
-    rig_on: Callable[..., Rig], start_redis: Callable[..., RedisServer]
+    hurt: tuple[RedisServer, Rig], start_redis: Callable[..., RedisServer]
 ) -> None:
-    server = start_redis()
-    rig = rig_on("redis", server.address)
+    server, rig = hurt
     engine = await rig.open(**QUICK)
     await rig.put(engine, range(4))
     server.stop()
@@ -181,11 +186,10 @@ async def test_a_server_that_dies_fails_calls_and_is_found_again(
 
 
 async def test_no_server_is_said_when_the_engine_opens_and_a_later_one_is_used(
-    rig_on: Callable[..., Rig], start_redis: Callable[..., RedisServer]
+    hurt: tuple[RedisServer, Rig], start_redis: Callable[..., RedisServer]
 ) -> None:
-    server = start_redis()
+    server, rig = hurt
     server.stop()
-    rig = rig_on("redis", server.address)
     engine = rig.make(**QUICK)
     for _ in range(2):
         with pytest.raises(StorageFailed, match="unreachable"):
@@ -195,11 +199,8 @@ async def test_no_server_is_said_when_the_engine_opens_and_a_later_one_is_used(
     assert all(await rig.put(engine, range(4)))
 
 
-async def test_a_server_that_hangs_costs_one_timeout_a_call_and_no_page(
-    rig_on: Callable[..., Rig], start_redis: Callable[..., RedisServer]
-) -> None:
-    server = start_redis()
-    rig = rig_on("redis", server.address)
+async def test_a_server_that_hangs_costs_one_timeout_a_call_and_no_page(hurt: tuple[RedisServer, Rig]) -> None:
+    server, rig = hurt
     engine = await rig.open(**QUICK, chunk=4096)
     await rig.put(engine, range(16))
     server.signal(signal.SIGSTOP)
@@ -214,11 +215,8 @@ async def test_a_server_that_hangs_costs_one_timeout_a_call_and_no_page(
     assert all(await rig.get(engine, range(16)))
 
 
-async def test_closing_while_the_server_hangs_ends(
-    rig_on: Callable[..., Rig], start_redis: Callable[..., RedisServer]
-) -> None:
-    server = start_redis()
-    rig = rig_on("redis", server.address)
+async def test_closing_while_the_server_hangs_ends(hurt: tuple[RedisServer, Rig]) -> None:
+    server, rig = hurt
     engine = await rig.open(**QUICK)
     await rig.put(engine, range(4))
     server.signal(signal.SIGSTOP)
@@ -276,11 +274,8 @@ async def test_a_user_with_few_rights_is_enough_and_one_without_writing_fails_pu
         await engine.probe()
 
 
-async def test_a_full_server_fails_puts_and_serves_gets(
-    rig_on: Callable[..., Rig], start_redis: Callable[..., RedisServer]
-) -> None:
-    server = start_redis()
-    rig = rig_on("redis", server.address)
+async def test_a_full_server_fails_puts_and_serves_gets(hurt: tuple[RedisServer, Rig]) -> None:
+    server, rig = hurt
     engine = await rig.open(**QUICK)
     await rig.put(engine, range(4))
     server.command("CONFIG", "SET", "maxmemory", "1mb")
@@ -342,21 +337,6 @@ async def test_a_cluster_serves_all_calls(rig_on: Callable[..., Rig], start_redi
     assert engine.statistics().evictions == 10
     assert await engine.delete(rig.keys([59, 99])) == [True, False]
     assert await engine.clear() == 49
-
-
-def test_one_loop_after_the_other_serves_uvloop_too(
-    rig_type: type[Rig], redis_server: RedisServer, tmp_path: Path
-) -> None:
-    async def use() -> None:
-        rig = rig_type("redis", tmp_path, None, server=redis_server.address)
-        engine = await rig.open()
-        assert all(await rig.put(engine, range(20)))
-        assert all(await rig.get(engine, range(20)))
-        assert await engine.clear() == 20
-        await rig.close()
-
-    for run in (asyncio.run, uvloop.run, uvloop.run):
-        run(use())
 
 
 def test_wrong_uris_and_options_are_refused_by_name() -> None:

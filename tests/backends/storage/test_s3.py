@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from tidekv.backends.storage import open_storage
 from tidekv.states.errors import InvalidConfig, StorageFailed
@@ -165,19 +163,6 @@ async def test_no_server_is_said_when_the_engine_opens(rig_on: Callable[..., Rig
     rig = rig_on("s3", "http://" + free_address)
     with pytest.raises(StorageFailed, match="unreachable"):
         await rig.open(**QUICK)
-
-
-def test_one_loop_after_the_other_serves_uvloop_too(rig_type: type[Rig], s3_server: S3Server, tmp_path: Path) -> None:
-    async def use() -> None:
-        rig = rig_type("s3", tmp_path, None, server=s3_server.address)
-        engine = await rig.open()
-        assert all(await rig.put(engine, range(20)))
-        assert all(await rig.get(engine, range(20)))
-        assert await engine.clear() == 20
-        await rig.close()
-
-    for run in (asyncio.run, uvloop.run, uvloop.run):
-        run(use())
 
 
 def test_wrong_uris_and_options_are_refused_by_name() -> None:
