@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -21,6 +24,7 @@ from tidekv import (
     KVLayout,
     LoopbackTransport,
     PrefillPeer,
+    RequestFailed,
 )
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.base import Storage
@@ -28,6 +32,9 @@ from tidekv.engine.compiled import form
 from tidekv.engine.values import ReadyRequest
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.states.commands import TellReady
+from tidekv.states.events import AbortRequested
+from tidekv.states.rooms import Room, Rooms
 from tidekv.transports.loopback import LoopbackNetwork
 
 # Tests that put methods of their own into the index; a compiled class lets nobody.
@@ -109,6 +116,18 @@ class Pair:
         ) as engine:
             yield Pair(engine, self.peer, self.prefill, device, host, self.network)
 
+    def abort_when_ready(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have each request aborted just when it has become READY."""
+        calls, driver = self.engine._calls, self.engine._parts.driver
+        tell = calls.tell
+
+        def abort_at_once(command: object) -> None:
+            tell(command)
+            if isinstance(command, TellReady):
+                driver.post(AbortRequested(at_s=driver.clock(), request_id=command.request_id))
+
+        monkeypatch.setattr(calls, "tell", abort_at_once)
+
     def core(self) -> dict[str, int]:
         statistics = self.engine.statistics()["core"]
         assert isinstance(statistics, dict)
@@ -166,6 +185,95 @@ def make_pair() -> Iterator[MakePair]:
             yield Pair(engine, peer, prefill, device, host, network)
 
     yield make
+
+
+async def some_turns(source: Random, waiting: asyncio.Task[ReadyRequest]) -> None:
+    """Let a random number of turns of the loop go by."""
+    for _ in range(source.randrange(40)):
+        await asyncio.sleep(0)
+
+
+async def end_at_random(
+    engine: DecodeEngine,
+    request: DecodeRequest,
+    source: Random,
+    give_back: Callable[[ReadyRequest], Awaitable[None]],
+    *,
+    pause: Callable[[Random, asyncio.Task[ReadyRequest]], Awaitable[None]] = some_turns,
+    aborted: float = 0.45,
+    cancelled: float = 0.45,
+) -> str:
+    """One request that is aborted, cancelled or let through, at a random point of its life; and how it ended.
+
+    The shares are those of requests that are aborted and cancelled; who is served is given back by the caller.
+    """
+    waiting = asyncio.create_task(engine.restore(request))
+    await pause(source, waiting)
+    way = source.random()
+    if way < aborted:
+        await engine.abort(request.request_id)
+    elif way < aborted + cancelled:
+        waiting.cancel()
+    try:
+        ready = await waiting
+    except RequestFailed as failed:
+        assert failed.cause == "aborted"
+        return "aborted"
+    except asyncio.CancelledError:
+        return "cancelled"
+    if not engine._calls.is_live(request.request_id):
+        return "aborted when ready"
+    await give_back(ready)
+    return "served"
+
+
+EndAtRandom = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def abort_at_random() -> EndAtRandom:
+    return end_at_random
+
+
+@pytest.fixture
+def resident_bytes() -> Callable[[], int]:
+    """How much memory this process has now."""
+    return lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+Leaves = Callable[[DecodeEngine, LoopbackNetwork, asyncio.Task[ReadyRequest], str], Awaitable[None]]
+
+
+@pytest.fixture
+def leave() -> Leaves:
+    """End the request "first" in one of the ways that tests name, "deadline" by waiting for it."""
+
+    async def leave_by(
+        engine: DecodeEngine, network: LoopbackNetwork, waiting: asyncio.Task[ReadyRequest], way: str
+    ) -> None:
+        if way == "aborted":
+            await engine.abort("first")
+        elif way == "cancelled":
+            waiting.cancel()
+        elif way == "link lost":
+            network.cut(engine._parts.transport.instance)
+        with pytest.raises((RequestFailed, asyncio.CancelledError)):
+            await waiting
+
+    return leave_by
+
+
+@pytest.fixture
+def without_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of a room that is left are free at once, whoever may still write to them."""
+    leave_room = Rooms.leave
+
+    def leave_and_free(self: Rooms, room: Room, **options: object) -> None:
+        leave_room(self, room, **options)
+        if room.key in self._draining:
+            self._settle(room.key)
+
+    monkeypatch.setattr(Rooms, "leave", leave_and_free)
 
 
 PrefillCommand = Callable[[dict[str, str]], AbstractContextManager[tuple[subprocess.Popen[str], str]]]

@@ -7,8 +7,6 @@ import asyncio
 import pytest
 
 from tidekv import EngineClosed, InvalidRequest, OutOfPages, RequestFailed, open_storage
-from tidekv.states.commands import TellReady
-from tidekv.states.events import AbortRequested
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 
@@ -215,15 +213,7 @@ async def test_closing_fails_live_requests_and_leaves_nothing_running(make_pair)
 async def test_a_request_that_is_aborted_just_when_it_is_ready_is_not_handed_out(make_pair, monkeypatch) -> None:
     """Its pages may be another request's before its caller runs: no caller must ever see them as its own."""
     async with make_pair() as pair:
-        calls, driver = pair.engine._calls, pair.engine._parts.driver
-        tell = calls.tell
-
-        def abort_at_once(command: object) -> None:
-            tell(command)
-            if isinstance(command, TellReady):
-                driver.post(AbortRequested(at_s=driver.clock(), request_id=command.request_id))
-
-        monkeypatch.setattr(calls, "tell", abort_at_once)
+        pair.abort_when_ready(monkeypatch)
         # One turn takes both events, however slow the machine is: the caller runs behind it.
         monkeypatch.setattr("tidekv.engine.driver.TURN_S_MAX", 60.0)
         with pytest.raises(RequestFailed, match="just when it had become READY") as failed:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tidekv import InvalidRequest, open_storage
-from tidekv.states.commands import TellReady
-from tidekv.states.events import AbortRequested
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 
@@ -38,16 +36,8 @@ async def test_a_caller_that_ran_before_the_abort_of_its_ready_request_is_told_a
     """The other order of an abort that comes just when a request became READY."""
     monkeypatch.setattr("tidekv.engine.driver.TURN_S_MAX", -1.0)
     async with make_pair() as pair:
-        calls, driver = pair.engine._calls, pair.engine._parts.driver
-        tell = calls.tell
-
-        def abort_at_once(command: object) -> None:
-            tell(command)
-            if isinstance(command, TellReady):
-                driver.post(AbortRequested(at_s=driver.clock(), request_id=command.request_id))
-
         with monkeypatch.context() as patch:
-            patch.setattr(calls, "tell", abort_at_once)
+            pair.abort_when_ready(patch)
             ready = await pair.engine.restore(pair.request("r1", PROMPT))
         assert pair.wrong_pages(ready, PROMPT) == []
         await pair.assert_nothing_held()

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -185,6 +187,19 @@ async def open_prefill(
         finally:
             gate.open_gate()
     assert await poller.close() == 0
+
+
+async def some_milliseconds(source: Random, waiting: asyncio.Task[ReadyRequest]) -> None:
+    """Let a restore go on for a random time: it takes from some hundred microseconds, on a hit, to tens of
+    milliseconds.
+    """
+    await asyncio.wait([waiting], timeout=source.choice((0, 0.0005, 0.002, 0.005, 0.01, 0.03)))
+
+
+@pytest.fixture
+def abort_at_random(abort_at_random: Callable[..., Awaitable[str]]) -> Callable[..., Awaitable[str]]:
+    """That of all tests, with times of NIXL."""
+    return partial(abort_at_random, pause=some_milliseconds)
 
 
 Opens = Callable[..., AbstractAsyncContextManager[Any]]

@@ -10,22 +10,19 @@ import random
 import re
 import threading
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tidekv import RequestFailed, open_storage
+from tidekv import ReadyRequest, open_storage
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 REQUESTS = 500
 AT_ONCE = 8
 LIMIT_S = 60.0
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def open_files() -> list[str]:
@@ -37,32 +34,13 @@ def open_files() -> list[str]:
     return sorted(target for target in found if not target.endswith(".seg"))
 
 
-async def abort_at_random(decode: Any, source: random.Random, request_id: str, tokens: list[int]) -> str:
-    """One request that is aborted, cancelled or let through, at a random point of its life; and how it ended."""
-    waiting = asyncio.create_task(decode.engine.restore(decode.request(request_id, tokens)))
-    way = source.random()
-    # Restores take from some hundred microseconds, on a hit, to tens of milliseconds.
-    await asyncio.wait([waiting], timeout=source.choice((0, 0.0005, 0.002, 0.005, 0.01, 0.03)))
-    if way < 0.45:
-        await decode.engine.abort(request_id)
-    elif way < 0.9:
-        waiting.cancel()
-    try:
-        ready = await waiting
-    except RequestFailed as failed:
-        assert failed.cause == "aborted"
-        return "aborted"
-    except asyncio.CancelledError:
-        return "cancelled"
-    if not decode.engine._calls.is_live(request_id):
-        return "aborted when ready"
-    assert decode.wrong(ready, tokens) == []
-    await decode.engine.finish(ready, [1])
-    return "served"
-
-
 async def test_five_hundred_aborts_leave_nothing_behind(
-    tmp_path: Path, prefill_over_nixl: Any, decode_over_nixl: Any, prompt: Any
+    tmp_path: Path,
+    prefill_over_nixl: Any,
+    decode_over_nixl: Any,
+    prompt: Any,
+    abort_at_random: Any,
+    resident_bytes: Any,
 ) -> None:
     source = random.Random(11)
     storage = open_storage(f"file:{tmp_path}?capacity=4MiB&segment=1MiB")
@@ -73,11 +51,16 @@ async def test_five_hundred_aborts_leave_nothing_behind(
         decode_over_nixl([prefill.address], storage=storage, device_pages=72, host_pages=48) as decode,
     ):
 
+        async def check_and_finish(tokens: list[int], ready: ReadyRequest) -> None:
+            assert decode.wrong(ready, tokens) == []
+            await decode.engine.finish(ready, [1])
+
         async def lane(lane: int, numbers: Any) -> None:
             for _ in numbers:
                 tokens = prompt(source.randrange(12), source.randrange(1, 24), tail=source.randrange(3))
                 # Ids come again as soon as their owners have ended: only generations tell the requests apart.
-                outcome = await abort_at_random(decode, source, f"r{lane}", tokens)
+                request = decode.request(f"r{lane}", tokens)
+                outcome = await abort_at_random(decode.engine, request, source, partial(check_and_finish, tokens))
                 await decode.until(lambda: not decode.engine._calls.is_live(f"r{lane}"))
                 outcomes[outcome] = outcomes.get(outcome, 0) + 1
 

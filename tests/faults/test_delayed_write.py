@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from tidekv import RequestFailed
-from tidekv.states.rooms import Room, Rooms
-
 LIMIT_S = 20.0
 FIRST = list(range(1000, 1040))  # Ten pages of four tokens.
 NEXT = list(range(2000, 2040))
@@ -35,18 +32,6 @@ class HeldWrites:
             await self.let_go.wait()
 
 
-async def leave(pair: Any, waiting: asyncio.Task[Any], way: str) -> None:
-    """End the first request while its write is held."""
-    if way == "aborted":
-        await pair.engine.abort("first")
-    elif way == "cancelled":
-        waiting.cancel()
-    elif way == "link lost":
-        pair.network.cut(pair.engine._parts.transport.instance)
-    with pytest.raises((RequestFailed, asyncio.CancelledError)):
-        await waiting
-
-
 async def begin(pair: Any, **options: Any) -> tuple[HeldWrites, asyncio.Task[Any], set[int]]:
     """The first request, with a write of it on its way; and the pages that it is about to hit."""
     held = HeldWrites(pair.network)
@@ -57,10 +42,10 @@ async def begin(pair: Any, **options: Any) -> tuple[HeldWrites, asyncio.Task[Any
 
 
 @pytest.mark.parametrize("way", ["aborted", "cancelled", "deadline", "link lost"])
-async def test_a_late_write_hits_nobody_but_the_quarantine(make_pair: Any, way: str) -> None:
+async def test_a_late_write_hits_nobody_but_the_quarantine(make_pair: Any, leave: Any, way: str) -> None:
     async with asyncio.timeout(LIMIT_S), make_pair(device_pages=DEVICE_PAGES, heartbeat_s=0.05) as pair:
         held, waiting, targets = await begin(pair, deadline_s=0.05 if way == "deadline" else None)
-        await leave(pair, waiting, way)
+        await leave(pair.engine, pair.network, waiting, way)
         waits_for_pages = asyncio.create_task(pair.restore("next", NEXT))
         # Who fits beside the quarantine is served, from other pages.
         small = await pair.restore("small", NEXT[:8])
@@ -78,19 +63,11 @@ async def test_a_late_write_hits_nobody_but_the_quarantine(make_pair: Any, way: 
 
 
 async def test_without_the_quarantine_the_next_owner_is_overwritten(
-    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+    make_pair: Any, leave: Any, without_quarantine: None
 ) -> None:
-    leave_room = Rooms.leave
-
-    def leave_and_free(self: Rooms, room: Room, **options: Any) -> None:
-        leave_room(self, room, **options)
-        if room.key in self._draining:
-            self._settle(room.key)
-
-    monkeypatch.setattr(Rooms, "leave", leave_and_free)
     async with asyncio.timeout(LIMIT_S), make_pair(device_pages=DEVICE_PAGES) as pair:
         held, waiting, targets = await begin(pair)
-        await leave(pair, waiting, "aborted")
+        await leave(pair.engine, pair.network, waiting, "aborted")
         ready = await pair.restore("next", NEXT)
         assert set(ready.pages.tolist()) & targets
         held.let_go.set()

@@ -9,7 +9,6 @@ import pytest
 
 from tidekv import ComponentPools, DevicePool, InvalidConfig, KVLayout, LoopbackTransport, PrefillPeer, RequestFailed
 from tidekv.engine.workload.synthetic_tails import SyntheticTails
-from tidekv.states.rooms import Room, Rooms
 from tidekv.transports import wire
 from tidekv.transports.loopback import LoopbackNetwork
 
@@ -113,7 +112,7 @@ def targets(worker: Any, request_id: str) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize("way", ["aborted", "cancelled", "deadline", "link lost"])
 async def test_a_tail_that_lands_late_hits_nobody_but_the_quarantine(
-    make_worker: Any, pools: Any, monkeypatch: pytest.MonkeyPatch, way: str
+    make_worker: Any, pools: Any, leave: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     # The pools have room for one request, and for a small one beside it.
     small = [9, 8, 7]
@@ -125,14 +124,7 @@ async def test_a_tail_that_lands_late_hits_nobody_but_the_quarantine(
         await held.started.wait()
         theirs = targets(worker, "first")
         assert {name: len(pages) for name, pages in theirs.items()} == {"ssm": 1, "swa": 3}
-        if way == "aborted":
-            await worker.engine.abort("first")
-        elif way == "cancelled":
-            waiting.cancel()
-        elif way == "link lost":
-            worker.network.cut(worker.engine._parts.transport.instance)
-        with pytest.raises((RequestFailed, asyncio.CancelledError)):
-            await waiting
+        await leave(worker.engine, worker.network, waiting, way)
         assert {name: worker.core()[f"{name}_device_draining"] for name in theirs} == {"ssm": 1, "swa": 3}
         ready = await worker.restore("small", small)
         assert not any(set(ready.tails[name].own.tolist()) & pages for name, pages in theirs.items())
@@ -147,17 +139,9 @@ async def test_a_tail_that_lands_late_hits_nobody_but_the_quarantine(
 
 
 async def test_without_the_quarantine_a_late_tail_overwrites_its_next_owner(
-    make_worker: Any, pools: Any, monkeypatch: pytest.MonkeyPatch
+    make_worker: Any, pools: Any, leave: Any, without_quarantine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above looks for can be seen."""
-    leave_room = Rooms.leave
-
-    def leave_and_free(self: Rooms, room: Room, **options: Any) -> None:
-        leave_room(self, room, **options)
-        if room.key in self._draining:
-            self._settle(room.key)
-
-    monkeypatch.setattr(Rooms, "leave", leave_and_free)
     there = lambda: [pools["state"]()]  # noqa: E731  # Said where it is used.
     async with (
         asyncio.timeout(LIMIT_S),
@@ -166,9 +150,7 @@ async def test_without_the_quarantine_a_late_tail_overwrites_its_next_owner(
         held = HeldTails(worker, monkeypatch)
         waiting = asyncio.create_task(worker.engine.restore(worker.request("first", WHOLE)))
         await held.started.wait()
-        await worker.engine.abort("first")
-        with pytest.raises(RequestFailed):
-            await waiting
+        await leave(worker.engine, worker.network, waiting, "aborted")
         other = [number + 1 for number in WHOLE]
         try:
             ready = await worker.restore("next", other)
