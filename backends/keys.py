@@ -109,7 +109,7 @@ def pack_tokens(tokens: Tokens, *, vocabulary: int | None = None) -> bytes:
     `vocabulary` is the number of ids there are. Raises InvalidRequest, which names the first wrong token and its
     position.
     """
-    packed = _packed(tokens)
+    packed = tokens if type(tokens) is bytes and not len(tokens) % TOKEN_BYTES else _packed(tokens)
     if not packed:
         raise InvalidRequest("tokens are empty: a prompt has at least one token")
     if vocabulary is not None:
@@ -129,8 +129,6 @@ def _pairs(packed: bytes | bytearray | memoryview) -> bytes:
 
 
 def _packed(tokens: Tokens) -> bytes:
-    if type(tokens) is bytes and not len(tokens) % TOKEN_BYTES:
-        return tokens
     if isinstance(tokens, memoryview) and tokens.format not in ("B", "b", "c"):
         tokens = np.asarray(tokens)
     if isinstance(tokens, bytes | bytearray | memoryview):

@@ -31,6 +31,7 @@ class OurTree:
         host = PageAccount("host", capacity // page_size)
         self.index = PrefixIndex(key_bytes=page_size * TOKEN_BYTES, device=self.device, host=host)
         self._packed = packed
+        self._key_bytes = page_size * TOKEN_BYTES
 
     def prompt(self, tokens: Ids) -> Any:
         """What a caller has, made beforehand: just now, as each peer's is, and not long ago."""
@@ -39,8 +40,7 @@ class OurTree:
     def match(self, prompt: Any) -> tuple[int, Any, Any]:
         """Tokens found, where they end, and the keys."""
         packed = pack_tokens(prompt)
-        width = self.page_size * TOKEN_BYTES
-        keys = packed[: len(packed) // width * width]
+        keys = packed[: len(packed) // self._key_bytes * self._key_bytes]
         found = self.index.match("", keys)
         return found.device_pages * self.page_size, found.device_node, keys
 

@@ -164,13 +164,14 @@ class PageAccount:
 
     def _first_fault(self, pages: PageIds, source: int) -> str | None:
         seen: set[int] = set()
+        conditions = self._conditions.to_bytes()
         for page in pages:
             if not 0 <= page < self.total:
                 return f"page {page} is out of range, the pool has {self.total} pages"
             if page in seen:
                 return f"page {page} is named twice in one call"
-            if (condition := self._conditions.of(page)) != source:
-                return f"page {page} is {Condition(condition).name.lower()}"
+            if conditions[page] != source:
+                return f"page {page} is {Condition(conditions[page]).name.lower()}"
             seen.add(page)
         return None
 
