@@ -120,21 +120,31 @@ class SharedTransfers:
         stay with the request: they are void when it leaves them. Can be called again, where it raised.
         """
         room = request.room
-        filled = [load for load in request.loads if load.filler is request]
-        if not filled or room is None or not self._books.settings.share_transfers:
+        if room is None or not request.loads or not self._books.settings.share_transfers:
+            return
+        filled = self._cut_by_need([load for load in request.loads if load.filler is request], request)
+        if not filled:
             return
         if request.lock is not None:
             # It ends at these pages; whoever shares them has locked them, too.
             self._books.index.unlock(request.lock)
             request.lock = None
         is_written_to = not (settled or room.is_written)
-        filled.sort(key=lambda load: load.first)
         for load in reversed(filled):
             if len(load.sharers) == 1:
                 self._take_back(load, request)
         for load in filled:
             if len(load.sharers) > 1 and (not is_written_to or self._renew(load, request)):
                 self._pass_on(load, request, "sender_left")
+
+    def _cut_by_need(self, loads: list[Load], filler: Request) -> list[Load]:
+        """Cut loads where what others wait for ends. Returns all parts, in the order of their pages."""
+        parts = list(loads)
+        for load in loads:
+            wanted = max((count for sharer, count in load.sharers.items() if sharer is not filler), default=0)
+            if 0 < wanted < load.page_count:
+                parts.append(self._loads.split(load, wanted))
+        return sorted(parts, key=lambda load: load.first)
 
     def _take_back(self, load: Load, request: Request) -> None:
         """Take pages that nobody else waits for out of the tree, from the end on, as far as nothing is below them."""
@@ -216,11 +226,13 @@ class SharedTransfers:
             self._watch(load, self._books.settings.share_wait_s)
 
     def _leave_alone(self, filler: Request) -> bool:
-        """Make what a request's room is still to bring the request's own. False, and nothing is changed, where device
-        memory is short or void pages are in the way.
+        """Make what a request's room is still to bring the request's own. False, and nothing but cuts is changed, where
+        device memory is short or void pages are in the way.
         """
         books = self._books
-        loads = sorted((load for load in filler.loads if load.filler is filler and load.span), key=lambda x: x.first)
+        loads = self._cut_by_need(
+            [load for load in filler.loads if load.filler is filler and load.span is not None], filler
+        )
         fresh = sum(load.page_count for load in loads if len(load.sharers) > 1)
         nodes = {node for load in loads if len(load.sharers) == 1 for node in load.nodes}
         if any(child not in nodes for node in nodes for child in node.children.values() if child.device is not None):

@@ -248,6 +248,16 @@ def test_where_there_are_no_fresh_pages_the_others_start_over() -> None:
     assert rig.take(commands.TellReady).request_id == "b"
 
 
+def test_fresh_pages_are_for_what_others_wait_for_alone() -> None:
+    # 12 pages of a, 3 of b, and 8 fresh ones: with 11 fresh ones, as many as a's room was to bring, it would not do.
+    rig = sharing(device_pages=23)
+    ask(rig, "a", A)
+    ask(rig, "b", B)
+    rig.abort("a")
+    assert len(rig.take(commands.SendExtend).pages) == 8
+    assert rig.core.statistics()["device_free"] == 0
+
+
 def test_whoever_extends_and_leaves_as_well_is_followed_by_the_next() -> None:
     rig = sharing(device_pages=96)
     for name, tokens in (("a", A), ("b", B), ("c", C)):
