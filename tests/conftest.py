@@ -241,6 +241,20 @@ def resident_bytes() -> Callable[[], int]:
     return lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.fixture
+def pages_of() -> Callable[[DecodeEngine, str], list[int]]:
+    """The device pages of a request that is being restored, in the order of its prompt: nobody is told of them yet."""
+
+    def pages_before_ready(engine: DecodeEngine, request_id: str) -> list[int]:
+        core = engine._core
+        request = core.request(request_id)
+        assert request is not None and request.lock is not None
+        # What is shared while it is on its way belongs to the tree, the rest to the request.
+        return [*core.books.index.device_path(request.lock.node), *request.own]
+
+    return pages_before_ready
+
+
 Leaves = Callable[[DecodeEngine, LoopbackNetwork, asyncio.Task[ReadyRequest], str], Awaitable[None]]
 
 

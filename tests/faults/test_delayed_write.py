@@ -7,6 +7,8 @@ quarantine shows that the check can fail.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -32,19 +34,38 @@ class HeldWrites:
             await self.let_go.wait()
 
 
-async def begin(pair: Any, **options: Any) -> tuple[HeldWrites, asyncio.Task[Any], set[int]]:
-    """The first request, with a write of it on its way; and the pages that it is about to hit."""
-    held = HeldWrites(pair.network)
-    waiting = asyncio.create_task(pair.engine.restore(pair.request("first", FIRST, **options)))
-    await held.started.wait()
-    held.is_closed = False
-    return held, waiting, set(pair.engine._core.request("first").own)
+Begins = Callable[..., AbstractAsyncContextManager[tuple[HeldWrites, asyncio.Task[Any], set[int]]]]
+
+
+@pytest.fixture
+def begun(pages_of: Any) -> Begins:
+    """The first request, with a write of it on its way; and the pages that it is about to hit. When the block is left
+    the write goes on.
+    """
+
+    @asynccontextmanager
+    async def begin(pair: Any, **options: Any) -> AsyncIterator[tuple[HeldWrites, asyncio.Task[Any], set[int]]]:
+        held = HeldWrites(pair.network)
+        waiting = asyncio.create_task(pair.engine.restore(pair.request("first", FIRST, **options)))
+        await held.started.wait()
+        held.is_closed = False
+        targets = set(pages_of(pair.engine, "first"))
+        assert len(targets) == 10
+        try:
+            yield held, waiting, targets
+        finally:
+            held.let_go.set()
+
+    return begin
 
 
 @pytest.mark.parametrize("way", ["aborted", "cancelled", "deadline", "link lost"])
-async def test_a_late_write_hits_nobody_but_the_quarantine(make_pair: Any, leave: Any, way: str) -> None:
-    async with asyncio.timeout(LIMIT_S), make_pair(device_pages=DEVICE_PAGES, heartbeat_s=0.05) as pair:
-        held, waiting, targets = await begin(pair, deadline_s=0.05 if way == "deadline" else None)
+async def test_a_late_write_hits_nobody_but_the_quarantine(make_pair: Any, begun: Any, leave: Any, way: str) -> None:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        make_pair(device_pages=DEVICE_PAGES, heartbeat_s=0.05) as pair,
+        begun(pair, deadline_s=0.05 if way == "deadline" else None) as (held, waiting, targets),
+    ):
         await leave(pair.engine, pair.network, waiting, way)
         waits_for_pages = asyncio.create_task(pair.restore("next", NEXT))
         # Who fits beside the quarantine is served, from other pages.
@@ -63,10 +84,13 @@ async def test_a_late_write_hits_nobody_but_the_quarantine(make_pair: Any, leave
 
 
 async def test_without_the_quarantine_the_next_owner_is_overwritten(
-    make_pair: Any, leave: Any, without_quarantine: None
+    make_pair: Any, begun: Any, leave: Any, without_quarantine: None
 ) -> None:
-    async with asyncio.timeout(LIMIT_S), make_pair(device_pages=DEVICE_PAGES) as pair:
-        held, waiting, targets = await begin(pair)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        make_pair(device_pages=DEVICE_PAGES) as pair,
+        begun(pair) as (held, waiting, targets),
+    ):
         await leave(pair.engine, pair.network, waiting, "aborted")
         ready = await pair.restore("next", NEXT)
         assert set(ready.pages.tolist()) & targets

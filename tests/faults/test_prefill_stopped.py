@@ -41,7 +41,7 @@ async def stop_midway(child: Any, *, after_pages: int) -> None:
 
 @pytest.mark.parametrize("ways", ["tcp", "all"])
 async def test_late_bytes_of_an_aborted_request_land_nowhere_that_has_a_new_owner(
-    spawn_prefill: Any, decode_over_nixl: Any, prompt: Any, layout: Any, ways: str
+    spawn_prefill: Any, decode_over_nixl: Any, prompt: Any, pages_of: Any, layout: Any, ways: str
 ) -> None:
     first, second = await asyncio.gather(
         spawn_prefill(name="first", environment={"UCX_TLS": ways}), spawn_prefill(name="second")
@@ -53,8 +53,7 @@ async def test_late_bytes_of_an_aborted_request_land_nowhere_that_has_a_new_owne
         await stop_midway(first, after_pages=10)
         aborted = decode.start("aborted", tokens, prefill=first.ready.address)
         await first.wait_stopped()
-        room = decode.engine._core.request("aborted")
-        draining = room.own.tolist()
+        draining = pages_of(decode.engine, "aborted")
         assert len(draining) == 30
         await decode.engine.abort("aborted")
         with pytest.raises(RequestFailed, match="aborted"):
