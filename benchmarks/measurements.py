@@ -38,9 +38,13 @@ class Outcome:
     missing: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     failed: str = ""
+    not_measured: str = ""
+    """What it lacks a machine for."""
 
     def why_not(self, figure: str) -> tuple[str, str]:
         """Verdict and reason for a figure that is not there."""
+        if self.not_measured:
+            return "not measured", self.not_measured
         for beginning, why in self.missing.items():
             if figure.startswith(beginning):
                 return "missing", why
@@ -88,6 +92,12 @@ def read_storage(file: Path, _: str) -> Outcome:
     asked = [target for target in json.loads(file.read_text())["targets"] if target["what"].startswith("exists")]
     told = "; ".join(f"{target['what']}: {target['got']}" for target in asked)
     return Outcome({"exists": max(float(target["got"]) for target in asked)}, {"exists": told})
+
+
+def read_gpu(file: Path, _: str) -> Outcome:
+    """`gpu.py --json`."""
+    found = json.loads(file.read_text())
+    return Outcome(not_measured=found["why"]) if found["verdict"] == "not measured" else read_figures(file)
 
 
 def read_journal(_: Path, output: str) -> Outcome:
@@ -152,6 +162,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "multiturn": Measurement(program="published_rates.py", budget_s=60),
     "planner": Measurement(program="planner.py", budget_s=120),
     "paper": Measurement(program="paper.py", budget_s=120),
+    "gpu": Measurement(program="gpu.py", budget_s=600, read=read_gpu),
     "sessions": Measurement(
         program="sessions.py",
         budget_s=1200,

@@ -58,8 +58,6 @@ def _replay(peer: str, form: str, least: float) -> list[Target]:
     ]
 
 
-NO_GPU = "there was no GPU: the CUDA paths have not run"
-
 TARGETS: tuple[Target, ...] = (
     *_replay("sglang", "array", 8),
     *_replay("sglang", "packed", 12),
@@ -135,11 +133,11 @@ TARGETS: tuple[Target, ...] = (
     Target(name="paper.hit_rate", asks="multi-turn: hit rate with decode output kept, furthest from the published rate",
            unit="apart", measurement="multiturn", figure="multiturn.apart", at_most=0.0005),
     Target(name="cuda.copies", asks="page copies, of pinned bandwidth, both ways, page 64 and 16", unit="%",
-           at_least=90, not_measured=NO_GPU),
+           measurement="gpu", figure="gpu.copies", at_least=90),
     Target(name="cuda.compute", asks="slowdown of decode-like compute beside copies", unit="%",
-           at_most=3, not_measured=NO_GPU),
+           measurement="gpu", figure="gpu.compute", at_most=3),
     Target(name="cuda.polling", asks="event polling", unit="% of a core",
-           at_most=1, not_measured=NO_GPU),
+           measurement="gpu", figure="gpu.polling", at_most=1),
     Target(name="sessions.ready", asks="agent sessions: time to ready p50, lower than without decode cache",
            measurement="sessions", figure="sessions.ready", at_least=10),
     Target(name="sessions.bytes", asks="agent sessions: bytes on the wire, fewer than without decode cache",

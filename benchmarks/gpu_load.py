@@ -1,0 +1,204 @@
+"""What copies cost whatever else the machine does: a decode-like step beside them, the threads that wait, and layers.
+
+Copies run here as an engine's do, through `PageCopier`, both ways at once and without a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import torch
+from gpu_rig import SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, Shape
+
+from tidekv import NixlTransport
+from tidekv.backends.copies import PageCopier
+from tidekv.backends.copy_forms import CopyChoice
+from tidekv.backends.device import DevicePool
+from tidekv.engine.poller import PollerThread
+from tidekv.states.shapes import page_ids
+
+# Of one copy: what a prompt of some hundred tokens has.
+COPY_BYTES = 64 << 20
+WAYS = (TO_DEVICE, TO_HOST)
+# Copies of one direction that are in flight at a time: enough that the bus is never without one.
+IN_FLIGHT = 3
+BATCH, HEADS = 64, 32
+
+
+def decode_like(rig: Rig) -> Callable[[], None]:
+    """A step that reads weights and KV as decoding does, 2 GiB of them, and is bound by memory; as a CUDA graph."""
+    dtype, hidden, context = torch.bfloat16, rig.hidden, rig.context
+    weights = [torch.randn(hidden, hidden, dtype=dtype, device=rig.device) for _ in range(8)]
+    hidden_state = torch.randn(BATCH, hidden, dtype=dtype, device=rig.device)
+    query = torch.randn(BATCH, HEADS, 1, 128, dtype=dtype, device=rig.device)
+    key, value = (torch.randn(BATCH, HEADS, context, 128, dtype=dtype, device=rig.device) for _ in range(2))
+
+    def step() -> None:
+        state = hidden_state
+        for weight in weights:
+            state = torch.nn.functional.rms_norm(state @ weight, (hidden,))
+        torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    if rig.device.type != "cuda":
+        return step
+    stream = torch.cuda.Stream(rig.device)  # type: ignore[no-untyped-call]  # torch has no types for it.
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
+
+
+def steps_ms(rig: Rig, step: Callable[[], None]) -> float:
+    """Milliseconds on the device of one step, of many that are queued at once."""
+    count = rig.steps
+    if rig.device.type != "cuda":
+        began_s = time.perf_counter()
+        for _ in range(count):
+            step()
+        return 1e3 * (time.perf_counter() - began_s) / count
+    stream = torch.cuda.Stream(rig.device)  # type: ignore[no-untyped-call]  # As above.
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # As above.
+    with torch.cuda.stream(stream):
+        begin.record(stream)
+        for _ in range(count):
+            step()
+        end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / count
+
+
+@asynccontextmanager
+async def copying(copier: PageCopier, pools: Pools, ways: tuple[str, ...] = WAYS) -> AsyncIterator[list[int]]:
+    """Copies these ways without a pause, as long as the block lasts; the list grows by each copy's bytes."""
+    pages = max(1, min(COPY_BYTES // pools.device.layout.page_bytes, pools.count // (2 * IN_FLIGHT)))
+    above, below = pools.pages(1, seed=1), pools.pages(1, seed=2)
+    done: list[int] = []
+    stopped = False
+    running = asyncio.Event()
+
+    async def keep_copying(number: int, way: str) -> None:
+        # Each has pages of its own, so that no copy reads what another writes.
+        mine = slice(number * pages, (number + 1) * pages)
+        up = way == TO_DEVICE
+        while not stopped:
+            await (copier.to_device(below[mine], above[mine]) if up else copier.to_host(above[mine], below[mine]))
+            done.append(pages * pools.device.layout.page_bytes)
+            running.set()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(IN_FLIGHT * len(ways)):
+            group.create_task(keep_copying(number, ways[number % len(ways)]))
+        try:
+            await running.wait()
+            yield done
+        finally:
+            stopped = True
+
+
+async def started(pools: Pools, choice: CopyChoice | None = None) -> PageCopier:
+    """A copier whose kernel is compiled, where there is one."""
+    copier = PageCopier(pools.device, pools.host, choice=choice)
+    copier.start()
+    await copier.to_device([], [])
+    return copier
+
+
+async def slowdown_percent(
+    rig: Rig, pools: Pools, choice: CopyChoice | None, step: Callable[[], None], ways: tuple[str, ...] = WAYS
+) -> float:
+    """How much longer steps take on the device while pages are copied these ways; the median of pairs."""
+    copier = await started(pools, choice)
+    slower = []
+    await asyncio.to_thread(steps_ms, rig, step)
+    for _ in range(max(3, rig.rounds // 2)):
+        alone_ms = await asyncio.to_thread(steps_ms, rig, step)
+        async with copying(copier, pools, ways):
+            beside_ms = await asyncio.to_thread(steps_ms, rig, step)
+        slower.append(100 * (beside_ms / alone_ms - 1))
+    await copier.close()
+    return statistics.median(slower)
+
+
+def lane_cpu_s(ending: str) -> float:
+    """CPU seconds of the lanes' threads whose names end so."""
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.ident is not None and thread.name.startswith("tidekv-copy-") and thread.name.endswith(ending)
+    ]
+    return sum(time.clock_gettime(clock) for clock in clocks)
+
+
+async def waiting_cpu(pools: Pools) -> dict[str, float]:
+    """Shares of a core, in percent, of the threads that wait and that launch while copies never pause; and copies/s."""
+    copier = await started(pools)
+    async with copying(copier, pools) as done:
+        began_s, wait_s, launch_s = time.perf_counter(), lane_cpu_s("-wait"), lane_cpu_s("-launch")
+        before = len(done)
+        await asyncio.sleep(pools.rig.load_s)
+        wall_s = time.perf_counter() - began_s
+        shares = {"wait": lane_cpu_s("-wait") - wait_s, "launch": lane_cpu_s("-launch") - launch_s}
+        found = {name: 100 * spent_s / wall_s for name, spent_s in shares.items()}
+        found["copies_per_s"] = (len(done) - before) / wall_s
+    await copier.close()
+    return found
+
+
+async def layer_times_ms(rig: Rig, pools: Pools) -> dict[str, float]:
+    """Milliseconds from the call until layer 0, and all layers, can be read; and of the same copy without layers."""
+    copier = await started(pools)
+    pages = max(1, COPY_BYTES // pools.device.layout.page_bytes)
+    above, below = pools.pages(1, seed=1)[:pages], pools.pages(1, seed=2)[:pages]
+    spent: dict[str, list[float]] = {"first": [], "all": [], "plain": []}
+    for _ in range(rig.rounds):
+        began_s = time.perf_counter()
+        await copier.to_device(below, above)
+        spent["plain"].append(time.perf_counter() - began_s)
+        began_s = time.perf_counter()
+        copy = copier.to_device_by_layer(below, above)
+        await copy.launched
+        while not copy.is_ready(0):  # noqa: ASYNC110  # What is measured has no event of asyncio's.
+            await asyncio.sleep(0)
+        spent["first"].append(time.perf_counter() - began_s)
+        await copy.done
+        spent["all"].append(time.perf_counter() - began_s)
+    await copier.close()
+    return {name: 1e3 * statistics.median(times) for name, times in spent.items()}
+
+
+async def nixl_gb_s(rig: Rig, shape: Shape = SHAPES[1]) -> float:
+    """GB/s of a NIXL write between two pools in device memory, by two agents of this process. Raises what it raises."""
+    pages = max(2, rig.total_bytes // 4 // shape.layout.page_bytes)
+    source, target = (DevicePool.allocate(shape.layout, pages, device=rig.device) for _ in range(2))
+    source.rows[0].fill_(7)
+    rig.synchronize()
+    poller = PollerThread()
+    poller.start()
+    writer, owner = NixlTransport("gpu-writer"), NixlTransport("gpu-owner")
+    try:
+        for transport, pool in ((writer, source), (owner, target)):
+            await transport.start(poller=poller)
+            await transport.register(pool.memory)
+        peer = await writer.add_peer(owner.instance, owner.metadata(), target.memory)
+        ids = page_ids(range(pages))
+        spent_s = []
+        for _ in range(rig.rounds):
+            began_s = time.perf_counter()
+            await writer.write(peer, ids, ids)
+            spent_s.append(time.perf_counter() - began_s)
+        if not torch.equal(source.rows[0], target.rows[0]):
+            raise RuntimeError("NIXL said that the bytes are in place, and they are not")
+        return pages * shape.layout.page_bytes / statistics.median(spent_s) / 1e9
+    finally:
+        await writer.close()
+        await owner.close()
+        await poller.close()

@@ -1,0 +1,199 @@
+"""What `gpu.py` measures with: pools of a size, copies in one form, time that passes on the device, and its bus.
+
+Everything goes through a `Rig`, so that the program itself can be run without a GPU, on figures that mean nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from tidekv.backends.copy_forms import CopyChoice, CopyForm
+from tidekv.backends.cuda_copies import CudaMover
+from tidekv.backends.device import DevicePool
+from tidekv.backends.host import HostPool
+from tidekv.backends.layout import KVLayout
+from tidekv.backends.memory import PageIndex
+from tidekv.backends.piece_moves import Launch, triton_launch
+from tidekv.backends.streams import streams_of
+
+# Above and below every stretch that there is.
+ALWAYS, NEVER = 1 << 60, 0
+TO_DEVICE, TO_HOST = "to device", "to host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """A device, how much is copied at a time, and how often; and the decode-like step that is run beside copies."""
+
+    device: torch.device
+    total_bytes: int
+    rounds: int
+    hidden: int = 8192
+    context: int = 1024
+    steps: int = 300
+    load_s: float = 3.0
+    find_launch: Callable[[], Launch | None] = triton_launch
+
+    @classmethod
+    def of_this_machine(cls) -> Rig:
+        """The current GPU: 512 MiB, or what an eighth of its free memory has."""
+        free_bytes, _ = torch.cuda.mem_get_info()
+        device = torch.device("cuda", torch.cuda.current_device())
+        return cls(device=device, total_bytes=min(512 << 20, free_bytes // 8), rounds=7)
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def gb_s(self, work: Callable[[], None], total_bytes: int) -> float:
+        """GB/s of work on a stream of its own, launching included: the median of the rounds, after one to warm up."""
+        stream, spent_s = streams_of(self.device).make(), []
+        for _ in range(self.rounds + 1):
+            self.synchronize()
+            began_s = time.perf_counter()
+            stream.run(work)
+            self.synchronize()
+            spent_s.append(time.perf_counter() - began_s)
+        return total_bytes / statistics.median(spent_s[1:]) / 1e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's KV on one GPU, and the size of its pages."""
+
+    name: str
+    page_size: int
+    layers: int = 32
+    kv_heads: int = 8
+
+    @property
+    def layout(self) -> KVLayout:
+        """In bfloat16, with heads of 128."""
+        return KVLayout(
+            num_layers=self.layers,
+            num_kv_heads=self.kv_heads,
+            head_dim=128,
+            dtype="bfloat16",
+            page_size=self.page_size,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name}, page {self.page_size}"
+
+
+SHAPES = (
+    Shape("8 heads", 64),
+    Shape("8 heads", 16),
+    Shape("1 of 8 ranks", 64, kv_heads=1),
+    Shape("1 of 8 ranks", 16, kv_heads=1),
+)
+# Pages of 32 KiB, of which stretches of any length can be made.
+SMALL = Shape("4 layers, 1 head", 16, layers=4, kv_heads=1)
+
+
+class Pools:
+    """A device pool and a host pool of twice the pages that are copied at a time, and movers for both forms."""
+
+    def __init__(self, rig: Rig, shape: Shape) -> None:
+        layout = shape.layout
+        self.rig = rig
+        self.shape = shape
+        self.count = max(2, rig.total_bytes // layout.page_bytes)
+        self.total_bytes = self.count * layout.page_bytes
+        self.device = DevicePool.allocate(layout, 2 * self.count, device=rig.device)
+        self.host = HostPool.allocate(layout, 2 * self.count)
+
+    def mover(self, kernel_below_bytes: int | None = None) -> CudaMover:
+        """A mover with its kernel compiled; by default it chooses as the engine does."""
+        choice = CopyChoice() if kernel_below_bytes is None else CopyChoice(kernel_below_bytes)
+        mover = CudaMover(self.device, self.host, choice, find_launch=self.rig.find_launch)
+        streams_of(self.rig.device).make().run(mover.warm_up)
+        self.rig.synchronize()
+        return mover
+
+    def pages(self, run_pages: int, *, seed: int) -> PageIndex:
+        """Distinct pages: runs of so many, at random places."""
+        runs = -(-self.count // run_pages)
+        starts = np.random.default_rng(seed).permutation(2 * self.count // run_pages)[:runs] * run_pages
+        return (starts[:, None] + np.arange(run_pages)).reshape(-1)[: self.count].astype(np.int64)
+
+    def gb_s(self, mover: CudaMover, way: str, run_pages: int = 1) -> float:
+        """Speed of copies of all pages, at random places of the device, in runs of host pages."""
+        above, below = self.pages(1, seed=1), self.pages(run_pages, seed=2)
+        count = min(len(above), len(below))
+        above, below = above[:count], below[:count]
+        work = partial(mover.to_device, below, above) if way == TO_DEVICE else partial(mover.to_host, above, below)
+        return self.rig.gb_s(work, count * self.device.layout.page_bytes)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one form copies pages one way; `limit_gb_s` is one pinned copy of as many bytes: what the bus does."""
+
+    shape: Shape
+    way: str
+    form: CopyForm
+    chosen: bool
+    gb_s: float
+    limit_gb_s: float
+
+    @property
+    def percent(self) -> float:
+        """Of the limit."""
+        return 100 * self.gb_s / self.limit_gb_s
+
+
+def pinned_limits(rig: Rig) -> dict[str, float]:
+    """GB/s of one asynchronous copy of contiguous pinned memory, each way."""
+    host = Pools(rig, SMALL).host.buffer.view(-1)[: rig.total_bytes]
+    device = torch.empty(len(host), dtype=torch.uint8, device=rig.device)
+
+    def up() -> None:
+        device.copy_(host, non_blocking=True)
+
+    def down() -> None:
+        host.copy_(device, non_blocking=True)
+
+    return {TO_DEVICE: rig.gb_s(up, len(host)), TO_HOST: rig.gb_s(down, len(host))}
+
+
+def page_speeds(rig: Rig, limits: dict[str, float]) -> list[Speed]:
+    """Pages at random places on both sides, in all shapes, both ways, in both forms where there are two."""
+    speeds = []
+    for shape in SHAPES:
+        pools = Pools(rig, shape)
+        chosen = pools.mover().form(pools.pages(1, seed=2))
+        for form, below_bytes in ((CopyForm.KERNEL, ALWAYS), (CopyForm.ASYNC, NEVER)):
+            mover = pools.mover(below_bytes)
+            if form is CopyForm.KERNEL and not mover.has_kernel:
+                continue
+            speeds += [
+                Speed(shape, way, form, form is chosen, pools.gb_s(mover, way), limit) for way, limit in limits.items()
+            ]
+    return speeds
+
+
+def meeting_point(rig: Rig) -> list[tuple[int, dict[CopyForm, float]]]:
+    """GB/s of both forms, the slower way of each, by the bytes of a stretch of host memory; empty without a kernel."""
+    pools = Pools(rig, SMALL)
+    movers = {CopyForm.KERNEL: pools.mover(ALWAYS), CopyForm.ASYNC: pools.mover(NEVER)}
+    if not movers[CopyForm.KERNEL].has_kernel:
+        return []
+    found = []
+    run_pages = 1
+    while run_pages <= min(128, pools.count):
+        speeds = {
+            form: min(pools.gb_s(mover, way, run_pages) for way in (TO_DEVICE, TO_HOST))
+            for form, mover in movers.items()
+        }
+        found.append((run_pages * pools.device.layout.page_bytes, speeds))
+        run_pages *= 2
+    return found
