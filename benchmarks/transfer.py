@@ -22,7 +22,7 @@ from rich.table import Table
 
 from tidekv.engine.nixl_child import NixlChild, NumpyPool
 from tidekv.engine.poller import PollerThread
-from tidekv.states.shapes import page_ids
+from tidekv.states.shapes import PageIds, page_ids
 from tidekv.transports.nixl import NixlTransport
 from tidekv.transports.nixl_layout import WritePlan
 
@@ -36,7 +36,7 @@ SHAPES = [  # (pages of a write, bytes of a piece, pieces of a page)
 ]
 
 
-def bare_write(transport: NixlTransport, peer: Any, ours: list[int], theirs: list[int]) -> float:
+def bare_write(transport: NixlTransport, peer: Any, ours: PageIds, theirs: PageIds) -> float:
     """Seconds of one bare request over the same prepared lists, from its making to its release, on this thread."""
     agent = transport._agent
     assert agent is not None
@@ -45,8 +45,8 @@ def bare_write(transport: NixlTransport, peer: Any, ours: list[int], theirs: lis
         pieces=peer.pieces,
         our_page_count=peer.memory.page_count,
         their_page_count=peer.memory.page_count,
-        our_pages=np.array(ours, np.int32),
-        their_pages=np.array(theirs, np.int32),
+        our_pages=np.frombuffer(ours, np.int32),
+        their_pages=np.frombuffer(theirs, np.int32),
         part_bytes=2**62,
         part_descriptors=2**31 - 1,
     )
@@ -75,14 +75,18 @@ async def measure(table: Table, pages: int, piece_bytes: int, pieces: int) -> di
     for order in ("random", "consecutive"):
         with_us: list[float] = []
         bare: list[float] = []
-        for _ in range(ROUNDS if pages > 1 else 300):
-            ours, theirs = (random.permutation(pool_pages)[:pages].tolist() for _ in range(2))
+        for turn in range(ROUNDS if pages > 1 else 300):
+            ours, theirs = (page_ids(random.permutation(pool_pages)[:pages].tolist()) for _ in range(2))
             if order == "consecutive":
-                ours, theirs = list(range(pages)), list(range(64, 64 + pages))
+                ours, theirs = page_ids(range(pages)), page_ids(range(64, 64 + pages))
+            # Now one goes first, now the other: what the one before left in the caches is nobody's privilege.
+            if turn % 2:
+                bare.append(bare_write(transport, peer, ours, theirs))
             started_at_s = time.perf_counter()
-            await transport.write(peer, page_ids(ours), page_ids(theirs))
+            await transport.write(peer, ours, theirs)
             with_us.append(time.perf_counter() - started_at_s)
-            bare.append(bare_write(transport, peer, ours, theirs))
+            if not turn % 2:
+                bare.append(bare_write(transport, peer, ours, theirs))
         row = [f"{pages} x {pieces} x {piece_bytes // 1024} KiB", order]
         for seconds in (with_us, bare):
             middle_s = statistics.median(seconds)

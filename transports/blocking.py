@@ -60,7 +60,10 @@ async def settled(
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
-            await asyncio.wait([future], timeout=None if deadline_at is None else deadline_at - loop.time())
+            if deadline_at is None:
+                await _end_of(future, loop)
+            else:
+                await asyncio.wait([future], timeout=deadline_at - loop.time())
         except asyncio.CancelledError as error:
             cancelled = error
             if on_cancel is not None:
@@ -73,6 +76,21 @@ async def settled(
     if not future.done():
         raise TimeoutError
     return future.result()
+
+
+async def _end_of(future: asyncio.Future[T], loop: asyncio.AbstractEventLoop) -> None:
+    """Wait for the end of a future that a cancelled waiter does not cancel: what asyncio.wait does of several."""
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def tell(_: asyncio.Future[T]) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    future.add_done_callback(tell)
+    try:
+        await ended
+    finally:
+        future.remove_done_callback(tell)
 
 
 def _retrieve(future: asyncio.Future[T]) -> None:

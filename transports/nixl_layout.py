@@ -48,9 +48,13 @@ class WritePlan:
         part_bytes: int,
         part_descriptors: int,
     ) -> None:
-        order = np.argsort(our_pages, kind="stable")
-        self._our_pages = our_pages[order]
-        self._their_pages = their_pages[order]
+        if _ascends(our_pages):
+            # Copied, since the caller may change his while parts are made.
+            self._our_pages, self._their_pages = our_pages.copy(), their_pages.copy()
+        else:
+            # Sorted as one number each, which takes a fourth of the time of sorting their places. No id is negative.
+            pairs = np.sort(our_pages.astype(np.int64) << 32 | their_pages)
+            self._our_pages, self._their_pages = (pairs >> 32).astype(np.int32), pairs.astype(np.int32)
         self._piece_bytes = np.array([piece.piece_bytes for piece in pieces], dtype=np.int64)
         self._page_counts = (our_page_count, their_page_count)
         largest = int(self._piece_bytes.max())
@@ -61,7 +65,11 @@ class WritePlan:
     def part(self, index: int) -> Part:
         """Make part `index` of `part_count`."""
         first = index * self._step
-        numbers = np.arange(first, min(first + self._step, self._total), dtype=np.int64)
+        end = min(first + self._step, self._total)
+        if len(self._piece_bytes) == 1:
+            size_bytes = (end - first) * int(self._piece_bytes[0])
+            return Part(ours=self._our_pages[first:end], theirs=self._their_pages[first:end], size_bytes=size_bytes)
+        numbers = np.arange(first, end, dtype=np.int64)
         segments, positions = np.divmod(numbers, len(self._our_pages))
         ours, theirs = self._page_counts
         return Part(
@@ -140,16 +148,24 @@ def checked_pages(
     stray = _first_outside(targets, theirs.page_count)
     if stray is not None:
         raise RemoteProtocolError(f"page {stray} is not of {peer}'s pool, which has {theirs.page_count} pages")
-    ordered = np.sort(targets)
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if twice.size:
-        raise InvalidRequest(f"page {ordered[twice[0]]} of {peer} is named twice as a destination")
+    if not _ascends(targets):
+        ordered = np.sort(targets)
+        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+        if twice.size:
+            raise InvalidRequest(f"page {ordered[twice[0]]} of {peer} is named twice as a destination")
     return sources, targets
 
 
 def _first_outside(pages: Indices, page_count: int) -> int | None:
-    outside = np.flatnonzero((pages < 0) | (pages >= page_count))
-    return int(pages[outside[0]]) if outside.size else None
+    # In one pass where all is well: seen without their sign, negative ids are larger than any pool.
+    if not pages.size or int(pages.view(np.uint32).max()) < page_count:
+        return None
+    return int(pages[np.flatnonzero((pages < 0) | (pages >= page_count))[0]])
+
+
+def _ascends(pages: Indices) -> bool:
+    """True if each page is greater than the one before it."""
+    return bool((pages[1:] > pages[:-1]).all())
 
 
 def _touch(left: Segment, right: Segment) -> bool:

@@ -159,10 +159,12 @@ async def test_a_write_to_a_hanging_peer_outlives_its_caller_and_ends_with_the_t
     def in_flight_for_ever(call: Callable[[NixlAgent, int], bool]) -> Callable[[NixlAgent, int], bool]:
         def answer(agent: NixlAgent, handle: int) -> bool:
             call(agent, handle)
+            loop.call_soon_threadsafe(posted.set)
             return False
 
         return answer
 
+    loop, posted = asyncio.get_running_loop(), asyncio.Event()
     released: list[int] = []
     pair = await start_pair()
     pair.writer.transport._close_timeout_s = 0.05
@@ -170,6 +172,8 @@ async def test_a_write_to_a_hanging_peer_outlives_its_caller_and_ends_with_the_t
     monkeypatch.setattr(NixlAgent, "check", in_flight_for_ever(NixlAgent.check))
     monkeypatch.setattr(NixlAgent, "release", lambda agent, handle: released.append(handle))
     task = asyncio.create_task(pair.write([0], [0]))
+    # Cancelled before that it would post nothing, and end.
+    await posted.wait()
     for _ in range(2):
         done, _ = await asyncio.wait([task], timeout=0.05)
         assert not done
