@@ -52,9 +52,11 @@ class KernelMover:
 
     def warm_up(self) -> None:
         """Compile what the launches need, and move nothing."""
-        nothing = positions(0)
-        self.to_device(nothing, nothing)
-        self.to_host(nothing, nothing)
+        pairs = PagePairs(positions(1), positions(1), self._device.device)
+        stream = self._streams.current()
+        stream.run(pairs.upload)
+        for to_rows in (True, False):
+            stream.run(partial(self._pieces.move, self._pages, pairs, range(0), to_rows=to_rows))
 
     def _move(self, rows: PageIndex, pages: PageIndex, *, to_rows: bool) -> None:
         pairs = PagePairs(rows, pages, self._device.device)
@@ -152,15 +154,17 @@ class CudaMover:
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Enqueue copies of host pages to device pages, pairwise."""
-        self._mover(host_pages).to_device(host_pages, device_pages)
+        if len(host_pages):
+            self._mover(host_pages).to_device(host_pages, device_pages)
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Enqueue copies of device pages to host pages, pairwise."""
-        self._mover(host_pages).to_host(device_pages, host_pages)
+        if len(host_pages):
+            self._mover(host_pages).to_host(device_pages, host_pages)
 
     def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
         """Enqueue copies of host pages to device pages, layer 0 of all pages first; `told` of each layer."""
-        if self._kernel is not None and self.layer_form() is CopyForm.KERNEL:
+        if len(host_pages) and self._kernel is not None and self.layer_form() is CopyForm.KERNEL:
             self._kernel.to_device_by_layer(host_pages, device_pages, told)
         else:
             self._layers.to_device_by_layer(host_pages, device_pages, told)
@@ -180,6 +184,8 @@ class StagedCloner:
 
     def clone(self, sources: PageIndex, targets: PageIndex) -> None:
         """Enqueue copies of pages to other pages, pairwise."""
+        if not len(sources):
+            return
         pairs = PagePairs(sources, targets, self._device)
         pairs.upload()
         self._pieces.clone(pairs)

@@ -32,7 +32,10 @@ class PagePairs:
 
     def __init__(self, rows: PageIndex, pages: PageIndex, device: torch.device) -> None:
         self.count = len(rows)
-        self._ids = np.stack([rows, pages])
+        # An even number of ids, so that both lists begin where 16 bytes do: Triton compiles the kernel once more for
+        # a pointer that does not.
+        self._ids = np.zeros((2, self.count + self.count % 2), dtype=np.int64)
+        self._ids[0, : self.count], self._ids[1, : self.count] = rows, pages
         self._device = device
         self._uploaded: torch.Tensor | None = None
 
@@ -48,13 +51,13 @@ class PagePairs:
     def rows(self) -> torch.Tensor:
         """Ids of pages in the tensors, int64 [count]."""
         assert self._uploaded is not None, "upload comes first"
-        return self._uploaded[0]
+        return self._uploaded[0, : self.count]
 
     @property
     def pages(self) -> torch.Tensor:
         """Ids of whole pages, int64 [count]."""
         assert self._uploaded is not None, "upload comes first"
-        return self._uploaded[1]
+        return self._uploaded[1, : self.count]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import torch
 from gpu_rig import SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, Shape
@@ -28,6 +29,18 @@ WAYS = (TO_DEVICE, TO_HOST)
 # Copies of one direction that are in flight at a time: enough that the bus is never without one.
 IN_FLIGHT = 3
 BATCH, HEADS = 64, 32
+
+
+@dataclass(frozen=True)
+class GraphedStep:
+    """A step that was captured. What it reads must live on, and the graph does not see to that."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Launch it all."""
+        self.graph.replay()
 
 
 def decode_like(rig: Rig) -> Callable[[], None]:
@@ -54,7 +67,7 @@ def decode_like(rig: Rig) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         step()
-    return graph.replay
+    return GraphedStep(graph, step)
 
 
 def steps_ms(rig: Rig, step: Callable[[], None]) -> float:

@@ -153,7 +153,8 @@ class Speed:
 
 def pinned_limits(rig: Rig) -> dict[str, float]:
     """GB/s of one asynchronous copy of contiguous pinned memory, each way."""
-    host = Pools(rig, SMALL).host.buffer.view(-1)[: rig.total_bytes]
+    pools = Pools(rig, SMALL)  # Which keeps its memory pinned for as long as it lives.
+    host = pools.host.buffer.view(-1)[: rig.total_bytes]
     device = torch.empty(len(host), dtype=torch.uint8, device=rig.device)
 
     def up() -> None:

@@ -22,7 +22,7 @@ from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.backends.piece_moves import IndexPieces, KernelPieces, PieceShape
+from tidekv.backends.piece_moves import IndexPieces, KernelPieces, PagePairs, PieceShape
 from tidekv.backends.staged_copies import StagedMover
 from tidekv.backends.streams import InlineStreams, Mark, Stream
 from tidekv.states.errors import InvalidConfig
@@ -288,6 +288,32 @@ def test_the_form_is_chosen_by_the_bytes_of_a_stretch() -> None:
     for wrong in (-1, 1.5, True):
         with pytest.raises(InvalidConfig, match="kernel_below_bytes must be an int"):
             CopyChoice(kernel_below_bytes=wrong)  # type: ignore[arg-type]  # That is what is tested.
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_both_lists_of_ids_begin_where_16_bytes_do(count: int) -> None:
+    pairs = PagePairs(np.arange(count), np.arange(count)[::-1], torch.device("cpu"))
+    pairs.upload()
+    assert pairs.rows.tolist() == list(range(count))
+    assert pairs.pages.tolist() == list(range(count))[::-1]
+    assert {ids.storage_offset() * ids.itemsize % 16 for ids in (pairs.rows, pairs.pages)} == {0}
+
+
+def test_a_copy_of_nothing_enqueues_nothing() -> None:
+    device, host, _, _ = pools(LAYOUT)
+    streams, recorder = ScrambledStreams(seed=1), Recorder()
+    mover = CudaMover(device, host, CopyChoice(1 << 40), streams=streams, find_launch=lambda: recorder)
+    nothing = np.arange(0)
+    mover.warm_up()
+    streams.finish()
+    mover.to_device(nothing, nothing)
+    mover.to_host(nothing, nothing)
+    assert not any(stream.queue for stream in streams.streams)
+    marks: list[Mark] = []
+    mover.to_device_by_layer(nothing, nothing, marks.append)
+    streams.finish()
+    assert [mark.is_reached() for mark in marks] == [True] * LAYOUT.num_layers
+    assert recorder.moved == 0
 
 
 class Recorder:

@@ -45,8 +45,6 @@ def test_the_kernel_compiles_for_gpus_of_three_generations(
 ) -> None:
     """Down to machine code, which needs no GPU; and aligned pieces move 16 bytes a thread."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-    # A word on which it would warn of what its next version does.
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -65,7 +63,11 @@ def test_the_kernel_compiles_for_gpus_of_three_generations(
         attrs={(1,): [["tt.divisibility", 16]]},
     )
     for capability in CAPABILITIES:
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernel.WARPS})
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": kernel.WARPS, "enable_fp_fusion": False},
+        )
         assert compiled.asm["cubin"]
         assert compiled.metadata.shared == 0
         assert "ld.global.v2.b64" in compiled.asm["ptx"] or "ld.global.v4.b32" in compiled.asm["ptx"]
