@@ -199,8 +199,12 @@ class PollerThread:
 
     def _take(self, pause_s: float) -> tuple[bool, _Stop | None]:
         """Wait up to `pause_s` for something new, then post what there is, for one turn. Say whether there was any."""
-        if pause_s > 0 and not self._new:
-            self._bell.wait(None if pause_s == math.inf else pause_s)
+        if pause_s == math.inf:
+            # The bell may still ring for what was taken before it was heard: that is no reason for a round.
+            while not self._new:
+                self._bell.wait()
+        elif pause_s > 0 and not self._new:
+            self._bell.wait(pause_s)
         fresh = False
         until_s = math.inf
         while self._new:
