@@ -6,7 +6,9 @@ longest boundary that can be served is found by trying all of them.
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,6 +20,8 @@ from tidekv.states.components import Component
 from tidekv.states.index import Node, PrefixIndex
 from tidekv.states.shapes import page_ids
 
+PREFIXES = runpy.run_path(str(Path(__file__).with_name("prefixes.py")))
+keys, prefix_of = PREFIXES["keys"], PREFIXES["prefix_of"]
 Prefix = tuple[str, tuple[int, ...]]
 PROMPTS = st.tuples(st.sampled_from(["", "adapter"]), st.lists(st.integers(0, 1), max_size=9).map(tuple))
 PICK = st.integers(0, 1 << 16)
@@ -34,20 +38,6 @@ SETS = [
         Component(name="narrow", kind="window", window_tokens=1, device_pages=6, host_pages=0),
     ],
 ]
-
-
-def keys(tokens: tuple[int, ...]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
-
-
-def prefix_of(node: Node) -> Prefix:
-    edges = []
-    above: Node | None = node
-    while above is not None:
-        edges.append(above.edge)
-        above = above.parent
-    packed = b"".join(reversed(edges))
-    return node.namespace, tuple(int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4))
 
 
 def cut(prompt: Prefix, end: int) -> Prefix:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,15 +16,13 @@ from tidekv.states.eviction import FIFO, LFU, LRU, PRIORITY, SLRU
 from tidekv.states.index import Node, PrefixIndex, Receipt
 from tidekv.states.shapes import PageIds, page_ids
 
+PREFIXES = runpy.run_path(str(Path(__file__).with_name("prefixes.py")))
+keys, prefix_of = PREFIXES["keys"], PREFIXES["prefix_of"]
 Prefix = tuple[str, tuple[int, ...]]
 DEVICE_PAGES, HOST_PAGES = 32, 24
 
 PROMPTS = st.tuples(st.sampled_from(["", "adapter"]), st.lists(st.integers(0, 2), max_size=8).map(tuple))
 PICK = st.integers(0, 1 << 16)
-
-
-def keys(tokens: tuple[int, ...]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 def prefixes(prompt: Prefix) -> list[Prefix]:
@@ -31,16 +31,6 @@ def prefixes(prompt: Prefix) -> list[Prefix]:
 
 def covers(prompt: Prefix, prefix: Prefix) -> bool:
     return prompt[0] == prefix[0] and prompt[1][: len(prefix[1])] == prefix[1]
-
-
-def prefix_of(node: Node) -> Prefix:
-    edges = []
-    above: Node | None = node
-    while above is not None:
-        edges.append(above.edge)
-        above = above.parent
-    packed = b"".join(reversed(edges))
-    return node.namespace, tuple(int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4))
 
 
 @dataclass
