@@ -48,8 +48,8 @@ async def in_storage_only(decode: Any, tokens: list[int]) -> None:
 async def test_a_slow_disk_delays_only_who_reads_from_it(
     tmp_path: Path, prefill_over_nixl: Any, decode_over_nixl: Any, prompt: Any
 ) -> None:
-    # The gate halts what a poller drives, and that is NIXL.
-    storage = GatedStorage(open_storage(f"file:{tmp_path}?capacity=64MiB&io=nixl"))
+    # The gate halts what a poller drives, and that is NIXL, but not what the loop reads by itself.
+    storage = GatedStorage(open_storage(f"file:{tmp_path}?capacity=64MiB&io=nixl&inline=0"))
     stored = prompt(1, 16)
     async with (
         asyncio.timeout(LIMIT_S),
@@ -74,7 +74,7 @@ async def test_a_slow_disk_delays_only_who_reads_from_it(
 async def test_who_reads_from_a_disk_that_hangs_is_served_by_prefill(
     tmp_path: Path, prefill_over_nixl: Any, decode_over_nixl: Any, prompt: Any
 ) -> None:
-    storage = GatedStorage(open_storage(f"file:{tmp_path}?capacity=64MiB&io=nixl"))
+    storage = GatedStorage(open_storage(f"file:{tmp_path}?capacity=64MiB&io=nixl&inline=0"))
     stored = prompt(1, 16)
     async with (
         asyncio.timeout(LIMIT_S),
