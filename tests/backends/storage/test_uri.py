@@ -79,7 +79,7 @@ def test_options_come_from_the_query_and_the_mapping() -> None:
         ("file:/a?threads=2.5", {}, "an int from 1 to 64, not '2.5'"),
         ("file:/a", {"threads": 2.5}, "an int from 1 to 64, not 2.5"),
         ("file:/a", {"threads": True}, "an int from 1 to 64, not True"),
-        ("file:/a?cap=1", {}, "it has busy_timeout_s, capacity, chunk, io, low_water, queue, segment, threads"),
+        ("file:/a?cap=1", {}, "it has busy_timeout_s, capacity, chunk, inline, io, low_water, queue, segment, threads"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(text: str, options: dict[str, object], words: str) -> None:
