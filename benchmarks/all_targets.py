@@ -82,7 +82,9 @@ def show(verdicts: Sequence[Verdict], console: Console) -> None:
 def main() -> None:
     """Read the options, measure, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="targets, groups or measurements")
+    parser.add_argument(
+        "--only", nargs="+", action="extend", default=[], metavar="NAME", help="targets, groups or measurements"
+    )
     parser.add_argument("--json", type=Path, help="write all verdicts there")
     parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
