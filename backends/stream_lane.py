@@ -85,9 +85,8 @@ class StreamLane:
         try:
             self._stream.follow(item.after)
             self._stream.run(item.move)
-        except (
-            BaseException
-        ) as raised:  # It is this copy's outcome, and part of it may be running: its end still counts.
+        except BaseException as raised:
+            # It is this copy's outcome, and part of it may be running: its end still counts.
             error = as_error(raised)
         try:
             end = self._stream.mark()
@@ -101,8 +100,7 @@ class StreamLane:
             try:
                 if flight.end is not None:
                     flight.end.wait()
-            except (
-                BaseException
-            ) as raised:  # What the device reports is this copy's outcome; those behind it say so too.
+            except BaseException as raised:
+                # What the device reports is this copy's outcome; those behind it say so too.
                 error = error or as_error(raised)
             self._outcomes.deliver([(flight.ended, error)])

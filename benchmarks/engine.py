@@ -19,21 +19,19 @@ import asyncio
 import gc
 import json
 import random
-import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from array import array
 from collections import Counter
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import uvloop
 from engine_rig import KeyStorage, Script, ScriptedTransport
+from engine_sampler import Sampler, thread_times
 from rich.console import Console
 from rich.table import Table
 
@@ -43,31 +41,9 @@ from tidekv.engine.journal.journal import COALESCE_S
 VOCABULARY = 32000
 OUTPUT_TOKENS = 64
 TIERS = ("l1", "l2", "l3")
-SAMPLE_S = 0.001
 IDLE_S = 2.0
 ADVISED_THRESHOLDS = (50_000, 20, 50)
 """What docs/operating.md says for thousands of requests in flight."""
-INDEX_FILES = ("index", "node", "insertion", "tree", "dropping", "eviction", "tiers")
-PARTS = (
-    ("/transitions/", "machine"),
-    ("/states/table.py", "machine"),
-    *((f"/states/{name}.py", "index") for name in INDEX_FILES),
-    *((f"/states/{name}.py", "budget") for name in ("accounts", "queue", "books")),
-    ("/states/witness.py", "journal"),
-    ("/states/", "rules"),
-    ("/engine/journal/", "journal"),
-    ("/structlog/", "journal"),
-    ("/transports/", "wire"),
-    ("/backends/keys.py", "keys"),
-    ("/backends/storage/", "storage"),
-    ("/backends/", "tensors"),
-    ("/torch/", "tensors"),
-    ("/benchmarks/engine_rig.py", "rig"),
-    ("/benchmarks/", "caller"),
-    ("/tidekv/engine/", "engine"),
-    ("/engine/", "engine"),
-    ("/asyncio/", "loop"),
-)
 
 
 @dataclass(frozen=True)
@@ -119,35 +95,6 @@ class Block:
     """Tokens by source."""
     threads_s: dict[str, float]
     """By thread; empty without a sampler."""
-
-
-class Sampler:
-    """Counts where the loop's thread is, in ticks of the process's CPU time."""
-
-    def __init__(self) -> None:
-        self.parts: Counter[str] = Counter()
-        self.lines: Counter[str] = Counter()
-
-    def __enter__(self) -> Sampler:
-        signal.signal(signal.SIGPROF, self._sample)
-        signal.setitimer(signal.ITIMER_PROF, SAMPLE_S, SAMPLE_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, signal.SIG_IGN)
-
-    def _sample(self, _: int, frame: FrameType | None) -> None:
-        if frame is not None:
-            self.lines[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
-        while frame is not None:
-            name = frame.f_code.co_filename
-            for words, part in PARTS:
-                if words in name:
-                    self.parts[part] += 1
-                    return
-            frame = frame.f_back
-        self.parts["loop"] += 1
 
 
 class Rig:
@@ -270,15 +217,6 @@ class Rig:
             sources=sources,
             threads_s=spent,
         )
-
-
-def thread_times() -> dict[str, float]:
-    """CPU time of each thread of this process, by name. (On Linux.)"""
-    return {
-        thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-        for thread in threading.enumerate()
-        if thread.ident is not None
-    }
 
 
 async def measure(load: Load, in_flight: int, blocks: int, *, journal: bool, parts: bool, show: int) -> Figures:

@@ -17,6 +17,7 @@ import logging
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
+from tidekv.states.agreement import LEADER
 from tidekv.states.errors import RemoteProtocolError, TidekvError
 from tidekv.transports import rank_wire as wire
 from tidekv.transports.rank_peer import RankPeer, greet
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from tidekv.states.votes import Words
 
 LOG = logging.getLogger("tidekv.transports")
-LEADER = 0
 REDIAL_S_MAX = 1.0
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tidekv.states.agreement import LEADER
+
 if TYPE_CHECKING:
     from torch import distributed
 
-LEADER = 0
 CAST_TAGS, ANSWER_TAGS = 1 << 20, 1 << 21
 """To each the number of words is added: words of another number never come to lie where these belong."""
 

@@ -26,8 +26,9 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has both, but its types do not say so.
 from torch._C._distributed_c10d import TCPStore as Store
 
+from tidekv.states.agreement import LEADER
 from tidekv.states.errors import InvalidConfig, TransferFailed
-from tidekv.transports.vote_exchange import LEADER, follow, lead
+from tidekv.transports.vote_exchange import follow, lead
 
 if TYPE_CHECKING:
     from tidekv.states.votes import Words
