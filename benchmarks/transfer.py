@@ -31,7 +31,7 @@ from tidekv.engine.nixl_child import NixlChild, NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.transports.nixl import NixlTransport
-from tidekv.transports.nixl_layout import WritePlan
+from tidekv.transports.nixl_plan import WritePlan, paired_pages
 
 ROUNDS = 15
 IDLE_S = 3.0
@@ -48,15 +48,8 @@ def bare_write(transport: NixlTransport, peer: Any, ours: PageIds, theirs: PageI
     agent = transport._agent
     assert agent is not None
     started_at_s = time.perf_counter()
-    plan = WritePlan(
-        pieces=peer.pieces,
-        our_page_count=peer.memory.page_count,
-        their_page_count=peer.memory.page_count,
-        our_pages=np.frombuffer(ours, np.int32),
-        their_pages=np.frombuffer(theirs, np.int32),
-        part_bytes=2**62,
-        part_descriptors=2**31 - 1,
-    )
+    pages = paired_pages(ours, theirs, numbering=peer.numbering, peer="")
+    plan = WritePlan(peer.numbering, *pages, part_bytes=2**62, part_descriptors=2**31 - 1)
     request = agent.write_request(peer.our_list, peer.their_list, plan.part(0))
     done = request.post()
     while not done:

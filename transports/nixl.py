@@ -24,9 +24,10 @@ from tidekv.transports import control, death, wire
 from tidekv.transports.base import Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.nixl_agent import NixlAgent
-from tidekv.transports.nixl_layout import WritePlan, check_ours, checked_pages
+from tidekv.transports.nixl_layout import check_ours
 from tidekv.transports.nixl_metadata import wrap
 from tidekv.transports.nixl_peers import NixlPeer, NixlPeers
+from tidekv.transports.nixl_plan import WritePlan, paired_pages
 from tidekv.transports.nixl_presence import Presence
 from tidekv.transports.nixl_write import PartedWrite
 from tidekv.transports.offenders import OffenceLimits
@@ -161,20 +162,10 @@ class NixlTransport:
         target = _ours(peer)
         if target.is_removed:
             raise LocalProtocolError(f"write to peer {target.instance}, which was removed")
-        ours, theirs = checked_pages(
-            our_pages, their_pages, ours=target.ours, theirs=target.memory, peer=target.instance
-        )
+        ours, theirs = paired_pages(our_pages, their_pages, numbering=target.numbering, peer=target.instance)
         if not len(ours):
             return 0
-        plan = WritePlan(
-            pieces=target.pieces,
-            our_page_count=target.ours.page_count,
-            their_page_count=target.memory.page_count,
-            our_pages=ours,
-            their_pages=theirs,
-            part_bytes=PART_BYTES,
-            part_descriptors=PART_DESCRIPTORS,
-        )
+        plan = WritePlan(target.numbering, ours, theirs, part_bytes=PART_BYTES, part_descriptors=PART_DESCRIPTORS)
         pollable = PartedWrite(self._started(), plan, our_list=target.our_list, their_list=target.their_list)
         await self._carry_out(pollable, target)
         self._counts["writes"] += 1

@@ -21,7 +21,8 @@ import numpy as np
 
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
 from tidekv.states.shapes import PoolMemory, Segment
-from tidekv.transports.nixl_layout import Part, extents, strided_rows
+from tidekv.transports.nixl_layout import extents, strided_rows
+from tidekv.transports.nixl_plan import Part
 
 LISTEN_DELAY_US = 100_000  # Of the listener thread, which is off.
 T = TypeVar("T")

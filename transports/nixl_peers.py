@@ -19,6 +19,7 @@ from tidekv.transports.blocking import call_in_thread
 from tidekv.transports.nixl_agent import NixlAgent
 from tidekv.transports.nixl_layout import pair_segments
 from tidekv.transports.nixl_metadata import unwrap
+from tidekv.transports.nixl_plan import Numbering
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class NixlPeer:
     memory: PoolMemory
     ours: PoolMemory
     pieces: tuple[Segment, ...]
+    numbering: Numbering
     our_list: int
     their_list: int
     writes: set[asyncio.Future[None]] = field(default_factory=set)
@@ -117,7 +119,8 @@ class NixlPeers:
             undo.callback(agent.release_list, our_list)
             their_list = agent.prepare(pieces[1], kind=memory.kind, device=memory.device, owner=instance)
             undo.pop_all()
-        made.append(NixlPeer(instance, memory, ours, pieces[0], our_list, their_list))
+        numbering = Numbering(pieces[0], our_page_count=ours.page_count, their_page_count=memory.page_count)
+        made.append(NixlPeer(instance, memory, ours, pieces[0], numbering, our_list, their_list))
 
     async def _unload(self, peer: NixlPeer, *, forget: bool) -> None:
         def unload() -> None:

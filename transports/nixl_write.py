@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl_agent import NixlAgent, Request
-from tidekv.transports.nixl_layout import WritePlan
+from tidekv.transports.nixl_plan import WritePlan
 
 PARTS_IN_FLIGHT_MAX = 4
 

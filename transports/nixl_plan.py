@@ -1,0 +1,158 @@
+"""A write as descriptors: which pages go where, checked, in an order that merges well, cut into parts.
+
+    pages that a caller names ── paired_pages: sound, in the order of our ids ──▶ WritePlan ── part by part ──▶ NIXL
+
+What does not change from one write to the next is made once for a peer (`Numbering`): planning a write takes the event
+loop, and the pages of a small one are copied within a few hundred microseconds. Posting blocks the posting thread for
+as long as the copy takes, which is why a plan has parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from tidekv.states.errors import InvalidRequest, RemoteProtocolError
+from tidekv.states.shapes import PageIds, Segment
+
+Indices = npt.NDArray[np.int32]
+HIGH = 1 if np.little_endian else 0  # Where the upper half of a number of 64 bits stands, of its two.
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One request's worth of a write: descriptors of our list, of the peer's, and what they weigh."""
+
+    ours: Indices
+    theirs: Indices
+    size_bytes: int
+
+
+class Numbering:
+    """How the descriptors of two prepared lists are numbered: `segment * page_count + page`, on either side."""
+
+    def __init__(self, pieces: tuple[Segment, ...], *, our_page_count: int, their_page_count: int) -> None:
+        """`pieces` are the segments of one side: those of the other have the same sizes."""
+        sizes = [piece.piece_bytes for piece in pieces]
+        self.our_page_count = our_page_count
+        self.their_page_count = their_page_count
+        self.segment_count = len(sizes)
+        self.largest_bytes = max(sizes)
+        # A segment more, of nothing, in which a plan's last part ends.
+        self.piece_bytes = (*sizes, 0)
+        self.bytes_before = (0, *accumulate(sizes))
+        segments = np.arange(len(sizes), dtype=np.int64)
+        self.our_offsets: Indices = (segments * our_page_count).astype(np.int32)
+        self.their_offsets: Indices = (segments * their_page_count).astype(np.int32)
+
+
+class WritePlan:
+    """The descriptors of one write, made part by part by whoever posts them."""
+
+    def __init__(
+        self, numbering: Numbering, our_pages: Indices, their_pages: Indices, *, part_bytes: int, part_descriptors: int
+    ) -> None:
+        """The pages are those of `paired_pages`, at least one; they must stay as they are."""
+        self._numbering = numbering
+        self._our_pages = our_pages
+        self._their_pages = their_pages
+        self._step = max(1, min(part_descriptors, part_bytes // numbering.largest_bytes))
+        self._total = numbering.segment_count * len(our_pages)
+        self.part_count = -(-self._total // self._step)
+
+    def part(self, index: int) -> Part:
+        """Make part `index` of `part_count`."""
+        first = index * self._step
+        end = min(first + self._step, self._total)
+        numbering = self._numbering
+        if numbering.segment_count == 1:
+            ours, theirs = self._our_pages[first:end], self._their_pages[first:end]
+        else:
+            ours = _descriptors(numbering.our_offsets, self._our_pages, first, end)
+            theirs = _descriptors(numbering.their_offsets, self._their_pages, first, end)
+        return Part(ours, theirs, self._bytes_before(end) - self._bytes_before(first))
+
+    def _bytes_before(self, position: int) -> int:
+        segment, page = divmod(position, len(self._our_pages))
+        numbering = self._numbering
+        return numbering.bytes_before[segment] * len(self._our_pages) + numbering.piece_bytes[segment] * page
+
+
+def paired_pages(
+    our_pages: PageIds, their_pages: PageIds, *, numbering: Numbering, peer: str
+) -> tuple[Indices, Indices]:
+    """Both lists, pairwise in the order of our ids, in memory of their own, once they are known to name pages that
+    exist.
+
+    Raises InvalidRequest for what the caller got wrong: lists of two lengths, no page of our pool, one destination
+    twice. Raises RemoteProtocolError for a page that the peer's pool does not have.
+    """
+    count = len(our_pages)
+    if count != len(their_pages):
+        raise InvalidRequest(f"{count} pages cannot be written over {len(their_pages)} pages of {peer}")
+    sources = np.frombuffer(our_pages, dtype=np.int32)
+    targets = np.frombuffer(their_pages, dtype=np.int32)
+    if not count:
+        return sources, targets
+    if not _are_distinct(targets, numbering.their_page_count):
+        raise _objection(sources, targets, numbering, peer)
+    if _ascends(sources):
+        ours, theirs = sources.copy(), targets.copy()
+    else:
+        # Sorted as one number each, which takes a fourth of the time of sorting their places; theirs is not negative.
+        pairs = np.empty(count, dtype=np.int64)
+        halves = pairs.view(np.int32)
+        halves[HIGH::2] = sources
+        halves[1 - HIGH :: 2] = targets
+        pairs.sort()
+        ours, theirs = halves[HIGH::2].copy(), halves[1 - HIGH :: 2].copy()
+    if ours[0] < 0 or ours[-1] >= numbering.our_page_count:
+        raise _objection(sources, targets, numbering, peer)
+    return ours, theirs
+
+
+def _descriptors(offsets: Indices, pages: Indices, first: int, end: int) -> Indices:
+    """Numbers `first` up to `end` of all pages of the first segment, then all of the second, and so on."""
+    count = len(pages)
+    top, bottom = first // count, (end - 1) // count + 1
+    first, end = first - top * count, end - top * count
+    if bottom - top == 1:
+        numbers: Indices = pages[first:end] + offsets[top]
+    else:
+        numbers = (offsets[top:bottom, None] + pages).ravel()[first:end]
+    return numbers
+
+
+def _ascends(pages: Indices) -> bool:
+    """True if each page is greater than the one before it."""
+    return int(np.count_nonzero(pages[1:] > pages[:-1])) == len(pages) - 1
+
+
+def _are_distinct(pages: Indices, page_count: int) -> bool:
+    """True if all pages are of a pool of that many, and none is named twice."""
+    if not _ascends(pages):
+        pages = pages.copy()
+        pages.sort()
+        if np.count_nonzero(pages[1:] == pages[:-1]):
+            return False
+    return bool(pages[0] >= 0 and pages[-1] < page_count)
+
+
+def _objection(
+    sources: Indices, targets: Indices, numbering: Numbering, peer: str
+) -> InvalidRequest | RemoteProtocolError:
+    """What is wrong with pages of which it is known that something is."""
+    count = numbering.our_page_count
+    stray = sources[(sources < 0) | (sources >= count)]
+    if stray.size:
+        return InvalidRequest(f"page {stray[0]} is not of our pool, which has {count} pages; nothing was written")
+    count = numbering.their_page_count
+    stray = targets[(targets < 0) | (targets >= count)]
+    if stray.size:
+        return RemoteProtocolError(f"page {stray[0]} is not of {peer}'s pool, which has {count} pages")
+    ordered = np.sort(targets)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    return InvalidRequest(f"page {twice[0]} of {peer} is named twice as a destination")
