@@ -2,6 +2,10 @@
 
 On the CPU a lane is a thread, blocked while idle; on CUDA it is a stream (`tidekv.backends.stream_lane`). All copiers
 of an engine share their lanes: what goes to the device goes one after the other, whosever it is.
+
+On the CPU a small copy is made at once, on the event loop, where nothing is before it in its lane: the way to the
+thread and back costs more than the copy. It is told as any other copy is, in a later turn of the loop. Nothing of CUDA
+is ever done so: to launch may have to wait for the driver.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from typing import Final
 
 import torch
@@ -20,14 +25,20 @@ from tidekv.states.errors import EngineClosed
 
 TO_DEVICE: Final = "to_device"
 TO_HOST: Final = "to_host"
+# Copies are begun on the loop until they have taken so much of one turn; those that come then go to the thread. So a
+# crowd of them keeps the loop for as long as this and one more copy.
+INLINE_TURN_S: Final = 200e-6
 NOT_RUNNING: Final = "the page copier is not running: start it first, and submit nothing after close"
 
 
 class CopyLanes:
     """The two lanes of one device. `start` and `close` it on the loop that awaits its copies."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, inline_turn_s: float = INLINE_TURN_S) -> None:
+        """`inline_turn_s`: so much of one turn of the loop may be taken by small copies; 0: none are made there."""
         self._device = device
+        self._inline_turn_s = inline_turn_s
+        self._taken_s = 0.0
         self._lanes: dict[str, _CopyThread | StreamLane] = {}
         self._closing = False
         self._in_flight: set[asyncio.Future[None]] = set()
@@ -51,17 +62,33 @@ class CopyLanes:
             lane.stop()
 
     def submit(
-        self, direction: str, move: Move, *, launched: asyncio.Future[None] | None = None
+        self, direction: str, move: Move, *, is_small: bool = False, launched: asyncio.Future[None] | None = None
     ) -> asyncio.Future[None]:
         """Make a copy; the future is the lane's own, and ends when nothing of it can be written any more. `launched`
-        is settled as soon as `move` has returned. Raises EngineClosed before `start` and after `close`.
+        is settled as soon as `move` has returned. A small one may be made before this returns. Raises EngineClosed
+        before `start` and after `close`.
         """
         if self._closing or not self._lanes:
             raise EngineClosed(NOT_RUNNING)
-        ended = self._lanes[direction].submit(move, launched)
+        lane = self._lanes[direction]
+        if is_small and isinstance(lane, _CopyThread) and lane.is_idle and self._taken_s < self._inline_turn_s:
+            return self._make(lane, move, launched)
+        ended = lane.submit(move, launched)
         self._in_flight.add(ended)
         ended.add_done_callback(self._in_flight.discard)
         return ended
+
+    def _make(self, lane: _CopyThread, move: Move, launched: asyncio.Future[None] | None) -> asyncio.Future[None]:
+        if not self._taken_s:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        began_s = time.perf_counter()
+        try:
+            return lane.make(move, launched)
+        finally:
+            self._taken_s += time.perf_counter() - began_s
+
+    def _end_turn(self) -> None:
+        self._taken_s = 0.0
 
 
 class _CopyThread:
@@ -71,18 +98,45 @@ class _CopyThread:
         self._loop = asyncio.get_running_loop()
         self._outcomes = Outcomes(self._loop)
         self._queue: queue.SimpleQueue[tuple[Move, list[asyncio.Future[None]]] | None] = queue.SimpleQueue()
+        self._waiting = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that it was given has ended, and its end was told. On the loop."""
+        return not self._waiting
+
     def submit(self, move: Move, launched: asyncio.Future[None] | None) -> asyncio.Future[None]:
+        """Have the thread make a copy."""
         future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting += 1
+        future.add_done_callback(self._ended)
         self._queue.put((move, [future] if launched is None else [launched, future]))
+        return future
+
+    def make(self, move: Move, launched: asyncio.Future[None] | None) -> asyncio.Future[None]:
+        """Make a copy on the calling thread, the loop's, while the lane is idle."""
+        assert self.is_idle, "what was submitted first is made first"
+        future: asyncio.Future[None] = self._loop.create_future()
+        try:
+            move()
+        except Exception as raised:
+            # It is this copy's outcome. What is no error, but the end of the process, is the loop's.
+            future.set_exception(as_error(raised))
+        else:
+            future.set_result(None)
+        if launched is not None:
+            launched.set_result(None)
         return future
 
     def stop(self) -> None:
         """End the thread, which must have nothing left to do: it is back in microseconds."""
         self._queue.put(None)
         self._thread.join()
+
+    def _ended(self, _: asyncio.Future[None]) -> None:
+        self._waiting -= 1
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -60,10 +60,11 @@ def page_index(pages: PageIds | npt.ArrayLike, *, num_pages: int, what: str) -> 
         return np.empty(0, dtype=np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise InvalidRequest(f"{what}: pages must be a flat list of ints, not {found.ndim}-d {found.dtype}")
-    outside = (found < 0) | (found >= num_pages)
-    if outside.any():
-        position = int(outside.argmax())
+    index = found.astype(np.int64, copy=False)
+    # Seen as unsigned, a page below 0 is one far beyond the end: one look at the largest tells of both.
+    if np.maximum.reduce(index.view(np.uint64)) >= num_pages:
+        position = int(((found < 0) | (found >= num_pages)).argmax())
         raise InvalidRequest(
             f"{what} has pages 0 to {num_pages - 1}; page {found[position]} (number {position}) is not one"
         )
-    return found.astype(np.int64, copy=False)
+    return index

@@ -25,8 +25,12 @@ Runs: TypeAlias = Sequence[tuple[int, int, int]]
 
 def page_runs(first: PageIndex, second: PageIndex) -> Iterator[tuple[int, int, int]]:
     """Yield (start in first, start in second, count) of the stretches that are consecutive in both."""
-    breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(first)] if len(first) else []
+    if len(first) < 2:
+        yield from ((int(one), int(other), 1) for one, other in zip(first, second, strict=True))
+        return
+    # Plain differences: np.diff and np.flatnonzero cost as much as the copy of a small page.
+    breaks = ((first[1:] - first[:-1] != 1) | (second[1:] - second[:-1] != 1)).nonzero()[0]
+    edges = [0, *(breaks + 1).tolist(), len(first)]
     for start, end in itertools.pairwise(edges):
         yield int(first[start]), int(second[start]), end - start
 
@@ -37,6 +41,8 @@ class PageMover:
     def __init__(self, device: DevicePool, host: HostPool) -> None:
         starts = [start for _, start in group_offsets(host.layout)]
         self._groups = [_GroupMover(group, host, start) for group, start in zip(device.groups, starts, strict=True)]
+        self.steps_a_page = sum(group.steps_a_page for group in self._groups)
+        """Assignments that a page takes which has no neighbor."""
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Copy host pages to device pages, pairwise."""
@@ -56,6 +62,8 @@ class PageCloner:
 
     def __init__(self, device: DevicePool) -> None:
         self._rows = [row.numpy() for row in device.rows]
+        self.steps_a_page = len(self._rows)
+        """Assignments that a page takes which has no neighbor."""
 
     def clone(self, sources: PageIndex, targets: PageIndex) -> None:
         """Copy pages to other pages, pairwise."""
@@ -77,6 +85,7 @@ class _GroupMover:
         self._pages = columns.reshape(host.num_pages, layout.piece_count, layout.piece_bytes)
         assert np.shares_memory(self._pages[:1], columns[:1]), "copies go to the pool's own memory"
         self._parts = [self._pages[:, piece] for piece in range(layout.piece_count)]
+        self.steps_a_page = len(self._rows) if self._block is None else 1
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex, runs: Runs) -> None:
         if self._block is not None:

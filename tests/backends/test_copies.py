@@ -159,6 +159,8 @@ def started(device: DevicePool, host: HostPool) -> PageCopier:
 
 
 def gated(copier: PageCopier) -> Gate:
+    """Put a gate before its mover; all copies are made by threads, so that the loop is not kept."""
+    copier._lanes._inline_turn_s = 0.0
     gate = Gate(copier._mover)  # type: ignore[arg-type]  # On the CPU it is a PageMover.
     copier._mover = gate  # type: ignore[assignment]  # Stands in for one.
     return gate
