@@ -2,6 +2,9 @@
 
 The core is stepped here and nowhere else, on the loop's thread, between two awaits of anybody. What a command leads to
 comes back through the same queue; nothing steps the core from within a step.
+
+A caller that a step made READY is told first and has its turn of the loop at once. What else the step owes, the words
+to watchers and the other commands, comes in the turn after that, and always before the core is stepped again.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tidekv.states.commands import Command
+from tidekv.states.commands import Command, TellReady
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import ClockAdvanced, Event
@@ -31,8 +34,8 @@ class Watcher(Protocol):
     """Whoever is told of every step of the core: the journal, the metrics."""
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """The core has taken an event and gave these commands, which nobody has started yet; never blocks, never
-        raises. `error` is the class of the error that the step raised.
+        """The core has taken an event and gave these commands, which nobody has started yet but TellReady; the core is
+        as the step left it. Never blocks, never raises. `error` is the class of the error that the step raised.
         """
 
 
@@ -57,6 +60,8 @@ class Driver:
         self._on_broken = on_broken
         self._after_drain = after_drain
         self._inbox: deque[Event] = deque()
+        self._owed: tuple[Event, list[Command]] | None = None
+        """The last step, while only the callers that it made READY know of it."""
         self._armed = False
         self._stepping = False
         self._broken = False
@@ -85,8 +90,8 @@ class Driver:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the core has taken every event that was posted."""
-        return not self._inbox
+        """Whether the core has taken every event that was posted, and everybody knows."""
+        return not self._inbox and self._owed is None
 
     def post(self, event: Event) -> None:
         """Queue an event; after `stop` it is dropped. Call it on the loop's thread."""
@@ -102,37 +107,43 @@ class Driver:
         """Take everything that is queued, and then this event, before returning."""
         assert not self._stepping, "the core is not stepped from within a step"
         self._inbox.append(event)
-        while self._inbox and not self._broken:
+        while not (self.is_caught_up or self._broken):
             self._take_batch()
         self._arm_timer()
 
     def stop(self) -> None:
-        """Take no more events."""
+        """Take no more events. Commands that were not started never are."""
         self._broken = True
         self._inbox.clear()
+        if self._owed is not None:
+            (event, commands), self._owed = self._owed, None
+            self._tell_watchers(event, commands)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _drain(self) -> None:
-        self._armed = False
-        if not self._inbox:
-            return
-        self._take_batch()
-        if self._inbox and not self._broken:
-            self._armed = True
-            self._loop.call_soon(self._drain)
-        self._arm_timer()
+        # Armed still: what is posted meanwhile is taken in this turn or in the next one, behind whom this one wakes up.
+        try:
+            if not self.is_caught_up:
+                self._take_batch()
+                self._arm_timer()
+        finally:
+            self._armed = not (self.is_caught_up or self._broken)
+            if self._armed:
+                self._loop.call_soon(self._drain)
 
     def _take_batch(self) -> None:
         ends_at_s = self.clock() + TURN_S_MAX
         self._stepping = True
         try:
+            self._settle_step()
             while self._inbox and not self._broken:
                 event = self._inbox.popleft()
                 self._seq += 1
-                for command in self._step(event):
-                    self._perform(command)
+                if self._step(event):
+                    return
+                self._settle_step()
                 if self.clock() > ends_at_s:
                     break
         except BaseException as error:
@@ -143,25 +154,40 @@ class Driver:
             self._stepping = False
         self._after_drain()
 
-    def _step(self, event: Event) -> list[Command]:
+    def _step(self, event: Event) -> bool:
+        """Let the core take an event, and tell those whom that made READY; says whether there are any."""
         try:
             commands = self._core.step(event)
         except IllegalEvent as error:
             self.illegal_events += 1
             self.last_illegal = str(error)
             LOG.error("the core refused an event, and changed nothing: %s", error)
-            self._tell_watchers(event, [], error)
-            return []
+            self._tell_watchers(event, [], type(error).__name__)
+            return False
         except BaseException as error:
-            self._tell_watchers(event, [], error)
+            self._tell_watchers(event, [], type(error).__name__)
             raise
-        for watcher in self._watchers:
-            watcher.stepped(event, commands)
-        return commands
+        self._owed = (event, commands)
+        is_told = False
+        for command in commands:
+            if type(command) is TellReady:
+                self._perform(command)
+                is_told = True
+        return is_told
 
-    def _tell_watchers(self, event: Event, commands: list[Command], error: BaseException) -> None:
+    def _settle_step(self) -> None:
+        """Give what the last step owes."""
+        if self._owed is None:
+            return
+        (event, commands), self._owed = self._owed, None
+        self._tell_watchers(event, commands)
+        for command in commands:
+            if type(command) is not TellReady:
+                self._perform(command)
+
+    def _tell_watchers(self, event: Event, commands: list[Command], error: str = "") -> None:
         for watcher in self._watchers:
-            watcher.stepped(event, commands, type(error).__name__)
+            watcher.stepped(event, commands, error)
 
     def _arm_timer(self) -> None:
         due = self._core.next_deadline_s() if self._tells_time else None

@@ -274,7 +274,8 @@ class Restore:
         sources[source] = sources.get(source, 0) + rest
         request.table = books.index.device_path(request.lock.node) + request.own
         assert len(request.table) == request.page_count
-        if request.cache and request.full_pages > request.promised:
+        # What is shared already is in the tree, and was from the plan on.
+        if request.cache and request.full_pages > request.lock.node.depth_pages:
             self.keep(request, request.keys)
         books.index.note_served(request.lock.node)
         if request.room is not None:

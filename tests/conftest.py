@@ -116,17 +116,22 @@ class Pair:
         ) as engine:
             yield Pair(engine, self.peer, self.prefill, device, host, self.network)
 
-    def abort_when_ready(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have each request aborted just when it has become READY."""
+    def abort_when_ready(self, monkeypatch: pytest.MonkeyPatch, *, before_its_caller: bool) -> None:
+        """Have each request aborted when it has become READY: before its caller runs, or right behind it."""
         calls, driver = self.engine._calls, self.engine._parts.driver
         tell = calls.tell
 
-        def abort_at_once(command: object) -> None:
-            tell(command)
+        def tell_and_abort(command: object) -> None:
             if isinstance(command, TellReady):
-                driver.post(AbortRequested(at_s=driver.clock(), request_id=command.request_id))
+                abort = AbortRequested(at_s=driver.clock(), request_id=command.request_id)
+                if before_its_caller:
+                    # `tell` wakes the caller up, which is for a later callback.
+                    asyncio.get_running_loop().call_soon(driver.take_now, abort)
+                else:
+                    driver.post(abort)
+            tell(command)
 
-        monkeypatch.setattr(calls, "tell", abort_at_once)
+        monkeypatch.setattr(calls, "tell", tell_and_abort)
 
     def core(self) -> dict[str, int]:
         statistics = self.engine.statistics()["core"]

@@ -213,9 +213,7 @@ async def test_closing_fails_live_requests_and_leaves_nothing_running(make_pair)
 async def test_a_request_that_is_aborted_just_when_it_is_ready_is_not_handed_out(make_pair, monkeypatch) -> None:
     """Its pages may be another request's before its caller runs: no caller must ever see them as its own."""
     async with make_pair() as pair:
-        pair.abort_when_ready(monkeypatch)
-        # One turn takes both events, however slow the machine is: the caller runs behind it.
-        monkeypatch.setattr("tidekv.engine.driver.TURN_S_MAX", 60.0)
+        pair.abort_when_ready(monkeypatch, before_its_caller=True)
         with pytest.raises(RequestFailed, match="just when it had become READY") as failed:
             await pair.engine.restore(pair.request("r1", PROMPT))
         assert failed.value.cause == "aborted"

@@ -15,6 +15,7 @@ from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
+from tidekv.states.shapes import page_ids
 
 
 def flush(call: int) -> events.FlushRequested:
@@ -173,3 +174,82 @@ async def test_the_core_is_stepped_neither_from_within_a_step_nor_from_another_t
     await asyncio.to_thread(thread.join)
     assert len(raised) == 1
     assert other.driver.is_caught_up
+
+
+class ReadyCore(ScriptedCore):
+    """Makes request n READY on the flush numbered n, and has more to do."""
+
+    def step(self, event: Event) -> list[Command]:
+        given = super().step(event)
+        assert isinstance(event, events.FlushRequested)
+        return [*given, ready(event.call), commands.ForgetTokens(serial=-event.call)]
+
+
+def ready(call: int) -> commands.TellReady:
+    return commands.TellReady(
+        request_id=f"r{call}", generation=1, pages=page_ids(), sources={}, reserve=page_ids(), tails=None
+    )
+
+
+def ready_rig(happened: list[str], raised: BaseException | None = None) -> Rig:
+    """Writes down what happens, and what a caller does who waits for that."""
+
+    def perform(command: Command) -> None:
+        happened.append(type(command).__name__)
+        if isinstance(command, commands.TellReady):
+            asyncio.get_running_loop().call_soon(happened.append, f"caller of {command.request_id}")
+            if raised is not None:
+                raise raised
+
+    return Rig(ReadyCore(), perform)
+
+
+STEP = ["TellReady", "ForgetTokens", "ForgetTokens"]
+
+
+async def test_who_is_ready_runs_before_the_rest_of_the_step_and_that_before_the_next_one() -> None:
+    happened: list[str] = []
+    rig = ready_rig(happened)
+    rig.driver.post(flush(1))
+    rig.driver.post(flush(2))
+    await asyncio.sleep(0)
+    assert (rig.core.taken, happened, rig.watcher.told) == ([1], STEP[:1], [])
+    assert not rig.driver.is_caught_up
+    await asyncio.sleep(0)
+    assert (rig.core.taken, rig.watcher.told) == ([1, 2], [(1, 3, "")])
+    await rig.caught_up()
+    assert happened == ["TellReady", "caller of r1", *STEP[1:], "TellReady", "caller of r2", *STEP[1:]]
+    assert rig.watcher.told == [(1, 3, ""), (2, 3, "")]
+    rig.driver.stop()
+
+
+async def test_what_is_taken_now_comes_behind_what_the_last_step_owes() -> None:
+    happened: list[str] = []
+    rig = ready_rig(happened)
+    rig.driver.post(flush(1))
+    await asyncio.sleep(0)
+    rig.driver.take_now(flush(2))
+    assert happened == [*STEP, *STEP]
+    assert rig.watcher.told == [(1, 3, ""), (2, 3, "")]
+    assert rig.driver.is_caught_up
+    rig.driver.stop()
+
+
+async def test_a_driver_that_stops_tells_of_the_last_step_and_starts_nothing_more() -> None:
+    happened: list[str] = []
+    rig = ready_rig(happened)
+    rig.driver.post(flush(1))
+    await asyncio.sleep(0)
+    rig.driver.stop()
+    assert (happened, rig.watcher.told) == (STEP[:1], [(1, 3, "")])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert happened == [*STEP[:1], "caller of r1"]
+
+
+async def test_a_caller_that_cannot_be_told_breaks_the_driver_and_the_step_is_known() -> None:
+    raised = ZeroDivisionError("of a caller")
+    rig = ready_rig([], raised)
+    rig.driver.post(flush(1))
+    await rig.caught_up()
+    assert (rig.broken, rig.watcher.told) == ([raised], [(1, 3, "")])

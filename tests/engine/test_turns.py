@@ -34,10 +34,9 @@ async def test_a_caller_that_ran_before_the_abort_of_its_ready_request_is_told_a
     make_pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other order of an abort that comes just when a request became READY."""
-    monkeypatch.setattr("tidekv.engine.driver.TURN_S_MAX", -1.0)
     async with make_pair() as pair:
         with monkeypatch.context() as patch:
-            pair.abort_when_ready(patch)
+            pair.abort_when_ready(patch, before_its_caller=False)
             ready = await pair.engine.restore(pair.request("r1", PROMPT))
         assert pair.wrong_pages(ready, PROMPT) == []
         await pair.assert_nothing_held()
