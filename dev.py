@@ -21,7 +21,7 @@ COMMANDS = {
     "test": (["-m", "pytest"], "run the tests"),
     "check": ([], "run the lint and type checks"),
     "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run the tests; print what branches they take"),
-    "bench": (["-m", "tidekv", "bench"], "run a benchmark; without a name, list them"),
+    "bench": (["-m", "tidekv", "bench"], "measure all targets, or run one benchmark by name; --help lists them"),
     "compile": (["-m", "tidekv.engine.compiled"], "compile the prefix index (faster; needs gcc); --remove undoes it"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
     "docs": (["-m", "mkdocs", "build", "--strict"], "build the pages of docs/ in build/docs; a warning is an error"),
@@ -93,6 +93,8 @@ def main(arguments: list[str]) -> int:
             report = [PYTHON, "-m", "coverage", "report", *looked_at]
             codes.append(subprocess.run(report, cwd=ROOT, check=False).returncode)
         return max(codes)
+    if command == "bench" and not rest:
+        rest = ["all"]
     os.execv(PYTHON, [str(PYTHON), *COMMANDS[command][0], *rest])
 
 

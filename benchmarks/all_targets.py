@@ -3,6 +3,9 @@
 Runs the measurements that the chosen targets need, and prints for each target what is asked, what was measured, and the
 verdict: pass, short, missing (a peer, a recording or a machine that is not there), or failed. Figures are reported, not
 asserted: the exit code is 0 whatever they are. All of it takes a quarter of an hour on two cores.
+
+The index is measured in the fastest form that ships, compiled where mypyc and a C compiler are there, else as source;
+beside the figures of the compiled form stand those of the source, of shorter runs. See `index_forms.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import json
 import platform
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from index_forms import NotCompiled, copy_compiled, copy_source
 from measurements import MEASUREMENTS, Options, Outcome, run
 from peers import default_cache
 from rich.console import Console
@@ -65,6 +71,44 @@ def judge(target: Target, outcome: Outcome | None) -> Verdict:
     return Verdict(target, "pass" if target.passes(value) else "short", value, outcome.words.get(target.figure, ""))
 
 
+@contextmanager
+def copies(form: str, cache: Path, console: Console) -> Iterator[tuple[Path, Path | None]]:
+    """Copies of the package: the one to measure the index in, and one of the source beside a compiled one."""
+    with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
+        source, fast = Path(folder) / "source", Path(folder) / "compiled"
+        copy_source(source)
+        why = "as was asked for"
+        if form == "compiled":
+            began_s = time.monotonic()
+            try:
+                copy_compiled(fast, cache)
+            except NotCompiled as error:
+                why = f"it cannot be compiled here: {error}"
+            else:
+                console.print(f"the index is measured compiled ({time.monotonic() - began_s:.0f} s)", highlight=False)
+                yield fast, source
+                return
+        console.print(f"the index is measured from the source, {why}", highlight=False)
+        yield source, None
+
+
+def measure(targets: Sequence[Target], options: Options, console: Console, form: str) -> dict[str, Outcome]:
+    """Run what the targets need, one after the other; outcomes by measurement."""
+    outcomes: dict[str, Outcome] = {}
+    with ExitStack() as stack:
+        wanted = list(dict.fromkeys(target.measurement for target in targets if target.measurement))
+        if any(MEASUREMENTS[name].of_index for name in wanted):
+            index, source = stack.enter_context(copies(form, options.peers, console))
+            options = replace(options, index=index, source=source)
+        for name in wanted:
+            began_s = time.monotonic()
+            outcomes[name] = run(MEASUREMENTS[name], options)
+            console.print(f"{name}: {time.monotonic() - began_s:.0f} s", highlight=False)
+            for note in outcomes[name].notes:
+                console.print(f"  {note}", highlight=False)
+    return outcomes
+
+
 def show(verdicts: Sequence[Verdict], console: Console) -> None:
     """The table, and how many of which."""
     table = Table("target", "what is asked", "measured", "asked", "", "more")
@@ -86,7 +130,12 @@ def main() -> None:
         "--only", nargs="+", action="extend", default=[], metavar="NAME", help="targets, groups or measurements"
     )
     parser.add_argument("--json", type=Path, help="write all verdicts there")
-    parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
+    parser.add_argument(
+        "--peers", type=Path, default=default_cache(), help="where peers are kept, and the compiled form of the index"
+    )
+    parser.add_argument(
+        "--form", choices=("compiled", "source"), default="compiled", help="of the index; compiled wherever that can be"
+    )
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
     parser.add_argument("--plot", type=Path, help="draw cost against work to this .png or .svg file")
     parser.add_argument("--list", action="store_true", help="show the targets, and measure nothing")
@@ -103,13 +152,7 @@ def main() -> None:
         console.print(table)
         return
     options = Options(peers=chosen.peers, traces=chosen.traces, plot=chosen.plot)
-    outcomes: dict[str, Outcome] = {}
-    for name in dict.fromkeys(target.measurement for target in targets if target.measurement):
-        began_s = time.monotonic()
-        outcomes[name] = run(MEASUREMENTS[name], options)
-        console.print(f"{name}: {time.monotonic() - began_s:.0f} s", highlight=False)
-        for note in outcomes[name].notes:
-            console.print(f"  {note}", highlight=False)
+    outcomes = measure(targets, options, console, chosen.form)
     verdicts = [judge(target, outcomes.get(target.measurement)) for target in targets]
     show(verdicts, console)
     if chosen.json:

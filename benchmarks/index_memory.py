@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from figures import Figures, option_parser
 
+from tidekv.engine import compiled
 from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.workload.traces import read_trace
 from tidekv.states.accounts import PageAccount
@@ -72,11 +73,8 @@ def main() -> None:
         nodes = list(index.nodes())
         keys = sum(len(node.edge) for node in nodes)
         pages = device.cached
-        figures.add(
-            "index.memory",
-            (allocated - keys) / pages,
-            f"{pages:,} pages in {len(nodes):,} nodes; {allocated / 1e6:.0f} MB, of which keys {keys / 1e6:.0f} MB",
-        )
+        told = f"{pages:,} pages in {len(nodes):,} nodes; {allocated / 1e6:.0f} MB, of which keys {keys / 1e6:.0f} MB"
+        figures.add("index.memory", (allocated - keys) / pages, f"{compiled.form()}; {told}")
 
 
 if __name__ == "__main__":

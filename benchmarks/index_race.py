@@ -3,8 +3,9 @@
 A recording is replayed: per request the prompt is matched and locked, room is made, pages are taken, the prompt is
 entered and stays locked until 16 later ones have come. Prompts are in each index's own form beforehand: an int64 array
 and packed tokens for ours, `array("q")` for SGLang, a list of ints for vLLM. Indexes take turns in rounds; ratios are
-taken within a round, and their median counts. Beside SGLang also: matching a cached prompt of 32k tokens, evicting 10k
-tokens from 2,000 leaves, lock and unlock at three depths, and the chain of page hashes.
+taken within a round, and their median counts; short calls have more rounds. Beside SGLang also: matching a cached
+prompt of 32k tokens, evicting 10k tokens from 2,000 leaves, lock and unlock at three depths, and the chain of page
+hashes.
 
 Times are CPU times of the one thread, so that who else is on the machine matters less. Writes figures as JSON, see
 `figures.py`.
@@ -101,7 +102,7 @@ def race_on_trace(
     figures: Figures, prompts: list[Ids], rounds: int, peer: str, run_peer: Callable[[int], list[int]]
 ) -> None:
     """Rounds at each capacity; the least of the capacities' ratios counts."""
-    least: dict[str, float] = {}
+    least: dict[str, tuple[float, str]] = {}
     for capacity in CAPACITIES:
         ratios: dict[str, list[float]] = {}
         times: dict[str, list[float]] = {}
@@ -122,9 +123,10 @@ def race_on_trace(
         told = ", ".join(f"{name} {statistics.median(values):.1f} µs" for name, values in times.items())
         figures.note(f"{len(prompts)} requests, {capacity:,} tokens: {told} a request")
         for name, values in ratios.items():
-            least[name] = min(least.get(name, float("inf")), statistics.median(values))
-    for name, ratio in least.items():
-        figures.add(f"{peer}.replay.{name}", ratio)
+            words = f"{compiled.form()}; rounds {min(values):.1f} to {max(values):.1f} at {capacity:,} tokens"
+            least[name] = min(least.get(name, (float("inf"), "")), (statistics.median(values), words))
+    for name, (ratio, words) in least.items():
+        figures.add(f"{peer}.replay.{name}", ratio, words)
 
 
 def per_call_ns(work: Callable[[], object], *, least_ms: float = 4.0) -> float:
@@ -163,8 +165,9 @@ def race_match(figures: Figures, rounds: int) -> None:
         assert tree.match(prompt)[0] == LONG
         calls[name] = lambda tree=tree, prompt=prompt: per_call_ns(lambda: tree.match(prompt))
     for form in ("array", "packed"):
-        ratio, own, other = race(calls[form], calls["sglang"], rounds)
-        figures.add(f"sglang.match.{form}", ratio, f"{own / 1e3:.1f} µs against {other / 1e3:.1f} µs")
+        ratio, own, other = race(calls[form], calls["sglang"], 7 * rounds)
+        words = f"{compiled.form()}; {own / 1e3:.1f} µs against {other / 1e3:.1f} µs"
+        figures.add(f"sglang.match.{form}", ratio, words)
 
 
 def race_eviction(figures: Figures, rounds: int) -> None:
@@ -185,12 +188,12 @@ def race_eviction(figures: Figures, rounds: int) -> None:
         return float(spent)
 
     ratio, own, other = race(lambda: evict(trees[0]), lambda: evict(trees[1]), 4 * rounds)
-    figures.add("sglang.evict", ratio, f"{own / 1e3:.0f} µs against {other / 1e3:.0f} µs")
+    figures.add("sglang.evict", ratio, f"{compiled.form()}; {own / 1e3:.0f} µs against {other / 1e3:.0f} µs")
 
 
 def race_locks(figures: Figures, rounds: int) -> None:
     """Lock and unlock at the end of a path of so many nodes; the least of the depths' ratios counts."""
-    told, least = [], float("inf")
+    told, least = [compiled.form()], float("inf")
     for depth in DEPTHS:
         ids = numbers(PAGE * depth, 9)
         calls = []
@@ -202,7 +205,7 @@ def race_locks(figures: Figures, rounds: int) -> None:
                 tree.unlock(leaf, tree.lock(leaf))
 
             calls.append(lambda work=there_and_back: per_call_ns(work))
-        ratio, own, other = race(*calls, rounds)
+        ratio, own, other = race(*calls, 3 * rounds)
         told.append(f"depth {depth}: {own / 1e3:.2f} µs against {other / 1e3:.2f} µs, {ratio:.1f} times")
         least = min(least, ratio)
     figures.add("sglang.lock", least, "; ".join(told))
@@ -251,6 +254,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a recording; without one only what needs none is measured")
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-keys", action="store_true", help="no page hashes, which no form of the index changes")
     chosen = parser.parse_args()
     with Figures(chosen.json) as figures:
         prompts = read_prompts(chosen.trace, chosen.requests) if chosen.trace else []
@@ -259,7 +263,6 @@ def main() -> None:
         folder = fetch(chosen.peer, chosen.peers)
         make_importable(chosen.peer, folder)
         check_tree(OurTree(PAGE, 1_000_000, packed=False))
-        figures.note(f"our index: {compiled.form()}")
         if chosen.peer == "vllm":
             check_vllm(VllmPool(PAGE, 1_000_000))
             race_on_trace(
@@ -271,7 +274,8 @@ def main() -> None:
         race_locks(figures, chosen.rounds)
         race_match(figures, chosen.rounds)
         race_eviction(figures, chosen.rounds)
-        race_keys(figures, chosen.rounds)
+        if not chosen.no_keys:
+            race_keys(figures, chosen.rounds)
         race_on_trace(figures, prompts, chosen.rounds, "sglang", lambda size: replay(SglangTree(PAGE, size), prompts))
 
 

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -27,6 +27,10 @@ class Options:
     peers: Path
     traces: Path
     plot: Path | None = None
+    index: Path | None = None
+    """The copy of the package that the index is measured in (`index_forms.py`); None: what this process has."""
+    source: Path | None = None
+    """A copy that runs as source, for a few figures beside those of a compiled one."""
 
 
 @dataclass
@@ -61,6 +65,10 @@ class Measurement:
     read: Callable[[Path, str], Outcome] = lambda file, _: read_figures(file)
     recording: str = ""
     """It can do nothing without this recording."""
+    of_index: bool = False
+    """Its figures are those of the index, in whatever form that is."""
+    from_source: tuple[str, ...] | None = None
+    """Of the index: further arguments that make it short, for the figures of the source."""
 
 
 def read_figures(file: Path) -> Outcome:
@@ -128,9 +136,23 @@ def _scaling(options: Options, file: Path) -> list[str]:
 
 
 MEASUREMENTS: dict[str, Measurement] = {
-    "sglang": Measurement(program="index_race.py", budget_s=300, arguments=_race("sglang")),
-    "vllm": Measurement(program="index_race.py", budget_s=300, arguments=_race("vllm")),
-    "memory": Measurement(program="index_memory.py", budget_s=120, arguments=_memory),
+    "sglang": Measurement(
+        program="index_race.py",
+        budget_s=300,
+        arguments=_race("sglang"),
+        of_index=True,
+        from_source=("--rounds", "1", "--no-keys"),
+    ),
+    "vllm": Measurement(
+        program="index_race.py",
+        budget_s=300,
+        arguments=_race("vllm"),
+        of_index=True,
+        from_source=("--rounds", "1", "--requests", "1000"),
+    ),
+    "memory": Measurement(
+        program="index_memory.py", budget_s=120, arguments=_memory, of_index=True, from_source=()
+    ),
     "storage": Measurement(
         program="storage.py",
         budget_s=120,
@@ -169,7 +191,9 @@ MEASUREMENTS: dict[str, Measurement] = {
         arguments=lambda options, file: [str(options.traces / SESSIONS), "--json", str(file)],
         recording=SESSIONS,
     ),
-    "scaling": Measurement(program="scaling.py", budget_s=300, arguments=_scaling),
+    "scaling": Measurement(
+        program="scaling.py", budget_s=300, arguments=_scaling, of_index=True, from_source=("--only", "index")
+    ),
 }  # fmt: skip
 
 
@@ -177,12 +201,41 @@ def run(measurement: Measurement, options: Options) -> Outcome:
     """Run one; never raises for what the program does."""
     if measurement.recording and not (options.traces / measurement.recording).is_file():
         return Outcome(missing={"": f"there is no {measurement.recording} in {options.traces} (--traces)"})
+    if not measurement.of_index:
+        return _run_program(measurement, options, None)
+    outcome = _run_program(measurement, options, options.index)
+    if measurement.from_source is not None and options.source is not None and outcome.figures:
+        _add_source(outcome, measurement, replace(options, plot=None))
+    return outcome
+
+
+def _add_source(outcome: Outcome, measurement: Measurement, options: Options) -> None:
+    """Add the figures of the source to the words on those that were measured: shorter runs, for orientation."""
+    shortly = measurement.from_source or ()
+    plain = _run_program(measurement, options, options.source, shortly)
+    for figure, value in plain.figures.items():
+        if figure in outcome.figures:
+            told = outcome.words.get(figure)
+            outcome.words[figure] = f"{told}; from the source {value:.3g}" if told else f"from the source {value:.3g}"
+    if shortly:
+        outcome.notes.append(f"figures from the source are of shorter runs: {' '.join(shortly)}")
+    if plain.failed or plain.missing:
+        outcome.notes.append(f"from the source: {plain.failed or '; '.join(plain.missing.values())}")
+
+
+def _run_program(
+    measurement: Measurement, options: Options, package: Path | None, further: Sequence[str] = ()
+) -> Outcome:
+    environment = dict(os.environ)
+    if package is not None:
+        # Before everything else that may be there.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package), environment.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, "-W", "ignore", str(HERE / measurement.program)]
         process = subprocess.Popen(
-            [*command, *measurement.arguments(options, file)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            [*command, *measurement.arguments(options, file), *further],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment,
         )  # fmt: skip
         failed = ""
         try:

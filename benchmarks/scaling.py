@@ -21,6 +21,7 @@ from engine import Load, Rig, measure  # noqa: TID251  # Not that of the package
 from figures import Figures, option_parser, over_n_log_n
 
 from tidekv import Replayer
+from tidekv.engine import compiled
 from tidekv.states.accounts import PageAccount
 from tidekv.states.index import PrefixIndex, Receipt
 
@@ -109,6 +110,7 @@ def main() -> None:
                     points.append((events, seconds))
             curves[name] = points
             told = ", ".join(f"{count:,.0f}: {seconds / count * 1e6:.1f} µs each" for count, seconds in points)
+            told = f"index {compiled.form()}; {told}"
             figures.add(f"scaling.{name}", over_n_log_n(points[0], points[-1]), told)
         if chosen.plot:
             from tidekv.engine.seeing.plots import plot_scaling, save_plot

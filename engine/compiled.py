@@ -96,11 +96,12 @@ def remove(folder: Path, libraries: Path) -> None:
     (folder / DIGEST).unlink(missing_ok=True)
 
 
-def build(folder: Path, libraries: Path) -> None:
+def build(folder: Path, libraries: Path, *, quiet: bool = False) -> None:
     """Compile the modules of `folder` and put them there, with the library that they share into `libraries`, and the
     one in C into the folder of backends beside it.
 
-    Raises CalledProcessError, and leaves everything as it was, where a compiler is missing or refuses.
+    Raises CalledProcessError, and leaves everything as it was, where a compiler is missing or refuses. What compilers
+    say is printed, or with `quiet` goes into the error.
     """
     digest = digest_of(folder)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -123,6 +124,8 @@ def build(folder: Path, libraries: Path) -> None:
             cwd=stage,
             env=environment,
             check=True,
+            capture_output=quiet,
+            text=True,
         )
         remove(folder, libraries)
         for name in MODULES:

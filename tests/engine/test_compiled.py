@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
-import shutil
 import subprocess
 import sys
 from collections import deque
@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tidekv
 from tidekv.backends import keys
 from tidekv.backends.keys import pack_tokens
 from tidekv.engine import compiled
 from tidekv.states.accounts import PageAccount
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.index import PrefixIndex, Receipt
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+STATES = compiled.states_folder()
 
 
 def test_what_runs_is_what_the_source_says() -> None:
@@ -137,21 +139,19 @@ def told_by(source_root: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_compiled_form_answers_as_the_source_does(tmp_path: Path) -> None:
-    """A package of its own is compiled, so that this checkout goes on with what it has."""
-    package = tmp_path / "tidekv"
-    package.mkdir()
-    there = Path(str(tidekv.__file__)).parent
-    for entry in there.iterdir():
-        if entry.name not in ("states", "backends", "__pycache__"):
-            (package / entry.name).symlink_to(entry.resolve())
-    for folder in ("states", "backends"):
-        ignored = shutil.ignore_patterns("*.so", "__pycache__", compiled.DIGEST)
-        shutil.copytree(there / folder, package / folder, ignore=ignored)
-    plain, *forms = told_by(tmp_path)
-    assert forms == ["source", "function"]
+def test_the_compiled_form_answers_as_the_source_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the package are compiled and run, as benchmarks do it; this checkout goes on with what it has."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    forms = importlib.import_module("index_forms")
+    before = sorted(STATES.glob("*.so"))
+    forms.copy_source(tmp_path / "source")
+    plain, *found = told_by(tmp_path / "source")
+    assert found == ["source", "function"]
     try:
-        compiled.build(package / "states", tmp_path)
-    except subprocess.CalledProcessError:
-        pytest.skip("there is no C compiler, or no mypy")
-    assert told_by(tmp_path) == [plain, "compiled", "builtin_function_or_method"]
+        forms.copy_compiled(tmp_path / "made", tmp_path / "cache")
+    except forms.NotCompiled as error:
+        pytest.skip(f"there is no C compiler, or no mypy: {error}")
+    forms.copy_compiled(tmp_path / "kept", tmp_path / "cache")
+    for copy in ("made", "kept"):
+        assert told_by(tmp_path / copy) == [plain, "compiled", "builtin_function_or_method"]
+    assert sorted(STATES.glob("*.so")) == before
