@@ -23,7 +23,6 @@ Every step here may be cut short by a raise. What begins a load undoes itself; w
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
@@ -285,11 +284,15 @@ class Loads:
     def _end(self, load: Load, source: str, *, filler_source: str = "") -> None:
         self._unlock(load)
         index = self._books.index
-        with ExitStack() as undo:
+        ended: list[Node] = []
+        try:
             for node in load.nodes:
                 index.set_load(node, None)
-                undo.callback(index.set_load, node, load)
-            undo.pop_all()
+                ended.append(node)
+        except BaseException:
+            for node in ended:
+                index.set_load(node, load)
+            raise
         filler = load.filler if filler_source else None
         self.forget(load)
         for request, page_count in load.sharers.items():

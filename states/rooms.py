@@ -93,7 +93,14 @@ class Room:
     @property
     def is_written(self) -> bool:
         """Whether the last chunk of every span has come from every rank: nobody writes to its pages any more."""
-        return self.ranks > 0 and all(len(span.ended) == self.ranks for span in self.spans)
+        # Every guard asks this: a plain loop takes half of what `all` does.
+        ranks = self.ranks
+        if not ranks:
+            return False
+        for span in self.spans:  # noqa: SIM110
+            if len(span.ended) != ranks:
+                return False
+        return True
 
     @property
     def is_complete(self) -> bool:
