@@ -32,8 +32,10 @@ PAUSE_MAX_S: Final = 1e-3
 PAUSE_SHARE: Final = 1 / 8
 # A thread that only spins hardly lets go of the interpreter; this short a sleep really does.
 YIELD_S: Final = 1e-6
-# Posting and checking can block for as long as a copy takes: this long, then others get their turn and outcomes leave.
+# Posting and checking can block for as long as a copy takes: this long, then others get their turn.
 TURN_S: Final = 1e-3
+# What has ended waits for others to be told with it until this long after the last ones were told.
+TELL_S: Final = 200e-6
 # How much longer than its deadline `close` waits for a thread that sits in a call.
 STUCK_S: Final = 0.5
 PR_SET_TIMERSLACK: Final = 29
@@ -227,8 +229,13 @@ class PollerThread:
         ended: list[Outcome] = []
         any_ended = False
         rest: list[_Flight] = []
-        until_s = time.monotonic() + TURN_S
+        tell_at_s = time.monotonic() + TELL_S
         for flight in self._pending:
+            # Before the next one is asked, which may block: the loop goes on beside it.
+            if ended and time.monotonic() > tell_at_s:
+                outcomes.deliver(ended)
+                ended = []
+                tell_at_s = time.monotonic() + TELL_S
             if not flight.over:
                 self._call(flight, post=False)
                 flight.rounds -= 1
@@ -238,10 +245,6 @@ class PollerThread:
             self._release(flight)
             any_ended = True
             ended.append((flight.future, flight.error))
-            if time.monotonic() > until_s:
-                outcomes.deliver(ended)
-                ended = []
-                until_s = time.monotonic() + TURN_S
         self._pending = rest
         if ended:
             outcomes.deliver(ended)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Generator
+from typing import Generic, TypeVar
 
 from tidekv.states.errors import TransferFailed
 
@@ -55,20 +55,19 @@ async def settled(
 
     Raises TimeoutError where the deadline passes; `future` goes on then.
     """
+    if timeout_s is None:
+        return await _Settling(future, on_cancel)
     loop = asyncio.get_running_loop()
-    deadline_at = None if timeout_s is None else loop.time() + timeout_s
+    deadline_at = loop.time() + timeout_s
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
-            if deadline_at is None:
-                await _end_of(future, loop)
-            else:
-                await asyncio.wait([future], timeout=deadline_at - loop.time())
+            await asyncio.wait([future], timeout=deadline_at - loop.time())
         except asyncio.CancelledError as error:
             cancelled = error
             if on_cancel is not None:
                 on_cancel()
-        if deadline_at is not None and loop.time() >= deadline_at and not future.done():
+        if loop.time() >= deadline_at and not future.done():
             break
     if cancelled is not None:
         future.add_done_callback(_retrieve)
@@ -78,19 +77,37 @@ async def settled(
     return future.result()
 
 
-async def _end_of(future: asyncio.Future[T], loop: asyncio.AbstractEventLoop) -> None:
-    """Wait for the end of a future that a cancelled waiter does not cancel: what asyncio.wait does of several."""
-    ended: asyncio.Future[None] = loop.create_future()
+class _Settling(Generic[T]):
+    """A future as a task sees it that waits for it and cannot be kept from it.
 
-    def tell(_: asyncio.Future[T]) -> None:
-        if not ended.done():
-            ended.set_result(None)
+    What can be awaited is what has these four names (see `asyncio.isfuture`). A task that is cancelled asks what it
+    waits for to cancel itself; where that refuses, the task goes on waiting and is cancelled at the end of the wait.
+    A future more that stands between both, as in `asyncio.shield`, costs each wait one more turn of the loop.
+    """
 
-    future.add_done_callback(tell)
-    try:
-        await ended
-    finally:
-        future.remove_done_callback(tell)
+    def __init__(self, future: asyncio.Future[T], on_cancel: Callable[[], None] | None) -> None:
+        self._future = future
+        self._on_cancel = on_cancel
+        self._asyncio_future_blocking = False
+        self.get_loop = future.get_loop
+        self.add_done_callback = future.add_done_callback
+
+    def cancel(self, msg: object = None) -> bool:
+        """Refuse, and tell whoever can make the end come sooner."""
+        if self._on_cancel is not None:
+            self._on_cancel()
+        return False
+
+    def __await__(self) -> Generator[object, None, T]:
+        future = self._future
+        if not future.done():
+            self._asyncio_future_blocking = True
+            try:
+                yield self
+            except asyncio.CancelledError:
+                future.add_done_callback(_retrieve)
+                raise
+        return future.result()
 
 
 def _retrieve(future: asyncio.Future[T]) -> None:

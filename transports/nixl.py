@@ -231,15 +231,16 @@ class NixlTransport:
     async def _carry_out(self, pollable: PartedWrite, target: NixlPeer) -> None:
         """Hand a write to the poller and wait for its end, accounting for what it wrote whichever way it ends."""
         future = self._required_poller().submit(pollable)
-        for where in (self._writes, target.writes):
-            where.add(future)
-            future.add_done_callback(where.discard)
+        self._writes.add(future)
+        target.writes.add(future)
         try:
             await settled(future, on_cancel=pollable.stop)
         except TransferFailed as error:
             self._counts["writes_failed"] += 1
             raise TransferFailed(f"write to peer {target.instance} failed: {error}") from error
         finally:
+            self._writes.discard(future)
+            target.writes.discard(future)
             self._counts["bytes_written"] += pollable.bytes_done
 
     def _started(self) -> NixlAgent:

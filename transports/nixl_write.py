@@ -16,9 +16,16 @@ PARTS_IN_FLIGHT_MAX = 4
 
 
 class PartedWrite:
-    """A Pollable that carries out a plan part by part, a few in flight: each post or check blocks for one part only.
+    """A Pollable that carries out a plan part by part, a few in flight: each check blocks for one part only.
 
     On shared memory NIXL copies while it posts, so one big request would keep the poller's thread from everybody else.
+
+        post     makes the first part's request
+        check    posts the request that is made, and makes the next part's
+
+    While a part is posted others may run Python. Made beforehand, it is posted at the very beginning of its turn, and
+    so right after the poller has woken the loop: the loop's work is then done beside the copy. A loop that was woken
+    before the request is made would have the interpreter first, and the poller's thread, and so the link, would wait.
     """
 
     def __init__(self, agent: NixlAgent, plan: WritePlan, *, our_list: int, their_list: int) -> None:
@@ -26,6 +33,7 @@ class PartedWrite:
         self._plan = plan
         self._lists = (our_list, their_list)
         self._next = 0
+        self._made: tuple[Request, int] | None = None
         self._in_flight: list[tuple[Request, int]] = []
         self._error: TransferFailed | None = None
         self._stopped = False
@@ -34,52 +42,61 @@ class PartedWrite:
     @property
     def rounds(self) -> int:
         """Parts that are not posted yet: each takes one more round."""
-        return self._plan.part_count - self._next
+        return self._plan.part_count - self._next + (self._made is not None)
 
     def stop(self) -> None:
         """Post nothing more; from any thread."""
         self._stopped = True
 
     def post(self) -> bool:
-        """Post the first part; True when that is all and it is in place."""
-        return self._advance()
+        """Make the first part ready; True where there is nothing to do."""
+        self._make_next()
+        return self._is_over()
 
     def check(self) -> bool:
         """Collect the parts that are in place and post one more; True when all is, TransferFailed when no part is in
         flight any more and one of them failed.
         """
-        self._collect()
-        return self._advance()
+        if self._in_flight:
+            self._in_flight = [
+                (request, size) for request, size in self._in_flight if not self._ended(request, request.check, size)
+            ]
+        if len(self._in_flight) < PARTS_IN_FLIGHT_MAX:
+            self._post_made()
+            self._make_next()
+        return self._is_over()
 
     def release(self) -> None:
         """Nothing is left: every part was released at its own end."""
         assert not self._in_flight, "a write is released while parts of it are in flight"
+        assert self._made is None, "a write is released while a part of it waits to be posted"
 
-    def _advance(self) -> bool:
-        more = self._next < self._plan.part_count and not self._stopped and self._error is None
-        if more and len(self._in_flight) < PARTS_IN_FLIGHT_MAX:
-            self._post_next()
-        if self._in_flight:
+    def _is_over(self) -> bool:
+        if self._in_flight or self._made is not None:
             return False
         if self._error is not None:
             raise self._error
-        return self._stopped or self._next == self._plan.part_count
+        return True
 
-    def _post_next(self) -> None:
+    def _post_made(self) -> None:
+        made, self._made = self._made, None
+        if made is None:
+            return
+        request, size_bytes = made
+        if self._stopped or self._error is not None:
+            self._release(request)
+        elif not self._ended(request, request.post, size_bytes):
+            self._in_flight.append(made)
+
+    def _make_next(self) -> None:
+        if self._next == self._plan.part_count or self._stopped or self._error is not None:
+            return
         part = self._plan.part(self._next)
         self._next += 1
         try:
-            request = self._agent.write_request(*self._lists, part)
+            self._made = (self._agent.write_request(*self._lists, part), part.size_bytes)
         except TransferFailed as error:
             self._error = error
-            return
-        if not self._ended(request, request.post, part.size_bytes):
-            self._in_flight.append((request, part.size_bytes))
-
-    def _collect(self) -> None:
-        self._in_flight = [
-            (request, size) for request, size in self._in_flight if not self._ended(request, request.check, size)
-        ]
 
     def _ended(self, request: Request, ask: Callable[[], bool], size_bytes: int) -> bool:
         """Ask a part; account for it and release it where it has ended. Of several errors the first is kept."""
@@ -89,11 +106,14 @@ class PartedWrite:
             self.bytes_done += size_bytes
         except TransferFailed as error:
             self._error = self._error or error
+        self._release(request)
+        return True
+
+    def _release(self, request: Request) -> None:
         try:
             request.release()
         except TransferFailed as error:
             self._error = self._error or error
-        return True
 
 
 class Probe:
