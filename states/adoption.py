@@ -6,11 +6,11 @@ AheadRun, landed, no parent ──adopt──▶ a load that is COPYING from the
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.load import Load, Stage
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -30,7 +30,7 @@ class Adoption:
         """Make a read a load of a new child of `parent`, into `pages`, the caller's until now. `disown` undoes it."""
         books = self._books
         load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
-        with ExitStack() as undo:
+        with Undo() as undo:
             undo.callback(self.disown, load, run)
             load.nodes.append(books.index.insert_pending(parent, run.request.namespace, keys, pages, load))
             load.host_pages = run.host_pages
@@ -43,7 +43,7 @@ class Adoption:
                 books.operations[load.op] = load
                 books.remind(load, books.now_s + deadline_s, op=load.op)
                 books.storage.fetching[load] = len(pages)
-            undo.pop_all()
+            undo.keep()
         return load
 
     def disown(self, load: Load, run: AheadRun) -> None:

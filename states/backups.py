@@ -13,7 +13,6 @@ Ranges are counted in pages from the root, never in nodes: nodes split while a c
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRet
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tail_puts import TailPut
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -314,12 +314,12 @@ class Backups:
 
     def _tell_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
         held = 0 if host_leaf is None else host_leaf.depth_pages
-        with ExitStack() as undo:
+        with Undo() as undo:
             pin = None if host_leaf is None else self._pin_retracted(host_leaf)
             if pin is not None:
                 undo.callback(pin[1])
             self._books.say(TellRetracted(request_id=backup.request_id, held_pages=held))
-            undo.pop_all()
+            undo.keep()
         self._retracted[backup.request_id] = pin
         del self._retracting[backup.request_id]
         backup.retracts = False

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 from tidekv.states.accounts import PageAccount
 from tidekv.states.dropping import Dropping, EvictionHook
+from tidekv.states.edges import begins_with
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.eviction import LRU, EvictionPolicy
 from tidekv.states.found import Inserted, Match
@@ -82,12 +83,11 @@ class PrefixIndex:
         width, end, at = tree.key_bytes, len(keys), 0
         tree.tick = tick = tree.tick + 1
         node = device_node = tree.root(namespace)
-        starts_with = keys.startswith
         while at < end:
             child = node.children.get(keys[at : at + width])
             if child is None or child.void:
                 break
-            if not starts_with(child.keys, at):
+            if not begins_with(keys, child.keys, at):
                 child = tree.split(child, tree.shared_pages(child.keys, keys, at))
             node = child
             node.tick = tick

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tidekv.states.edges import begins_with
 from tidekv.states.found import Inserted
 from tidekv.states.node import Node
 from tidekv.states.shapes import PageIds, page_ids
@@ -28,14 +29,13 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
     duplicates, rejected = table[:], table[:]
     host_only: list[Node] = []
     first, stop = 0, count
-    starts_with = keys.startswith
     while first < count:
         at = first * width
         child = node.children.get(keys[at : at + width])
         if child is None:
             break
         shared, theirs = child.page_count, child.device
-        if not starts_with(child.keys, at):
+        if not begins_with(keys, child.keys, at):
             shared = tree.shared_pages(child.keys, keys, at)
             theirs = None if theirs is None else theirs[:shared]
         ours = pages[first : first + shared]

@@ -84,7 +84,10 @@ class Load:
     @property
     def page_count(self) -> int:
         """Pages under load."""
-        return sum(node.page_count for node in self.nodes)
+        count = 0
+        for node in self.nodes:
+            count += node.page_count
+        return count
 
     @property
     def device_pages(self) -> PageIds:

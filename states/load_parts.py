@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.load import Load
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -23,13 +23,13 @@ def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
         index.split(load.nodes[kept], at - pages)
         kept += 1
     rest = Load(first=load.first + at, tier=load.tier, stage=load.stage)
-    with ExitStack() as undo:
+    with Undo() as undo:
         shorter = index.lock(load.nodes[kept - 1])
         undo.callback(index.unlock, shorter)
         for node in load.nodes[kept:]:
             index.set_load(node, rest)
             undo.callback(index.set_load, node, load)
-        undo.pop_all()
+        undo.keep()
     rest.cause, rest.filler, rest.span = load.cause, load.filler, load.span
     # The lock of the whole ends where the rest ends.
     rest.lock, load.lock = load.lock, shorter

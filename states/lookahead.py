@@ -20,12 +20,12 @@ nothing; those that are held cannot be evicted until the request is admitted or 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -112,7 +112,7 @@ class Lookahead:
     def _fetch(self, request: Request, ahead: Ahead, first: int, count: int, deadline_s: float) -> None:
         books = self._books
         run = AheadRun(request, first=first)
-        with ExitStack() as undo:
+        with Undo() as undo:
             run.host_pages = books.host.take(count)
             undo.callback(books.host.give_back, run.host_pages)
             run.op = books.begin(run, deadline_s=deadline_s)
@@ -126,7 +126,7 @@ class Lookahead:
                     timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
                 )
             )
-            undo.pop_all()
+            undo.keep()
         ahead.runs.append(run)
         ahead.taken += count
         self.pages += count
@@ -191,11 +191,11 @@ class Lookahead:
         keys = request.keys[run.first * width : (run.first + count) * width]
         node, run.host_pages = index.insert_host(ahead.pin.node, keys, run.host_pages)
         self._books.count("pages_fetched_ahead", count - len(run.host_pages))
-        with ExitStack() as undo:
+        with Undo() as undo:
             pin = index.pin(node)
             undo.callback(index.unpin, pin)
             index.unpin(ahead.pin)
-            undo.pop_all()
+            undo.keep()
         ahead.pin = pin
         ahead.joined = node.depth_pages
         if ahead.attachment == index.tree.attachment:

@@ -18,8 +18,6 @@ from tidekv.states.commands import QueryStorage
 from tidekv.states.planner import pages_to_fetch
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
     from tidekv.states.adoption import Adoption
     from tidekv.states.books import Books
     from tidekv.states.loads import Loads
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from tidekv.states.plan import Plan
     from tidekv.states.request import Request
     from tidekv.states.rooms import Rooms
+    from tidekv.states.undo import Undo
 
 
 class PlanFetches:
@@ -50,7 +49,7 @@ class PlanFetches:
         request.stored_first, request.stored_found = first, 0
         books.say(QueryStorage(op=request.query_op, request_id=request.request_id, first=first, count=count))
 
-    def adopt_reads(self, request: Request, plan: Plan, undo: ExitStack) -> int:
+    def adopt_reads(self, request: Request, plan: Plan, undo: Undo) -> int:
         """Go on with the reads that were begun ahead, as far as they fit the plan; returns how many."""
         adopted = 0
         width = self._books.settings.key_bytes
@@ -67,7 +66,7 @@ class PlanFetches:
             adopted += 1
         return adopted
 
-    def load(self, request: Request, plan: Plan, undo: ExitStack) -> None:
+    def load(self, request: Request, plan: Plan, undo: Undo) -> None:
         """Start fetches of what storage said it has, as far as host pages can be had."""
         books = self._books
         settings = books.settings
@@ -99,7 +98,7 @@ class PlanFetches:
             found_to = plan.end + allowed
         self._fetch_to(request, plan, found_to, deadline_s, undo)
 
-    def _load_to_boundary(self, request: Request, plan: Plan, boundary: int, undo: ExitStack) -> None:
+    def _load_to_boundary(self, request: Request, plan: Plan, boundary: int, undo: Undo) -> None:
         """With components, where the plan ends was decided with the grant, and so was how much may be fetched."""
         books = self._books
         beyond = request.stored_first + request.stored_found - max(boundary, request.stored_first)
@@ -110,7 +109,7 @@ class PlanFetches:
         deadline_s = books.settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - books.now_s)
         self._fetch_to(request, plan, boundary, deadline_s, undo)
 
-    def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: ExitStack) -> None:
+    def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: Undo) -> None:
         books = self._books
         settings = books.settings
         width = settings.key_bytes

@@ -20,7 +20,6 @@ A caller that computes by itself begins with the first page: its tails would hav
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyTail
@@ -28,6 +27,7 @@ from tidekv.states.components import TailPages, TailTable
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tail_storage import WITHOUT_HOST, WITHOUT_STORAGE, WITHOUT_TAILS, TailFetch, TailStorage
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -182,7 +182,7 @@ class Tails:
             tails.distrust(self._books, WITHOUT_STORAGE, "not all that storage has can be fetched")
         return end >= tails.boundary
 
-    def begin(self, request: Request, node: Node, undo: ExitStack) -> None:
+    def begin(self, request: Request, node: Node, undo: Undo) -> None:
         """Start the copies, and lock the tails to `node`, the end of the plan. `undo` takes all of it back."""
         tails = request.tails
         assert tails is not None
@@ -196,7 +196,7 @@ class Tails:
         self.storage.begin(request, tails, undo)
 
     def _copy(
-        self, tails: RequestTails, name: str, source: TierName, pages: tuple[PageIds, PageIds], undo: ExitStack
+        self, tails: RequestTails, name: str, source: TierName, pages: tuple[PageIds, PageIds], undo: Undo
     ) -> None:
         if not pages[0]:
             return
@@ -215,10 +215,10 @@ class Tails:
     def _lock_at(self, tails: RequestTails, node: Node) -> None:
         assert tails.lock is not None
         lock = self._index.lock(node, boundary=tails.boundary)
-        with ExitStack() as undo:
+        with Undo() as undo:
             undo.callback(self._index.unlock, lock)
             self._index.unlock(tails.lock)
-            undo.pop_all()
+            undo.keep()
         tails.lock = lock
 
     def promise(self, request: Request) -> tuple[TailPages, ...]:

@@ -14,7 +14,6 @@ Deciding comes first and is free to raise; index and accounts change after that.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.adoption import Adoption
@@ -24,6 +23,7 @@ from tidekv.states.load import LateRecompute, Load, Stage
 from tidekv.states.plan import Plan
 from tidekv.states.plan_fetches import PlanFetches
 from tidekv.states.shapes import page_ids
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -132,7 +132,7 @@ class Restore:
         request.declined = ("", 0)
         shared = self._loads_on(plan.node)
         said, adopted = len(books.out), 0
-        with ExitStack() as undo:
+        with Undo() as undo:
             undo.callback(lambda: books.out.__delitem__(slice(said, None)))
             if request.restore_limit < 2:
                 self._load_from_host(request, plan, undo)
@@ -154,7 +154,7 @@ class Restore:
             # The pages given back last are taken first: these very pages.
             undo.callback(books.device.take, surplus)
             op = self._ask_for_rest(request, plan, lock)
-            undo.pop_all()
+            undo.keep()
         self._lookahead.adopted(request, adopted)
         request.lock, request.pin, request.own = lock, None, plan.own
         request.matched, request.promised, request.recompute_op = match.device_pages, plan.end, op
@@ -181,7 +181,7 @@ class Restore:
             tails = None if self._tails is None else self._tails.promise(request)
             self._rooms.open(request, promised=plan.end, own=plan.own, tails=tails)
             return 0
-        with ExitStack() as undo:
+        with Undo() as undo:
             op = books.begin(request, deadline_s=float("inf"))
             undo.callback(books.operations.pop, op)
             books.say(
@@ -194,7 +194,7 @@ class Restore:
                     tails=None if request.tails is None else request.tails.table,
                 )
             )
-            undo.pop_all()
+            undo.keep()
         return op
 
     def _match(self, request: Request) -> Match:
@@ -241,7 +241,7 @@ class Restore:
                 loads[load] = loads.get(load, 0) + node.page_count
         return loads
 
-    def _load_from_host(self, request: Request, plan: Plan, undo: ExitStack) -> None:
+    def _load_from_host(self, request: Request, plan: Plan, undo: Undo) -> None:
         """Start copies of the matched host pages, in runs of whole nodes that one tier has brought."""
         run: list[Node] = []
         ahead = request.ahead

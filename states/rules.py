@@ -19,16 +19,22 @@ if TYPE_CHECKING:
 
 def waits_for_storage(core: Core, request: Request, event: Event) -> bool:
     """It is planned, and a fetch of its plan has not landed."""
-    return is_planned(core, request, event) and (
-        request.fetches_tails or any(load.stage is Stage.FETCHING for load in request.loads)
-    )
+    if not request.is_planned:
+        return False
+    for load in request.loads:
+        if load.stage is Stage.FETCHING:
+            return True
+    return request.fetches_tails
 
 
 def waits_for_copies(core: Core, request: Request, event: Event) -> bool:
     """It is planned, and a copy to the device is under way, or a failed load has nobody yet who extends into it."""
-    return is_planned(core, request, event) and (
-        request.waits_for_tails or any(load.stage in (Stage.COPYING, Stage.FAILED) for load in request.loads)
-    )
+    if not request.is_planned:
+        return False
+    for load in request.loads:
+        if load.stage is Stage.COPYING or load.stage is Stage.FAILED:
+            return True
+    return request.waits_for_tails
 
 
 def is_planned(core: Core, request: Request, event: Event) -> bool:

@@ -32,12 +32,11 @@ from typing import TYPE_CHECKING
 from tidekv.states.load import Load, Stage
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
     from tidekv.states.books import Books
     from tidekv.states.loads import Loads
     from tidekv.states.plan import Plan
     from tidekv.states.request import Request
+    from tidekv.states.undo import Undo
 
 
 class SharedTransfers:
@@ -49,7 +48,7 @@ class SharedTransfers:
 
     # --- Starting ---
 
-    def publish(self, request: Request, plan: Plan, undo: ExitStack) -> Load | None:
+    def publish(self, request: Request, plan: Plan, undo: Undo) -> Load | None:
         """Enter the full pages of the plan's delta in the tree, under a load that the request's room is to fill.
 
         None, and nothing is changed, where that is not to be, or void pages are in the way. The pages are the first of

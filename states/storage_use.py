@@ -10,7 +10,6 @@ requests go on without storage; its waits and probes are operations of the core.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.breaker import Breaker
@@ -18,6 +17,7 @@ from tidekv.states.commands import ProbeStorage
 from tidekv.states.load import LateFetch
 from tidekv.states.pace import FetchPace
 from tidekv.states.planner import Way
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -157,10 +157,10 @@ class StorageUse:
         """The back-off is over."""
         books = self._books
         op = books.begin(self, deadline_s=float("inf"))
-        with ExitStack() as undo:
+        with Undo() as undo:
             undo.callback(books.operations.pop, op)
             books.say(ProbeStorage(op=op))
-            undo.pop_all()
+            undo.keep()
         del books.operations[self.op]
         self.op = op
 

@@ -150,8 +150,8 @@ def build_machine(kind: type[Machine] = ShortMachine) -> Machine:
     )
 
 
-MOVES_ON = frozenset(state for row in TRANSITIONS if row.event is steps.Progressed for state in row.source)
-"""The states in which a request may move on by itself."""
+MOVES_ON = tuple(dict.fromkeys(state for row in TRANSITIONS if row.event is steps.Progressed for state in row.source))
+"""The states in which a request may move on by itself. (A tuple: it finds a member without hashing it.)"""
 
 
 PROGRESS_GUARDS: dict[State, tuple[Guard, ...]] = {

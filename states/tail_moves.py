@@ -8,13 +8,13 @@ its source and a pin of the place where it is to go, until it has ended. From th
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyTail
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tail_puts import TailPuts
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -59,7 +59,7 @@ class TailBackups:
     def _copy(self, name: str, leaf: Node, first: int, sources: list[int], host: dict[int, int]) -> None:
         if self._index.host[name].room < len(sources):
             return
-        with ExitStack() as undo:
+        with Undo() as undo:
             lock = self._index.lock(leaf, boundary=leaf.depth_pages)
             undo.callback(self._index.unlock, lock)
             pin = self._index.pin(leaf, boundary=leaf.depth_pages)
@@ -68,7 +68,7 @@ class TailBackups:
             backup = TailBackup(name, leaf, first, lock, pin)
             if pages is None:
                 # What the tail has on the host already was all that could be evicted for the rest of it.
-                undo.pop_all()
+                undo.keep()
                 self._insist_on_giving_up(backup)
                 return
             undo.callback(self._index.give_back, {name: pages}, "host")
@@ -86,7 +86,7 @@ class TailBackups:
                     target_pages=pages,
                 )
             )
-            undo.pop_all()
+            undo.keep()
 
     def ended(self, backup: TailBackup, error: str) -> None:
         """The copy is over; with an error its pages are garbage and given back."""

@@ -9,12 +9,12 @@ Its request may be long gone: the tokens that name its pages are the keys of the
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import StoreTail
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +67,7 @@ class TailPuts:
 
     def _start(self, put: TailPut) -> None:
         books = self._books
-        with ExitStack() as undo:
+        with Undo() as undo:
             put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
             undo.callback(self._index.unpin, put.pin)
             if books.settings.put_wait_s and books.storage.holds_puts:
@@ -75,15 +75,15 @@ class TailPuts:
                 self.waiting[put] = None
             else:
                 self._put(put)
-            undo.pop_all()
+            undo.keep()
 
     def _put(self, put: TailPut) -> None:
         books = self._books
-        with ExitStack() as undo:
+        with Undo() as undo:
             op = books.begin(put, deadline_s=STORE_DEADLINE_S)
             undo.callback(books.operations.pop, op)
             books.say(StoreTail(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
-            undo.pop_all()
+            undo.keep()
         put.op = op
 
     @property

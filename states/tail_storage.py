@@ -23,7 +23,6 @@ is waited for until its deadline. A fetch that nobody waits for keeps its host p
 from __future__ import annotations
 
 import enum
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +31,7 @@ from tidekv.states.commands import CopyTail, FetchTail, QueryTails
 from tidekv.states.components import longest_boundary
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.books import Books
@@ -216,7 +216,7 @@ class TailStorage:
             tails.fetches[fetch] = None
         return True
 
-    def begin(self, request: Request, tails: RequestTails, undo: ExitStack) -> None:
+    def begin(self, request: Request, tails: RequestTails, undo: Undo) -> None:
         """Start the fetches. `undo` takes all of it back."""
         books = self._books
         count = tails.fetched_pages + sum(len(fetch.positions) for fetch in tails.fetches)
@@ -261,7 +261,7 @@ class TailStorage:
             self.failed(fetch)
             return
         books.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
-        with ExitStack() as undo:
+        with Undo() as undo:
             op = books.begin(fetch, deadline_s=books.settings.copy_deadline_s)
             undo.callback(books.operations.pop, op)
             books.say(
@@ -274,7 +274,7 @@ class TailStorage:
                     target_pages=fetch.device_pages,
                 )
             )
-            undo.pop_all()
+            undo.keep()
         fetch.op = op
         fetch.stage = TailStage.COPYING
         books.storage.fetch_over(fetch)
