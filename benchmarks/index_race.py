@@ -265,9 +265,10 @@ def main() -> None:
         check_tree(OurTree(PAGE, 1_000_000, packed=False))
         if chosen.peer == "vllm":
             check_vllm(VllmPool(PAGE, 1_000_000))
-            race_on_trace(
-                figures, prompts, chosen.rounds, "vllm", lambda size: replay_vllm(VllmPool(PAGE, size), prompts)
-            )
+            if prompts:
+                race_on_trace(
+                    figures, prompts, chosen.rounds, "vllm", lambda size: replay_vllm(VllmPool(PAGE, size), prompts)
+                )
             return
         check_tree(SglangTree(PAGE, 1_000_000))
         note_limits(figures)
@@ -276,7 +277,10 @@ def main() -> None:
         race_eviction(figures, chosen.rounds)
         if not chosen.no_keys:
             race_keys(figures, chosen.rounds)
-        race_on_trace(figures, prompts, chosen.rounds, "sglang", lambda size: replay(SglangTree(PAGE, size), prompts))
+        if prompts:
+            race_on_trace(
+                figures, prompts, chosen.rounds, "sglang", lambda size: replay(SglangTree(PAGE, size), prompts)
+            )
 
 
 if __name__ == "__main__":

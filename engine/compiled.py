@@ -1,5 +1,6 @@
 """The compiled form of the prefix index: made by mypyc of the very same source, optional, needed by nothing. With it
-comes one function in C, for the one loop that neither numpy nor mypyc does in one pass: packing an array of tokens.
+come two functions in C, for loops that Python has none for as fast: packing an array of tokens in one pass, and
+comparing a prompt with the keys of a node by whole lines of the cache.
 
     python3 dev.py compile             make it for this Python, in a checkout: a minute or two, and a C compiler
     python3 dev.py compile --remove    run the source again
@@ -29,8 +30,8 @@ MODULES: Final = (
 )  # fmt: skip
 """The modules of `tidekv.states` that are compiled, together: calls between them cost a C call."""
 
-NATIVE: Final = "native_tokens"
-"""The module of `tidekv.backends` in C."""
+NATIVE: Final = ("backends/native_tokens", "states/native_edges")
+"""The modules of `tidekv` in C."""
 
 GROUP: Final = "tidekv_states"
 DIGEST: Final = "compiled.sha256"
@@ -43,11 +44,12 @@ import sys
 from mypyc.build import mypycify
 from setuptools import Extension, setup
 
-group, native, *paths = sys.argv[1:]
+group, *paths = sys.argv[1:]
+native = [path.removesuffix(".c") for path in paths if path.endswith(".c")]
 sys.argv = ["compiled", "build_ext", "--inplace"]
-options = ["--strict", "--follow-imports=silent", "--config-file=", *paths]
+options = ["--strict", "--follow-imports=silent", "--config-file=", *(path for path in paths if path.endswith(".py"))]
 modules = mypycify(options, opt_level="3", group_name=group)
-modules.append(Extension(native.replace("/", "."), [f"{native}.c"], extra_compile_args=["-O3"]))
+modules += [Extension(path.replace("/", "."), [f"{path}.c"], extra_compile_args=["-O3"]) for path in native]
 setup(name="compiled", packages=[], ext_modules=modules)
 """
 
@@ -70,17 +72,13 @@ def form(loaded: Path | None = None) -> Form:
     return "compiled" if noted.is_file() and noted.read_text() == digest_of(folder) else "stale"
 
 
-def backends_beside(folder: Path) -> Path:
-    """Where the modules of `tidekv.backends` are, by where those of `tidekv.states` are."""
-    return folder.parent / "backends"
-
-
 def digest_of(folder: Path) -> str:
     """Name the source that is compiled."""
     digest = hashlib.sha256()
     for name in MODULES:
         digest.update((folder / f"{name}.py").read_bytes())
-    digest.update((backends_beside(folder) / f"{NATIVE}.c").read_bytes())
+    for name in NATIVE:
+        digest.update((folder.parent / f"{name}.c").read_bytes())
     return digest.hexdigest()
 
 
@@ -89,16 +87,17 @@ def remove(folder: Path, libraries: Path) -> None:
     for name in MODULES:
         for built in folder.glob(f"{name}.*.so"):
             built.unlink()
-    for built in backends_beside(folder).glob(f"{NATIVE}.*.so"):
-        built.unlink()
+    for name in NATIVE:
+        for built in folder.parent.glob(f"{name}.*.so"):
+            built.unlink()
     for built in libraries.glob(f"{GROUP}__mypyc.*.so"):
         built.unlink()
     (folder / DIGEST).unlink(missing_ok=True)
 
 
 def build(folder: Path, libraries: Path, *, quiet: bool = False) -> None:
-    """Compile the modules of `folder` and put them there, with the library that they share into `libraries`, and the
-    one in C into the folder of backends beside it.
+    """Compile the modules of `folder` and put them there, with the library that they share into `libraries`, and those
+    in C to where they belong.
 
     Raises CalledProcessError, and leaves everything as it was, where a compiler is missing or refuses. What compilers
     say is printed, or with `quiet` goes into the error.
@@ -109,18 +108,19 @@ def build(folder: Path, libraries: Path, *, quiet: bool = False) -> None:
         stage = Path(made)
         package = stage / "tidekv" / "states"
         package.mkdir(parents=True)
-        backends = package.parent / "backends"
-        backends.mkdir()
-        shutil.copy(backends_beside(folder) / f"{NATIVE}.c", backends)
+        for name in NATIVE:
+            there = package.parent / f"{name}.c"
+            there.parent.mkdir(exist_ok=True)
+            shutil.copy(folder.parent / f"{name}.c", there)
         for empty in (package.parent / "__init__.py", package.parent / "py.typed"):
             empty.touch()
         for source in folder.glob("*.py"):
             shutil.copy(source, package)
-        paths = [f"tidekv/states/{name}.py" for name in MODULES]
+        paths = [f"tidekv/states/{name}.py" for name in MODULES] + [f"tidekv/{name}.c" for name in NATIVE]
         # The search path of whoever calls would lead to the package itself.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         subprocess.run(
-            [sys.executable, "-c", SETUP, GROUP, f"tidekv/backends/{NATIVE}", *paths],
+            [sys.executable, "-c", SETUP, GROUP, *paths],
             cwd=stage,
             env=environment,
             check=True,
@@ -130,7 +130,8 @@ def build(folder: Path, libraries: Path, *, quiet: bool = False) -> None:
         remove(folder, libraries)
         for name in MODULES:
             _put(package / f"{name}{suffix}", folder)
-        _put(backends / f"{NATIVE}{suffix}", backends_beside(folder))
+        for name in NATIVE:
+            _put(package.parent / f"{name}{suffix}", (folder.parent / name).parent)
         _put(stage / f"{GROUP}__mypyc{suffix}", libraries)
         (folder / DIGEST).write_text(digest)
 

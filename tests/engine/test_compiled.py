@@ -17,6 +17,7 @@ from tidekv.backends import keys
 from tidekv.backends.keys import pack_tokens
 from tidekv.engine import compiled
 from tidekv.states.accounts import PageAccount
+from tidekv.states.edges import begins_with
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.index import PrefixIndex, Receipt
 
@@ -28,14 +29,15 @@ def test_what_runs_is_what_the_source_says() -> None:
     assert compiled.form() in ("source", "compiled"), "run: python3 dev.py compile, or with --remove"
 
 
-@pytest.mark.parametrize("changed", ["states/tree.py", "backends/native_tokens.c"])
+@pytest.mark.parametrize("changed", ["states/tree.py", "backends/native_tokens.c", "states/native_edges.c"])
 def test_a_change_to_the_source_makes_what_was_compiled_stale(tmp_path: Path, changed: str) -> None:
     folder = tmp_path / "states"
     for name in ("states", "backends"):
         (tmp_path / name).mkdir()
     for name in compiled.MODULES:
         (folder / f"{name}.py").write_text(f"# {name}\n")
-    (tmp_path / "backends" / f"{compiled.NATIVE}.c").write_text("/* */\n")
+    for name in compiled.NATIVE:
+        (tmp_path / f"{name}.c").write_text("/* */\n")
     loaded = folder / "index.cpython-311-x86_64-linux-gnu.so"
     assert compiled.form(folder / "index.py") == "source"
     assert compiled.form(loaded) == "stale"
@@ -50,7 +52,8 @@ def test_removing_leaves_the_source_and_what_is_not_ours(tmp_path: Path) -> None
     for path in (folder, backends, libraries):
         path.mkdir()
         (path / "other.so").touch()
-    (backends / f"{compiled.NATIVE}.cpython-311-x86_64-linux-gnu.so").touch()
+    for name in compiled.NATIVE:
+        (tmp_path / f"{name}.cpython-311-x86_64-linux-gnu.so").touch()
     for name in ("index.py", "index.cpython-311-x86_64-linux-gnu.so", compiled.DIGEST):
         (folder / name).touch()
     (libraries / f"{compiled.GROUP}__mypyc.cpython-311-x86_64-linux-gnu.so").touch()
@@ -115,17 +118,55 @@ def packed_or_refused(seed: int) -> list[object]:
     return told
 
 
+def compared(seed: int) -> list[object]:
+    """Whether edges are what keys go on with, of all alignments and lengths, alike or different in one byte."""
+    source = random.Random(seed)
+    told: list[object] = []
+    for count in (
+        0,
+        1,
+        63,
+        64,
+        255,
+        8191,
+        8192,
+        8193,
+        8447,
+        8448,
+        *(source.randrange(8192, 70_000) for _ in range(60)),
+    ):
+        at, shift = source.randrange(200), source.randrange(130)
+        edge = source.randbytes(count)
+        moved = memoryview(bytes(shift) + edge)[shift:]
+        keys = source.randbytes(at) + edge + source.randbytes(source.randrange(3) * 100)
+        places = [0, count - 1, *(source.randrange(count) for _ in range(20))] if count else []
+        told += [begins_with(keys, edge, at), begins_with(keys, moved, at), begins_with(keys, moved, at + 1)]
+        told += [begins_with(keys[: at + count], edge, at), begins_with(keys[: at + count - 1], edge, at)]
+        told.append(begins_with(keys, edge, len(keys) + 5))
+        for place in places:
+            wrong = bytearray(keys)
+            wrong[at + place] ^= 1 << source.randrange(8)
+            told += [begins_with(bytes(wrong), edge, at), begins_with(bytes(wrong), moved, at)]
+    return told
+
+
+def test_edges_are_told_from_what_differs_in_one_bit() -> None:
+    told = compared(1)
+    assert {True, False} == set(told)
+    assert sum(map(bool, told)) < 4 * 70
+
+
 CHILD = """
 import hashlib
 import test_compiled as here
-answers = here.answers(1) + here.packed_or_refused(1)
-print(hashlib.sha256(repr(answers).encode()).hexdigest(), here.compiled.form(), here.pack_form())
+answers = here.answers(1) + here.packed_or_refused(1) + here.compared(1)
+print(hashlib.sha256(repr(answers).encode()).hexdigest(), here.compiled.form(), here.native_form(), sep='; ')
 """
 
 
-def pack_form() -> str:
-    """Which form packs arrays in this process."""
-    return str(type(keys._halved).__name__)
+def native_form() -> str:
+    """Which forms pack arrays and compare keys in this process."""
+    return f"{type(keys._halved).__name__}, {type(begins_with).__name__}"
 
 
 def told_by(source_root: Path) -> list[str]:
@@ -135,7 +176,7 @@ def told_by(source_root: Path) -> list[str]:
         [sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return done.stdout.strip().split("; ")
 
 
 @pytest.mark.slow
@@ -146,12 +187,12 @@ def test_the_compiled_form_answers_as_the_source_does(tmp_path: Path, monkeypatc
     before = sorted(STATES.glob("*.so"))
     forms.copy_source(tmp_path / "source")
     plain, *found = told_by(tmp_path / "source")
-    assert found == ["source", "function"]
+    assert found == ["source", "function, method_descriptor"]
     try:
         forms.copy_compiled(tmp_path / "made", tmp_path / "cache")
     except forms.NotCompiled as error:
         pytest.skip(f"there is no C compiler, or no mypy: {error}")
     forms.copy_compiled(tmp_path / "kept", tmp_path / "cache")
     for copy in ("made", "kept"):
-        assert told_by(tmp_path / copy) == [plain, "compiled", "builtin_function_or_method"]
+        assert told_by(tmp_path / copy) == [plain, "compiled", "builtin_function_or_method, builtin_function_or_method"]
     assert sorted(STATES.glob("*.so")) == before

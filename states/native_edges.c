@@ -1,0 +1,102 @@
+/* Comparing a prompt with the keys of a node. Optional: `python3 dev.py compile` builds it, `edges.py` does without it,
+ * and a test compares the two. It reads nothing but the bytes that it is given, and writes nothing.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#include <stdint.h>
+
+#define LINE 64
+/* Below this the plain comparison takes about as long. */
+#define WIDE_MIN 8192
+
+/* Two long runs are read at the pace of the second-level cache. With loads of 32 bytes, as in the plain comparison,
+ * every second one touches two lines wherever the addresses differ by 16, and that takes a third more time.
+ */
+__attribute__((target("avx512f"))) static int same_wide(const char *ours, const char *theirs, size_t size)
+{
+    size_t at = -(uintptr_t)ours & (LINE - 1);
+    if (memcmp(ours, theirs, at)) {
+        return 0;
+    }
+    for (; at + 4 * LINE <= size; at += 4 * LINE) {
+        __m512i differs = _mm512_setzero_si512();
+        for (size_t line = at; line < at + 4 * LINE; line += LINE) {
+            __m512i other = _mm512_loadu_si512(theirs + line);
+            differs = _mm512_or_si512(differs, _mm512_xor_si512(_mm512_load_si512(ours + line), other));
+        }
+        if (_mm512_test_epi64_mask(differs, differs)) {
+            return 0;
+        }
+    }
+    return !memcmp(ours + at, theirs + at, size - at);
+}
+
+static int has_wide;
+
+static int same(const char *ours, const char *theirs, size_t size)
+{
+    return has_wide && size >= WIDE_MIN ? same_wide(ours, theirs, size) : !memcmp(ours, theirs, size);
+}
+
+static int look_at_processor(PyObject *Py_UNUSED(module))
+{
+    __builtin_cpu_init();
+    has_wide = __builtin_cpu_supports("avx512f") != 0;
+    return 0;
+}
+#else
+static int same(const char *ours, const char *theirs, size_t size)
+{
+    return !memcmp(ours, theirs, size);
+}
+
+static int look_at_processor(PyObject *Py_UNUSED(module))
+{
+    return 0;
+}
+#endif
+
+PyDoc_STRVAR(begins_with_doc, "Tell whether `edge` is what `keys` go on with from byte `at` on.");
+
+static PyObject *begins_with(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 3 || !PyBytes_Check(arguments[0])) {
+        PyErr_SetString(PyExc_TypeError, "expected bytes, a buffer and an offset");
+        return NULL;
+    }
+    Py_ssize_t at = PyNumber_AsSsize_t(arguments[2], PyExc_OverflowError);
+    if (at < 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "the offset is negative");
+        }
+        return NULL;
+    }
+    Py_buffer edge;
+    /* Contiguous, or an error. */
+    if (PyObject_GetBuffer(arguments[1], &edge, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    Py_ssize_t left = PyBytes_GET_SIZE(arguments[0]) - at;
+    int begins = edge.len <= left && same(PyBytes_AS_STRING(arguments[0]) + at, edge.buf, (size_t)edge.len);
+    PyBuffer_Release(&edge);
+    return PyBool_FromLong(begins);
+}
+
+static PyMethodDef methods[] = {
+    {"begins_with", (PyCFunction)(void (*)(void))begins_with, METH_FASTCALL, begins_with_doc},
+    {NULL, NULL, 0, NULL},
+};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, look_at_processor}, {0, NULL}};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "native_edges", NULL, 0, methods, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_native_edges(void)
+{
+    return PyModuleDef_Init(&definition);
+}
