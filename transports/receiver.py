@@ -85,7 +85,6 @@ class Receiver:
         say_hello = partial(hello.make_hello, transport, memory=memory, component_memory=component_memory)
         self._make_hello = partial(say_hello, identity=identity, lease_s=lease_s, **place)
         holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
-        # By how many prefill ranks there are.
         self._writers = cache(partial(slices.expected_writers, holding, rank=rank, stages=stages))
         self._group = group
         self._links: dict[str, PrefillLink] = {}
