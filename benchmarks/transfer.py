@@ -1,142 +1,146 @@
 """What the NIXL transport costs beside NIXL itself: `python benchmarks/transfer.py`.
 
-A second process offers the target pool. Each row writes the same pages by `NixlTransport.write` and by one bare request
-of NIXL that is polled without a pause, and says what reached the target per second; below, how much of a core the
-sleeping progress thread takes while nothing happens.
+A second process offers the target pool; the loop is uvloop, as in every process of ours. What is asked is bandwidth,
+so that is what is measured: writes of the same pages in a stream, eight at a time, as a prefill worker with several
+requests has them, by `NixlTransport.write` and by bare requests of NIXL. Both take turns, each time in another order,
+and the median over pairs of neighbours counts: the machine's own speed changes by half within seconds. How much two
+equal things differ here is measured too (bare beside bare), since no ratio is known better than that.
 
-Between the two stands the same bare request, made by a thread that an event loop hands it to and hears of its end from.
-NIXL copies while it posts, for milliseconds, so no loop can have it sooner: it is the limit of the transport.
+What a lone write takes, with nothing before or behind it, is told beside it. That is a latency: it has the plan and the
+way to the polling thread and back, which in a stream go on while other writes are copied. Between both stands the same
+bare request made by a thread that a loop hands it to and hears of its end from. NIXL copies while it posts, for
+milliseconds, so no loop can have it sooner: it is the limit of the transport's latency.
+
+Below, how much of a core the sleeping progress thread takes while nothing happens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
-import queue
 import statistics
-import threading
-import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import uvloop
 from figures import Figures
 from rich.console import Console
 from rich.table import Table
+from transfer_pairs import Handed, Lists, Rig, Shape, bare_lone, bare_streamed, our_lone, our_streamed
 
-from tidekv.engine.nixl_child import NixlChild, NumpyPool
+from tidekv.engine.nixl_child import NumpyPool
 from tidekv.engine.poller import PollerThread
-from tidekv.states.shapes import PageIds, page_ids
 from tidekv.transports.nixl import NixlTransport
-from tidekv.transports.nixl_plan import WritePlan, paired_pages
 
-ROUNDS = 15
 IDLE_S = 3.0
-SHAPES = [  # (pages of a write, bytes of a piece, pieces of a page)
-    (1, 65536, 1),
-    (1024, 65536, 1),
-    (1024, 4096, 1),
-    (64, 32768, 32),
-]
+PAIRS = 21
+LONE_PAIRS = 15
+STREAM_BYTES = 256 * 1024 * 1024  # One turn of a stream takes a tenth of a second, in which the machine stays the same.
+STREAM_WRITES_MAX = 256
+ONE_PAGE = Shape(1, 65536, 1)
+SHAPES = [ONE_PAGE, Shape(1024, 65536, 1), Shape(1024, 4096, 1), Shape(64, 32768, 32)]
+ORDERS = ("random", "consecutive")
 
 
-def bare_write(transport: NixlTransport, peer: Any, ours: PageIds, theirs: PageIds) -> float:
-    """Seconds of one bare request over the same prepared lists, from its making to its release, on this thread."""
-    agent = transport._agent
-    assert agent is not None
-    started_at_s = time.perf_counter()
-    pages = paired_pages(ours, theirs, numbering=peer.numbering, peer="")
-    plan = WritePlan(peer.numbering, *pages, part_bytes=2**62, part_descriptors=2**31 - 1)
-    request = agent.write_request(peer.our_list, peer.their_list, plan.part(0))
-    done = request.post()
-    while not done:
-        done = request.check()
-    request.release()
-    return time.perf_counter() - started_at_s
+@dataclass
+class Row:
+    """One shape in one order: seconds of each turn, by what was measured."""
+
+    shape: Shape
+    order: str
+    stream_writes: int
+    streamed: list[float] = field(default_factory=list)
+    bare_streamed: list[float] = field(default_factory=list)
+    bare_again: list[float] = field(default_factory=list)
+    lone: list[float] = field(default_factory=list)
+    by_thread: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, {self.order}"
+
+    @property
+    def is_bulk(self) -> bool:
+        """Of one page the time counts that passes, and no bandwidth."""
+        return self.shape != ONE_PAGE
+
+    def share(self) -> float:
+        """Per cent of bare NIXL's bandwidth in a stream."""
+        return 100 * of_pairs(self.bare_streamed, self.streamed)
+
+    def words(self) -> str:
+        """All ratios of the row."""
+        again = [100 * one / other for one, other in zip(self.bare_again, self.bare_streamed, strict=True)]
+        low, *_, high = statistics.quantiles(again, n=10)
+        return (
+            f"{self.name}: {self.share():.0f} % (bare beside bare {low:.0f} to {high:.0f} %), "
+            f"a lone write {100 * of_pairs(self.bare, self.lone):.0f} %, "
+            f"which is {100 * of_pairs(self.by_thread, self.lone):.0f} % of its limit"
+        )
+
+    def cells(self) -> list[str]:
+        """The row of the table: time of one write, by what was measured, and GB/s in a stream."""
+        streams = [statistics.median(seconds) / self.stream_writes for seconds in (self.streamed, self.bare_streamed)]
+        alone = [statistics.median(seconds) for seconds in (self.lone, self.by_thread, self.bare)]
+        told = [text for s in streams for text in (f"{s * 1e6:.0f}", f"{self.shape.size_bytes / s / 1e9:.2f}")]
+        return [str(self.shape), self.order, *told, f"{self.share():.0f}", *(f"{s * 1e6:.0f}" for s in alone)]
 
 
-class Handed:
-    """A thread that does what the loop gives it, one thing at a time, and tells it of the end; no more than that."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    async def seconds(self, job: Callable[[], object]) -> float:
-        """How long the loop waits for a job."""
-        started_at_s = time.perf_counter()
-        ended: asyncio.Future[None] = self._loop.create_future()
-        self._jobs.put((job, ended))
-        await ended
-        return time.perf_counter() - started_at_s
-
-    def close(self) -> None:
-        """End the thread."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, ended = item
-            try:
-                job()
-            except Exception as error:  # It is raised in the loop.
-                self._loop.call_soon_threadsafe(ended.set_exception, error)
-            else:
-                self._loop.call_soon_threadsafe(ended.set_result, None)
+def of_pairs(limits_s: list[float], ours_s: list[float]) -> float:
+    """How fast the second is beside the first: the median over what ran one after the other."""
+    return statistics.median(limit_s / s for limit_s, s in zip(limits_s, ours_s, strict=True))
 
 
-async def measure(table: Table, pages: int, piece_bytes: int, pieces: int) -> dict[str, float]:
-    """Fill one pair of rows; the transport's bandwidth over that of bare NIXL, medians of pairs, by row."""
-    pool_pages = pages + 64
-    pool = NumpyPool(pool_pages, (piece_bytes,) * pieces, seed=1)
-    child = await NixlChild.spawn(pages=pool_pages, pieces=(piece_bytes,) * pieces)
-    poller = PollerThread()
-    poller.start()
-    transport = NixlTransport("bench")
-    await transport.start(poller=poller)
-    await transport.register(pool.memory)
-    ready = child.ready
-    peer = await transport.add_peer(ready.instance, ready.metadata, ready.memory)
-    random = np.random.default_rng(0)
-    ratios: dict[str, float] = {}
+async def measure_stream(row: Row, rig: Rig, lists: list[Lists]) -> None:
+    """Streams in turns: ours and bare with now one first, now the other, and bare once more beside bare."""
+    parts = [rig.whole(some) for some in lists]
+    bare = partial(bare_streamed, rig, parts, row.stream_writes)
+    ours = partial(our_streamed, rig, lists, row.stream_writes)
+    await ours()
+    bare()
+    for turn in range(PAIRS):
+        gc.collect()
+        if turn % 2:
+            row.bare_again.append(bare())
+            row.bare_streamed.append(bare())
+            row.streamed.append(await ours())
+        else:
+            row.streamed.append(await ours())
+            row.bare_streamed.append(bare())
+            row.bare_again.append(bare())
+
+
+async def measure_lone(row: Row, rig: Rig, lists: list[Lists]) -> None:
+    """Single writes in turns, of the same pages within a turn."""
     handed = Handed()
-    for order in ("random", "consecutive"):
-        with_us: list[float] = []
-        by_thread: list[float] = []
-        bare: list[float] = []
-        for turn in range(ROUNDS if pages > 1 else 300):
-            ours, theirs = (page_ids(random.permutation(pool_pages)[:pages].tolist()) for _ in range(2))
-            if order == "consecutive":
-                ours, theirs = page_ids(range(pages)), page_ids(range(64, 64 + pages))
-            # Now one goes first, now the other: what the one before left in the caches is nobody's privilege.
-            if turn % 2:
-                bare.append(bare_write(transport, peer, ours, theirs))
-            started_at_s = time.perf_counter()
-            await transport.write(peer, ours, theirs)
-            with_us.append(time.perf_counter() - started_at_s)
-            by_thread.append(await handed.seconds(partial(bare_write, transport, peer, ours, theirs)))
-            if not turn % 2:
-                bare.append(bare_write(transport, peer, ours, theirs))
-        row = [f"{pages} x {pieces} x {piece_bytes // 1024} KiB", order]
-        for seconds in (with_us, by_thread, bare):
-            middle_s = statistics.median(seconds)
-            row += [f"{middle_s * 1e6:.0f}", f"{pages * sum((piece_bytes,) * pieces) / middle_s / 1e9:.2f}"]
-        table.add_row(*row)
-        pairs = zip(with_us, bare, strict=True)
-        ratios[f"{row[0]}, {order}"] = statistics.median(bare_s / ours_s for ours_s, bare_s in pairs)
-        pairs = zip(with_us, by_thread, strict=True)
-        ratios[f"{row[0]}, {order}, of the limit"] = statistics.median(limit_s / ours_s for ours_s, limit_s in pairs)
+    for turn in range(LONE_PAIRS if row.is_bulk else 20 * LONE_PAIRS):
+        some = lists[turn % len(lists)]
+        # Now one goes first, now the other: what the one before left in the caches is nobody's privilege.
+        if turn % 2:
+            row.bare.append(bare_lone(rig, some))
+        row.lone.append(await our_lone(rig, some))
+        row.by_thread.append(await handed.seconds(partial(bare_lone, rig, some)))
+        if not turn % 2:
+            row.bare.append(bare_lone(rig, some))
     handed.close()
-    await transport.close()
-    await poller.close()
-    child.end()
-    return ratios
+
+
+async def measure(shape: Shape) -> list[Row]:
+    """Both orders of one shape."""
+    rig = Rig(shape)
+    await rig.start()
+    writes = max(4, min(STREAM_BYTES // shape.size_bytes, STREAM_WRITES_MAX))
+    rows = [Row(shape, order, writes) for order in ORDERS]
+    for row in rows:
+        lists = rig.page_lists(row.order)
+        await measure_stream(row, rig, lists)
+        await measure_lone(row, rig, lists)
+    await rig.close()
+    return rows
 
 
 async def idle_share() -> float:
@@ -156,25 +160,25 @@ async def idle_share() -> float:
 
 async def main(path: Path | None) -> None:
     """Measure and print; with a path, write the figures there."""
-    kinds = ("transport", "bare, by a thread", "bare NIXL")
-    heads = [head for kind in kinds for head in (f"{kind} µs", "GB/s")]
-    table = Table("write", "pages", *heads, title="medians")
-    ratios: dict[str, float] = {}
+    heads = ("write", "pages", "stream µs", "GB/s", "bare µs", "GB/s", "%", "lone µs", "by thread µs", "bare µs")
+    table = Table(*heads, title="one write: in a stream of eight, and alone (medians)")
+    rows: list[Row] = []
     for shape in SHAPES:
-        ratios |= await measure(table, *shape)
+        rows += await measure(shape)
+    for row in rows:
+        table.add_row(*row.cells())
     console = Console()
     console.print(table)
+    for row in rows:
+        console.print(row.words())
     console.print(f"idle transport: {100 * await idle_share():.1f} % of a core")
     if path is not None:
         with Figures(path) as figures:
-            # Of one page the time counts that passes, which is in the table above, and no bandwidth.
-            bulk = [shape for shape in ratios if not shape.startswith("1 x") and not shape.endswith("of the limit")]
-            least = min(bulk, key=lambda shape: ratios[shape])
-            told = "; ".join(f"{shape}: {100 * ratio:.0f} %" for shape, ratio in ratios.items())
-            figures.add("transfer.least", 100 * ratios[least], told)
+            least = min((row for row in rows if row.is_bulk), key=Row.share)
+            figures.add("transfer.least", least.share(), "; ".join(row.words() for row in rows))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures there")
-    asyncio.run(main(parser.parse_args().json))
+    uvloop.run(main(parser.parse_args().json))
