@@ -1,8 +1,8 @@
 """Writes down in short what one step of a core did, so that two cores can be compared step by step.
 
 The short form holds everything that somebody may ask about a step: the moves of requests, the commands with their pages
-as a checksum, what was evicted, and the books: both pools, locks, recency, and which page is taken next.
-Page keys never enter: a replay knows pages by other keys.
+as a checksum, what was evicted, and at one step of some the books: both pools, locks, recency, and which page is taken
+next. Page keys never enter: a replay knows pages by other keys.
 
 It is made at every step of a running engine, on its loop. So it only keeps what the next step may change, as plain
 values that an encoder takes as they are, elsewhere and later.
@@ -51,14 +51,20 @@ of its tiers, first on the device, the same as of a pool: `TAIL_NUMBERS`.
 """
 TAIL_NUMBERS = ("next", "free", "owned", "cached", "draining", "protected", "receipts")
 
+BOOKS_EVERY = 16
+"""The books are written at one of so many steps. At every step they would cost as much as all the rest of a note; what
+a step does to them shows in its moves, commands and evictions, or else a few steps later.
+"""
+NO_BOOKS: tuple[int, ...] = ()
+
 OMITTED = ("detail",)
 """Fields of commands that are free text for people: two runs of one journal may word them differently. They are empty
 in the short form.
 """
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What one step did."""
+class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step did. Encoded as the values of its fields, in order."""
 
     moves: Moves = ()
     """Requests that changed state, in order, with the state that they came to."""
@@ -67,7 +73,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     evicted: Evictions = ()
     """Tier, pages and checksum of their ids, of every copy that left the index."""
     books: tuple[int, ...] = ()
-    """The numbers of BOOK_NUMBERS; left out where they are those of the step before."""
+    """The numbers of BOOK_NUMBERS, at every step whose number is a multiple of BOOKS_EVERY."""
     error: str = ""
     """The class of the error that the step raised."""
 
@@ -75,15 +81,15 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 NOTHING = Answer()
 
 
-class Noted(msgspec.Struct, omit_defaults=True, gc=False):
-    """One step. Whoever encodes it may change it: nobody else has it."""
+class Noted(msgspec.Struct, array_like=True, gc=False):
+    """One step. Whoever encodes it may change it: nobody else has it. Encoded as the values of its fields, in order."""
 
     seq: int
     """Counted from 0, without gaps."""
     took: Event
-    gave: Answer
-    state: State | None = None
+    state: State | None
     """Where the event's request is now; None for events of no request, and where the request is over."""
+    gave: Answer
     same_pages: int = 0
     """So many pages of the event's keys were left out by whoever encodes it."""
 
@@ -107,15 +113,10 @@ class Witness:
         tiers = () if components is None else components.tiers
         self._tails = [(tier, tier.account.counts, tier.account.free_pages) for tier in tiers]
         self._evicted: list[tuple[str, int, int]] = []
-        self._books: tuple[int, ...] = ()
         books.index.on_evict.append(self._note_eviction)
 
     def note(self, event: Event, given: list[Command], error: str = "") -> Noted:
-        """Take the step that has just been made: nothing in the note changes any more.
-
-        The books are left out where an event of the hand-over had no consequence: most are of that kind, and what they
-        change in the books, if anything, shows at the next step.
-        """
+        """Take the step that has just been made: nothing in the note changes any more."""
         seq = self.events
         self.events = seq + 1
         kind = type(event)
@@ -125,8 +126,19 @@ class Witness:
             if request is not None:
                 state = request.state
         moves = self._core.moves
-        if not (given or moves or error) and kind in _QUIET:
-            return Noted(seq, event, NOTHING, state)
+        books = NO_BOOKS if seq % BOOKS_EVERY else self._all_books()
+        if not (given or moves or self._evicted or books or error):
+            return Noted(seq, event, state, NOTHING)
+        evicted: Evictions = ()
+        if self._evicted:
+            evicted, self._evicted = self._evicted, []
+        for command in given:
+            if type(command) is TellFailed:
+                given = [_without_words(command) for command in given]
+                break
+        return Noted(seq, event, state, Answer(moves, given, evicted, books, error))
+
+    def _all_books(self) -> tuple[int, ...]:
         device, host = self._device_tier, self._host_tier
         device_free, host_free = self._device_free, self._host_free
         books: tuple[int, ...] = (
@@ -142,18 +154,7 @@ class Witness:
         )
         for tier, counts, free in self._tails:
             books += (free[-1] if free else -1, *counts, tier.protected, tier.receipts)
-        if books == self._books:
-            books = ()
-        else:
-            self._books = books
-        evicted: Evictions = ()
-        if self._evicted:
-            evicted, self._evicted = self._evicted, []
-        for command in given:
-            if type(command) is TellFailed:
-                given = [_without_words(command) for command in given]
-                break
-        return Noted(seq, event, Answer(moves or (), given or (), evicted, books, error), state)
+        return books
 
     def _note_eviction(self, node: Node, tier: TierName) -> None:
         pages = node.device if tier == "device" else node.host
@@ -161,7 +162,6 @@ class Witness:
         self._evicted.append((tier, len(pages), zlib.crc32(pages)))
 
 
-_QUIET = frozenset((events.ChunkLanded, events.AuxLanded, events.PromiseSent))
 OF_REQUESTS = frozenset(
     kind
     for kind in vars(events).values()

@@ -12,7 +12,7 @@ from tidekv.engine.journal.journal import CLOSE_S, COALESCE_S
 from tidekv.engine.journal.pages import DIGEST_BYTES
 from tidekv.engine.journal.schema import event_types, field_types
 from tidekv.states import events, witness
-from tidekv.states.witness import BOOK_NUMBERS, COMMANDS, TAIL_NUMBERS, short_fields
+from tidekv.states.witness import BOOK_NUMBERS, BOOKS_EVERY, COMMANDS, TAIL_NUMBERS, short_fields
 
 INTRODUCTION = """# The journal
 
@@ -49,14 +49,20 @@ within {close_s:g} s, is told to the log (`tidekv.journal`).
 
 **Replay.** The same events give the same answers, to the last page. So only events are inputs; `gave` and `state` are
 there to compare with, and to read. Every `gave` is compared word by word, and the final numbers with those of the `end`
-line.
+line. So the first event that moves a request in another way, gives another command, takes other pages, or evicts
+others is named. What shows in the numbers of `books` alone, which one event of {books_every} has, is named at the next
+event that has them.
 """
 
 
 def journal_document() -> str:
     """The whole page, as Markdown."""
     words = INTRODUCTION.format(
-        version=lines.JOURNAL_VERSION, digest_bytes=DIGEST_BYTES, coalesce_s=COALESCE_S, close_s=CLOSE_S
+        version=lines.JOURNAL_VERSION,
+        digest_bytes=DIGEST_BYTES,
+        coalesce_s=COALESCE_S,
+        close_s=CLOSE_S,
+        books_every=BOOKS_EVERY,
     )
     parts = [words, "## Lines\n"]
     parts += [

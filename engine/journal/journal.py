@@ -1,11 +1,11 @@
 """The journal of a running engine: a recorder, and a thread that writes what it has recorded.
 
-Writing never blocks the loop. Steps are encoded on the loop, a slice of some at a time: a thread would hold the
-interpreter for just as long, and longer at a stretch, and would find nothing of them in its cache. What takes long is
-left to the thread: prompts of many new pages, and the disk. It wakes a moment after something was noted, encodes what
-is left of a slice, and writes all lines at once; kill -9 loses that moment at most. Behind a disk that is too slow
-events are dropped, never the service: a `gap` line says how many. What is not in the journal at its end is told to the
-log.
+Writing never blocks the loop. Steps are made to a line on the loop, a slice of some at a time: a thread would hold the
+interpreter for just as long, and longer at a stretch, would find nothing of them in its cache, and each time that two
+threads pass the interpreter on costs as much as some steps. What takes long is left to the thread: a prompt of many new
+pages, and the disk. It wakes a moment after something was noted, makes a line of what is left of a slice, and writes
+all lines at once; kill -9 loses that moment at most. Behind a disk that is too slow events are dropped, never the
+service: a `gap` line says how many. What is not in the journal at its end is told to the log.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, EncodedSteps, Recorder
+from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, Recorder
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
 from tidekv.states.witness import Noted
 
@@ -33,8 +33,10 @@ LOG = logging.getLogger("tidekv.journal")
 
 SLICE_STEPS = 64
 """So many steps are encoded at once: some tenths of a millisecond's work."""
+SLICE_STEPS_MAX = 128
+"""So many, where more have come while the thread encoded."""
 SLICE_PAGES_MAX = 512
-"""So many pages are hashed for a slice; with more that are new, the thread encodes."""
+"""So many pages are hashed for a slice; a prompt with more that are new is left to the thread."""
 STEPS_WAITING_MAX = 1 << 17
 """Steps that may wait to be encoded."""
 BYTES_WAITING_MAX = 64 << 20
@@ -46,6 +48,16 @@ BREATH_S = 0.001
 """Between two long pieces of work the thread leaves the interpreter to the loop for so long."""
 CLOSE_S = 10.0
 """How long closing waits for the disk."""
+LINES_PER_WRITE_MAX = 64
+
+
+class SealedLine(NamedTuple):
+    """A line on its way to the disk."""
+
+    pieces: list[bytes]
+    steps: int
+    size_bytes: int
+    begins_segment: bool
 
 
 class Journal:
@@ -81,10 +93,10 @@ class Journal:
         self._note = self._recorder.note
         self._waiting: deque[Noted | int] = deque()
         """Steps that are not encoded yet, and counts of steps that were dropped."""
-        self._encoded: deque[EncodedSteps | int] = deque()
+        self._lines: deque[SealedLine] = deque()
         """What is to be written."""
         self._encoding = threading.Lock()
-        """Whoever has it may take from `_waiting` and add to `_encoded`."""
+        """Whoever has it may take from `_waiting` and add to `_lines`."""
         self._is_for_thread = False
         """Whether the next step has more pages than can be hashed on the loop."""
         self._is_hindered = False
@@ -100,13 +112,11 @@ class Journal:
         self._keys_noted_bytes = self._keys_encoded_bytes = 0
         self._encoded_bytes = self._taken_bytes = 0
         self._is_awake = False
-        self._files = SegmentFiles(
-            self.path,
-            segment_bytes=segment_bytes,
-            segments_max=segments_max,
-            run_line=self._recorder.run_line(),
-            begin=self._recorder.segment_line,
-        )
+        run_line = self._recorder.run_line()
+        self._segment_bytes_max = segment_bytes
+        self._segment, self._segment_bytes = 0, len(run_line)
+        """The segment that the next line belongs to, and what it has so far."""
+        self._files = SegmentFiles(self.path, segments_max=segments_max, run_line=run_line)
         self._failure: Exception | None = None
         self._has_ended = False
         self._is_given_up = False
@@ -139,7 +149,7 @@ class Journal:
     def _encode_slice(self) -> None:
         if not self._is_for_thread and self._encoding.acquire(blocking=False):
             try:
-                self._encode_line(SLICE_PAGES_MAX)
+                self._encode_line(SLICE_STEPS_MAX, SLICE_PAGES_MAX)
             except Exception as error:
                 self._end_early(error)
             finally:
@@ -200,30 +210,47 @@ class Journal:
 
     # --- Under the lock ---
 
-    def _encode_line(self, pages_max: int) -> int:
-        """Encode what makes one line, with at most so many pages to be hashed; returns how many entries that took."""
-        steps = self._take_steps()
+    def _encode_line(self, steps_max: int, pages_max: int) -> int:
+        """Make a line of at most so many steps, with at most so many pages to be hashed; returns how many entries that
+        took.
+        """
+        steps = self._take_steps(steps_max)
         if steps:
             encoded = self._recorder.encode(steps, pages_max=pages_max)
             if encoded.steps < len(steps):
                 self._waiting.extendleft(reversed(steps[encoded.steps :]))
-                self._is_for_thread = True
+                self._is_for_thread = not encoded.steps
             if encoded.steps:
                 self._keys_encoded_bytes += encoded.keys_bytes
-                self._encoded_bytes += len(encoded.json)
-                self._encoded.append(encoded)
+                self._go_on_in_a_new_segment_if_full()
+                self._add_line(self._recorder.steps_pieces(encoded), encoded.steps)
             return encoded.steps
         if self._waiting:
-            self._encoded.append(self._waiting.popleft())  # type: ignore[arg-type]  # The count that was left.
+            dropped = self._waiting.popleft()
+            assert isinstance(dropped, int), "steps in front of a count would have been taken"
             self._gaps_waiting -= 1
+            self._go_on_in_a_new_segment_if_full()
+            self._add_line([self._recorder.gap_line(dropped)])
             return 1
         return 0
 
-    def _take_steps(self) -> list[Noted]:
-        """What makes one line, at most: the steps in front of the first count of steps that were dropped."""
+    def _go_on_in_a_new_segment_if_full(self) -> None:
+        # Before a line is made: the checksums run through.
+        if self._segment_bytes_max and self._segment_bytes >= self._segment_bytes_max:
+            self._segment, self._segment_bytes = self._segment + 1, 0
+            self._add_line([self._recorder.segment_line(self._segment)], begins_segment=True)
+
+    def _add_line(self, pieces: list[bytes], steps: int = 0, *, begins_segment: bool = False) -> None:
+        size_bytes = sum(map(len, pieces))
+        self._segment_bytes += size_bytes
+        self._encoded_bytes += size_bytes
+        self._lines.append(SealedLine(pieces, steps, size_bytes, begins_segment))
+
+    def _take_steps(self, steps_max: int) -> list[Noted]:
+        """So many steps, at most: those in front of the first count of steps that were dropped."""
         waiting = self._waiting
         # In this order: a count that comes from now on stands behind all of these.
-        most = min(len(waiting), STEPS_PER_LINE_MAX)
+        most = min(len(waiting), steps_max)
         if not self._gaps_waiting:
             return [waiting.popleft() for _ in range(most)]  # type: ignore[misc]  # There is no count among them.
         steps: list[Noted] = []
@@ -261,7 +288,7 @@ class Journal:
         """A disk that is full or gone ends the journal, never the service; and so does a mistake of ours."""
         self._failure = error
         self._waiting.clear()
-        self._encoded.clear()
+        self._lines.clear()
         words = None if isinstance(error, OSError) else error
         LOG.warning("journal %s ends here, the engine goes on: %s", self.path, error, exc_info=words)
 
@@ -271,28 +298,27 @@ class Journal:
         while left > 0 and not self._is_given_up:
             with self._encoding:
                 self._is_for_thread = False
-                taken = self._encode_line(sys.maxsize)
+                taken = self._encode_line(STEPS_PER_LINE_MAX, sys.maxsize)
             left = left - taken if taken else 0
             if left > 0 and not self._closing.is_set():
                 time.sleep(BREATH_S)
-        encoded = self._encoded
-        while encoded and not self._is_given_up:
-            self._files.rotate_if_full()
-            entry = encoded.popleft()
-            if isinstance(entry, int):
-                self._files.write(self._recorder.gap_line(entry))
-                continue
-            parts, count = [entry], entry.steps
-            while encoded and isinstance(part := encoded[0], EncodedSteps) and count + part.steps <= STEPS_PER_LINE_MAX:
-                encoded.popleft()
-                parts.append(part)
-                count += part.steps
-            self._files.write(self._recorder.steps_line(parts))
-            self._events_written += count
-            self._taken_bytes += sum([len(part.json) for part in parts])
+        while self._lines and not self._is_given_up:
+            self._write_lines()
+
+    def _write_lines(self) -> None:
+        """Write the next lines of one segment at once."""
+        lines = self._lines
+        if lines[0].begins_segment:
+            self._files.begin_next()
+        taken = [lines.popleft()]
+        while lines and len(taken) < LINES_PER_WRITE_MAX and not lines[0].begins_segment:
+            taken.append(lines.popleft())
+        self._files.write([piece for line in taken for piece in line.pieces])
+        self._events_written += sum([line.steps for line in taken])
+        self._taken_bytes += sum([line.size_bytes for line in taken])
 
     def _write_end(self) -> None:
         if self._missing:
-            self._files.write(self._recorder.gap_line(self._missing))
-        self._files.write(self._recorder.end_line())
+            self._files.write([self._recorder.gap_line(self._missing)])
+        self._files.write([self._recorder.end_line()])
         self._has_ended = True

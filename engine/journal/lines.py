@@ -15,7 +15,7 @@ import msgspec
 from tidekv.states.events import AnyEvent
 from tidekv.states.settings import CoreSettings
 
-JOURNAL_VERSION = 4
+JOURNAL_VERSION = 5
 """The version of this format. A journal of another one is refused."""
 
 SUFFIX_BYTES = len(b',"crc":"00000000"}')
@@ -61,18 +61,19 @@ class SegmentLine(Line, frozen=True, kw_only=True, tag="segment"):
     previous_crc: str
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One event that the core took, and what followed from it."""
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One event that the core took, and what followed from it: a list of these fields, in order."""
 
     seq: int
     """Counted from 0, without gaps."""
     took: AnyEvent
     """The event. Of `keys`, the first `same_pages` pages are left out: they are those of the request's arrival."""
+    state: str | None
+    """Where the event's request is now; null for events of no request, and where the request is over."""
     gave: msgspec.Raw
     """What followed: an `Answer` of tidekv.states.witness."""
-    state: str = ""
-    """Where the event's request is now; left out for events of no request, and where the request is over."""
-    same_pages: int = 0
+    same_pages: int
+    """So many pages of the event's keys are left out."""
 
 
 class StepsLine(Line, frozen=True, kw_only=True, tag="steps"):
@@ -96,6 +97,8 @@ class EndLine(Line, frozen=True, kw_only=True, tag="end"):
     """Checksums of the index, pools and requests, and every number of `Core.statistics`, at the end."""
 
 
+STEPS_BEGIN = b'{"event":"steps","steps":'
+"""What a line of steps begins with; a list of steps and its checksum follow."""
 AnyLine: TypeAlias = RunLine | SegmentLine | StepsLine | GapLine | EndLine
 
 
@@ -103,6 +106,12 @@ def seal(body: bytes, crc: int) -> tuple[bytes, int]:
     """Close a line, given as a JSON object, with its checksum; returns it with its newline, and the checksum."""
     crc = zlib.crc32(body, crc)
     return b'%b,"crc":"%08x"}\n' % (body[:-1], crc), crc
+
+
+def seal_steps(steps: bytes, crc: int) -> tuple[list[bytes], int]:
+    """The same for an encoded list of steps; returns the line in pieces, since to put it together would copy it."""
+    crc = zlib.crc32(b"}", zlib.crc32(steps, zlib.crc32(STEPS_BEGIN, crc)))
+    return [STEPS_BEGIN, steps, b',"crc":"%08x"}\n' % crc], crc
 
 
 def unseal(line: bytes, crc: int) -> tuple[bytes, int] | None:

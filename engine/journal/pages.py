@@ -34,9 +34,9 @@ GROUP_PAGES = 64
 
 
 class Group(NamedTuple):
-    """How so many pages are cut out of a prompt, and their hashes made to bytes."""
+    """How so many pages are cut out of a prompt, from a byte on, and their hashes made to bytes."""
 
-    cut: Callable[[bytes], tuple[bytes, ...]]
+    cut: Callable[[bytes, int], tuple[bytes, ...]]
     join: Callable[..., bytes]
 
 
@@ -48,7 +48,6 @@ class PageDigests:
         self._width = key_bytes
         self._breathe = breathe
         self._key = secrets.token_bytes(16)
-        self._whole_group = self._group(GROUP_PAGES)
         self._groups: dict[int, Group] = {}
         self._remembered: dict[bytes, list[tuple[bytes, bytes]]] = {}
         """By first page: keys and digests of prompts, the last used one last."""
@@ -63,32 +62,41 @@ class PageDigests:
         """
         if not keys:
             return b""
-        prompts = self._remembered.get(keys[: self._width], ())
+        first_page = keys[: self._width]
+        prompts = self._remembered.get(first_page)
         found = -1
-        if not known:
-            for at in range(len(prompts) - 1, -1, -1):
-                if keys.startswith(prompts[at][0]):
-                    known, found = prompts[at][1], at
-                    break
+        if prompts:
+            if known:
+                # Mostly it goes on from the prompt that was asked for last of these.
+                found = len(prompts) - 1 if prompts[-1][1] is known else -1
+            else:
+                for at in range(len(prompts) - 1, -1, -1):
+                    if keys.startswith(prompts[at][0]):
+                        known, found = prompts[at][1], at
+                        break
         first = len(known) // DIGEST_BYTES * self._width
-        if len(keys) - first > pages_max * self._width:
+        new_bytes = len(keys) - first
+        if new_bytes > pages_max * self._width:
             return None
-        digests = known + self._hash(keys[first:])
-        self.hashed += (len(keys) - first) // self._width
-        if not isinstance(prompts, list):
-            prompts = self._remembered[keys[: self._width]] = []
-        elif found < 0 and prompts and prompts[-1][1] is known:
-            # It goes on from the prompt that was asked for last of these.
-            found = len(prompts) - 1
+        digests = known
+        if new_bytes:
+            digests += self._hash(keys, first)
+            self.hashed += new_bytes // self._width
+        if prompts is None:
+            prompts = self._remembered[first_page] = []
+        self._remember(prompts, found, keys, digests)
+        return digests
+
+    def _remember(self, prompts: list[tuple[bytes, bytes]], found: int, keys: bytes, digests: bytes) -> None:
+        """Put a prompt behind the others that begin with its first page, in place of number `found` (-1: of none)."""
         if found >= 0:
             self._forget(prompts, found)
-        if len(prompts) >= CONVERSATIONS_MAX:
+        elif len(prompts) >= CONVERSATIONS_MAX:
             self._forget(prompts, 0)
         prompts.append((keys, digests))
         self._remembered_bytes += len(keys) + len(digests)
         while self._remembered_bytes > REMEMBERED_BYTES_MAX:
             self._forget_first_page(next(iter(self._remembered)))
-        return digests
 
     def _forget(self, prompts: list[tuple[bytes, bytes]], at: int) -> None:
         keys, digests = prompts.pop(at)
@@ -99,36 +107,35 @@ class PageDigests:
         while prompts:
             self._forget(prompts, -1)
 
-    def _hash(self, keys: bytes) -> bytes:
+    def _hash(self, keys: bytes, first: int) -> bytes:
+        """Digests of the pages from byte `first` on."""
         block_bytes = BLOCK_PAGES * self._width
-        if len(keys) <= block_bytes:
-            return self._hash_block(keys)
+        if len(keys) - first <= block_bytes:
+            return self._hash_block(keys, first, len(keys))
         blocks = []
-        for at in range(0, len(keys), block_bytes):
-            blocks.append(self._hash_block(keys[at : at + block_bytes]))
+        for at in range(first, len(keys), block_bytes):
+            blocks.append(self._hash_block(keys, at, min(at + block_bytes, len(keys))))
             if self._breathe is not None:
                 self._breathe()
         return b"".join(blocks)
 
-    def _hash_block(self, keys: bytes) -> bytes:
+    def _hash_block(self, keys: bytes, first: int, end: int) -> bytes:
+        width = self._width
         if not IS_SECRET:
-            width, key = self._width, self._key
-            pages = [keys[at : at + width] for at in range(0, len(keys), width)]
+            key = self._key
+            pages = [keys[at : at + width] for at in range(first, end, width)]
             return b"".join([hashlib.blake2b(page, digest_size=DIGEST_BYTES, key=key).digest() for page in pages])
-        whole = GROUP_PAGES * self._width
-        digests = [self._hash_group(keys[at : at + whole]) for at in range(0, len(keys), whole)]
-        return digests[0] if len(digests) == 1 else b"".join(digests)
+        whole = GROUP_PAGES * width
+        if end - first <= whole:
+            return self._hash_group(keys, first, (end - first) // width)
+        return b"".join([self._hash_group(keys, at, min(whole, end - at) // width) for at in range(first, end, whole)])
 
-    def _hash_group(self, keys: bytes) -> bytes:
-        count = len(keys) // self._width
-        if count == GROUP_PAGES:
-            group = self._whole_group
-        elif (found := self._groups.get(count)) is not None:
-            group = found
-        else:
+    def _hash_group(self, keys: bytes, first: int, count: int) -> bytes:
+        group = self._groups.get(count)
+        if group is None:
             group = self._groups[count] = self._group(count)
         # Cut, hashed and joined by one call each: a loop, even one in C over single pages, costs as much as the hashes.
-        return group.join(*map(hash, group.cut(keys)))
+        return group.join(*map(hash, group.cut(keys, first)))
 
     def _group(self, count: int) -> Group:
-        return Group(struct.Struct(f"{self._width}s" * count).unpack, struct.Struct(f"<{count}q").pack)
+        return Group(struct.Struct(f"{self._width}s" * count).unpack_from, struct.Struct(f"<{count}q").pack)

@@ -2,6 +2,7 @@
 
 Three parts: `note` belongs to the thread that steps the core and takes what may change after the step; `encode` is most
 of the work (digests of page keys, JSON); lines add the checksums. The last two may run elsewhere and later.
+Lines of steps are sealed as they come from the encoder; the few others are rendered by structlog.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 import structlog
 
 from tidekv.engine.journal.final import final_state
-from tidekv.engine.journal.lines import JOURNAL_VERSION, seal
+from tidekv.engine.journal.lines import JOURNAL_VERSION, seal, seal_steps
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.schema import code_checksum, package_versions, schema_checksum
 from tidekv.states.events import NO_DEADLINE, FinishRequested, RequestArrived, RetractRequested
@@ -129,10 +130,15 @@ class Recorder:
             previous_crc=f"{self._crc:08x}",
         )
 
-    def steps_line(self, parts: Sequence[EncodedSteps]) -> bytes:
+    def steps_pieces(self, encoded: EncodedSteps) -> list[bytes]:
+        """One line of steps, in pieces: to put them together would copy them."""
+        self.events += encoded.steps
+        pieces, self._crc = seal_steps(encoded.json, self._crc)
+        return pieces
+
+    def steps_line(self, encoded: EncodedSteps) -> bytes:
         """One line of steps."""
-        self.events += sum([part.steps for part in parts])
-        return self._say("steps", steps=[part.json for part in parts])
+        return b"".join(self.steps_pieces(encoded))
 
     def gap_line(self, events: int) -> bytes:
         """Say that steps are missing here."""
@@ -152,46 +158,46 @@ class Recorder:
         return self._line
 
     def _render(self, logger: object, method: str, fields: Mapping[str, object]) -> bytes:
-        if fields["event"] == "steps":
-            # They are encoded already, list by list.
-            parts = fields["steps"]
-            assert isinstance(parts, list)
-            body = b'{"event":"steps","steps":[%b]}' % b",".join([part[1:-1] for part in parts])
-        else:
-            body = self._encode({"event": fields["event"], **fields})
+        body = self._encode({"event": fields["event"], **fields})
         line, self._crc = seal(body, self._crc)
         return line
 
     def _hide_tokens(self, step: Noted, pages_max: int) -> int | None:
         """Put digests in place of the keys; returns how many pages were hashed, None where that would be too many."""
         event = step.took
-        assert isinstance(event, RequestArrived | FinishRequested | RetractRequested)
-        if isinstance(event, RequestArrived):
-            keys = known = b""
-        else:
-            # What was finished begins with what has arrived, whose pages are known and not written again.
-            keys, known = self._arrived.get(event.request_id, (b"", b""))
-            if not event.keys.startswith(keys):
-                keys = known = b""
-        written: bytes | None = event.keys
-        hashed = 0
-        if self._digests is not None:
-            before = self._digests.hashed
-            written = self._digests.of(event.keys, known, pages_max=pages_max)
-            hashed = self._digests.hashed - before
-        if written is None:
-            return None
-        if isinstance(event, RequestArrived):
+        if type(event) is RequestArrived:
+            found = self._digests_of(event.keys, b"", pages_max)
+            if found is None:
+                return None
+            written, hashed = found
             if len(self._arrived) > self._arrived_max:
                 self._forget_the_dead()
             self._arrived[event.request_id] = (event.keys, written)
             deadline_at_s = NO_DEADLINE if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s
             step.took = msgspec.structs.replace(event, keys=written, deadline_at_s=deadline_at_s)
-        else:
-            self._arrived.pop(event.request_id, None)
-            step.same_pages = len(keys) // self._core.settings.key_bytes
-            step.took = msgspec.structs.replace(event, keys=written[len(known) :])
+            return hashed
+        assert type(event) is FinishRequested or type(event) is RetractRequested
+        # What was finished begins with what has arrived, whose pages are known and not written again.
+        keys, known = self._arrived.get(event.request_id, NOT_ARRIVED)
+        if not event.keys.startswith(keys):
+            keys, known = NOT_ARRIVED
+        found = self._digests_of(event.keys, known, pages_max)
+        if found is None:
+            return None
+        written, hashed = found
+        self._arrived.pop(event.request_id, None)
+        step.same_pages = len(keys) // self._core.settings.key_bytes
+        step.took = msgspec.structs.replace(event, keys=written[len(known) :])
         return hashed
+
+    def _digests_of(self, keys: bytes, known: bytes, pages_max: int) -> tuple[bytes, int] | None:
+        """What is written of keys, and how many pages were hashed for it; None where those would be too many."""
+        digests = self._digests
+        if digests is None:
+            return keys, 0
+        before = digests.hashed
+        written = digests.of(keys, known, pages_max=pages_max)
+        return None if written is None else (written, digests.hashed - before)
 
     def _forget_the_dead(self) -> None:
         """Drop the keys of requests that failed or were aborted. Where an event of one is still to come, it is written
@@ -202,6 +208,7 @@ class Recorder:
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
+NOT_ARRIVED = (b"", b"")
 WITH_KEYS = frozenset((RequestArrived, FinishRequested, RetractRequested))
 
 

@@ -16,9 +16,12 @@ from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, JournalDamaged, ReplayDiverged
 from tidekv.states.events import Event, FinishRequested, RequestArrived, RetractRequested
 from tidekv.states.request import State
-from tidekv.states.witness import Witness, encode_pages
+from tidekv.states.witness import BOOKS_EVERY, Answer, Witness, encode_pages
 
 OTHER_CODE = "the code of the core is not that which wrote the journal"
+BOOKS_ALONE = (
+    f"only the books differ, which one event of {BOOKS_EVERY} has: it may be an earlier one since the last such"
+)
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -127,12 +130,13 @@ class Replayer:
         answer = self._encode(self._witness.note(event, commands, error).gave)
         self._events += 1
         if self._compare and answer != bytes(record.gave):
+            recorded, replayed = _by_name(bytes(record.gave)), _by_name(answer)
             raise ReplayDiverged(
                 seq=record.seq,
                 event=in_short(event),
-                recorded=bytes(record.gave).decode(),
-                replayed=answer.decode(),
-                hint=self._hint(),
+                recorded=_in_words(recorded),
+                replayed=_in_words(replayed),
+                hint=self._hint(only_books={**recorded, "books": ""} == {**replayed, "books": ""}),
             )
         return Step(record.seq, event, commands, self.core.moves, error)
 
@@ -167,12 +171,26 @@ class Replayer:
                 )
         self._complete = True
 
-    def _hint(self) -> str:
-        return "" if self.header.code == code_checksum() else OTHER_CODE
+    def _hint(self, *, only_books: bool = False) -> str:
+        hints = [BOOKS_ALONE] if only_books else []
+        if self.header.code != code_checksum():
+            hints.append(OTHER_CODE)
+        return "; ".join(hints)
 
     def _damaged(self, cause: str) -> JournalDamaged:
         path, line = self.place
         return JournalDamaged(path=path, line=line, cause=cause)
+
+
+def _by_name(answer: bytes) -> dict[str, str]:
+    """The fields of an encoded answer, but those that are empty."""
+    fields = msgspec.json.decode(answer, type=list[msgspec.Raw])
+    words = [bytes(field).decode() for field in fields]
+    return {name: word for name, word in zip(Answer.__struct_fields__, words, strict=False) if word not in ("[]", '""')}
+
+
+def _in_words(fields: dict[str, str]) -> str:
+    return f"{{{', '.join(f'{name}: {word}' for name, word in fields.items())}}}"
 
 
 def in_short(event: Event) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from tidekv.states.errors import InvalidConfig
 PREVIOUS = ".previous"
 FILE_MODE = 0o600
 """Nobody else reads a journal: it may hold prompts."""
+PIECES_MAX = 1000
+"""Systems take no more than 1,024 at once."""
 
 
 def segment_path(first: Path, number: int) -> Path:
@@ -67,45 +69,43 @@ def _open_own(path: Path) -> FileIO:
 
 
 class SegmentFiles:
-    """Appends lines to the newest segment, begins a new one in time, and forgets the oldest.
+    """Appends lines to the newest segment, begins a new one when told, and forgets the oldest.
 
-    `begin` makes the first line of a segment, given its number. Raises OSError where a disk does; the caller decides.
+    Raises OSError where a disk does; the caller decides.
     """
 
-    def __init__(
-        self, first: Path, *, segment_bytes: int, segments_max: int, run_line: bytes, begin: Callable[[int], bytes]
-    ) -> None:
+    def __init__(self, first: Path, *, segments_max: int, run_line: bytes) -> None:
+        """Raises InvalidConfig where the first file cannot be written."""
         self.number = 0
         self._first = first
-        self._segment_bytes = segment_bytes
         self._segments_max = segments_max
-        self._begin = begin
-        self._written = 0
         try:
             self._file = _open_own(first)
-            self.write(run_line)
+            self.write([run_line])
         except OSError as error:
             raise InvalidConfig(f"journal {str(first)!r} cannot be written: {error}") from error
 
-    def rotate_if_full(self) -> None:
-        """Go on in a new file where this one has its size. Called before a line is made: the chain runs through."""
-        if not self._segment_bytes or self._written < self._segment_bytes:
-            return
-        # Opened first: where that fails, the old file goes on, and the chain is not broken by a line without a place.
+    def begin_next(self) -> None:
+        """Go on in a new file, whose first line is what is written next."""
+        # Opened first: where that fails, the old file is still there to be closed.
         fresh = _open_own(segment_path(self._first, self.number + 1))
         self._file.close()
-        self._file, self.number, self._written = fresh, self.number + 1, 0
-        self.write(self._begin(self.number))
+        self._file, self.number = fresh, self.number + 1
         if self._segments_max:
             segment_path(self._first, self.number - self._segments_max).unlink(missing_ok=True)
 
-    def write(self, line: bytes) -> None:
-        """Append a line, and hand it over to the system: the death of this process does not lose it any more."""
-        rest = memoryview(line)
+    def write(self, pieces: Sequence[bytes]) -> None:
+        """Append lines, and hand them over to the system: the death of this process does not lose them any more."""
+        for at in range(0, len(pieces), PIECES_MAX):
+            some = pieces[at : at + PIECES_MAX]
+            written = os.writev(self._file.fileno(), some)
+            if written < sum(map(len, some)):
+                self._write_rest(memoryview(b"".join(some))[written:])
+
+    def _write_rest(self, rest: memoryview) -> None:
         while rest:
             written = self._file.write(rest)
             assert written is not None, "the file blocks: it takes something, or raises"
-            self._written += written
             rest = rest[written:]
 
     def close(self) -> None:

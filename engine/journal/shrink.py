@@ -196,7 +196,7 @@ def _write(out: str | Path, header: RunLine, events: list[Event]) -> None:
             noted = recorder.note(event, core.step(event))
         except Exception as error:
             noted = recorder.note(event, [], type(error).__name__)
-        lines.append(recorder.steps_line([recorder.encode([noted])]))
+        lines.append(recorder.steps_line(recorder.encode([noted])))
     Path(out).write_bytes(b"".join([*lines, recorder.end_line()]))
 
 

@@ -113,7 +113,7 @@ class _Tape:
 
     def write(self) -> None:
         """Write what was taken down. It has no end record: the run had no end."""
-        lines = [self._recorder.run_line(), self._recorder.steps_line([self._recorder.encode(self._noted)])]
+        lines = [self._recorder.run_line(), self._recorder.steps_line(self._recorder.encode(self._noted))]
         self._path.write_bytes(b"".join(lines))
 
 

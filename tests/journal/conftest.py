@@ -60,7 +60,7 @@ class Tape:
 
     def _flush(self) -> None:
         if self._noted:
-            self._lines.append(self._recorder.steps_line([self._recorder.encode(self._noted)]))
+            self._lines.append(self._recorder.steps_line(self._recorder.encode(self._noted)))
             self._noted = []
 
     def end(self) -> Path:

@@ -60,6 +60,10 @@ def _of_version_2(path: Path, content: bytes) -> None:
     path.write_bytes(seal(b'{"event":"run","version":2,"run":"0011"}', 0)[0])
 
 
+def _of_version_4(path: Path, content: bytes) -> None:
+    path.write_bytes(seal(b'{"event":"run","version":4,"run":"0011"}', 0)[0])
+
+
 def _of_a_later_version(path: Path, content: bytes) -> None:
     path.write_bytes(seal(b'{"event":"run","version":99,"new":true}', 0)[0])
 
@@ -88,7 +92,7 @@ def _a_directory(path: Path, content: bytes) -> None:
 
 
 def _a_changed_digit(path: Path, content: bytes) -> None:
-    path.write_bytes(content.replace(b'"seq":3,', b'"seq":4,', 1))
+    path.write_bytes(content.replace(b"],[3,{", b"],[4,{", 1))
 
 
 BAD = {
@@ -101,6 +105,7 @@ BAD = {
     _without_its_first_file: "begins at segment 3",
     _of_version_1: "version 1",
     _of_version_2: "version 2",
+    _of_version_4: "version 4",
     _of_a_later_version: "version 99",
     _of_other_events: "event types",
     _an_image: "no tidekv journal",
@@ -167,7 +172,7 @@ def test_until_shows_the_state(simulate, monkeypatch, capsys) -> None:
 
 
 def test_versions_are_numbered_from_the_first_with_checksums() -> None:
-    assert journal_lines.JOURNAL_VERSION == 4
+    assert journal_lines.JOURNAL_VERSION == 5
 
 
 def test_explain_and_timeline_of_one_request(simulate, monkeypatch, capsys, tmp_path) -> None:

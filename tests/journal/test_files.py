@@ -42,7 +42,7 @@ def test_journal_is_written_and_replays(tmp_path: Path) -> None:
 
 
 def test_full_segments_go_on_in_further_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "STEPS_PER_LINE_MAX", 10)
+    monkeypatch.setattr(journal_module, "SLICE_STEPS", 10)
     path = tmp_path / "j"
     write(path, 200, segment_bytes=10_000)
     names = {entry.name for entry in tmp_path.iterdir()}
@@ -63,7 +63,7 @@ def test_full_segments_go_on_in_further_files(tmp_path: Path, monkeypatch: pytes
 def test_oldest_segments_are_deleted_and_the_rest_is_refused_clearly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "STEPS_PER_LINE_MAX", 10)
+    monkeypatch.setattr(journal_module, "SLICE_STEPS", 10)
     path = tmp_path / "j"
     write(path, 200, segment_bytes=10_000, segments_max=2)
     assert len(list(tmp_path.iterdir())) == 2

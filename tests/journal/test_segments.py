@@ -12,10 +12,8 @@ from tidekv.engine.journal.segments import SegmentFiles
 def test_only_the_owner_may_read_a_journal(tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
-        files = SegmentFiles(
-            tmp_path / "j", segment_bytes=8, segments_max=0, run_line=b"x" * 10, begin=lambda number: b"%d" % number
-        )
-        files.rotate_if_full()
+        files = SegmentFiles(tmp_path / "j", segments_max=0, run_line=b"x" * 10)
+        files.begin_next()
         files.close()
     finally:
         os.umask(mask)

@@ -129,7 +129,7 @@ class Tape:
 
     def write(self, path: Path) -> Path:
         recorder = self._recorder
-        lines = [recorder.run_line(), recorder.steps_line([recorder.encode(self._noted)]), recorder.end_line()]
+        lines = [recorder.run_line(), recorder.steps_line(recorder.encode(self._noted)), recorder.end_line()]
         path.write_bytes(b"".join(lines))
         return path
 

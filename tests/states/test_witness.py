@@ -13,6 +13,7 @@ from tidekv.states.components import Component
 from tidekv.states.shapes import page_ids
 from tidekv.states.witness import (
     BOOK_NUMBERS,
+    BOOKS_EVERY,
     COMMANDS,
     NOTHING,
     TAIL_NUMBERS,
@@ -49,14 +50,14 @@ class Seen:
         return [noted.gave for noted in self.noted]
 
     def books(self) -> dict[str, int]:
-        return dict(
-            zip(BOOK_NUMBERS, next(answer.books for answer in reversed(self.answers) if answer.books), strict=True)
-        )
+        """The books of now, as the next step at which they are written has them."""
+        self.witness.events += -self.witness.events % BOOKS_EVERY
+        noted = self.witness.note(events.ClockAdvanced(at_s=0.0), [])
+        return dict(zip(BOOK_NUMBERS, noted.gave.books, strict=True))
 
     def short(self, at: int) -> dict[str, list[list[object]]]:
         """An answer as it is written."""
-        found: dict[str, list[list[object]]] = msgspec.json.decode(ENCODE(self.answers[at]))
-        return found
+        return dict(zip(Answer.__struct_fields__, msgspec.json.decode(ENCODE(self.answers[at])), strict=True))
 
 
 def test_moves_commands_and_books_are_written_in_short() -> None:
@@ -96,9 +97,15 @@ def test_an_error_and_a_different_order_of_free_pages_are_seen() -> None:
     account = seen.rig.core.books.device
     taken = account.take(2)
     account.give_back(taken[::-1])
-    noted = seen.witness.note(events.ClockAdvanced(at_s=0.0), [])
-    assert noted.gave.books[BOOK_NUMBERS.index("device_next")] == taken[1]
+    assert seen.books()["device_next"] == taken[1]
     assert seen.witness.note(events.ClockAdvanced(at_s=0.0), []).gave == NOTHING
+
+
+def test_the_books_are_written_at_one_step_of_some() -> None:
+    seen = Seen()
+    noted = [seen.witness.note(events.ClockAdvanced(at_s=0.0), []) for _ in range(3 * BOOKS_EVERY)]
+    assert [note.seq for note in noted if note.gave.books] == [0, BOOKS_EVERY, 2 * BOOKS_EVERY]
+    assert all(note.gave is NOTHING for note in noted if not note.gave.books)
 
 
 def test_steps_are_numbered_and_say_where_their_request_is() -> None:
@@ -120,7 +127,7 @@ def test_every_command_is_written_with_all_its_fields_but_free_text() -> None:
     dropped = commands.TellDropped(request_id="b")
     given: list[commands.Command] = [dropped, failed]
     answer = witness.note(events.ClockAdvanced(at_s=0.0), given).gave
-    short = msgspec.json.decode(ENCODE(answer))["commands"]
+    short = msgspec.json.decode(ENCODE(answer))[Answer.__struct_fields__.index("commands")]
     assert short == [["TellDropped", "b"], ["TellFailed", "a", "because", ""]]
     assert given == [dropped, failed]
 
