@@ -1,10 +1,20 @@
-"""What a journal costs: `python benchmarks/journal.py`.
+"""What a journal costs: `python benchmarks/journal.py`, CPU time of this process per request.
 
-Two decode engines in this process, one with a journal and one without, and a prefill worker in a process of its own,
-joined by NIXL. The engines take turns in serving the same conversations, block by block, in changing order, so that
-whatever else the machine does hits both alike. The figure is the CPU time of this process (loop, journal, poller and
-copy threads) per request, and the median over the pairs of blocks of how much it grows. A block lasts until the journal
-has written what it noted.
+Two engines in this process, one with a journal and one without, and the load of `engine.py` for both: prompts of 4,096
+tokens, the first half of which is cached in device memory, host memory or storage, 256 of them in flight at once, and
+pools that are full. Prefill answers by script, and storage keeps keys alone, so no other process takes part.
+
+Both engines make their tiers ready for the same prompts; then one serves them, and at once the other, in changing
+order. Such a pair takes less than two seconds, so that a phase of the machine, which lasts longer, hits both alike. A
+block's figure is the CPU time of the process, all threads, from the first call until nothing is in flight any more and
+the journal is written, without what script and storage took themselves. The figure is the median over the pairs of how
+much it grows, and beside it the ratio of the two medians.
+
+Then what the journal takes is seen directly, in further blocks: the time of its calls on the loop, without that of the
+clock, and of its thread. That leaves out what it does to the caches of everybody else. Then the journal is replayed.
+
+In the end, what `journal_conversations.py` measures, in a process of its own: conversations over NIXL, with shorter
+prompts that are nearly all cached. Until version 5 of the journal that was the figure.
 """
 
 from __future__ import annotations
@@ -12,126 +22,81 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from array import array
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
+from engine import OUTPUT_TOKENS, TIERS, Load, Rig  # noqa: TID251  # Not that of the package: engine.py in this folder.
 from rich.console import Console
 from rich.table import Table
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, Replayer
+from tidekv import Replayer
 from tidekv.engine.journal.journal import COALESCE_S
-from tidekv.engine.workload.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.states.commands import Command
 from tidekv.states.events import Event
 
-VOCABULARY = 32000
-WATCHED_BLOCKS = 5
-DEVICE_TOKENS, HOST_TOKENS = 1 << 17, 1 << 18
-OUTPUT_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is served, and how its KV lies in memory."""
-
-    layout: KVLayout
-    conversations: int
-    turns: int
-    turn_tokens: int
-
-    @property
-    def requests(self) -> int:
-        """Requests of a block."""
-        return self.conversations * self.turns
-
-    @property
-    def order(self) -> PrefillOrder:
-        """What the prefill worker needs to know."""
-        return PrefillOrder(
-            name="prefill-0",
-            fingerprint="synthetic",
-            layout=self.layout,
-            num_pages=DEVICE_TOKENS // self.layout.page_size,
-            chunk_tokens=256,
-            vocabulary=VOCABULARY,
-        )
-
-    def prompts(self, block: int) -> list[list[tuple[array[int], array[int]]]]:
-        """Prompt and output of each turn of each conversation of a block."""
-        words = random.Random(block)
-        talks = []
-        for _ in range(self.conversations):
-            said, talk = array("I"), []
-            for _ in range(self.turns):
-                said = said + array("I", words.choices(range(VOCABULARY), k=self.turn_tokens))
-                output = array("I", words.choices(range(VOCABULARY), k=OUTPUT_TOKENS))
-                talk.append((said, output))
-                said = said + output
-            talks.append(talk)
-        return talks
+WATCHED_BLOCKS = 3
+CLOCK_CALLS = 20_000
 
 
 class Side:
     """One of the two engines, and what its blocks took."""
 
-    def __init__(self, name: str, load: Load, journal: str | None) -> None:
-        self.load = load
-        layout = load.layout
-        self.engine = DecodeEngine(
-            EngineConfig(model="synthetic", journal=journal),
-            device=DevicePool.allocate(layout, DEVICE_TOKENS // layout.page_size),
-            host=HostPool.allocate(layout, HOST_TOKENS // layout.page_size),
-            transport=NixlTransport(name=name),
-        )
-        self.requests = 0
-        self.block_s: list[float] = []
-        self.stepped_s = self.writer_s = 0.0
+    def __init__(self, load: Load, in_flight: int, journal: str | None) -> None:
+        self.rig = Rig(load, in_flight, journal)
+        self.block_us: list[float] = []
+        """CPU a request, for each block."""
+        self.loop_s = self.writer_s = 0.0
+        self.calls = 0
+        """Steps that were watched."""
 
     def watch_journal(self) -> None:
         """From now on, add up what the loop spends in the journal. That costs something as well."""
-        journal = self.engine._parts.journal
+        journal = self.rig.engine._parts.journal
         assert journal is not None
         stepped, clock = journal.stepped, time.thread_time
 
         def watched(event: Event, given: list[Command], error: str = "") -> None:
             started_s = clock()
             stepped(event, given, error)
-            self.stepped_s += clock() - started_s
+            self.loop_s += clock() - started_s
+            self.calls += 1
 
         journal.stepped = watched  # type: ignore[method-assign]  # What it watches.
 
-    async def serve(self, address: str, block: int) -> None:
-        """Serve every turn of every conversation of a block; the conversations run side by side."""
-        talks = self.load.prompts(block)
+    async def prepare(self) -> tuple[list[array[int]], list[array[int]]]:
+        """Prompts and outputs of a block."""
+        prompts = await self.rig.prepare()
+        outputs = [self.rig.tokens(OUTPUT_TOKENS) for _ in prompts]
+        # What the journal still has to write belongs to no block.
+        await asyncio.sleep(3 * COALESCE_S)
+        return prompts, outputs
 
-        async def converse(number: int) -> None:
-            for turn, (prompt, output) in enumerate(talks[number]):
-                name = f"b{block}-c{number}-{turn}"
-                ready = await self.engine.restore(
-                    DecodeRequest(request_id=name, tokens=prompt, prefill=address, prompt="send")
-                )
-                self.engine.grow(ready, len(output))
-                await self.engine.finish(ready, output)
-                self.requests += 1
-
+    async def serve(self, prompts: list[array[int]], outputs: list[array[int]]) -> None:
+        """One block."""
+        rig = self.rig
+        rig.script.expected = len(prompts)
         gc.collect()
-        started_s, writer_s = time.process_time(), _writer_cpu_s()
+        loop_s, calls = self.loop_s, self.calls
+        writer_s, rig_s, started_s = _writer_cpu_s(), rig.rig_cpu_s, time.process_time()
         async with asyncio.TaskGroup() as group:
-            for number in range(len(talks)):
-                group.create_task(converse(number))
-        await self.engine.wait_settled()
-        # What the journal still has to write belongs to this block; the other engine waits just as long.
-        await asyncio.sleep(2 * COALESCE_S)
-        self.block_s.append(time.process_time() - started_s)
-        self.writer_s += _writer_cpu_s() - writer_s
+            restores = [group.create_task(rig._restore(prompt)) for prompt in prompts]
+        async with asyncio.TaskGroup() as group:
+            for restore, output in zip(restores, outputs, strict=True):
+                group.create_task(rig._finish(restore.result(), output))
+        await rig.engine.wait_settled()
+        await asyncio.sleep(3 * COALESCE_S)
+        took_s = time.process_time() - started_s - (rig.rig_cpu_s - rig_s)
+        self.block_us.append(took_s / len(prompts) * 1e6)
+        self.loop_s, self.calls = self.loop_s - loop_s, self.calls - calls
+        self.writer_s = _writer_cpu_s() - writer_s
 
 
 def _writer_cpu_s() -> float:
@@ -142,58 +107,77 @@ def _writer_cpu_s() -> float:
     return 0.0
 
 
-async def measure(pairs: int, load: Load) -> None:
+def _clock_s() -> float:
+    """What asking the clock twice adds to a time that is taken with it."""
+    started_s = time.thread_time()
+    for _ in range(CLOCK_CALLS):
+        time.thread_time()
+    return (time.thread_time() - started_s) / CLOCK_CALLS
+
+
+async def _measure_pairs(sides: tuple[Side, Side], pairs: int) -> None:
+    for pair in range(-1, pairs):
+        ready = [await side.prepare() for side in sides]
+        turns = list(zip(sides, ready, strict=True))
+        for side, block in turns[:: -1 if pair % 2 else 1]:
+            await side.serve(*block)
+        if pair < 0:
+            # The first pair warms everything up.
+            for side in sides:
+                side.block_us = []
+
+
+async def _see_directly(side: Side) -> tuple[float, float, float]:
+    """µs a request on the loop and on the journal's thread, and the rest of the engine's."""
+    clock_s = _clock_s()
+    side.watch_journal()
+    found = []
+    for _ in range(WATCHED_BLOCKS):
+        await side.serve(*await side.prepare())
+        scale = 1e6 / side.rig.in_flight
+        loop_us, writer_us = (side.loop_s - side.calls * clock_s) * scale, side.writer_s * scale
+        watching_us = 2 * side.calls * clock_s * scale
+        found.append((loop_us, writer_us, side.block_us.pop() - loop_us - writer_us - watching_us))
+    loop, writer, rest = (statistics.median(column) for column in zip(*found, strict=True))
+    return loop, writer, rest
+
+
+async def measure(pairs: int, load: Load, in_flight: int) -> None:
     """Print a table of the pairs, and check that what was measured replays."""
-    block_requests = load.requests
     with tempfile.TemporaryDirectory(prefix="tidekv-") as folder:
         path = Path(folder) / "run.journal"
         async with AsyncExitStack() as stack:
-            prefill = await stack.enter_async_context(PrefillProcess(load.order))
-            off, on = Side("decode-off", load, None), Side("decode-on", load, str(path))
+            off, on = Side(load, in_flight, None), Side(load, in_flight, str(path))
             for side in (off, on):
-                await stack.enter_async_context(side.engine)
-            for pair in range(-1, pairs):
-                for side in (on, off) if pair % 2 else (off, on):
-                    await prefill.counts(forget=True)
-                    await side.serve(prefill.address, pair)
-                if pair < 0:
-                    # The first pair warms everything up.
-                    off.block_s, on.block_s = [], []
-            pair_s = list(on.block_s)
-            on.watch_journal()
-            on.writer_s = 0.0
-            for block in range(pairs, pairs + WATCHED_BLOCKS):
-                await prefill.counts(forget=True)
-                await on.serve(prefill.address, block)
-            watched_s, on.block_s = sum(on.block_s[pairs:]), pair_s
-            events = int(str(on.engine.statistics()["events"]))
+                await stack.enter_async_context(side.rig.engine)
+            await _measure_pairs((off, on), pairs)
+            loop_us, writer_us, rest_us = await _see_directly(on)
+            events = int(str(on.rig.engine.statistics()["events"]))
         journal_bytes = path.stat().st_size
+        gc.collect()
         started_s = time.perf_counter()
         replayed = Replayer(path).run()
         replay_s = time.perf_counter() - started_s
-    grown = [with_s / without_s - 1 for with_s, without_s in zip(on.block_s, off.block_s, strict=True)]
+    grown = [with_us / without_us - 1 for with_us, without_us in zip(on.block_us, off.block_us, strict=True)]
     table = Table("pair", "without, µs a request", "with, µs a request", "grows by")
     for pair, ratio in enumerate(grown):
-        costs = [f"{side.block_s[pair] / block_requests * 1e6:.0f}" for side in (off, on)]
-        table.add_row(str(pair), *costs, f"{ratio:+.1%}")
+        table.add_row(str(pair), f"{off.block_us[pair]:.0f}", f"{on.block_us[pair]:.0f}", f"{ratio:+.1%}")
     console = Console(width=120)
-    page_kib = load.layout.page_bytes / 1024
-    console.print(f"pages of {load.layout.page_size} tokens and {page_kib:g} KiB")
+    console.print(f"prompts of {load.prompt_tokens} tokens, {in_flight} in flight, half of them cached")
     console.print(table)
     low, middle, high = statistics.quantiles(grown, n=4)
+    medians = [statistics.median(side.block_us) for side in (off, on)]
     console.print(
-        f"median {middle:+.1%} (half of the pairs {low:+.1%} to {high:+.1%}), all together "
-        f"{sum(on.block_s) / sum(off.block_s) - 1:+.1%}; {pairs} pairs of {block_requests} requests"
+        f"median {middle:+.1%} (half of the pairs {low:+.1%} to {high:+.1%}); medians {medians[0]:.0f} and "
+        f"{medians[1]:.0f} µs a request: {medians[1] / medians[0] - 1:+.1%}; {pairs} pairs of {in_flight} requests"
     )
-    loop_us, writer_us = (seconds / (block_requests * WATCHED_BLOCKS) * 1e6 for seconds in (on.stepped_s, on.writer_s))
-    direct = (on.stepped_s + on.writer_s) / (watched_s - on.stepped_s - on.writer_s)
     console.print(
         f"seen directly: {loop_us:.0f} µs a request on the loop and {writer_us:.0f} µs on the journal's thread: "
-        f"{direct:+.1%}"
+        f"{(loop_us + writer_us) / rest_us:+.1%}"
     )
     console.print(
-        f"{journal_bytes / on.requests:.0f} bytes and {events / on.requests:.1f} events a request; "
-        f"replay identical: {replayed.complete}, {replayed.events / replay_s:.0f} events/s"
+        f"{journal_bytes / on.rig.requests:.0f} bytes and {events / on.rig.requests:.1f} events a request, with those "
+        f"that fill the pools; replay identical: {replayed.complete}, {replayed.events / replay_s:.0f} events/s"
     )
 
 
@@ -201,28 +185,18 @@ def main() -> None:
     """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=21)
-    parser.add_argument("--conversations", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--turn-tokens", type=int, default=192)
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--kv-heads", type=int, default=1)
-    parser.add_argument("--head-dim", type=int, default=16)
+    parser.add_argument("--in-flight", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--conversation-pairs", type=int, default=5, help="0 leaves the conversations out")
     options = parser.parse_args()
-    layout = KVLayout(
-        num_layers=options.layers,
-        num_kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        dtype="bfloat16",
-        page_size=options.page_size,
-    )
-    load = Load(
-        layout=layout,
-        conversations=options.conversations,
-        turns=options.turns,
-        turn_tokens=options.turn_tokens,
-    )
-    uvloop.run(measure(options.pairs, load))
+    load = Load(options.prompt_tokens, options.page_size, options.chunk_tokens, TIERS)
+    uvloop.run(measure(options.pairs, load, options.in_flight))
+    if options.conversation_pairs:
+        program = Path(__file__).with_name("journal_conversations.py")
+        print("\nconversations over NIXL:", flush=True)
+        subprocess.run([sys.executable, str(program), "--pairs", str(options.conversation_pairs)], check=True)
 
 
 if __name__ == "__main__":
