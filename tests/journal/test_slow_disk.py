@@ -144,6 +144,17 @@ def test_long_prompts_are_hashed_by_the_thread_and_wait_for_it_within_bounds(cor
     assert any(isinstance(line, GapLine) for line in lines_of(journal.path))
 
 
+def test_many_prompts_at_once_that_are_not_long_are_no_work_for_the_thread(core: Core, tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "j"), core)
+    words = Random(2)
+    for _ in range(150):
+        # A slice has more new pages than may be hashed at once, and no prompt has.
+        step(core, journal, 1, words.randbytes(600))
+        assert not journal._is_for_thread
+    journal.close()
+    assert Replayer(journal.path).run().complete
+
+
 def test_prompts_of_any_length_are_in_the_journal_in_their_order(core: Core, tmp_path: Path) -> None:
     journal = Journal(str(tmp_path / "j"), core)
     words = Random(1)
