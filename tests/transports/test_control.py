@@ -74,6 +74,31 @@ async def test_messages_pass_both_ways_in_order(ends: Ends, secret: str) -> None
     assert [(await ours.receive()).first for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
+async def test_what_is_said_in_a_turn_is_written_at_once_and_before_a_close(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = await ends.pair()
+    written: list[int] = []
+    write = asyncio.StreamWriter.writelines
+
+    def counted(writer: asyncio.StreamWriter, frames: list[bytes]) -> None:
+        written.append(len(frames))
+        write(writer, frames)
+
+    monkeypatch.setattr(asyncio.StreamWriter, "writelines", counted)
+    for sent_at in range(3):
+        ours.send(wire.Ping(sent_at=sent_at))
+    assert written == []
+    assert (await theirs.receive()).sent_at == 0
+    assert written == [3]
+    ours.send(wire.Ping(sent_at=3))
+    await ours.close("enough")
+    assert written == [3, 1]
+    assert [(await theirs.receive()).sent_at for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(LinkClosed, match="enough"):
+        await theirs.receive()
+
+
 async def test_a_frame_of_nearly_the_limit_passes_and_one_above_is_not_sent(ends: Ends) -> None:
     ours, theirs = await ends.pair()
     big = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(wire.FRAME_BYTES_MAX - 100))
