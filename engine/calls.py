@@ -241,7 +241,8 @@ class Calls:
             prompt_tokens=len(live.record.packed) // 4,
             first_token=first_token,
             aux=aux,
-            sources=command.sources,
+            # The caller's own: the command is still to be written down.
+            sources=dict(command.sources),
             length=len(live.record.packed) // 4,
             packed_tokens=live.record.packed,
             generation=command.generation,

@@ -32,6 +32,15 @@ async def test_journal_of_an_engine_replays_to_the_state_that_it_ended_in(make_p
     assert replayer.header.page_keys == "digests"
 
 
+async def test_what_a_caller_does_to_what_it_was_given_changes_no_journal(make_pair, tmp_path: Path) -> None:
+    path = tmp_path / "run.journal"
+    async with make_pair(journal=str(path)) as pair:
+        ready = await pair.restore("r", PROMPT)
+        ready.sources.clear()
+        await pair.finish(ready, PROMPT, [1])
+    assert Replayer(path).run().complete
+
+
 @pytest.mark.parametrize("with_tokens", [False, True])
 async def test_tokens_are_in_a_journal_only_where_they_were_asked_for(make_pair, tmp_path: Path, with_tokens) -> None:
     path = tmp_path / "run.journal"
