@@ -88,13 +88,6 @@ def read_engine(_: Path, output: str) -> Outcome:
     )
 
 
-def read_engine_growth(_: Path, output: str) -> Outcome:
-    """`engine.py --json` at 256, at 4,096, and at 256 in flight."""
-    before, many, after = (figures["engine_us"] for figures in json.loads(output[output.index("{") :])["figures"])
-    few = (before + after) / 2
-    return Outcome({"engine.growth": many / few}, {"engine.growth": f"{many:.0f} µs over {few:.0f} µs"})
-
-
 def read_storage(file: Path, _: str) -> Outcome:
     """`storage.py --json`."""
     asked = [target for target in json.loads(file.read_text())["targets"] if target["what"].startswith("exists")]
@@ -169,14 +162,7 @@ MEASUREMENTS: dict[str, Measurement] = {
         arguments=lambda _, file: ["--in-flight", "256", "--requests", "1536", "--json"],
         read=read_engine,
     ),
-    "engine_growth": Measurement(
-        program="engine.py",
-        budget_s=300,
-        arguments=lambda _, file: [
-            "--in-flight", "256", "4096", "256", "--requests", "768", "--collector", "advised", "--no-parts", "--json",
-        ],
-        read=read_engine_growth,
-    ),
+    "engine_growth": Measurement(program="engine_growth.py", budget_s=300),
     "latency": Measurement(program="latency.py", budget_s=120),
     "journal": Measurement(
         program="journal.py", budget_s=240, arguments=lambda _, file: ["--pairs", "9"], read=read_journal

@@ -1,0 +1,65 @@
+"""What a request costs with many in flight, over few: `python benchmarks/engine_growth.py --json FILE`.
+
+Two engines of `engine.py` in one process, under its load: one serves blocks of 256 requests, the other of 4,096. A
+round is blocks of the first, one of the second, and blocks of the first again, so that a machine that becomes slower
+for minutes takes from both; the figure is the median of the rounds. Python's cycle collector is set as
+docs/operating.md says for so many in flight.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+from engine import ADVISED_THRESHOLDS, TIERS, Load, Rig  # noqa: TID251  # Not that of the package: engine.py here.
+from figures import Figures, option_parser
+
+LOAD = Load(prompt_tokens=4096, page_size=64, chunk_tokens=512, tiers=TIERS)
+FEW_BLOCKS = 3
+"""So many before, and so many after the one block of many."""
+
+
+async def block_us(rig: Rig) -> float:
+    """CPU µs a request of one block."""
+    block = await rig.block()
+    return (block.restore_s + block.finish_s) * 1e6 / rig.in_flight
+
+
+async def measure(figures: Figures, few: int, many: int, rounds: int) -> None:
+    """Rounds of both, after one block of each."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidekv-bench-")))
+        rigs = [Rig(LOAD, in_flight, str(folder / f"{in_flight}.journal")) for in_flight in (few, many)]
+        for rig in rigs:
+            await stack.enter_async_context(rig.engine)
+            await rig.block()
+        ratios, told = [], []
+        for _ in range(rounds):
+            before = [await block_us(rigs[0]) for _ in range(FEW_BLOCKS)]
+            many_us = await block_us(rigs[1])
+            few_us = statistics.median([*before, *[await block_us(rigs[0]) for _ in range(FEW_BLOCKS)]])
+            ratios.append(many_us / few_us)
+            told.append(f"{many_us:.0f} over {few_us:.0f} µs")
+            figures.add("engine.growth", statistics.median(ratios), "; ".join(told))
+
+
+def main() -> None:
+    """Read the options and measure."""
+    parser = option_parser(__doc__)
+    parser.add_argument("--few", type=int, default=256)
+    parser.add_argument("--many", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    chosen = parser.parse_args()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*ADVISED_THRESHOLDS)
+    with Figures(chosen.json) as figures:
+        uvloop.run(measure(figures, chosen.few, chosen.many, chosen.rounds))
+
+
+if __name__ == "__main__":
+    main()
