@@ -162,7 +162,7 @@ MEASUREMENTS: dict[str, Measurement] = {
         arguments=lambda _, file: ["--in-flight", "256", "--requests", "1536", "--json"],
         read=read_engine,
     ),
-    "engine_growth": Measurement(program="engine_growth.py", budget_s=300),
+    "engine_growth": Measurement(program="engine_growth.py", budget_s=480),
     "latency": Measurement(program="latency.py", budget_s=120),
     "journal": Measurement(
         program="journal.py", budget_s=240, arguments=lambda _, file: ["--pairs", "9"], read=read_journal
