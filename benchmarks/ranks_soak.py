@@ -105,6 +105,13 @@ class Soak:
             os.kill(pid, signal.SIGCONT)
             found = await asyncio.gather(*(member.hear(HANG_S) for member in self.members))
             self._note([one for one in found if isinstance(one, Served)])
+            # Who had served all of it when it was stopped may not know yet that it was lost: its next calls are
+            # refused, and those of the others wait in vain for the same calls here. One more round is not compared.
+            self.rounds += 1
+            for member in self.members:
+                member.tell(self.work())
+            found = await asyncio.gather(*(member.hear(HANG_S) for member in self.members))
+            self._note([one for one in found if isinstance(one, Served)])
         self.rounds += 1
 
     async def end(self) -> None:
