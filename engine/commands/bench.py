@@ -39,7 +39,7 @@ def all_targets(
 ) -> None:
     """Measure what tidekv is to reach, beside peers and limits: each target passes, is short, or is missing.
 
-    Takes a quarter of an hour on two cores. The exit code says nothing of the figures.
+    Takes 22 to 25 minutes on two cores. The exit code says nothing of the figures.
     """
     from tidekv.engine.seeing.plots import check_plot
 
