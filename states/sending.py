@@ -251,7 +251,9 @@ class SenderRoom:
                 posted.landed = True
 
     def take_chunks(self) -> list[ChunkReady]:
-        """What decode can be told now, in order; each is given out once."""
+        """What decode can be told now, in order; each is given out once. Of each span at most one: those that landed
+        together are told together, and the empty last one, mostly, with the pages before it.
+        """
         chunks: list[ChunkReady] = []
         if self.stopped is not None:
             return chunks
@@ -260,11 +262,14 @@ class SenderRoom:
                 # All was posted before it was known to be the last: an empty chunk says so.
                 span.ended = True
                 span.posted.append(_Posted(span.end, 0, last=True, landed=True))
+            landed: list[_Posted] = []
             while span.posted and span.posted[0].landed:
                 if span.posted[0].last and span.number == 0 and not self.tails.are_here:
                     break
-                posted = span.posted.popleft()
-                chunks.append(ChunkReady(span.number, posted.first, posted.count, posted.last))
+                landed.append(span.posted.popleft())
+            if landed:
+                count = sum(posted.count for posted in landed)
+                chunks.append(ChunkReady(span.number, landed[0].first, count, landed[-1].last))
         return chunks
 
     def take_tails(self) -> list[str]:

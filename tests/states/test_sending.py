@@ -78,6 +78,7 @@ def test_an_extend_waits_for_what_is_not_computed() -> None:
     (job,) = jobs(sender)
     assert (job.span, job.first, list(job.their_pages)) == (1, 0, [50])
     sender.settle(job, landed=True)
+    assert sender.take_chunks() == [ChunkReady(1, 0, 1, last=False)]
     sender.remember(page_ids([1, 2, 3]), start_token=4)
     sender.finish()
     assert land_all(sender)[-1] == ChunkReady(1, 1, 1, last=True)
@@ -122,7 +123,18 @@ def test_a_page_that_is_not_full_waits_for_its_rest() -> None:
     assert [list(job.our_pages) for job in jobs(sender)] == [[2, 3]]
 
 
-def test_chunks_are_told_in_the_order_of_the_pages() -> None:
+def test_an_empty_last_chunk_is_told_with_the_pages_before_it() -> None:
+    sender = room(tokens=8)
+    sender.remember(page_ids([7, 8]), start_token=0)
+    (job,) = jobs(sender)
+    sender.finish()
+    assert sender.take_chunks() == []
+    sender.settle(job, landed=True)
+    assert sender.take_chunks() == [ChunkReady(0, 0, 2, last=True)]
+    assert sender.is_complete
+
+
+def test_chunks_are_told_in_the_order_of_the_pages_and_together_where_they_landed_together() -> None:
     sender = room(tokens=12)
     sender.remember(page_ids([0, 1, 2]), start_token=0)
     first, second, third = jobs(sender, pages_max=1)
@@ -130,7 +142,7 @@ def test_chunks_are_told_in_the_order_of_the_pages() -> None:
     sender.settle(second, landed=True)
     assert sender.take_chunks() == []
     sender.settle(first, landed=True)
-    assert [chunk.first for chunk in sender.take_chunks()] == [0, 1, 2]
+    assert sender.take_chunks() == [ChunkReady(0, 0, 3, last=False)]
 
 
 def test_a_write_that_failed_is_never_told() -> None:
