@@ -5,6 +5,11 @@ comes back through the same queue; nothing steps the core from within a step.
 
 A caller that a step made READY is told first and has its turn of the loop at once. What else the step owes, the words
 to watchers and the other commands, comes in the turn after that, and always before the core is stepped again.
+
+What has completed is taken before what callers ask for and before the clock: somebody waits for it already, its pages
+are in use, and the step of a request that arrives is the longest of all. Nothing completes of a request that the core
+has not taken, so causes come before effects all the same; calls stay in order among themselves, and so do completions.
+Callers cannot be put off for ever, since without them nothing is under way that could complete.
 """
 
 from __future__ import annotations
@@ -20,7 +25,19 @@ from typing import Protocol
 from tidekv.states.commands import Command, TellReady
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
-from tidekv.states.events import ClockAdvanced, Event
+from tidekv.states.events import (
+    AbortRequested,
+    ClockAdvanced,
+    Event,
+    FinishRequested,
+    FlushRequested,
+    GrowthTaken,
+    PolicyChanged,
+    RequestArrived,
+    RetractedDropped,
+    RetractRequested,
+    StorageChanged,
+)
 
 LOG = logging.getLogger("tidekv.engine")
 
@@ -28,6 +45,22 @@ TURN_S_MAX = 0.001
 """Events are taken for so long in one callback; then others get their turn."""
 TIMER_MIN_S = 0.001
 """uvloop runs shorter timers at once, which would spin."""
+
+CALLS = frozenset(
+    (
+        RequestArrived,
+        AbortRequested,
+        GrowthTaken,
+        FinishRequested,
+        RetractRequested,
+        RetractedDropped,
+        FlushRequested,
+        StorageChanged,
+        PolicyChanged,
+        ClockAdvanced,
+    )
+)
+"""What callers ask for, and the clock: taken when nothing that has completed waits."""
 
 
 class Watcher(Protocol):
@@ -50,16 +83,20 @@ class Driver:
         watchers: Sequence[Watcher] = (),
         on_broken: Callable[[BaseException], None],
         after_drain: Callable[[], None],
-        tells_time: bool = True,
+        is_agreed: bool = False,
     ) -> None:
-        """With `tells_time` False somebody else posts ClockAdvanced: the ranks of an instance have one clock."""
+        """With `is_agreed` the ranks of an instance have agreed on all that is posted and on its order, and have one
+        clock: nothing goes before anything else, and ClockAdvanced is posted by somebody else.
+        """
         self._core = core
-        self._tells_time = tells_time
+        self._is_agreed = is_agreed
         self._perform = perform
         self._watchers = tuple(watchers)
         self._on_broken = on_broken
         self._after_drain = after_drain
-        self._inbox: deque[Event] = deque()
+        self._completed: deque[Event] = deque()
+        self._calls: deque[Event] = deque()
+        """Behind `_completed`."""
         self._owed: tuple[Event, list[Command]] | None = None
         """The last step, while only the callers that it made READY know of it."""
         self._armed = False
@@ -91,14 +128,17 @@ class Driver:
     @property
     def is_caught_up(self) -> bool:
         """Whether the core has taken every event that was posted, and everybody knows."""
-        return not self._inbox and self._owed is None
+        return not (self._completed or self._calls) and self._owed is None
 
     def post(self, event: Event) -> None:
         """Queue an event; after `stop` it is dropped. Call it on the loop's thread."""
         assert threading.get_ident() == self._thread, "events are posted on the loop's thread"
         if self._broken:
             return
-        self._inbox.append(event)
+        if type(event) in CALLS or self._is_agreed:
+            self._calls.append(event)
+        else:
+            self._completed.append(event)
         if not self._armed:
             self._armed = True
             self._loop.call_soon(self._drain)
@@ -106,7 +146,7 @@ class Driver:
     def take_now(self, event: Event) -> None:
         """Take everything that is queued, and then this event, before returning."""
         assert not self._stepping, "the core is not stepped from within a step"
-        self._inbox.append(event)
+        self._calls.append(event)
         while not (self.is_caught_up or self._broken):
             self._take_batch()
         self._arm_timer()
@@ -114,7 +154,8 @@ class Driver:
     def stop(self) -> None:
         """Take no more events. Commands that were not started never are."""
         self._broken = True
-        self._inbox.clear()
+        self._completed.clear()
+        self._calls.clear()
         if self._owed is not None:
             (event, commands), self._owed = self._owed, None
             self._tell_watchers(event, commands)
@@ -138,8 +179,8 @@ class Driver:
         self._stepping = True
         try:
             self._settle_step()
-            while self._inbox and not self._broken:
-                event = self._inbox.popleft()
+            while (queue := self._completed or self._calls) and not self._broken:
+                event = queue.popleft()
                 self._seq += 1
                 if self._step(event):
                     return
@@ -190,7 +231,7 @@ class Driver:
             watcher.stepped(event, commands, error)
 
     def _arm_timer(self) -> None:
-        due = self._core.next_deadline_s() if self._tells_time else None
+        due = self._core.next_deadline_s() if not self._is_agreed else None
         if due is None or self._broken:
             return
         if self._timer is not None:

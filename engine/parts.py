@@ -236,7 +236,7 @@ class Parts:
             watchers=[watcher for watcher in watchers if watcher is not None],
             on_broken=self._break,
             after_drain=self._after_drain,
-            tells_time=self.ranks is None,
+            is_agreed=self.ranks is not None,
         )
         if self.ranks is not None:
             self.ranks.attach(self.core, self.driver, has_storage=self.storage is not None)
