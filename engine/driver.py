@@ -9,7 +9,8 @@ to watchers and the other commands, comes in the turn after that, and always bef
 What has completed is taken before what callers ask for and before the clock: somebody waits for it already, its pages
 are in use, and the step of a request that arrives is the longest of all. Nothing completes of a request that the core
 has not taken, so causes come before effects all the same; calls stay in order among themselves, and so do completions.
-Callers cannot be put off for ever, since without them nothing is under way that could complete.
+Callers cannot be put off for ever, since without them nothing is under way that could complete. An abort is overtaken
+by nothing: what completes after it finds its request gone.
 """
 
 from __future__ import annotations
@@ -89,14 +90,14 @@ class Driver:
         clock: nothing goes before anything else, and ClockAdvanced is posted by somebody else.
         """
         self._core = core
-        self._is_agreed = is_agreed
+        self._is_agreed = self._is_in_order = is_agreed
         self._perform = perform
         self._watchers = tuple(watchers)
         self._on_broken = on_broken
         self._after_drain = after_drain
         self._completed: deque[Event] = deque()
         self._calls: deque[Event] = deque()
-        """Behind `_completed`."""
+        """Behind `_completed`. Where an abort is among them, everything that comes is put here."""
         self._owed: tuple[Event, list[Command]] | None = None
         """The last step, while only the callers that it made READY know of it."""
         self._armed = False
@@ -135,7 +136,11 @@ class Driver:
         assert threading.get_ident() == self._thread, "events are posted on the loop's thread"
         if self._broken:
             return
-        if type(event) in CALLS or self._is_agreed:
+        if type(event) is AbortRequested:
+            self._is_in_order = True
+        elif not self._calls:
+            self._is_in_order = self._is_agreed
+        if self._is_in_order or type(event) in CALLS:
             self._calls.append(event)
         else:
             self._completed.append(event)

@@ -7,8 +7,11 @@ import logging
 import threading
 from collections.abc import Callable
 from typing import get_args
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tidekv.engine import driver as driver_module
 from tidekv.engine.driver import CALLS, Driver
@@ -27,6 +30,18 @@ def probed(op: int) -> events.StorageProbed:
     return events.StorageProbed(at_s=0.0, op=op)
 
 
+def abort(number: int) -> events.AbortRequested:
+    return events.AbortRequested(at_s=0.0, request_id=str(number))
+
+
+def number_of(event: Event) -> int:
+    """The number of an event that was made here."""
+    if isinstance(event, events.AbortRequested):
+        return int(event.request_id)
+    assert isinstance(event, events.FlushRequested | events.StorageProbed)
+    return event.op if isinstance(event, events.StorageProbed) else event.call
+
+
 class ScriptedCore:
     """Answers what is numbered n by forgetting the tokens of n; raises where it is told to."""
 
@@ -36,8 +51,7 @@ class ScriptedCore:
         self.due_s: float | None = None
 
     def step(self, event: Event) -> list[Command]:
-        assert isinstance(event, events.FlushRequested | events.StorageProbed)
-        number = event.op if isinstance(event, events.StorageProbed) else event.call
+        number = number_of(event)
         if number in self.raises:
             raise self.raises[number]
         self.taken.append(number)
@@ -54,9 +68,7 @@ class Watcher:
         self.told: list[tuple[int, int, str]] = []
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        assert isinstance(event, events.FlushRequested | events.StorageProbed)
-        number = event.op if isinstance(event, events.StorageProbed) else event.call
-        self.told.append((number, len(given), error))
+        self.told.append((number_of(event), len(given), error))
 
 
 class Rig:
@@ -157,6 +169,63 @@ async def test_what_has_completed_goes_before_calls_unless_the_ranks_have_agreed
     assert rig.core.taken == order
     assert [call for call, _, _ in rig.watcher.told] == order
     rig.driver.stop()
+
+
+async def test_nothing_that_comes_behind_an_abort_is_taken_before_it() -> None:
+    rig = Rig(ScriptedCore())
+    for event in (flush(1), probed(2), abort(3), probed(4), flush(5), probed(6)):
+        rig.driver.post(event)
+    await rig.caught_up()
+    assert rig.core.taken == [2, 1, 3, 4, 5, 6]
+    for event in (flush(7), probed(8)):
+        rig.driver.post(event)
+    await rig.caught_up()
+    assert rig.core.taken[-2:] == [8, 7]
+    rig.driver.stop()
+
+
+async def test_completions_stay_in_order_while_what_waited_behind_an_abort_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver_module, "TURN_S_MAX", -1.0)
+    rig = Rig(ScriptedCore())
+    for event in (abort(1), flush(2), probed(3)):
+        rig.driver.post(event)
+    await asyncio.sleep(0)
+    assert rig.core.taken == [1]
+    rig.driver.post(probed(4))
+    await rig.caught_up()
+    assert rig.core.taken == [1, 2, 3, 4]
+    rig.driver.stop()
+
+
+@given(kinds=st.lists(st.sampled_from((flush, flush, probed, probed, abort, None)), max_size=30))
+def test_calls_and_completions_are_each_taken_in_order_and_aborts_when_they_came(
+    kinds: list[Callable[[int], Event] | None],
+) -> None:
+    async def taken() -> tuple[list[Event], list[int]]:
+        with mock.patch.object(driver_module, "TURN_S_MAX", -1.0):
+            rig = Rig(ScriptedCore())
+            posted = [kind(number) if kind else None for number, kind in enumerate(kinds)]
+            for event in posted:
+                if event is None:
+                    await asyncio.sleep(0)
+                else:
+                    rig.driver.post(event)
+            await rig.caught_up()
+            rig.driver.stop()
+        return [event for event in posted if event is not None], rig.core.taken
+
+    posted, order = asyncio.run(taken())
+    assert sorted(order) == [number_of(event) for event in posted]
+    done = {number_of(event) for event in posted if isinstance(event, events.StorageProbed)}
+    asked = {number_of(event) for event in posted} - done
+    for some in (done, asked):
+        assert [number for number in order if number in some] == sorted(some)
+    for event in posted:
+        if isinstance(event, events.AbortRequested):
+            at = order.index(number_of(event))
+            assert all(number > number_of(event) for number in order[at + 1 :])
 
 
 async def test_what_completes_while_a_call_is_performed_goes_before_the_next_call() -> None:

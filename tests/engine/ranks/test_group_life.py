@@ -139,7 +139,7 @@ async def test_requests_that_all_had_agreed_on_just_before_a_loss_fail_as_well(
                 ranks._channel._peers[0].close()
 
         def count_and_lose(rank: int, cause: str) -> None:
-            arrivals_waiting.append(sum(isinstance(event, RequestArrived) for event in ranks._driver._inbox))
+            arrivals_waiting.append(sum(isinstance(event, RequestArrived) for event in ranks._driver._calls))
             rank_lost(rank, cause)
 
         ranks._follow, ranks.rank_lost = follow_and_close, count_and_lose
