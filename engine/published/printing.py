@@ -67,7 +67,8 @@ def _capacity_table(paper: Paper) -> Table:
     for name, arms, published in (
         ("128 in flight", paper.capacity, PUBLISHED_CAPACITY),
         ("  one request before", paper.warm, PUBLISHED_CAPACITY),
-        ("  step of 40 + 0.7 n ms", paper.other_step, PUBLISHED_CAPACITY),
+        ("  step of 40 + 0.7 n ms", paper.token_step, PUBLISHED_CAPACITY),
+        ("  and prefill that slow", paper.token_step_alone, PUBLISHED_CAPACITY),
         (f"{HIGH_IN_FLIGHT} in flight", paper.high, PUBLISHED_HIGH),
         (f"{LOW_IN_FLIGHT} in flight", paper.low, None),
     ):

@@ -7,10 +7,18 @@ is swept from half to double (`tidekv.engine.published.sweep`), so that nobody h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PAGE_TOKENS = 64
 KI = 1024
+TOKEN_STEP_S = (0.040, 0.0007)
+"""A decoding step of n running requests by the published milliseconds a token of the capacity effect: 65.2 where about
+37 run, 134.6 where 128 do. The same table's latencies say longer steps (`CapacitySetup`): both cannot be true at once.
+"""
+PREFILL_OF_TWO_B200_TOKENS_PER_S = 2 * 4.5e15 * 0.4 / (2 * 32.8e9 + 4 * 64 * 64 * 128 * 52_250)
+"""What two GPUs of that class can compute of Qwen3-32B: two fifths of their 4.5e15 8-bit operations a second each, over
+two for every weight and what 64 layers of 64 heads of 128 need to attend to 52,250 tokens before. An assumption.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,9 @@ class CapacitySetup:
     102.4 requests were running: a line through both. Prefill: the slowest that the published run with 256 in flight
     allows, since 592 s less the last request's 355 steps were enough for the prefix and 333 suffixes on each worker.
     Pool: 37 requests of 858 pages. Link: an assumption, one 400 Gb/s port for each of the two GPUs, at nine tenths.
+
+    The published milliseconds a token say shorter steps (`TOKEN_STEP_S`). With them decoding alone would reach 2.8
+    requests/s, and so slow a prefill would hide it: `by_token_step` has one as fast as its GPUs are.
     """
 
     speeds: Speeds = Speeds(
@@ -79,6 +90,17 @@ class CapacitySetup:
     pool_tokens: int = 37 * 858 * PAGE_TOKENS
     warm: bool = False
     """Whether one request with the prefix is served before the clock starts."""
+
+    def by_token_step(self) -> CapacitySetup:
+        """The same with steps by the published milliseconds a token, and prefill as fast as its GPUs are."""
+        base_s, request_s = TOKEN_STEP_S
+        speeds = replace(
+            self.speeds,
+            step_base_s=base_s,
+            step_request_s=request_s,
+            prefill_tokens_per_s=PREFILL_OF_TWO_B200_TOKENS_PER_S,
+        )
+        return replace(self, speeds=speeds)
 
 
 @dataclass(frozen=True, kw_only=True)

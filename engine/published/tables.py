@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from tidekv.engine.published.capacity import run_capacity
 from tidekv.engine.published.results import Result, quantile
 from tidekv.engine.published.rounds import Rounds, run_rounds
-from tidekv.engine.published.setups import CapacitySetup, RoundsSetup
+from tidekv.engine.published.setups import TOKEN_STEP_S, CapacitySetup, RoundsSetup
 from tidekv.engine.published.sweep import CAPACITY_VARIED, ROUNDS_VARIED, Gains, Swept, sweep
 
 LOW_IN_FLIGHT = 30
 HIGH_IN_FLIGHT = 256
-OTHER_STEP_S = (0.040, 0.0007)
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,10 @@ class Paper:
     capacity: CapacityArms
     warm: CapacityArms
     """The same with one request of the prefix served before."""
-    other_step: CapacityArms
-    """The same with the steps that the published ms a token, 65.2 and 134.6, say of 37 and 128 requests running."""
+    token_step: CapacityArms
+    """The same with steps by the published milliseconds a token, and prefill as fast as its GPUs are."""
+    token_step_alone: CapacityArms
+    """The same with these steps, and prefill as slow as in the other runs."""
     high: CapacityArms
     """The same with more in flight."""
     low: CapacityArms
@@ -93,13 +94,14 @@ def run_paper(
 ) -> Paper:
     """Run all tables; with `swept`, every constant from half to double and on to where the gain ends."""
     capacity, rounds = capacity or CapacitySetup(), rounds or RoundsSetup()
-    base_s, request_s = OTHER_STEP_S
-    other_step = replace(capacity.speeds, step_base_s=base_s, step_request_s=request_s)
+    base_s, request_s = TOKEN_STEP_S
+    slow_prefill = replace(capacity.speeds, step_base_s=base_s, step_request_s=request_s)
     low = replace(capacity, in_flight=LOW_IN_FLIGHT)
     paper = Paper(
         capacity=capacity_arms(capacity, seed),
         warm=capacity_arms(replace(capacity, warm=True), seed),
-        other_step=capacity_arms(replace(capacity, speeds=other_step), seed),
+        token_step=capacity_arms(capacity.by_token_step(), seed),
+        token_step_alone=capacity_arms(replace(capacity, speeds=slow_prefill), seed),
         high=capacity_arms(replace(capacity, in_flight=HIGH_IN_FLIGHT), seed),
         low=capacity_arms(low, seed),
         rounds=rounds_arms(rounds, seed),

@@ -51,6 +51,16 @@ def test_more_requests_run_where_they_share_their_prefix() -> None:
     assert arms.bytes_saved == pytest.approx(20 / 23)
 
 
+@pytest.mark.parametrize(("running", "published_ms"), [(37, 65.2), (128, 134.6)])
+def test_steps_by_token_are_those_that_were_published(running: int, published_ms: float) -> None:
+    setup = CapacitySetup().by_token_step()
+    step_s = setup.speeds.step_base_s + running * setup.speeds.step_request_s
+    assert 1e3 * step_s == pytest.approx(published_ms, rel=0.04)
+    assert replace(setup, speeds=CapacitySetup().speeds) == CapacitySetup()
+    # Seconds for the suffixes of the 1,000 requests, far less than the 622 s that the published run took.
+    assert 1000 * setup.suffix_tokens / (3 * setup.speeds.prefill_tokens_per_s) < 100
+
+
 def test_where_all_fit_without_a_cache_only_the_bytes_differ() -> None:
     arms = capacity_arms(replace(CAPACITY, in_flight=4))
     assert arms.gains.first == pytest.approx(1, abs=0.02)
