@@ -36,6 +36,7 @@ from tidekv.states.errors import (
 from tidekv.transports import wire
 from tidekv.transports.base import Link
 from tidekv.transports.offenders import OffenceLimits, Offenders, is_offence, whose
+from tidekv.transports.outbox import Outbox
 from tidekv.transports.tasks import OwnedTasks
 
 MAGIC = b"tidekv\r\n"
@@ -84,31 +85,17 @@ class ControlLink:
         self._writer = writer
         self._options = options
         self._cause: str | None = None
-        self._frames: list[bytes] = []
-        """What was said in this turn of the loop."""
-        self._frame_bytes = 0
+        self._outbox = Outbox(writer)
 
     def send(self, message: wire.Message) -> None:
         """See `Link.send`."""
         if self._cause is not None:
             raise LinkClosed(self._cause)
         frame = wire.encode_frame(message, frame_bytes_max=self._options.frame_bytes_max)
-        waiting = self._writer.transport.get_write_buffer_size() + self._frame_bytes
-        if waiting + len(frame) > self._options.outgoing_bytes_max:
+        if (waiting := self._outbox.waiting_bytes) + len(frame) > self._options.outgoing_bytes_max:
             self._end(f"{self.peer_label} does not read: {waiting} bytes wait to be sent")
             raise LinkClosed(self._cause)
-        if not self._frames:
-            asyncio.get_running_loop().call_soon(self._write_frames)
-        self._frames.append(frame)
-        self._frame_bytes += len(frame)
-
-    def _write_frames(self) -> None:
-        """Write all that was said in a turn, in one system call: in each of them the kernel wakes the peer up, which
-        then often runs at once, in our place.
-        """
-        frames, self._frames, self._frame_bytes = self._frames, [], 0
-        if frames and self._cause is None:
-            self._writer.writelines(frames)
+        self._outbox.put(frame, is_urgent=not isinstance(message, wire.Received))
 
     async def receive(self) -> wire.AnyMessage:
         """See `Link.receive`."""
@@ -138,7 +125,7 @@ class ControlLink:
     async def close(self, cause: str = "") -> None:
         """See `Link.close`."""
         if self._cause is None:
-            self._write_frames()
+            self._outbox.write()
             self._cause = f"closed by us: {cause}"
             farewell = wire.encode_frame(wire.Bye(cause=wire.brief(cause)))
             if self._writer.transport.get_write_buffer_size() + len(farewell) <= self._options.outgoing_bytes_max:
@@ -155,6 +142,7 @@ class ControlLink:
         """Nothing more can be said: drop the connection with all that waits in it. The first cause stays."""
         if self._cause is None:
             self._cause = cause
+        self._outbox.clear()
         self._writer.transport.abort()
 
 

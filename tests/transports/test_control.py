@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, RemoteProtocolError, TransferFailed
-from tidekv.transports import control, wire
+from tidekv.transports import control, outbox, wire
 from tidekv.transports.base import Link
 from tidekv.transports.control import ControlOptions
 
@@ -74,10 +74,8 @@ async def test_messages_pass_both_ways_in_order(ends: Ends, secret: str) -> None
     assert [(await ours.receive()).first for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
-async def test_what_is_said_in_a_turn_is_written_at_once_and_before_a_close(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs = await ends.pair()
+def watch_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many frames each system call will have had."""
     written: list[int] = []
     write = asyncio.StreamWriter.writelines
 
@@ -86,6 +84,45 @@ async def test_what_is_said_in_a_turn_is_written_at_once_and_before_a_close(
         write(writer, frames)
 
     monkeypatch.setattr(asyncio.StreamWriter, "writelines", counted)
+    return written
+
+
+async def test_what_nobody_waits_for_is_written_with_what_follows_in_order(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "PATIENCE_S", 60.0)
+    ours, theirs = await ends.pair()
+    written = watch_writes(monkeypatch)
+    ours.send(wire.Received(room=ROOM))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert written == []
+    ours.send(wire.Ping(sent_at=1))
+    ours.send(wire.Received(room=ROOM))
+    assert [type(await theirs.receive()) for _ in range(3)] == [wire.Received, wire.Ping, wire.Received]
+    assert written == [3]
+    ours.send(wire.Received(room=ROOM))
+    await ours.close("enough")
+    assert written == [3, 1]
+    assert isinstance(await theirs.receive(), wire.Received)
+
+
+async def test_what_nobody_waits_for_does_not_wait_for_ever(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = await ends.pair()
+    written = watch_writes(monkeypatch)
+    for _ in range(2):
+        ours.send(wire.Received(room=ROOM))
+        ours.send(wire.Received(room=ROOM))
+        async with asyncio.timeout(10):
+            assert [type(await theirs.receive()) for _ in range(2)] == [wire.Received] * 2
+    assert written == [2, 2]
+
+
+async def test_what_is_said_in_a_turn_is_written_at_once_and_before_a_close(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = await ends.pair()
+    written = watch_writes(monkeypatch)
     for sent_at in range(3):
         ours.send(wire.Ping(sent_at=sent_at))
     assert written == []
