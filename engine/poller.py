@@ -173,6 +173,7 @@ class PollerThread:
     def _drive(self, outcomes: Outcomes) -> None:
         """Rounds of: take what is new, ask all, hand over what ended; until stopped and empty, or past the deadline."""
         active_at_s = yielded_at_s = 0.0
+        submitted = 0
         pause_s = math.inf
         deadline_at_s: float | None = None
         while True:
@@ -186,6 +187,11 @@ class PollerThread:
             if deadline_at_s is not None and (not self._pending or now_s > deadline_at_s):
                 return
             pause_s = self._next_pause_s(now_s - active_at_s)
+            if submitted != self._submitted:
+                # The loop has had the interpreter, while a call of this round blocked. To let go of it now, when it has
+                # just been told of something, would be to wait until all that comes of it is done.
+                submitted = self._submitted
+                yielded_at_s = now_s
             if pause_s == 0 and now_s - yielded_at_s > SPIN_S:
                 pause_s = YIELD_S
             if pause_s > 0:

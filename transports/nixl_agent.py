@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from tidekv.transports.nixl_layout import extents, strided_rows
 from tidekv.transports.nixl_plan import Part
 
 LISTEN_DELAY_US = 100_000  # Of the listener thread, which is off.
-T = TypeVar("T")
 
 
 class PeerDisconnected(TransferFailed):
@@ -43,7 +42,12 @@ class NixlAgent:
         config = nixl.nixlAgentConfig(
             True, False, 0, nixl.NIXL_THREAD_SYNC_STRICT, 1, progress_delay_us, LISTEN_DELAY_US, False
         )
-        self._agent: Any = _translated("an agent cannot be made", lambda: nixl.nixlAgent(name, config))
+        # Looked up once: each post asks for these, and does so with empty caches.
+        self._success, self._in_progress = nixl.NIXL_SUCCESS, nixl.NIXL_IN_PROG
+        try:
+            self._agent: Any = nixl.nixlAgent(name, config)
+        except Exception as error:
+            _raise_translated("an agent cannot be made", error)
         for backend, options in backends.items():
             self._call(f"backend {backend} cannot be started", "createBackend", backend, dict(options))
 
@@ -119,9 +123,9 @@ class NixlAgent:
         self._call("a request cannot be released", "releaseXferReq", handle)
 
     def _is_done(self, status: Any) -> bool:  # NIXL's own enumeration.
-        if status == self._nixl.NIXL_SUCCESS:
+        if status == self._success:
             return True
-        if status == self._nixl.NIXL_IN_PROG:
+        if status == self._in_progress:
             return False
         raise TransferFailed(f"NIXL answered {status}")
 
@@ -133,7 +137,10 @@ class NixlAgent:
         agent = self._agent
         if agent is None:
             raise TransferFailed(f"{failure}: agent {self.name} is closed")
-        return _translated(failure, lambda: getattr(agent, method)(*arguments))
+        try:
+            return getattr(agent, method)(*arguments)
+        except Exception as error:
+            _raise_translated(failure, error)
 
 
 class Request:
@@ -173,15 +180,14 @@ class Request:
         return done
 
 
-def _translated(failure: str, call: Callable[[], T]) -> T:
-    """Run a call of NIXL. Its errors have no base of their own, so they are known by the module that defines them."""
-    try:
-        return call()
-    except Exception as error:
-        if not (isinstance(error, RuntimeError) or type(error).__module__.startswith("nixl")):
-            raise
-        kind = PeerDisconnected if type(error).__name__ == "nixlRemoteDisconnectError" else TransferFailed
-        raise kind(f"{failure}: {error}") from error
+def _raise_translated(failure: str, error: Exception) -> NoReturn:
+    """Raise what a call of NIXL raised as an error of ours. Its errors have no base of their own, so they are known by
+    the module that defines them.
+    """
+    if not (isinstance(error, RuntimeError) or type(error).__module__.startswith("nixl")):
+        raise error
+    kind = PeerDisconnected if type(error).__name__ == "nixlRemoteDisconnectError" else TransferFailed
+    raise kind(f"{failure}: {error}") from error
 
 
 def _bindings() -> Any:  # NIXL has no type information.

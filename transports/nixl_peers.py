@@ -20,6 +20,7 @@ from tidekv.transports.nixl_agent import NixlAgent
 from tidekv.transports.nixl_layout import pair_segments
 from tidekv.transports.nixl_metadata import unwrap
 from tidekv.transports.nixl_plan import Numbering
+from tidekv.transports.nixl_write import Lane
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,7 @@ class NixlPeer:
     numbering: Numbering
     our_list: int
     their_list: int
+    lane: Lane
     writes: set[asyncio.Future[None]] = field(default_factory=set)
     is_removed: bool = False
 
@@ -120,7 +122,8 @@ class NixlPeers:
             their_list = agent.prepare(pieces[1], kind=memory.kind, device=memory.device, owner=instance)
             undo.pop_all()
         numbering = Numbering(pieces[0], our_page_count=ours.page_count, their_page_count=memory.page_count)
-        made.append(NixlPeer(instance, memory, ours, pieces[0], numbering, our_list, their_list))
+        lane = Lane(agent, our_list=our_list, their_list=their_list)
+        made.append(NixlPeer(instance, memory, ours, pieces[0], numbering, our_list, their_list, lane))
 
     async def _unload(self, peer: NixlPeer, *, forget: bool) -> None:
         def unload() -> None:

@@ -19,6 +19,7 @@ from tidekv.states.errors import InvalidRequest, RemoteProtocolError
 from tidekv.states.shapes import PageIds, Segment
 
 Indices = npt.NDArray[np.int32]
+JOINT_SHARE = 2  # Of a part: what several writes are joined to, who all wait for the last of them.
 HIGH = 1 if np.little_endian else 0  # Where the upper half of a number of 64 bits stands, of its two.
 
 
@@ -57,6 +58,8 @@ class WritePlan:
     ) -> None:
         """The pages are those of `paired_pages`, at least one; they must stay as they are."""
         self._numbering = numbering
+        self._joint_bytes = part_bytes // JOINT_SHARE
+        self._part_descriptors = part_descriptors
         self._our_pages = our_pages
         self._their_pages = their_pages
         self._step = max(1, min(part_descriptors, part_bytes // numbering.largest_bytes))
@@ -75,10 +78,24 @@ class WritePlan:
             theirs = _descriptors(numbering.their_offsets, self._their_pages, first, end)
         return Part(ours, theirs, self._bytes_before(end) - self._bytes_before(first))
 
+    def may_join(self, size_bytes: int, descriptors: int) -> bool:
+        """True if a request of that size is no more than parts of several writes may be together."""
+        return size_bytes <= self._joint_bytes and descriptors <= self._part_descriptors
+
     def _bytes_before(self, position: int) -> int:
         segment, page = divmod(position, len(self._our_pages))
         numbering = self._numbering
         return numbering.bytes_before[segment] * len(self._our_pages) + numbering.piece_bytes[segment] * page
+
+
+def joined(parts: list[Part]) -> Part:
+    """Parts of several writes as one, in their order; at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    # Not by NumPy, which lets go of the interpreter to concatenate; the thread that posts would have to wait for it.
+    ours = np.frombuffer(b"".join([part.ours.data for part in parts]), dtype=np.int32)
+    theirs = np.frombuffer(b"".join([part.theirs.data for part in parts]), dtype=np.int32)
+    return Part(ours, theirs, sum([part.size_bytes for part in parts]))
 
 
 def paired_pages(

@@ -61,6 +61,49 @@ async def test_writes_at_once_do_not_mix(pair: Any) -> None:
     pair.check({target: source for ours, targets in lots for source, target in zip(ours, targets, strict=True)})
 
 
+async def test_writes_that_wait_together_are_few_requests_and_land_exactly(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[int] = []
+    post = NixlAgent.post
+    monkeypatch.setattr(NixlAgent, "post", lambda agent, handle: (posted.append(handle), post(agent, handle))[1])
+    rng = random.Random(3)
+    theirs = rng.sample(range(61), 60)
+    lots = [([rng.randrange(40) for _ in range(3)], theirs[3 * at : 3 * at + 3]) for at in range(20)]
+    assert await asyncio.gather(*(pair.write(*lot) for lot in lots)) == [3 * sum(PIECES)] * 20
+    pair.check({target: source for ours, targets in lots for source, target in zip(ours, targets, strict=True)})
+    # The first may go before the others are there.
+    assert len(posted) < 10
+    assert pair.writer.transport.statistics()["writes"] == 20
+
+
+async def test_a_joint_request_that_fails_fails_each_of_its_writes_and_no_later_one(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = NixlAgent.release
+
+    def fail(agent: NixlAgent, handle: int) -> bool:
+        raise TransferFailed("the link is down")
+
+    post = NixlAgent.post
+    monkeypatch.setattr(NixlAgent, "post", fail)
+    released: list[int] = []
+    monkeypatch.setattr(
+        NixlAgent, "release", lambda agent, handle: (released.append(handle), release(agent, handle))[1]
+    )
+    outcomes = await asyncio.gather(*(pair.write([page], [page]) for page in range(10)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [TransferFailed] * 10
+    assert all("write to peer target" in str(outcome) for outcome in outcomes)
+    assert len({id(outcome) for outcome in outcomes}) == 10
+    assert len(released) == len(set(released)) < 10
+    pair.check({})
+    told = pair.writer.transport.statistics()
+    assert (told["writes_failed"], told["bytes_written"], told["writes_in_flight"]) == (10, 0, 0)
+    monkeypatch.setattr(NixlAgent, "post", post)
+    await asyncio.gather(*(pair.write([page], [60 - page]) for page in range(10)))
+    pair.check({60 - page: page for page in range(10)})
+
+
 async def test_a_write_of_many_parts_lands_whole(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Three descriptors a part: parts begin and end within a piece's run of pages.
     monkeypatch.setattr(nixl, "PART_DESCRIPTORS", 3)

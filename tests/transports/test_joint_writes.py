@@ -1,0 +1,275 @@
+"""Writes that share a lane, over a NIXL by script: each page goes once, and each write hears of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidekv.states.errors import TransferFailed
+from tidekv.states.shapes import Segment, page_ids
+from tidekv.transports.nixl_agent import PeerDisconnected, Request
+from tidekv.transports.nixl_plan import JOINT_SHARE, Numbering, Part, WritePlan, paired_pages
+from tidekv.transports.nixl_write import REQUESTS_IN_FLIGHT_MAX, Lane, PartedWrite
+
+PAGE_BYTES = 64
+POOL_PAGES = 64
+PART_PAGES = 4
+JOINT_PAGES = PART_PAGES // JOINT_SHARE
+
+
+@dataclass(frozen=True)
+class Script:
+    """What becomes of one request: over at once or after that many checks, in place or failed."""
+
+    checks: int = 0
+    is_made: bool = True
+    fails: bool = False
+    release_fails: bool = False
+
+
+@dataclass
+class ScriptedNixl:
+    """Requests in the order in which they are made, by the scripts in turn; and what was done with each."""
+
+    scripts: list[Script]
+    pages: list[list[tuple[int, int]]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    in_flight: set[int] = field(default_factory=set)
+    released: list[int] = field(default_factory=list)
+    is_closed: bool = False
+    on_post: list[int] = field(default_factory=list)
+
+    def script(self, number: int) -> Script:
+        return self.scripts[number % len(self.scripts)]
+
+    def write_request(self, ours: int, theirs: int, part: Part) -> Request:
+        assert (ours, theirs) == (7, 8)
+        assert part.size_bytes == PAGE_BYTES * len(part.ours) == PAGE_BYTES * len(part.theirs)
+        number = len(self.pages)
+        self.pages.append(list(zip(part.ours.tolist(), part.theirs.tolist(), strict=True)))
+        self.asked.append(0)
+        if not self.script(number).is_made:
+            raise TransferFailed(f"request {number} cannot be made")
+        return Request(self, number)  # type: ignore[arg-type]  # Stands in for an agent.
+
+    def post(self, number: int) -> bool:
+        self.on_post.append(number)
+        self.in_flight.add(number)
+        assert len(self.in_flight) <= REQUESTS_IN_FLIGHT_MAX
+        return self._answer(number)
+
+    def check(self, number: int) -> bool:
+        self.asked[number] += 1
+        return self._answer(number)
+
+    def release(self, number: int) -> None:
+        assert number not in self.in_flight
+        self.released.append(number)
+        if self.script(number).release_fails:
+            raise TransferFailed(f"request {number} cannot be released")
+
+    def _answer(self, number: int) -> bool:
+        script = self.script(number)
+        if self.asked[number] < script.checks:
+            return False
+        self.in_flight.remove(number)
+        if script.fails:
+            raise PeerDisconnected(f"request {number} failed")
+        return True
+
+    def outcome(self, number: int) -> tuple[bool, bool]:
+        """Whether its bytes are in place, and whether it is a failure."""
+        script = self.script(number)
+        done = script.is_made and not script.fails
+        return done, not done or script.release_fails
+
+
+@dataclass
+class Flight:
+    """A write as the poller has it."""
+
+    write: PartedWrite
+    pages: list[tuple[int, int]]
+    enters_at: int
+    stops_at: int
+    is_posted: bool = False
+    is_over: bool = False
+    error: TransferFailed | None = None
+
+    def ask(self) -> None:
+        try:
+            self.is_over = self.write.check() if self.is_posted else self.write.post()
+        except TransferFailed as error:
+            self.is_over, self.error = True, error
+        self.is_posted = True
+
+
+def flights(nixl: ScriptedNixl, lots: list[tuple[list[tuple[int, int]], int, int]]) -> list[Flight]:
+    """Writes of one lane, of so many pages each."""
+    segment = Segment(address=4096, piece_bytes=PAGE_BYTES, stride_bytes=PAGE_BYTES, page_count=POOL_PAGES)
+    numbering = Numbering((segment,), our_page_count=POOL_PAGES, their_page_count=POOL_PAGES)
+    lane = Lane(nixl, our_list=7, their_list=8)  # type: ignore[arg-type]  # As above.
+    made = []
+    for pages, enters_at, stops_at in lots:
+        columns = (page_ids(column) for column in zip(*pages, strict=True))
+        pairs = paired_pages(*columns, numbering=numbering, peer="peer")
+        plan = WritePlan(numbering, *pairs, part_bytes=PART_PAGES * PAGE_BYTES, part_descriptors=1000)
+        made.append(Flight(PartedWrite(lane, plan), sorted(pages), enters_at, stops_at))
+    return made
+
+
+def drive(nixl: ScriptedNixl, all_flights: list[Flight]) -> None:
+    """Rounds as the poller makes them: take what is new, ask each once; nobody is asked after his end."""
+    pending: list[Flight] = []
+    for turn in range(500):
+        fresh = [flight for flight in all_flights if flight.enters_at == turn]
+        for flight in fresh:
+            flight.ask()
+        pending += fresh
+        for flight in pending:
+            if flight.stops_at == turn:
+                flight.write.stop()
+        told = len(nixl.on_post)
+        for flight in pending:
+            if not flight.is_over:
+                before = len(nixl.on_post)
+                flight.ask()
+                assert len(nixl.on_post) <= before + 1, "one turn posts twice, and keeps the others waiting"
+            if flight.is_over:
+                flight.write.release()
+        # What has ended with another's request is told before the next one is posted, if that was joined.
+        for number in nixl.on_post[told:-1] if all(flight.stops_at < 0 for flight in all_flights) else []:
+            if nixl.outcome(number)[0] and nixl.script(number).checks == 0:
+                owners = [flight for flight in all_flights if set(flight.pages) & set(nixl.pages[number])]
+                assert len(owners) == 1, "a request is posted while the end of others is not told"
+        pending = [flight for flight in pending if not flight.is_over]
+        if not pending and all(flight.is_posted for flight in all_flights):
+            return
+    raise AssertionError("writes do not come to their end")
+
+
+SCRIPTS = st.builds(
+    Script,
+    checks=st.sampled_from([0, 0, 0, 1, 5]),
+    is_made=st.sampled_from([True] * 9 + [False]),
+    fails=st.sampled_from([False] * 9 + [True]),
+    release_fails=st.sampled_from([False] * 19 + [True]),
+)
+SOUND = st.builds(Script, checks=st.sampled_from([0, 0, 0, 1, 5]))
+COUNTS = st.lists(
+    st.tuples(st.integers(1, 11), st.integers(0, 4), st.none() | st.integers(0, 8)), min_size=1, max_size=9
+)
+
+
+def lots_of(
+    counts: list[tuple[int, int, int | None]], targets: list[int]
+) -> list[tuple[list[tuple[int, int]], int, int]]:
+    """So many pages each, no target named by two; sources may be."""
+    lots, at = [], 0
+    for count, enters_at, stops_at in counts:
+        some = targets[at : at + count]
+        at += count
+        if some:
+            pages = [((page * 7 + 3) % POOL_PAGES, page) for page in some]
+            lots.append((pages, enters_at, -1 if stops_at is None else enters_at + stops_at))
+    return lots
+
+
+@given(
+    counts=COUNTS,
+    targets=st.permutations(range(POOL_PAGES)),
+    scripts=st.lists(SCRIPTS, min_size=1, max_size=6) | st.lists(SOUND, min_size=1, max_size=3),
+)
+def test_each_write_has_what_the_requests_with_its_pages_came_to(
+    counts: list[tuple[int, int, int | None]], targets: list[int], scripts: list[Script]
+) -> None:
+    nixl = ScriptedNixl(scripts)
+    all_flights = flights(nixl, lots_of(counts, targets))
+    drive(nixl, all_flights)
+    made = [number for number in range(len(nixl.pages)) if nixl.script(number).is_made]
+    assert nixl.on_post == made
+    assert sorted(nixl.released) == made
+    assert not nixl.in_flight
+    posted = [pair for pages in nixl.pages for pair in pages]
+    assert len(posted) == len(set(posted)), "a page is posted twice"
+    for pages in nixl.pages:
+        owners = [flight for flight in all_flights if set(flight.pages) & set(pages)]
+        assert len(pages) <= (PART_PAGES if len(owners) == 1 else JOINT_PAGES)
+    for flight in all_flights:
+        own = set(flight.pages)
+        numbers = [number for number, pages in enumerate(nixl.pages) if own & set(pages)]
+        went = [pair for number in numbers for pair in nixl.pages[number] if pair in own]
+        # A plain write of the same pages goes in the order of its own list, from the beginning.
+        assert went == flight.pages[: len(went)]
+        in_place = [nixl.outcome(number)[0] for number in numbers]
+        failed = [nixl.outcome(number)[1] for number in numbers]
+        assert flight.write.bytes_done == PAGE_BYTES * sum(
+            len(own & set(nixl.pages[number])) for number, done in zip(numbers, in_place, strict=True) if done
+        )
+        assert (flight.error is not None) == any(failed)
+        if not any(failed) and flight.stops_at < 0:
+            assert went == flight.pages
+    errors = [flight.error for flight in all_flights if flight.error is not None]
+    assert len({id(error) for error in errors}) == len(errors), "two writes share one error"
+
+
+def singles(count: int) -> list[tuple[list[tuple[int, int]], int, int]]:
+    return [([(page, page)], 0, -1) for page in range(count)]
+
+
+def test_what_waits_together_is_joined_up_to_its_bound_and_in_order() -> None:
+    nixl = ScriptedNixl([Script()])
+    drive(nixl, flights(nixl, singles(5)))
+    assert nixl.pages == [[(0, 0), (1, 1)], [(2, 2), (3, 3)], [(4, 4)]]
+
+
+def test_a_small_write_passes_between_the_parts_of_a_large_one() -> None:
+    nixl = ScriptedNixl([Script()])
+    large = [(page, page) for page in range(12)]
+    drive(nixl, flights(nixl, [(large, 0, -1), ([(40, 40)], 0, -1)]))
+    assert nixl.pages == [large[:4], [(40, 40)], large[4:8], large[8:]]
+
+
+def test_a_joint_failure_is_told_to_each_with_an_error_of_its_own_and_to_no_other() -> None:
+    nixl = ScriptedNixl([Script(fails=True), Script()])
+    three = flights(nixl, singles(3))
+    drive(nixl, three)
+    first, second, third = (flight.error for flight in three)
+    assert isinstance(first, PeerDisconnected)
+    assert isinstance(second, PeerDisconnected)
+    assert first is not second
+    assert str(first) == str(second) == "request 0 failed"
+    assert third is None
+    assert [flight.write.bytes_done for flight in three] == [0, 0, PAGE_BYTES]
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_a_stopped_write_is_left_out_and_keeps_nobody_waiting(stopped: int) -> None:
+    nixl = ScriptedNixl([Script()])
+    three = flights(nixl, singles(3))
+    three[stopped].stops_at = 0
+    drive(nixl, three)
+    rest = [(page, page) for page in range(3) if page != stopped]
+    assert nixl.pages == [rest]
+    assert [flight.write.bytes_done for flight in three] == [PAGE_BYTES * (page != stopped) for page in range(3)]
+
+
+def test_a_stopped_write_ends_though_what_it_would_have_to_wait_for_hangs() -> None:
+    nixl = ScriptedNixl([Script(checks=10**9)])
+    hanging = flights(nixl, [([(page, page) for page in range(4 * at, 4 * at + 4)], 0, -1) for at in range(4)])
+    late = flights(nixl, [([(50, 50)], 0, -1)])[0]
+    late.write._lane = hanging[0].write._lane
+    for flight in (*hanging, late):
+        flight.ask()
+    for _ in range(3):
+        for flight in (*hanging, late):
+            flight.ask()
+    assert len(nixl.in_flight) == REQUESTS_IN_FLIGHT_MAX
+    assert not late.is_over
+    late.write.stop()
+    late.ask()
+    assert late.is_over
+    assert late.error is None
