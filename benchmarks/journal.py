@@ -1,17 +1,20 @@
-"""What a journal costs: `python benchmarks/journal.py`, CPU time of this process per request.
+"""What a journal costs: `python benchmarks/journal.py`, CPU time of the engine's process per request.
 
-Two engines in this process, one with a journal and one without, and the load of `engine.py` for both: prompts of 4,096
-tokens, the first half of which is cached in device memory, host memory or storage, 256 of them in flight at once, and
-pools that are full. Prefill answers by script, and storage keeps keys alone, so no other process takes part.
+Two processes with an engine each, one with a journal and one without, and the load of `engine.py` for both: prompts of
+4,096 tokens, the first half of which is cached in device memory, host memory or storage, 256 of them in flight at once,
+and pools that are full. Prefill answers by script, and storage keeps keys alone, so no other process takes part.
 
-Both engines make their tiers ready for the same prompts; then one serves them, and at once the other, in changing
-order. Such a pair takes less than two seconds, so that a phase of the machine, which lasts longer, hits both alike. A
-block's figure is the CPU time of the process, all threads, from the first call until nothing is in flight any more and
-the journal is written, without what script and storage took themselves. The figure is the median over the pairs of how
-much it grows, and beside it the ratio of the two medians.
+Both engines make their tiers ready for the same prompts; then both serve them at the same time and on the same core,
+which the system gives now to the one and now to the other, some milliseconds each. So whatever the machine does to its
+speed hits both alike, which it did not while one process served a block with the one engine and then with the other:
+half of such pairs differed by 20 % and more from each other, and half of these differ by 2 or 3. A block's figure is
+the CPU time of the process, all threads, from the first call until nothing is in flight any more and the journal is
+written, without what script and storage took themselves. The figure is the median over the pairs of how much it grows,
+and beside it the ratio of the two sums.
 
-Then what the journal takes is seen directly, in further blocks: the time of its calls on the loop, without that of the
-clock, and of its thread. That leaves out what it does to the caches of everybody else. Then the journal is replayed.
+Then what the journal takes is seen directly, in blocks of a third engine: the time of its calls on the loop, without
+that of the clock, and of its thread. That leaves out what it does to the caches of everybody else, which is a good part
+of it. Then the journal is replayed.
 
 In the end, what `journal_conversations.py` measures, in a process of its own: conversations over NIXL, with shorter
 prompts that are nearly all cached. Until version 5 of the journal that was the figure.
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import statistics
 import subprocess
 import sys
@@ -29,7 +33,6 @@ import tempfile
 import threading
 import time
 from array import array
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
@@ -42,6 +45,7 @@ from tidekv.engine.journal.journal import COALESCE_S
 from tidekv.states.commands import Command
 from tidekv.states.events import Event
 
+READY, GO = "ready", "go"
 WATCHED_BLOCKS = 3
 CLOCK_CALLS = 20_000
 
@@ -115,16 +119,69 @@ def _clock_s() -> float:
     return (time.thread_time() - started_s) / CLOCK_CALLS
 
 
-async def _measure_pairs(sides: tuple[Side, Side], pairs: int) -> None:
-    for pair in range(-1, pairs):
-        ready = [await side.prepare() for side in sides]
-        turns = list(zip(sides, ready, strict=True))
-        for side, block in turns[:: -1 if pair % 2 else 1]:
+class Process:
+    """One of the two engines that are compared, in a process of its own."""
+
+    def __init__(self, arguments: list[str], side: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *arguments, "--side", side],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def say(self, word: str) -> None:
+        """One line to the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> str:
+        """One line from it. Raises RuntimeError where it has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of one side has ended with code {self._process.wait()}")
+        return line.strip()
+
+    def end(self) -> None:
+        """Have it end, and wait for that."""
+        self._process.communicate("end\n")
+
+
+async def _be_a_side(load: Load, in_flight: int, journal: str | None) -> None:
+    """What such a process does: make ready, wait for the word, serve a block, tell the µs a request; and again."""
+    side = Side(load, in_flight, journal)
+    async with side.rig.engine:
+        while True:
+            block = await side.prepare()
+            print(READY, flush=True)
+            if (await asyncio.to_thread(sys.stdin.readline)).strip() != GO:
+                return
             await side.serve(*block)
-        if pair < 0:
+            print(side.block_us[-1], flush=True)
+
+
+def measure_pairs(pairs: int, arguments: list[str]) -> list[tuple[float, float]]:
+    """µs a request without a journal and with one, for each pair of blocks."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        sides = [Process(arguments, side) for side in ("off", "on")]
+    finally:
+        os.sched_setaffinity(0, cores)
+    found = []
+    for pair in range(-1, pairs):
+        assert [side.hear() for side in sides] == [READY, READY]
+        for side in sides[:: -1 if pair % 2 else 1]:
+            side.say(GO)
+        without_us, with_us = (float(side.hear()) for side in sides)
+        if pair >= 0:
             # The first pair warms everything up.
-            for side in sides:
-                side.block_us = []
+            found.append((without_us, with_us))
+    for side in sides:
+        side.end()
+    return found
 
 
 async def _see_directly(side: Side) -> tuple[float, float, float]:
@@ -142,15 +199,29 @@ async def _see_directly(side: Side) -> tuple[float, float, float]:
     return loop, writer, rest
 
 
-async def measure(pairs: int, load: Load, in_flight: int) -> None:
-    """Print a table of the pairs, and check that what was measured replays."""
+def show_pairs(found: list[tuple[float, float]], in_flight: int, console: Console) -> None:
+    """Print a table of the pairs, and their median."""
+    grown = [with_us / without_us - 1 for without_us, with_us in found]
+    table = Table("pair", "without, µs a request", "with, µs a request", "grows by")
+    for pair, ((without_us, with_us), ratio) in enumerate(zip(found, grown, strict=True)):
+        table.add_row(str(pair), f"{without_us:.0f}", f"{with_us:.0f}", f"{ratio:+.1%}")
+    console.print(table)
+    low, middle, high = statistics.quantiles(grown, n=4)
+    sums = [sum(column) for column in zip(*found, strict=True)]
+    console.print(
+        f"median {middle:+.1%} (half of the pairs {low:+.1%} to {high:+.1%}); means {sums[0] / len(found):.0f} and "
+        f"{sums[1] / len(found):.0f} µs a request: {sums[1] / sums[0] - 1:+.1%}; {len(found)} pairs of {in_flight} "
+        "requests"
+    )
+
+
+async def measure_directly(load: Load, in_flight: int, console: Console) -> None:
+    """Print what the journal's own calls take, and check that what was measured replays."""
     with tempfile.TemporaryDirectory(prefix="tidekv-") as folder:
         path = Path(folder) / "run.journal"
-        async with AsyncExitStack() as stack:
-            off, on = Side(load, in_flight, None), Side(load, in_flight, str(path))
-            for side in (off, on):
-                await stack.enter_async_context(side.rig.engine)
-            await _measure_pairs((off, on), pairs)
+        on = Side(load, in_flight, str(path))
+        async with on.rig.engine:
+            await on.serve(*await on.prepare())
             loop_us, writer_us, rest_us = await _see_directly(on)
             events = int(str(on.rig.engine.statistics()["events"]))
         journal_bytes = path.stat().st_size
@@ -158,19 +229,6 @@ async def measure(pairs: int, load: Load, in_flight: int) -> None:
         started_s = time.perf_counter()
         replayed = Replayer(path).run()
         replay_s = time.perf_counter() - started_s
-    grown = [with_us / without_us - 1 for with_us, without_us in zip(on.block_us, off.block_us, strict=True)]
-    table = Table("pair", "without, µs a request", "with, µs a request", "grows by")
-    for pair, ratio in enumerate(grown):
-        table.add_row(str(pair), f"{off.block_us[pair]:.0f}", f"{on.block_us[pair]:.0f}", f"{ratio:+.1%}")
-    console = Console(width=120)
-    console.print(f"prompts of {load.prompt_tokens} tokens, {in_flight} in flight, half of them cached")
-    console.print(table)
-    low, middle, high = statistics.quantiles(grown, n=4)
-    medians = [statistics.median(side.block_us) for side in (off, on)]
-    console.print(
-        f"median {middle:+.1%} (half of the pairs {low:+.1%} to {high:+.1%}); medians {medians[0]:.0f} and "
-        f"{medians[1]:.0f} µs a request: {medians[1] / medians[0] - 1:+.1%}; {pairs} pairs of {in_flight} requests"
-    )
     console.print(
         f"seen directly: {loop_us:.0f} µs a request on the loop and {writer_us:.0f} µs on the journal's thread: "
         f"{(loop_us + writer_us) / rest_us:+.1%}"
@@ -190,9 +248,18 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--conversation-pairs", type=int, default=5, help="0 leaves the conversations out")
+    parser.add_argument("--side", choices=("off", "on"), help="be one of the two processes that are compared")
     options = parser.parse_args()
     load = Load(options.prompt_tokens, options.page_size, options.chunk_tokens, TIERS)
-    uvloop.run(measure(options.pairs, load, options.in_flight))
+    if options.side:
+        with tempfile.TemporaryDirectory(prefix="tidekv-") as folder:
+            journal = f"{folder}/run.journal" if options.side == "on" else None
+            uvloop.run(_be_a_side(load, options.in_flight, journal))
+        return
+    console = Console(width=120)
+    console.print(f"prompts of {load.prompt_tokens} tokens, {options.in_flight} in flight, half of them cached")
+    show_pairs(measure_pairs(options.pairs, sys.argv[1:]), options.in_flight, console)
+    uvloop.run(measure_directly(load, options.in_flight, console))
     if options.conversation_pairs:
         program = Path(__file__).with_name("journal_conversations.py")
         print("\nconversations over NIXL:", flush=True)
