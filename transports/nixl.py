@@ -234,6 +234,7 @@ class NixlTransport:
     async def _carry_out(self, pollable: PartedWrite, target: NixlPeer) -> None:
         """Hand a write to the poller and wait for its end, accounting for what it wrote whichever way it ends."""
         future = self._required_poller().submit(pollable)
+        target.lane.enter(pollable)
         self._writes.add(future)
         target.writes.add(future)
         try:

@@ -1,7 +1,7 @@
 """Writes on their way through NIXL: what the poller's thread posts, asks and releases.
 
-Nothing here may be called from any other thread, but for `stop`. Nothing is cancelled: a stopped write posts no further
-part and ends when the parts that are in flight have.
+Nothing here may be called from any other thread, but for `stop` and `Lane.enter`. Nothing is cancelled: a stopped write
+posts no further part and ends when the parts that are in flight have.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ class Lane:
         self._agent = agent
         self._lists = (our_list, their_list)
         self._waiting: deque[PartedWrite] = deque()
+        self._made: _Joint | None = None
         self._in_flight: list[_Joint] = []
         self._others_ended = False
 
     def enter(self, write: PartedWrite) -> None:
-        """Let a write have its turns, after those who wait already."""
+        """Let a write that was submitted have its turns, after those who wait already; on the event loop.
+
+        So it is found by the request that is made while others are being told, before the poller has taken it up.
+        """
         self._waiting.append(write)
+
+    def begin_round(self) -> None:
+        """All that had ended was told: the poller takes up what is new only between its rounds."""
         self._others_ended = False
 
     def advance(self, write: PartedWrite) -> None:
@@ -57,14 +64,27 @@ class Lane:
                 for joint in self._in_flight
                 if joint.parts[0][0] is not write or not self._ended(joint, joint.request.check)
             ]
-        while self._waiting and not self._waiting[0].has_part:
-            self._waiting.popleft()
-        if not self._waiting or self._waiting[0] is not write:
+        if not self._is_turn_of(write):
             return
         if self._others_ended:
             self._others_ended = False
         elif len(self._in_flight) < REQUESTS_IN_FLIGHT_MAX:
-            self._post(self._take())
+            joint, self._made = self._made or self._make(), None
+            if joint is not None and not self._ended(joint, joint.request.post):
+                self._in_flight.append(joint)
+            self._made = self._make()
+
+    def _is_turn_of(self, write: PartedWrite) -> bool:
+        """True if a write is the first of what is posted next, from which those are taken that want no more."""
+        if self._made is not None:
+            if self._made.parts[0][0] is not write:
+                return False
+            if all(each.is_live for each, _ in self._made.parts):
+                return True
+            self._unmake(self._made)
+        while self._waiting and not self._waiting[0].has_part:
+            self._waiting.popleft()
+        return bool(self._waiting) and self._waiting[0] is write
 
     def _take(self) -> list[tuple[PartedWrite, Part]]:
         """The next part of the first that waits, and of those behind it as far as they fit."""
@@ -86,17 +106,31 @@ class Lane:
         self._waiting.extend(rest)
         return parts
 
-    def _post(self, parts: list[tuple[PartedWrite, Part]]) -> None:
+    def _make(self) -> _Joint | None:
+        """Make the next request, if anybody waits. To make one lets go of the interpreter for a moment. Right after a
+        post nobody wants it; a little later, once the poller has woken the loop, it comes back when that has done its
+        work.
+        """
+        parts = self._take()
         if not parts:
-            return
+            return None
         try:
-            request = self._agent.write_request(*self._lists, joined([part for _, part in parts]))
+            return _Joint(self._agent.write_request(*self._lists, joined([part for _, part in parts])), parts)
         except TransferFailed as error:
             self._settle(parts, done=False, error=error)
-            return
-        joint = _Joint(request, parts)
-        if not self._ended(joint, request.post):
-            self._in_flight.append(joint)
+            return None
+
+    def _unmake(self, joint: _Joint) -> None:
+        """Give a request back that was not posted; its writes are again the first that wait."""
+        self._made = None
+        for write, part in reversed(joint.parts):
+            if write.return_part(part):
+                self._waiting.remove(write)
+            self._waiting.appendleft(write)
+        try:
+            joint.request.release()
+        except TransferFailed as error:
+            joint.parts[0][0].fail(error)
 
     def _ended(self, joint: _Joint, ask: Callable[[], bool]) -> bool:
         """Ask a request; release it where it has ended, and tell its writes. Of several errors the first is kept."""
@@ -124,7 +158,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Joint:
-    """A request, and whose parts are in it. It was posted in the turn of the first, who asks for it."""
+    """A request, and whose parts are in it. It is posted in the turn of the first, who asks for it from then on."""
 
     request: Request
     parts: list[tuple[PartedWrite, Part]]
@@ -154,15 +188,20 @@ class PartedWrite:
     @property
     def has_part(self) -> bool:
         """True while there is something to post."""
-        return self._left > 0 and not self._stopped and self._error is None
+        return self._left > 0 and self.is_live
+
+    @property
+    def is_live(self) -> bool:
+        """True unless nothing more of it may be posted."""
+        return not self._stopped and self._error is None
 
     def stop(self) -> None:
         """Post nothing more; from any thread."""
         self._stopped = True
 
     def post(self) -> bool:
-        """Enter the lane; posts nothing yet, so that all that is new is in it before the first post."""
-        self._lane.enter(self)
+        """Posts nothing yet, so that all that is new is taken up before the first post, which may block."""
+        self._lane.begin_round()
         return False
 
     def check(self) -> bool:
@@ -194,12 +233,25 @@ class PartedWrite:
         self._in_flight += 1
         return self._left > 0
 
+    def return_part(self, part: Part) -> bool:
+        """A part that was taken was not posted; True where others wait behind it."""
+        others = self._left > 0
+        self._made = part
+        self._left += 1
+        self._in_flight -= 1
+        return others
+
+    def fail(self, error: TransferFailed) -> None:
+        """Post nothing more, and tell this unless something else is to be told."""
+        if self._error is None:
+            self._error = error
+
     def settle_part(self, size_bytes: int, error: TransferFailed | None) -> None:
         """A part that was taken has ended: so much of it is in place. Of several errors the first is kept."""
         self._in_flight -= 1
         self.bytes_done += size_bytes
-        if error is not None and self._error is None:
-            self._error = error
+        if error is not None:
+            self.fail(error)
 
 
 class Probe:

@@ -95,7 +95,7 @@ async def test_a_joint_request_that_fails_fails_each_of_its_writes_and_no_later_
     assert [type(outcome) for outcome in outcomes] == [TransferFailed] * 10
     assert all("write to peer target" in str(outcome) for outcome in outcomes)
     assert len({id(outcome) for outcome in outcomes}) == 10
-    assert len(released) == len(set(released)) < 10
+    assert 0 < len(released) < 10
     pair.check({})
     told = pair.writer.transport.statistics()
     assert (told["writes_failed"], told["bytes_written"], told["writes_in_flight"]) == (10, 0, 0)
