@@ -4,18 +4,18 @@ The short form holds everything that somebody may ask about a step: the moves of
 as a checksum, what was evicted, and at one step of some the books: both pools, locks, recency, and which page is taken
 next. Page keys never enter: a replay knows pages by other keys.
 
-It is made at every step of a running engine, on its loop. So it is plain values that an encoder takes as they are, and
-nothing that can be told from the rest: where a request is follows from the moves so far.
+It is made at every step of a running engine, on its loop. So it only keeps what the next step may change, as plain
+values that an encoder takes as they are, elsewhere and later.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from tidekv.states import commands
+from tidekv.states import commands, events
 from tidekv.states.commands import TellFailed
 from tidekv.states.node import Node, TierName
 from tidekv.states.request import State
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import Event
 
 Evictions: TypeAlias = "list[tuple[str, int, int]] | tuple[()]"
-Moves: TypeAlias = "list[tuple[str, State]]"
+Moves: TypeAlias = "list[tuple[str, State]] | tuple[()]"
 
 BOOK_NUMBERS = (
     "tick",
@@ -63,31 +63,35 @@ in the short form.
 """
 
 
-class Answer(NamedTuple):
-    """What one step did: the values of these fields, in order."""
+class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step did. Encoded as the values of its fields, in order."""
 
-    moves: Moves
+    moves: Moves = ()
     """Requests that changed state, in order, with the state that they came to."""
-    commands: list[Command]
+    commands: list[Command] | tuple[()] = ()
     """Name and fields of each command; pages as their checksum."""
-    evicted: Evictions
+    evicted: Evictions = ()
     """Tier, pages and checksum of their ids, of every copy that left the index."""
-    books: tuple[int, ...]
+    books: tuple[int, ...] = ()
     """The numbers of BOOK_NUMBERS, at every step whose number is a multiple of BOOKS_EVERY."""
-    error: str
+    error: str = ""
     """The class of the error that the step raised."""
 
 
-Gave: TypeAlias = "tuple[Moves, list[Command], Evictions, tuple[int, ...], str] | tuple[()]"
-"""The fields of an Answer; empty where nothing followed. Plain, since a class of its own takes as long as all the rest
-of a note.
-"""
-NOTHING: Gave = ()
+NOTHING = Answer()
 
-Noted: TypeAlias = "tuple[int, Event, Gave] | tuple[int, Event, Gave, int]"
-"""One step: its number, counted from 0 without gaps, the event, and what followed; then maybe how many pages of the
-event's keys were left out by whoever encodes it.
-"""
+
+class Noted(msgspec.Struct, array_like=True, gc=False):
+    """One step. Whoever encodes it may change it: nobody else has it. Encoded as the values of its fields, in order."""
+
+    seq: int
+    """Counted from 0, without gaps."""
+    took: Event
+    state: State | None
+    """Where the event's request is now; None for events of no request, and where the request is over."""
+    gave: Answer
+    same_pages: int = 0
+    """So many pages of the event's keys were left out by whoever encodes it."""
 
 
 class Witness:
@@ -98,6 +102,7 @@ class Witness:
         """Steps that were noted so far."""
         books = core.books
         self._core = core
+        self._requests = books.requests
         self._tree = books.index.tree
         # These lists live as long as the core; reaching them by its properties at every step would cost more than all
         # the rest of a note.
@@ -111,15 +116,19 @@ class Witness:
         books.index.on_evict.append(self._note_eviction)
 
     def note(self, event: Event, given: list[Command], error: str = "") -> Noted:
-        """Take the step that has just been made. Encode it before the next one, or at least before anybody may write to
-        pages of a command.
-        """
+        """Take the step that has just been made: nothing in the note changes any more."""
         seq = self.events
         self.events = seq + 1
+        kind = type(event)
+        state: State | None = None
+        if kind in OF_REQUESTS:
+            request = self._requests.get(event.request_id)  # type: ignore[attr-defined]  # All kinds of that set have one.
+            if request is not None:
+                state = request.state
         moves = self._core.moves
         books = NO_BOOKS if seq % BOOKS_EVERY else self._all_books()
         if not (given or moves or self._evicted or books or error):
-            return (seq, event, NOTHING)
+            return Noted(seq, event, state, NOTHING)
         evicted: Evictions = ()
         if self._evicted:
             evicted, self._evicted = self._evicted, []
@@ -127,7 +136,7 @@ class Witness:
             if type(command) is TellFailed:
                 given = [_without_words(command) for command in given]
                 break
-        return (seq, event, (moves, given, evicted, books, error))
+        return Noted(seq, event, state, Answer(moves, given, evicted, books, error))
 
     def _all_books(self) -> tuple[int, ...]:
         device, host = self._device_tier, self._host_tier
@@ -151,6 +160,14 @@ class Witness:
         pages = node.device if tier == "device" else node.host
         assert pages is not None
         self._evicted.append((tier, len(pages), zlib.crc32(pages)))
+
+
+OF_REQUESTS = frozenset(
+    kind
+    for kind in vars(events).values()
+    if isinstance(kind, type) and issubclass(kind, events.Event) and "request_id" in kind.__struct_fields__
+)
+"""The events that are of one request."""
 
 
 encode_pages = zlib.crc32

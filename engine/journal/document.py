@@ -47,11 +47,11 @@ and exit with code 2; with `--torn-ok` they exit with code 0, unless not even on
 how many events; a disk that is full ends the journal. Both, and what closing the engine could not write any more
 within {close_s:g} s, is told to the log (`tidekv.journal`).
 
-**Replay.** The same events give the same answers, to the last page. So only events are inputs; `gave` is there to
-compare with, and to read: where a request is follows from the moves so far. Every `gave` is compared word by word, and
-the final numbers with those of the `end` line. So the first event that moves a request in another way, gives another
-command, takes other pages, or evicts others is named. What shows in the numbers of `books` alone, which one event of
-{books_every} has, is named at the next event that has them.
+**Replay.** The same events give the same answers, to the last page. So only events are inputs; `gave` and `state` are
+there to compare with, and to read. Every `gave` is compared word by word, and the final numbers with those of the `end`
+line. So the first event that moves a request in another way, gives another command, takes other pages, or evicts
+others is named. What shows in the numbers of `books` alone, which one event of {books_every} has, is named at the next
+event that has them.
 """
 
 
@@ -71,7 +71,6 @@ def journal_document() -> str:
     ]
     parts.append(_section(lines.StepRecord, "One of `steps`", lines, skip=()))
     parts.append(_section(witness.Answer, "`gave`", witness, skip=()))
-    parts.append("Where nothing followed, `gave` is an empty list.\n")
     parts.append(
         f"The numbers of `books` are: {', '.join(f'`{name}`' for name in BOOK_NUMBERS)}. `tick` counts uses of the "
         "index, `next` is the free page that is taken next (-1: none is free), pages are counted by condition, "

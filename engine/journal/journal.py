@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, Recorder
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
+from tidekv.states.witness import Noted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.witness import Noted
 
 LOG = logging.getLogger("tidekv.journal")
 
@@ -254,7 +254,7 @@ class Journal:
         if not self._gaps_waiting:
             return [waiting.popleft() for _ in range(most)]  # type: ignore[misc]  # There is no count among them.
         steps: list[Noted] = []
-        while len(steps) < most and not isinstance(waiting[0], int):
+        while len(steps) < most and isinstance(waiting[0], Noted):
             steps.append(waiting.popleft())  # type: ignore[arg-type]  # The one that was just looked at.
         return steps
 

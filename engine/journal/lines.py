@@ -15,7 +15,7 @@ import msgspec
 from tidekv.states.events import AnyEvent
 from tidekv.states.settings import CoreSettings
 
-JOURNAL_VERSION = 6
+JOURNAL_VERSION = 5
 """The version of this format. A journal of another one is refused."""
 
 SUFFIX_BYTES = len(b',"crc":"00000000"}')
@@ -68,10 +68,12 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """Counted from 0, without gaps."""
     took: AnyEvent
     """The event. Of `keys`, the first `same_pages` pages are left out: they are those of the request's arrival."""
+    state: str | None
+    """Where the event's request is now; null for events of no request, and where the request is over."""
     gave: msgspec.Raw
-    """What followed: an `Answer` of tidekv.states.witness; empty where nothing did."""
-    same_pages: int = 0
-    """So many pages of the event's keys are left out. May be missing: none."""
+    """What followed: an `Answer` of tidekv.states.witness."""
+    same_pages: int
+    """So many pages of the event's keys are left out."""
 
 
 class StepsLine(Line, frozen=True, kw_only=True, tag="steps"):

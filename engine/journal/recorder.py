@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import structlog
-from msgspec.structs import replace
 
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.journal.lines import JOURNAL_VERSION, seal, seal_steps
-from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests, Prompt, fingerprint
+from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.schema import code_checksum, package_versions, schema_checksum
 from tidekv.states.events import NO_DEADLINE, FinishRequested, RequestArrived, RetractRequested
 from tidekv.states.witness import Noted, Witness, encode_pages
@@ -66,7 +65,7 @@ class Recorder:
         """Events that are in the lines so far."""
         self._crc = 0
         self._digests = None if with_tokens else PageDigests(core.settings.key_bytes, breathe)
-        self._arrived: dict[str, Prompt] = {}
+        self._arrived: dict[str, tuple[bytes, bytes]] = {}
         self._arrived_max = ARRIVED_MIN
         self._encode = msgspec.json.Encoder(enc_hook=encode_pages).encode
         self._line = b""
@@ -76,7 +75,7 @@ class Recorder:
         ).bind()
         settings = core.settings
         if not with_tokens:
-            settings = replace(settings, key_bytes=DIGEST_BYTES)
+            settings = msgspec.structs.replace(settings, key_bytes=DIGEST_BYTES)
         self._header: dict[str, object] = {
             "version": JOURNAL_VERSION,
             "run": self.run,
@@ -95,29 +94,24 @@ class Recorder:
 
     def encode(self, noted: Sequence[Noted], *, pages_max: int = sys.maxsize) -> EncodedSteps:
         """Steps as they will be written, up to the first that would need more than `pages_max` pages to be hashed, all
-        in all.
+        in all. Each of them once: what was encoded has digests in place of its keys.
         """
-        keys_bytes, hashed_max = 0, self._hashed + pages_max
-        written: list[Noted] = list(noted)
+        left, count, keys_bytes = pages_max, len(noted), 0
         for at, step in enumerate(noted):
-            if type(step[1]) in WITH_KEYS:
-                hidden = self._without_tokens(step, hashed_max - self._hashed)
-                if hidden is None:
-                    del written[at:]
+            if type(step.took) in WITH_KEYS:
+                had_bytes = len(step.took.keys)  # type: ignore[attr-defined]  # All kinds of that set have them.
+                hashed = self._hide_tokens(step, left)
+                if hashed is None:
+                    count, noted = at, noted[:at]
                     break
-                written[at] = hidden
-                keys_bytes += len(step[1].keys)  # type: ignore[attr-defined]  # All kinds of that set have them.
+                left -= hashed
+                keys_bytes += had_bytes
         try:
-            return EncodedSteps(len(written), self._encode(written), keys_bytes)
+            return EncodedSteps(count, self._encode(noted), keys_bytes)
         except UnicodeEncodeError:
             # Half a character, as names of files in the words of an error may hold it: JSON has no word for that.
-            plain = _with_whole_characters(msgspec.to_builtins(written, enc_hook=encode_pages))
-            return EncodedSteps(len(written), self._encode(plain), keys_bytes)
-
-    @property
-    def _hashed(self) -> int:
-        """Pages that were hashed so far."""
-        return 0 if self._digests is None else self._digests.hashed
+            plain = msgspec.to_builtins(noted, enc_hook=encode_pages)
+            return EncodedSteps(count, self._encode(_with_whole_characters(plain)), keys_bytes)
 
     # --- One thread at a time, in the order of the lines ---
 
@@ -168,36 +162,42 @@ class Recorder:
         line, self._crc = seal(body, self._crc)
         return line
 
-    def _without_tokens(self, noted: Noted, pages_max: int) -> Noted | None:
-        """The step with digests in place of its keys; None where more pages than that would have to be hashed."""
-        seq, event, gave = noted[:3]
+    def _hide_tokens(self, step: Noted, pages_max: int) -> int | None:
+        """Put digests in place of the keys; returns how many pages were hashed, None where that would be too many."""
+        event = step.took
         if type(event) is RequestArrived:
-            prompt = self._prompt(event.keys, None, pages_max)
-            if prompt is None:
+            found = self._digests_of(event.keys, b"", pages_max)
+            if found is None:
                 return None
+            written, hashed = found
             if len(self._arrived) > self._arrived_max:
                 self._forget_the_dead()
-            self._arrived[event.request_id] = prompt
+            self._arrived[event.request_id] = (event.keys, written)
             deadline_at_s = NO_DEADLINE if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s
-            return (seq, replace(event, keys=prompt.written, deadline_at_s=deadline_at_s), gave)
+            step.took = msgspec.structs.replace(event, keys=written, deadline_at_s=deadline_at_s)
+            return hashed
         assert type(event) is FinishRequested or type(event) is RetractRequested
         # What was finished begins with what has arrived, whose pages are known and not written again.
-        arrived = self._arrived.get(event.request_id)
-        if arrived is not None and not arrived.begins(event.keys):
-            arrived = None
-        prompt = self._prompt(event.keys, arrived, pages_max)
-        if prompt is None:
+        keys, known = self._arrived.get(event.request_id, NOT_ARRIVED)
+        if not event.keys.startswith(keys):
+            keys, known = NOT_ARRIVED
+        found = self._digests_of(event.keys, known, pages_max)
+        if found is None:
             return None
+        written, hashed = found
         self._arrived.pop(event.request_id, None)
-        same = b"" if arrived is None else arrived.written
-        same_pages = 0 if arrived is None else arrived.keys_bytes // self._core.settings.key_bytes
-        return (seq, replace(event, keys=prompt.written[len(same) :]), gave, same_pages)
+        step.same_pages = len(keys) // self._core.settings.key_bytes
+        step.took = msgspec.structs.replace(event, keys=written[len(known) :])
+        return hashed
 
-    def _prompt(self, keys: bytes, known: Prompt | None, pages_max: int) -> Prompt | None:
-        """What is written of keys; None where more pages than that would have to be hashed."""
-        if self._digests is None:
-            return Prompt(len(keys), fingerprint(keys), keys)
-        return self._digests.of(keys, known, pages_max=pages_max)
+    def _digests_of(self, keys: bytes, known: bytes, pages_max: int) -> tuple[bytes, int] | None:
+        """What is written of keys, and how many pages were hashed for it; None where those would be too many."""
+        digests = self._digests
+        if digests is None:
+            return keys, 0
+        before = digests.hashed
+        written = digests.of(keys, known, pages_max=pages_max)
+        return None if written is None else (written, digests.hashed - before)
 
     def _forget_the_dead(self) -> None:
         """Drop the keys of requests that failed or were aborted. Where an event of one is still to come, it is written
@@ -208,6 +208,7 @@ class Recorder:
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
+NOT_ARRIVED = (b"", b"")
 WITH_KEYS = frozenset((RequestArrived, FinishRequested, RetractRequested))
 
 

@@ -127,7 +127,7 @@ class Replayer:
         except Exception as broken:
             # Whatever it is, it ended the run as well, or else the answers differ.
             error = type(broken).__name__
-        answer = self._encode(self._witness.note(event, commands, error)[2])
+        answer = self._encode(self._witness.note(event, commands, error).gave)
         self._events += 1
         if self._compare and answer != bytes(record.gave):
             recorded, replayed = _by_name(bytes(record.gave)), _by_name(answer)
@@ -186,7 +186,7 @@ def _by_name(answer: bytes) -> dict[str, str]:
     """The fields of an encoded answer, but those that are empty."""
     fields = msgspec.json.decode(answer, type=list[msgspec.Raw])
     words = [bytes(field).decode() for field in fields]
-    return {name: word for name, word in zip(Answer._fields, words, strict=False) if word not in ("[]", '""')}
+    return {name: word for name, word in zip(Answer.__struct_fields__, words, strict=False) if word not in ("[]", '""')}
 
 
 def _in_words(fields: dict[str, str]) -> str:

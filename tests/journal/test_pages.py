@@ -22,14 +22,13 @@ def test_digests_are_equal_just_where_pages_are(prompts: list[list[bytes]], is_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages_module, "IS_SECRET", is_secret)
         patch.setattr(pages_module, "CONVERSATIONS_MAX", 3)
-        patch.setattr(pages_module, "REMEMBERED_BYTES_MAX", 2 * pages_module.PROMPT_BYTES + 100)
+        patch.setattr(pages_module, "REMEMBERED_BYTES_MAX", 100)
         patch.setattr(pages_module, "BLOCK_PAGES", 2)
         digests = PageDigests(WIDTH)
         seen: dict[bytes, bytes] = {}
         for prompt in prompts:
-            hashed = digests.of(b"".join(prompt))
-            assert hashed is not None
-            found = hashed.written
+            found = digests.of(b"".join(prompt))
+            assert found is not None
             assert len(found) == DIGEST_BYTES * len(prompt)
             for at, page in enumerate(prompt):
                 digest = found[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
@@ -46,22 +45,8 @@ def test_too_many_new_pages_are_left_for_later() -> None:
     # What was hashed before is not hashed again.
     both = digests.of(b"aaaabbbbccccdddd", pages_max=2)
     assert both is not None
-    assert both.written.startswith(first.written)
+    assert both.startswith(first)
     assert digests.hashed == 4
-
-
-def test_a_prompt_knows_who_goes_on_from_it() -> None:
-    digests = PageDigests(WIDTH)
-    prompt = digests.of(b"aaaabbbb")
-    assert prompt is not None
-    assert [prompt.begins(keys) for keys in (b"aaaabbbb", b"aaaabbbbcccc")] == [True, True]
-    assert [prompt.begins(keys) for keys in (b"", b"aaaa", b"aaaacccc", b"baaabbbbcccc")] == [False] * 4
-    # Nothing is new: nothing is done.
-    assert digests.of(b"aaaabbbb", prompt, pages_max=0) is prompt
-    longer = digests.of(b"aaaabbbbaaaa", prompt, pages_max=1)
-    assert longer is not None
-    assert longer.written == prompt.written + prompt.written[:DIGEST_BYTES]
-    assert digests.hashed == 3
 
 
 def test_long_prompts_leave_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +58,7 @@ def test_long_prompts_leave_the_interpreter_to_others(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("seed", ["random", "7"])
 def test_digests_of_two_processes_have_nothing_in_common(seed: str) -> None:
-    script = "from tidekv.engine.journal.pages import PageDigests; print(PageDigests(4).of(b'aaaabbbb').written.hex())"
+    script = "from tidekv.engine.journal.pages import PageDigests; print(PageDigests(4).of(b'aaaabbbb').hex())"
     found = [
         subprocess.run(
             [sys.executable, "-c", script],

@@ -27,11 +27,6 @@ from tidekv.states.witness import (
 ENCODE = msgspec.json.Encoder(enc_hook=encode_pages).encode
 
 EIGHT = b"abcdefgh"
-NO_ANSWER = Answer([], [], (), (), "")
-
-
-def answer_of(noted: Noted) -> Answer:
-    return Answer(*noted[2]) if noted[2] else NO_ANSWER
 
 
 class Seen:
@@ -52,17 +47,17 @@ class Seen:
 
     @property
     def answers(self) -> list[Answer]:
-        return [answer_of(noted) for noted in self.noted]
+        return [noted.gave for noted in self.noted]
 
     def books(self) -> dict[str, int]:
         """The books of now, as the next step at which they are written has them."""
         self.witness.events += -self.witness.events % BOOKS_EVERY
         noted = self.witness.note(events.ClockAdvanced(at_s=0.0), [])
-        return dict(zip(BOOK_NUMBERS, answer_of(noted).books, strict=True))
+        return dict(zip(BOOK_NUMBERS, noted.gave.books, strict=True))
 
     def short(self, at: int) -> dict[str, list[list[object]]]:
         """An answer as it is written."""
-        return dict(zip(Answer._fields, msgspec.json.decode(ENCODE(self.noted[at][2])), strict=True))
+        return dict(zip(Answer.__struct_fields__, msgspec.json.decode(ENCODE(self.answers[at])), strict=True))
 
 
 def test_moves_commands_and_books_are_written_in_short() -> None:
@@ -77,7 +72,7 @@ def test_moves_commands_and_books_are_written_in_short() -> None:
     assert (books["device_free"], books["device_owned"], books["device_cached"]) == (2, 8, 0)
     seen.rig.promised(promise)
     # Nothing that matters happened: nothing is written.
-    assert seen.noted[-1][2] is NOTHING
+    assert seen.answers[-1] is NOTHING
     seen.rig.aux(promise)
     seen.rig.chunk(promise)
     (received, ready) = seen.short(-1)["commands"]
@@ -98,48 +93,28 @@ def test_what_is_evicted_is_written_with_its_tier() -> None:
 def test_an_error_and_a_different_order_of_free_pages_are_seen() -> None:
     seen = Seen()
     noted = seen.witness.note(events.ClockAdvanced(at_s=0.0), [], "IllegalEvent")
-    assert answer_of(noted).error == "IllegalEvent"
+    assert noted.gave.error == "IllegalEvent"
     account = seen.rig.core.books.device
     taken = account.take(2)
     account.give_back(taken[::-1])
     assert seen.books()["device_next"] == taken[1]
-    assert seen.witness.note(events.ClockAdvanced(at_s=0.0), [])[2] is NOTHING
+    assert seen.witness.note(events.ClockAdvanced(at_s=0.0), []).gave == NOTHING
 
 
 def test_the_books_are_written_at_one_step_of_some() -> None:
     seen = Seen()
     noted = [seen.witness.note(events.ClockAdvanced(at_s=0.0), []) for _ in range(3 * BOOKS_EVERY)]
-    assert [note[0] for note in noted if answer_of(note).books] == [0, BOOKS_EVERY, 2 * BOOKS_EVERY]
-    assert all(note[2] is NOTHING for note in noted if not answer_of(note).books)
+    assert [note.seq for note in noted if note.gave.books] == [0, BOOKS_EVERY, 2 * BOOKS_EVERY]
+    assert all(note.gave is NOTHING for note in noted if not note.gave.books)
 
 
-def test_steps_are_numbered_and_keep_what_they_took_and_gave() -> None:
+def test_steps_are_numbered_and_say_where_their_request_is() -> None:
     seen = Seen()
     seen.rig.arrive("a", EIGHT)
     seen.rig.wait_until(1.0)
     seen.rig.abort("a")
-    assert [step[0] for step in seen.noted] == list(range(len(seen.noted)))
-    # Every move of a request is in some answer: where it is at a step needs not be written.
-    moves = [state.value for answer in seen.answers for name, state in answer.moves if name == "a"]
-    assert moves == ["PREALLOC", "MATCH", "TRANSFER", "FAILED"]
-
-
-def test_what_a_step_gave_does_not_change_with_later_steps() -> None:
-    seen = Seen(device_pages=8)
-    at_once: list[bytes] = []
-    note = seen.witness.note
-
-    def noted(event: events.Event, given: list[commands.Command], error: str = "") -> Noted:
-        found = note(event, given, error)
-        at_once.append(ENCODE(found))
-        return found
-
-    seen.witness.note = noted  # type: ignore[method-assign]  # What it watches.
-    for name in "abc":
-        seen.rig.make_cached(name, (name * 8).encode())
-    seen.rig.flush("l1", "l2")
-    assert any(answer.evicted for answer in seen.answers)
-    assert [ENCODE(step) for step in seen.noted] == at_once
+    assert [step.seq for step in seen.noted] == [0, 1]
+    assert [step.state and step.state.value for step in seen.noted] == ["TRANSFER", None]
 
 
 def test_every_command_is_written_with_all_its_fields_but_free_text() -> None:
@@ -151,8 +126,8 @@ def test_every_command_is_written_with_all_its_fields_but_free_text() -> None:
     failed = commands.TellFailed(request_id="a", cause="because", detail="Traceback, line 7")
     dropped = commands.TellDropped(request_id="b")
     given: list[commands.Command] = [dropped, failed]
-    gave = witness.note(events.ClockAdvanced(at_s=0.0), given)[2]
-    short = msgspec.json.decode(ENCODE(gave))[Answer._fields.index("commands")]
+    answer = witness.note(events.ClockAdvanced(at_s=0.0), given).gave
+    short = msgspec.json.decode(ENCODE(answer))[Answer.__struct_fields__.index("commands")]
     assert short == [["TellDropped", "b"], ["TellFailed", "a", "because", ""]]
     assert given == [dropped, failed]
 
