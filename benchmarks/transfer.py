@@ -6,6 +6,10 @@ requests has them, by `NixlTransport.write` and by bare requests of NIXL. Both t
 and the median over pairs of neighbours counts: the machine's own speed changes by half within seconds. How much two
 equal things differ here is measured too (bare beside bare), since no ratio is known better than that.
 
+What the bare side posts is one request a write, of all its descriptors. Ours cuts and joins: 64 MiB go in two parts,
+and writes of 4 MiB that wait for one another go four at a time as one request; each ends when that has. Both are ours
+to gain or to lose, and the bytes and descriptors are the same.
+
 What a lone write takes, with nothing before or behind it, is told beside it. That is a latency: it has the plan and the
 way to the polling thread and back, which in a stream go on while other writes are copied. Between both stands the same
 bare request made by a thread that a loop hands it to and hears of its end from. NIXL copies while it posts, for
