@@ -92,7 +92,7 @@ def joined(parts: list[Part]) -> Part:
     """Parts of several writes as one, in their order; at least one."""
     if len(parts) == 1:
         return parts[0]
-    # Not by NumPy, which lets go of the interpreter to concatenate; the thread that posts would have to wait for it.
+    # Not by NumPy, whose longer copies may let go of the interpreter: the thread that posts would have to wait for it.
     ours = np.frombuffer(b"".join([part.ours.data for part in parts]), dtype=np.int32)
     theirs = np.frombuffer(b"".join([part.theirs.data for part in parts]), dtype=np.int32)
     return Part(ours, theirs, sum([part.size_bytes for part in parts]))
