@@ -107,8 +107,8 @@ class Lane:
         return parts
 
     def _make(self) -> _Joint | None:
-        """Make the next request, if anybody waits. Right after a post it takes some 30 us; made later, once the poller has
-        woken the loop, it took 230 to 440 us, nearly all of them waiting.
+        """Make the next request, if anybody waits. Right after a post it takes some 30 us; made later, once the poller
+        has woken the loop, it took 230 to 440 us, nearly all of them waiting.
         """
         parts = self._take()
         if not parts:
