@@ -6,11 +6,11 @@ and pools that are full. Prefill answers by script, and storage keeps keys alone
 
 Both engines make their tiers ready for the same prompts; then both serve them at the same time and on the same core,
 which the system gives now to the one and now to the other, some milliseconds each. So whatever the machine does to its
-speed hits both alike, which it did not while one process served a block with the one engine and then with the other:
-half of such pairs differed by 20 % and more from each other, and half of these differ by 2 or 3. A block's figure is
-the CPU time of the process, all threads, from the first call until nothing is in flight any more and the journal is
-written, without what script and storage took themselves. The figure is the median over the pairs of how much it grows,
-and beside it the ratio of the two sums.
+speed hits both alike. It did not while one process served a block with the one engine and then with the other: such
+pairs were spread over tens of points, and told 10 and 11 % where these tell 14. Two engines on one core find colder
+caches than one alone, which may add to that. A block's figure is the CPU time of the process, all threads, from the
+first call until nothing is in flight any more and the journal is written, without what script and storage took
+themselves. The figure is the median over the pairs of how much it grows, and beside it the ratio of the two sums.
 
 Then what the journal takes is seen directly, in blocks of a third engine: the time of its calls on the loop, without
 that of the clock, and of its thread. That leaves out what it does to the caches of everybody else, which is a good part
