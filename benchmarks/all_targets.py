@@ -121,6 +121,15 @@ def show(verdicts: Sequence[Verdict], console: Console) -> None:
     console.print(table)
     counts = Counter(found.verdict for found in verdicts)
     console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()), highlight=False)
+    judged = [found for found in verdicts if found.verdict in ("pass", "short")]
+    for name, of_kind in (
+        ("all that were measured", judged),
+        ("ratios, shares and counts", [found for found in judged if not found.target.is_time]),
+        ("times, in which this machine's own speed is", [found for found in judged if found.target.is_time]),
+    ):
+        passed = sum(found.verdict == "pass" for found in of_kind)
+        if of_kind:
+            console.print(f"{name}: {passed} of {len(of_kind)} pass, {passed / len(of_kind):.0%}", highlight=False)
 
 
 def main() -> None:

@@ -35,6 +35,11 @@ class Target:
             return f"≥ {self.at_least:g} {self.unit}"
         return "" if self.at_most is None else f"≤ {self.at_most:g} {self.unit}"
 
+    @property
+    def is_time(self) -> bool:
+        """Whether it asks for a time, which a slower machine makes longer. The others are shares, ratios and counts."""
+        return self.unit in ("µs", "ms")
+
     def passes(self, value: float) -> bool:
         """Whether a figure reaches the target."""
         if self.at_least is not None:

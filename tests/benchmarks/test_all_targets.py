@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tidekv import InvalidConfig
@@ -68,6 +70,28 @@ def test_a_bound_is_kept_at_its_edge_and_broken_beyond() -> None:
     assert [least.passes(value) for value in (2.99, 3, 4)] == [False, True, True]
     assert [most.passes(value) for value in (2.99, 3, 4)] == [True, True, False]
     assert (least.asked, most.asked) == ("≥ 3 times", "≤ 3 µs")
+
+
+def test_ratios_and_times_are_counted_apart() -> None:
+    rows = {target.name: target for target in module("target_table").TARGETS}
+    all_targets = module("all_targets")
+    found = [
+        all_targets.Verdict(rows[name], verdict, value, "")
+        for name, verdict, value in (
+            ("engine.cpu", "short", 500.0),
+            ("engine.lag", "pass", 1.0),
+            ("engine.journal", "pass", 4.0),
+            ("index.evict", "pass", 20.0),
+            ("transfer.raw", "short", 90.0),
+            ("cuda.copies", "not measured", None),
+        )
+    ]
+    console = Console(record=True, width=200, file=io.StringIO())
+    all_targets.show(found, console)
+    told = console.export_text()
+    assert "all that were measured: 3 of 5 pass, 60%" in told
+    assert "ratios, shares and counts: 2 of 3 pass, 67%" in told
+    assert "times, in which this machine's own speed is: 1 of 2 pass, 50%" in told
 
 
 def test_targets_are_chosen_by_name_group_and_measurement() -> None:
