@@ -25,7 +25,7 @@ class Lane:
 
     On shared memory NIXL copies while it posts, so one big request would keep the poller's thread from everybody else:
     a write goes part by part, and each one that waits has its turn before any has its next. What is done between two
-    copies finds caches that the copies have emptied, and takes about a tenth of a millisecond for a part of any size.
+    copies finds caches that the copies have emptied, and takes about a fifth of a millisecond for a part of any size.
     Joined, small writes pay for that once.
 
     A request that fails is the failure of each write that has a part in it: NIXL does not say which page it was.
