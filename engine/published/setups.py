@@ -3,6 +3,8 @@
 A published table gives results, seldom speeds. Where a speed is not given it is derived from the table's own rows, by
 the rule that stands beside it, and where even that is not possible it is an assumption, and said to be one. Every one
 is swept from half to double (`tidekv.engine.published.sweep`), so that nobody has to believe it.
+
+One was added when results were known, and nothing is judged by it: `PREFILL_OF_TWO_B200_TOKENS_PER_S`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ TOKEN_STEP_S = (0.040, 0.0007)
 """
 PREFILL_OF_TWO_B200_TOKENS_PER_S = 2 * 4.5e15 * 0.4 / (2 * 32.8e9 + 4 * 64 * 64 * 128 * 52_250)
 """What two GPUs of that class can compute of Qwen3-32B: two fifths of their 4.5e15 8-bit operations a second each, over
-two for every weight and what 64 layers of 64 heads of 128 need to attend to 52,250 tokens before. An assumption.
+two for every weight and what 64 layers of 64 heads of 128 need to attend to 52,250 tokens before. An assumption, made
+when results were known.
 """
 
 
