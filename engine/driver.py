@@ -1,7 +1,7 @@
-"""One queue, one consumer: takes events, lets the core decide, starts the commands, keeps the core's one timer.
+"""One inbox, one consumer: takes events, lets the core decide, starts the commands, keeps the core's one timer.
 
 The core is stepped here and nowhere else, on the loop's thread, between two awaits of anybody. What a command leads to
-comes back through the same queue; nothing steps the core from within a step.
+comes back through the same inbox; nothing steps the core from within a step.
 
 A caller that a step made READY is told first and has its turn of the loop at once. What else the step owes, the words
 to watchers and the other commands, comes in the turn after that, and always before the core is stepped again.
