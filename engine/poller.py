@@ -85,7 +85,6 @@ class PollerThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outcomes: Outcomes | None = None
         self._stopped: asyncio.Future[None] | None = None
-        self._waiting: set[asyncio.Future[None]] = set()
         self._closing = False
         self._submitted = 0
         # The thread alone writes these; anybody may read them.
@@ -108,8 +107,6 @@ class PollerThread:
             raise EngineClosed("the poller is not running: start it first, and submit nothing after close")
         assert asyncio.get_running_loop() is self._loop, "submit on the loop that start() was called on"
         flight = _Flight(pollable, self._loop.create_future(), pollable.rounds)
-        self._waiting.add(flight.future)
-        flight.future.add_done_callback(self._waiting.discard)
         self._submitted += 1
         self._new.append(flight)
         self._bell.ring()
@@ -155,9 +152,10 @@ class PollerThread:
     def _abandon(self) -> None:
         """Tell those who still wait that nobody will tell them."""
         left = self._submitted - self._completed - self._failed
-        for future in list(self._waiting):
-            if not future.done():
-                future.set_exception(EngineClosed(f"the poller ended with {left} operations in flight"))
+        # Whoever waits is in one of both: a round leaves those in the list that have ended in it.
+        for flight in (*self._pending, *self._new):
+            if isinstance(flight, _Flight) and not flight.future.done():
+                flight.future.set_exception(EngineClosed(f"the poller ended with {left} operations in flight"))
 
     def _run(self) -> None:
         # By default the kernel may round each sleep up by 50 µs, which would double the shortest one.
@@ -237,8 +235,9 @@ class PollerThread:
         rest: list[_Flight] = []
         tell_at_s = time.monotonic() + TELL_S
         for flight in self._pending:
-            # Before the next one is asked, which may block: the loop goes on beside it.
-            if ended and time.monotonic() > tell_at_s:
+            # Before one is asked that may block, since it has work left or has done so already: the loop goes on
+            # beside it.
+            if ended and (flight.pollable.rounds > 0 or time.monotonic() > tell_at_s):
                 outcomes.deliver(ended)
                 ended = []
                 tell_at_s = time.monotonic() + TELL_S

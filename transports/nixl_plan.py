@@ -9,8 +9,8 @@ as long as the copy takes, which is why a plan has parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,11 @@ from tidekv.states.shapes import PageIds, Segment
 
 Indices = npt.NDArray[np.int32]
 JOINT_SHARE = 2  # Of a part: what several writes are joined to, who all wait for the last of them.
+PAGE_ID_BYTES = 4
 HIGH = 1 if np.little_endian else 0  # Where the upper half of a number of 64 bits stands, of its two.
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One request's worth of a write: descriptors of our list, of the peer's, and what they weigh."""
 
     ours: Indices
@@ -48,6 +48,22 @@ class Numbering:
         segments = np.arange(len(sizes), dtype=np.int64)
         self.our_offsets: Indices = (segments * our_page_count).astype(np.int32)
         self.their_offsets: Indices = (segments * their_page_count).astype(np.int32)
+        self._pages = np.arange(max(our_page_count, their_page_count), dtype=np.int32).tobytes()
+        self._run: Indices = np.frombuffer(self._pages, dtype=np.int32)
+
+    def run(self, pages: PageIds, page_count: int) -> Indices | None:
+        """The same pages in memory that does not change, if they are neighbours in ascending order of a pool of that
+        many; at least one.
+
+        Told by comparing bytes with all pages of a pool, which costs a tenth of what NumPy takes to look at them.
+        """
+        count, first = len(pages), pages[0]
+        end = first + count
+        if pages[-1] != end - 1 or first < 0 or end > page_count:
+            return None
+        if pages.tobytes() != self._pages[first * PAGE_ID_BYTES : end * PAGE_ID_BYTES]:
+            return None
+        return self._run[first:end]
 
 
 class WritePlan:
@@ -68,6 +84,8 @@ class WritePlan:
 
     def part(self, index: int) -> Part:
         """Make part `index` of `part_count`."""
+        if self._total == len(self._our_pages) and self.part_count == 1:
+            return Part(self._our_pages, self._their_pages, self._total * self._numbering.largest_bytes)
         first = index * self._step
         end = min(first + self._step, self._total)
         numbering = self._numbering
@@ -93,16 +111,17 @@ def joined(parts: list[Part]) -> Part:
     if len(parts) == 1:
         return parts[0]
     # Not by NumPy, whose longer copies may let go of the interpreter: the thread that posts would have to wait for it.
-    ours = np.frombuffer(b"".join([part.ours.data for part in parts]), dtype=np.int32)
-    theirs = np.frombuffer(b"".join([part.theirs.data for part in parts]), dtype=np.int32)
-    return Part(ours, theirs, sum([part.size_bytes for part in parts]))
+    ours, theirs, sizes = zip(*parts, strict=True)
+    return Part(
+        np.frombuffer(b"".join(ours), dtype=np.int32), np.frombuffer(b"".join(theirs), dtype=np.int32), sum(sizes)
+    )
 
 
 def paired_pages(
     our_pages: PageIds, their_pages: PageIds, *, numbering: Numbering, peer: str
 ) -> tuple[Indices, Indices]:
-    """Both lists, pairwise in the order of our ids, in memory of their own, once they are known to name pages that
-    exist.
+    """Both lists, pairwise in the order of our ids, in memory that nobody changes, once they are known to name pages
+    that exist.
 
     Raises InvalidRequest for what the caller got wrong: lists of two lengths, no page of our pool, one destination
     twice. Raises RemoteProtocolError for a page that the peer's pool does not have.
@@ -110,6 +129,12 @@ def paired_pages(
     count = len(our_pages)
     if count != len(their_pages):
         raise InvalidRequest(f"{count} pages cannot be written over {len(their_pages)} pages of {peer}")
+    if count:
+        ours = numbering.run(our_pages, numbering.our_page_count)
+        if ours is not None:
+            theirs = numbering.run(their_pages, numbering.their_page_count)
+            if theirs is not None:
+                return ours, theirs
     sources = np.frombuffer(our_pages, dtype=np.int32)
     targets = np.frombuffer(their_pages, dtype=np.int32)
     if not count:

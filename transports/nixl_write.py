@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl_agent import NixlAgent, Request
@@ -38,7 +38,7 @@ class Lane:
         self._waiting: deque[PartedWrite] = deque()
         self._made: _Joint | None = None
         self._in_flight: list[_Joint] = []
-        self._others_ended = False
+        self._untold: set[PartedWrite] = set()
 
     def enter(self, write: PartedWrite) -> None:
         """Let a write that was submitted have its turns, after those who wait already; on the event loop.
@@ -47,48 +47,54 @@ class Lane:
         """
         self._waiting.append(write)
 
-    def begin_round(self) -> None:
-        """All that had ended was told: the poller takes up what is new only between its rounds."""
-        self._others_ended = False
-
     def advance(self, write: PartedWrite) -> None:
         """Collect what was posted in this write's turns, and post where the next turn is this write's.
 
-        The poller asks every write once a round. Those that have ended with another's request learn of it later in the
-        same round, and whoever waits for them should be told before the next post, which may block: so that one waits
-        for the next round.
+        The poller asks every write once a round, and tells of those that have ended before it asks one that has parts
+        left. A write that has ended with another's request learns of it only when it is asked. Whoever waits for it
+        should be told before the next post, which may block: where one was not asked yet, the post waits, for one
+        round.
         """
         if self._in_flight:
             self._in_flight = [
                 joint
                 for joint in self._in_flight
-                if joint.parts[0][0] is not write or not self._ended(joint, joint.request.check)
+                if joint.writes[0] is not write or not self._ended(joint, joint.request.check)
             ]
         if not self._is_turn_of(write):
             return
-        if self._others_ended:
-            self._others_ended = False
+        if self._untold and not self._untold <= {write}:
+            self._untold.clear()
         elif len(self._in_flight) < REQUESTS_IN_FLIGHT_MAX:
             joint, self._made = self._made or self._make(), None
             if joint is not None and not self._ended(joint, joint.request.post):
                 self._in_flight.append(joint)
             self._made = self._make()
 
+    def is_next(self, write: PartedWrite) -> bool:
+        """True if the request that is made already is posted in a turn of this write."""
+        return self._made is not None and self._made.writes[0] is write
+
+    def tell(self, write: PartedWrite) -> None:
+        """The poller learns that a write has ended."""
+        self._untold.discard(write)
+
     def _is_turn_of(self, write: PartedWrite) -> bool:
         """True if a write is the first of what is posted next, from which those are taken that want no more."""
         if self._made is not None:
-            if self._made.parts[0][0] is not write:
+            if self._made.writes[0] is not write:
                 return False
-            if all(each.is_live for each, _ in self._made.parts):
+            if all(each.is_live for each in self._made.writes):
                 return True
             self._unmake(self._made)
         while self._waiting and not self._waiting[0].has_part:
             self._waiting.popleft()
         return bool(self._waiting) and self._waiting[0] is write
 
-    def _take(self) -> list[tuple[PartedWrite, Part]]:
+    def _take(self) -> tuple[list[PartedWrite], list[Part]]:
         """The next part of the first that waits, and of those behind it as far as they fit."""
-        parts: list[tuple[PartedWrite, Part]] = []
+        writes: list[PartedWrite] = []
+        parts: list[Part] = []
         rest: list[PartedWrite] = []
         size_bytes = descriptors = 0
         while self._waiting:
@@ -101,35 +107,37 @@ class Lane:
                     break
                 if write.take_part():
                     rest.append(write)
-                parts.append((write, part))
+                writes.append(write)
+                parts.append(part)
             self._waiting.popleft()
-        self._waiting.extend(rest)
-        return parts
+        if rest:
+            self._waiting.extend(rest)
+        return writes, parts
 
     def _make(self) -> _Joint | None:
         """Make the next request, if anybody waits. Right after a post it takes some 30 us; made later, once the poller
         has woken the loop, it took 230 to 440 us, nearly all of them waiting.
         """
-        parts = self._take()
+        writes, parts = self._take()
         if not parts:
             return None
         try:
-            return _Joint(self._agent.write_request(*self._lists, joined([part for _, part in parts])), parts)
+            return _Joint(self._agent.write_request(*self._lists, joined(parts)), writes, parts)
         except TransferFailed as error:
-            self._settle(parts, done=False, error=error)
+            self._settle(writes, parts, done=False, error=error)
             return None
 
     def _unmake(self, joint: _Joint) -> None:
         """Give a request back that was not posted; its writes are again the first that wait."""
         self._made = None
-        for write, part in reversed(joint.parts):
+        for write, part in zip(reversed(joint.writes), reversed(joint.parts), strict=True):
             if write.return_part(part):
                 self._waiting.remove(write)
             self._waiting.appendleft(write)
         try:
             joint.request.release()
         except TransferFailed as error:
-            joint.parts[0][0].fail(error)
+            joint.writes[0].fail(error)
 
     def _ended(self, joint: _Joint, ask: Callable[[], bool]) -> bool:
         """Ask a request; release it where it has ended, and tell its writes. Of several errors the first is kept."""
@@ -144,23 +152,26 @@ class Lane:
             joint.request.release()
         except TransferFailed as raised:
             error = error or raised
-        self._settle(joint.parts, done=done, error=error)
+        self._settle(joint.writes, joint.parts, done=done, error=error)
         return True
 
-    def _settle(self, parts: list[tuple[PartedWrite, Part]], *, done: bool, error: TransferFailed | None) -> None:
-        self._others_ended = self._others_ended or len(parts) > 1
-        for index, (write, part) in enumerate(parts):
+    def _settle(
+        self, writes: list[PartedWrite], parts: list[Part], *, done: bool, error: TransferFailed | None
+    ) -> None:
+        own = error
+        for write, part in zip(writes, parts, strict=True):
+            if write.settle_part(part.size_bytes if done else 0, own):
+                self._untold.add(write)
             # Each has an error of its own: whoever raises one writes its way into it.
-            own = error if error is None or index == 0 else _again(error)
-            write.settle_part(part.size_bytes if done else 0, own)
+            own = error and _again(error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Joint:
+class _Joint(NamedTuple):
     """A request, and whose parts are in it. It is posted in the turn of the first, who asks for it from then on."""
 
     request: Request
-    parts: list[tuple[PartedWrite, Part]]
+    writes: list[PartedWrite]
+    parts: list[Part]
 
 
 class PartedWrite:
@@ -168,6 +179,8 @@ class PartedWrite:
 
     Its first part is made with it, on the event loop: that works beside the copies of others, and this thread between.
     """
+
+    __slots__ = ("_error", "_in_flight", "_lane", "_left", "_made", "_stopped", "bytes_done", "plan")
 
     def __init__(self, lane: Lane, plan: WritePlan) -> None:
         self.plan = plan
@@ -181,8 +194,8 @@ class PartedWrite:
 
     @property
     def rounds(self) -> int:
-        """Parts that are not posted yet: each takes one more round."""
-        return self._left
+        """Posts that are to be made in turns of this write, at least: each takes one more round, and may block."""
+        return self._left + self._lane.is_next(self)
 
     @property
     def has_part(self) -> bool:
@@ -200,7 +213,6 @@ class PartedWrite:
 
     def post(self) -> bool:
         """Posts nothing yet, so that all that is new is taken up before the first post, which may block."""
-        self._lane.begin_round()
         return False
 
     def check(self) -> bool:
@@ -209,6 +221,7 @@ class PartedWrite:
             self._lane.advance(self)
             if self._in_flight or self.has_part:
                 return False
+        self._lane.tell(self)
         if self._error is not None:
             raise self._error
         return True
@@ -221,9 +234,10 @@ class PartedWrite:
         """The part that is posted next, for the lane, or None where nothing more is."""
         if not self.has_part:
             return None
-        if self._made is None:
-            self._made = self.plan.part(self.plan.part_count - self._left)
-        return self._made
+        part = self._made
+        if part is None:
+            part = self._made = self.plan.part(self.plan.part_count - self._left)
+        return part
 
     def take_part(self) -> bool:
         """The lane posts the part of `next_part`; True where that was not the last."""
@@ -245,12 +259,15 @@ class PartedWrite:
         if self._error is None:
             self._error = error
 
-    def settle_part(self, size_bytes: int, error: TransferFailed | None) -> None:
-        """A part that was taken has ended: so much of it is in place. Of several errors the first is kept."""
+    def settle_part(self, size_bytes: int, error: TransferFailed | None) -> bool:
+        """A part that was taken has ended: so much of it is in place. Of several errors the first is kept. True where
+        that was the end of the write.
+        """
         self._in_flight -= 1
         self.bytes_done += size_bytes
         if error is not None:
             self.fail(error)
+        return not (self._in_flight or self.has_part)
 
 
 class Probe:

@@ -285,6 +285,25 @@ def test_what_has_ended_is_told_before_the_next_one_is_asked_who_may_block(run: 
     run(main)
 
 
+def test_what_has_ended_is_told_before_one_is_asked_that_has_rounds_left(run: Run) -> None:
+    async def main() -> None:
+        poller = started()
+        told = threading.Event()
+
+        class Posting(Fake):
+            def check(self) -> bool:
+                assert told.wait(60.0), "the first one's end is not told while the second is asked"
+                return super().check()
+
+        first, second = poller.submit(Fake(checks=1)), poller.submit(Posting(checks=1, rounds=1))
+        first.add_done_callback(lambda _: told.set())
+        await asyncio.wait([first, second])
+        assert (first.result(), second.result()) == (None, None)
+        assert await poller.close() == 0
+
+    run(main)
+
+
 def test_a_thread_that_dies_of_a_bug_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[type[BaseException]] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))

@@ -107,6 +107,10 @@ class Flight:
             self.is_entered = True
             self.lane.enter(self.write)
 
+    def is_untold(self) -> bool:
+        """True if it has ended, as far as NIXL goes, and does not know it."""
+        return self.is_posted and not self.is_over and not (self.write._left or self.write._in_flight)
+
     def ask(self) -> None:
         try:
             self.is_over = self.write.check() if self.is_posted else self.write.post()
@@ -141,23 +145,22 @@ def drive(nixl: ScriptedNixl, all_flights: list[Flight]) -> None:
         for flight in pending:
             if flight.stops_at == turn:
                 flight.write.stop()
-        told = len(nixl.on_post)
         for flight in pending:
             if not flight.is_over:
                 before = len(nixl.on_post)
+                untold = [other for other in pending if other is not flight and other.is_untold()]
+                may_block = flight.write.rounds > 0
                 flight.ask()
                 assert len(nixl.on_post) <= before + 1, "one turn posts twice, and keeps the others waiting"
+                if len(nixl.on_post) > before:
+                    assert may_block, "the poller does not tell of others before a post that it does not expect"
+                    assert not untold, "a request is posted while the end of others is not told"
             if flight.is_over:
                 flight.write.release()
             # Some of the next round's are submitted while this one goes on.
             for late in all_flights[::2]:
                 if late.enters_at == turn + 1:
                     late.enter()
-        # What has ended with another's request is told before the next one is posted, if that was joined.
-        for number in nixl.on_post[told:-1] if all(flight.stops_at < 0 for flight in all_flights) else []:
-            if nixl.outcome(number)[0] and nixl.script(number).checks == 0:
-                owners = [flight for flight in all_flights if set(flight.pages) & set(nixl.pages[number])]
-                assert len(owners) == 1, "a request is posted while the end of others is not told"
         pending = [flight for flight in pending if not flight.is_over]
         if not pending and all(flight.is_posted for flight in all_flights):
             return

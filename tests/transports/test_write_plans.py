@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
@@ -14,6 +14,10 @@ from tidekv.transports.nixl_plan import Numbering, WritePlan, paired_pages
 OURS, THEIRS = 12, 9
 IDS = st.lists(st.integers(-2, 13), max_size=10)
 ORDERED = st.lists(st.integers(0, 8), unique=True).map(sorted)
+# Neighbours, and what nearly is: an end beyond the pool, or two pages in each other's place.
+RUNS = st.builds(lambda first, count: list(range(first, first + count)), st.integers(-2, 11), st.integers(1, 8))
+SWAPPED = RUNS.map(lambda pages: pages if len(pages) < 4 else [pages[0], pages[2], pages[1], *pages[3:]])
+LISTS = IDS | ORDERED | RUNS | SWAPPED
 
 
 def numbering(*piece_sizes: int) -> Numbering:
@@ -24,10 +28,18 @@ def numbering(*piece_sizes: int) -> Numbering:
     return Numbering(segments, our_page_count=OURS, their_page_count=THEIRS)
 
 
-@given(ours=IDS | ORDERED, theirs=IDS | ORDERED)
+@given(
+    pairs=st.tuples(LISTS, LISTS)
+    | st.tuples(LISTS, LISTS).map(lambda two: (two[0][: len(two[1])], two[1][: len(two[0])]))
+)
+@example(([3, 5, 4, 6], [0, 1, 2, 3]))
+@example(([3, 4, 5, 6], [0, 2, 1, 3]))
+@example(([3, 4, 5, 6], [0, 2, 2, 3]))
 def test_pages_are_taken_exactly_where_all_exist_and_no_target_is_named_twice(
-    ours: list[int], theirs: list[int]
+    pairs: tuple[list[int], list[int]],
 ) -> None:
+    ours, theirs = pairs
+
     def check() -> None:
         sources, targets = paired_pages(page_ids(ours), page_ids(theirs), numbering=numbering(64), peer="peer")
         assert list(zip(sources, targets, strict=True)) == sorted(zip(ours, theirs, strict=True))
