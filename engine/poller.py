@@ -24,6 +24,7 @@ from tidekv.backends.base import Pollable
 from tidekv.backends.outcomes import Outcome, Outcomes, as_error
 from tidekv.engine.bell import Bell
 from tidekv.states.errors import EngineClosed
+from tidekv.transports.base import Ended, Stream, Turn
 
 SPIN_S: Final = 200e-6
 PAUSE_MIN_S: Final = 50e-6
@@ -64,6 +65,11 @@ class _Flight:
     over: bool = False
     error: Exception | None = field(default=None)
 
+    @property
+    def futures(self) -> tuple[asyncio.Future[None]]:
+        """Whoever waits for it."""
+        return (self.future,)
+
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
@@ -80,7 +86,7 @@ class PollerThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Not a queue: SimpleQueue's timed get may miss its deadline between two clock reads, and then waits for ever;
         # that of Queue takes the way to and from the thread one and a half times as long.
-        self._new: deque[_Flight | _Stop] = deque()
+        self._new: deque[_Flight | StreamDrive | _Stop] = deque()
         self._bell = Bell()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outcomes: Outcomes | None = None
@@ -91,6 +97,7 @@ class PollerThread:
         self._posted = self._completed = self._failed = self._poll_rounds = 0
         self._cpu_s = 0.0
         self._pending: list[_Flight] = []
+        self._drives: list[StreamDrive] = []
 
     def start(self) -> None:
         """Bind to the running loop and start the thread. Once only."""
@@ -103,14 +110,14 @@ class PollerThread:
 
     def submit(self, pollable: Pollable) -> asyncio.Future[None]:
         """Start an operation and drive it to its end; see `tidekv.backends.base.Poller`. EngineClosed once closing."""
-        if self._loop is None or self._closing:
-            raise EngineClosed("the poller is not running: start it first, and submit nothing after close")
-        assert asyncio.get_running_loop() is self._loop, "submit on the loop that start() was called on"
-        flight = _Flight(pollable, self._loop.create_future(), pollable.rounds)
-        self._submitted += 1
+        flight = _Flight(pollable, self._begin(), pollable.rounds)
         self._new.append(flight)
         self._bell.ring()
         return flight.future
+
+    def drive(self, stream: Stream) -> StreamDrive:
+        """Make a stream known; see `tidekv.transports.base.Poller`."""
+        return StreamDrive(self, stream)
 
     async def close(self, *, timeout_s: float = 5.0) -> int:
         """Wait until all that was submitted has ended, at most `timeout_s`; return how many operations have not.
@@ -144,6 +151,14 @@ class PollerThread:
             cpu_s=self._cpu_s,
         )
 
+    def _begin(self) -> asyncio.Future[None]:
+        """A future that this poller answers for."""
+        if self._loop is None or self._closing:
+            raise EngineClosed("the poller is not running: start it first, and submit nothing after close")
+        assert asyncio.get_running_loop() is self._loop, "submit on the loop that start() was called on"
+        self._submitted += 1
+        return self._loop.create_future()
+
     def _on_stopped(self, _: asyncio.Future[None]) -> None:
         # Also where the thread died of a bug, which Python has reported by now: nobody may wait for it for ever.
         self._closing = True
@@ -153,9 +168,10 @@ class PollerThread:
         """Tell those who still wait that nobody will tell them."""
         left = self._submitted - self._completed - self._failed
         # Whoever waits is in one of both: a round leaves those in the list that have ended in it.
-        for flight in (*self._pending, *self._new):
-            if isinstance(flight, _Flight) and not flight.future.done():
-                flight.future.set_exception(EngineClosed(f"the poller ended with {left} operations in flight"))
+        for item in (*self._pending, *self._drives, *self._new):
+            for future in () if isinstance(item, _Stop) else list(item.futures):
+                if not future.done():
+                    future.set_exception(EngineClosed(f"the poller ended with {left} operations in flight"))
 
     def _run(self) -> None:
         # By default the kernel may round each sleep up by 50 µs, which would double the shortest one.
@@ -182,7 +198,7 @@ class PollerThread:
             now_s = time.monotonic()
             if fresh or ended:
                 active_at_s = now_s
-            if deadline_at_s is not None and (not self._pending or now_s > deadline_at_s):
+            if deadline_at_s is not None and (not (self._pending or self._drives) or now_s > deadline_at_s):
                 return
             pause_s = self._next_pause_s(now_s - active_at_s)
             if submitted != self._submitted:
@@ -197,7 +213,7 @@ class PollerThread:
                 self._cpu_s = time.thread_time()
 
     def _next_pause_s(self, quiet_s: float) -> float:
-        if not self._pending:
+        if not self._pending and not self._drives:
             return math.inf
         if quiet_s < SPIN_S or any(flight.rounds > 0 for flight in self._pending):
             return 0.0
@@ -218,6 +234,10 @@ class PollerThread:
             if isinstance(item, _Stop):
                 return fresh, item
             fresh = True
+            if isinstance(item, StreamDrive):
+                if item not in self._drives:
+                    self._drives.append(item)
+                continue
             if until_s == math.inf:
                 until_s = time.monotonic() + TURN_S
             self._pending.append(item)
@@ -253,7 +273,30 @@ class PollerThread:
         self._pending = rest
         if ended:
             outcomes.deliver(ended)
-        return any_ended
+        return self._advance_streams() or any_ended if self._drives else any_ended
+
+    def _advance_streams(self) -> bool:
+        """Give each stream its turn, and forget those that have nothing left. True if any has moved."""
+        any_moved = False
+        rest: list[StreamDrive] = []
+        for drive in self._drives:
+            turn = drive.advance()
+            any_moved = any_moved or turn is Turn.MOVED
+            # Where nobody else waits, the next turn is taken at once: each part of a round that was not run since the
+            # last copy is to be fetched from memory.
+            while turn is Turn.MOVED and not (self._new or self._pending or self._drives[1:] or self._closing):
+                self._poll_rounds += 1
+                turn = drive.advance()
+            if turn is Turn.EMPTY:
+                drive.is_driven = False
+                # Whoever came since it looked found it driven, and so the thread was not told.
+                turn = drive.advance()
+                if turn is Turn.EMPTY:
+                    continue
+                drive.is_driven = True
+            rest.append(drive)
+        self._drives = rest
+        return any_moved
 
     def _call(self, flight: _Flight, *, post: bool) -> None:
         try:
@@ -274,3 +317,45 @@ class PollerThread:
             self._completed += 1
         else:
             self._failed += 1
+
+    def _tell(self, ended: Ended) -> None:
+        """Hand over what a stream says has ended; on the thread."""
+        assert self._outcomes is not None, "streams advance on the thread of a poller that was started"
+        failed = sum(error is not None for _, error in ended)
+        self._posted += len(ended)
+        self._failed += failed
+        self._completed += len(ended) - failed
+        self._outcomes.deliver(ended)
+
+
+class StreamDrive:
+    """A stream on a poller's thread: asked in each round, from when it is woken until it has nothing left."""
+
+    def __init__(self, poller: PollerThread, stream: Stream) -> None:
+        self.is_driven = False
+        self.futures: set[asyncio.Future[None]] = set()
+        self._poller = poller
+        self._stream = stream
+
+    def begin(self) -> asyncio.Future[None]:
+        """See `tidekv.transports.base.Drive`."""
+        future = self._poller._begin()
+        self.futures.add(future)
+        return future
+
+    def wake(self) -> None:
+        """See `tidekv.transports.base.Drive`."""
+        # The thread takes this back before it looks for the last time, so whoever finds it set will be seen.
+        if not self.is_driven:
+            self.is_driven = True
+            self._poller._new.append(self)
+        self._poller._bell.ring()
+
+    def advance(self) -> Turn:
+        """The stream's turn; on the poller's thread."""
+        return self._stream.advance(self._tell)
+
+    def _tell(self, ended: Ended) -> None:
+        for future, _ in ended:
+            self.futures.discard(future)
+        self._poller._tell(ended)

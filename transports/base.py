@@ -7,8 +7,9 @@ hosts (NIXL) run the same code. Nothing here does I/O or holds policy.
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.shapes import PageIds, PoolMemory
@@ -38,11 +39,48 @@ class Pollable(Protocol):
         ...
 
 
+Ended: TypeAlias = "list[tuple[asyncio.Future[None], Exception | None]]"
+
+
+class Turn(enum.Enum):
+    """What became of a stream's turn: it has nothing left, has to wait, or has posted or told something."""
+
+    EMPTY = enum.auto()
+    WAITING = enum.auto()
+    MOVED = enum.auto()
+
+
+class Stream(Protocol):
+    """Operations in an order of their own, of which many end together: the poller asks the stream and none of them."""
+
+    def advance(self, tell: Callable[[Ended], None]) -> Turn:
+        """Take a turn on the poller's thread, which may block: see what has ended, tell of it, post what is next. Each
+        future of `Drive.begin` is told once. Whatever it raises ends the poller.
+        """
+        ...
+
+
+class Drive(Protocol):
+    """A stream as the event loop sees it."""
+
+    def begin(self) -> asyncio.Future[None]:
+        """A future that the stream will tell of; give it one and `wake` it. Raises EngineClosed."""
+        ...
+
+    def wake(self) -> None:
+        """Have the stream take its turns, until it says that it has nothing left."""
+        ...
+
+
 class Poller(Protocol):
     """Posts and checks operations away from the event loop."""
 
     def submit(self, pollable: Pollable) -> asyncio.Future[None]:
         """Take an operation over; the future is resolved on the loop when it has ended, after its release."""
+        ...
+
+    def drive(self, stream: Stream) -> Drive:
+        """Make a stream known; it takes no turn before it is woken."""
         ...
 
 

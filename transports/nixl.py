@@ -22,7 +22,7 @@ from types import MappingProxyType
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 from tidekv.transports import control, death, wire
-from tidekv.transports.base import Exchange, Link, Listener, PeerMemory, Poller
+from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.nixl_agent import NixlAgent
 from tidekv.transports.nixl_layout import check_ours
@@ -30,7 +30,7 @@ from tidekv.transports.nixl_metadata import wrap
 from tidekv.transports.nixl_peers import NixlPeer, NixlPeers
 from tidekv.transports.nixl_plan import WritePlan, paired_pages
 from tidekv.transports.nixl_presence import Presence
-from tidekv.transports.nixl_write import PartedWrite
+from tidekv.transports.nixl_write import Lane, PartedWrite
 from tidekv.transports.offenders import OffenceLimits
 
 UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
@@ -169,11 +169,10 @@ class NixlTransport:
         if not len(ours):
             return 0
         plan = WritePlan(target.numbering, ours, theirs, part_bytes=PART_BYTES, part_descriptors=PART_DESCRIPTORS)
-        pollable = PartedWrite(target.lane, plan)
-        await self._carry_out(pollable, target)
+        bytes_done = await self._carry_out(plan, target)
         self._counts["writes"] += 1
         self._counts["pages_written"] += len(ours)
-        return pollable.bytes_done
+        return bytes_done
 
     async def dial(self, address: str) -> Link:
         """See `control.dial`."""
@@ -231,21 +230,29 @@ class NixlTransport:
         """
         return {**self._counts, "writes_in_flight": len(self._writes)}
 
-    async def _carry_out(self, pollable: PartedWrite, target: NixlPeer) -> None:
-        """Hand a write to the poller and wait for its end, accounting for what it wrote whichever way it ends."""
-        future = self._required_poller().submit(pollable)
-        target.lane.enter(pollable)
+    async def _carry_out(self, plan: WritePlan, target: NixlPeer) -> int:
+        """Let a write have its turns and wait for its end, accounting for what it wrote whichever way it ends; the
+        bytes.
+        """
+        drive = target.drive
+        if drive is None:
+            drive = target.drive = self._required_poller().drive(target.lane)
+        future = drive.begin()
+        write = PartedWrite(plan, future)
+        target.lane.enter(write)
+        drive.wake()
         self._writes.add(future)
         target.writes.add(future)
         try:
-            await settled(future, on_cancel=pollable.stop)
+            await settled(future, on_cancel=partial(_stop, write, target.lane, drive))
+            return write.bytes_done
         except TransferFailed as error:
             self._counts["writes_failed"] += 1
             raise TransferFailed(f"write to peer {target.instance} failed: {error}") from error
         finally:
             self._writes.discard(future)
             target.writes.discard(future)
-            self._counts["bytes_written"] += pollable.bytes_done
+            self._counts["bytes_written"] += write.bytes_done
 
     def _started(self) -> NixlAgent:
         if self._is_closed:
@@ -263,6 +270,12 @@ class NixlTransport:
     def _required_poller(self) -> Poller:
         assert self._poller is not None, "a started transport has a poller"
         return self._poller
+
+
+def _stop(write: PartedWrite, lane: Lane, drive: Drive) -> None:
+    """Have a write end as soon as nothing of it is in flight."""
+    lane.stop(write)
+    drive.wake()
 
 
 def _ours(peer: PeerMemory) -> NixlPeer:

@@ -14,7 +14,7 @@ from functools import partial
 
 from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
 from tidekv.states.shapes import PoolMemory, Segment
-from tidekv.transports.base import Exchange, check_memory
+from tidekv.transports.base import Drive, Exchange, check_memory
 from tidekv.transports.blocking import call_in_thread
 from tidekv.transports.nixl_agent import NixlAgent
 from tidekv.transports.nixl_layout import pair_segments
@@ -35,6 +35,7 @@ class NixlPeer:
     our_list: int
     their_list: int
     lane: Lane
+    drive: Drive | None = None
     writes: set[asyncio.Future[None]] = field(default_factory=set)
     is_removed: bool = False
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tidekv.backends.base import Pollable, Poller
+from tidekv.engine.poller import PollerThread, StreamDrive
+from tidekv.transports.base import Ended, Stream, Turn
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import BufferOf, Storage
@@ -58,6 +60,21 @@ class GatedPoller:
             return self._inner.submit(pollable)
         return self._inner.submit(_Gated(pollable, self._open, self._after_checks, self._halt))
 
+    def drive(self, stream: Stream) -> _GatedDrive:
+        """See `tidekv.transports.base.Poller`: what begins on it is an operation, and each turn of it a check."""
+        assert isinstance(self._inner, PollerThread), "only the thread itself has streams"
+        gated = _GatedStream(stream, self._open, self._halt)
+        return _GatedDrive(self, self._inner.drive(gated), gated)
+
+    def _checks_of_next(self) -> int | None:
+        """The turns of what begins now up to the gate; None where it is let through."""
+        if self._open.is_set():
+            return None
+        if self._skips:
+            self._skips -= 1
+            return None
+        return self._after_checks
+
     def _halt(self) -> None:
         """In the poller's thread: an operation has come to the gate."""
         if self._stops_process:
@@ -65,6 +82,68 @@ class GatedPoller:
             self._open.set()
             os.kill(os.getpid(), signal.SIGSTOP)
         self._loop.call_soon_threadsafe(self.halted.set)
+
+
+class _GatedDrive:
+    """A drive whose stream halts for what begins while the gate is closed."""
+
+    def __init__(self, gate: GatedPoller, inner: StreamDrive, stream: _GatedStream) -> None:
+        self._gate = gate
+        self._inner = inner
+        self._stream = stream
+
+    def begin(self) -> asyncio.Future[None]:
+        """See `tidekv.transports.base.Drive`."""
+        checks = self._gate._checks_of_next()
+        if checks is not None:
+            self._stream.hold(checks)
+        return self._inner.begin()
+
+    def wake(self) -> None:
+        """See `tidekv.transports.base.Drive`."""
+        self._inner.wake()
+
+
+class _GatedStream:
+    """A stream that halts; what ends in it while it is held is told when the gate is open."""
+
+    def __init__(self, inner: Stream, gate: threading.Event, on_halt: Callable[[], None]) -> None:
+        self._inner = inner
+        self._gate = gate
+        self._on_halt = on_halt
+        self._checks_left: int | None = None
+        self._is_told = False
+        self._ended: Ended = []
+
+    def hold(self, checks: int) -> None:
+        """Take so many turns more, or less if something ends in one, and then none before the gate is open."""
+        if self._checks_left is None:
+            self._checks_left = checks
+            self._is_told = False
+
+    def advance(self, tell: Callable[[Ended], None]) -> Turn:
+        """See `tidekv.transports.base.Stream`."""
+        if self._checks_left and not self._gate.is_set():
+            self._checks_left -= 1
+            self._inner.advance(self._ended.extend)
+            if self._ended:
+                self._checks_left = 0
+            return Turn.MOVED
+        if self._checks_left is not None and not self._is_passed():
+            return Turn.WAITING
+        self._checks_left = None
+        if self._ended:
+            ended, self._ended = self._ended, []
+            tell(ended)
+            return Turn.MOVED
+        return self._inner.advance(tell)
+
+    def _is_passed(self) -> bool:
+        """True where the gate is open, be it only once this stream has come to it."""
+        if not self._gate.is_set() and not self._is_told:
+            self._is_told = True
+            self._on_halt()
+        return self._gate.is_set()
 
 
 class _Gated:

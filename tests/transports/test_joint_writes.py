@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from tidekv.states.errors import TransferFailed
 from tidekv.states.shapes import Segment, page_ids
+from tidekv.transports.base import Ended, Turn
 from tidekv.transports.nixl_agent import PeerDisconnected, Request
 from tidekv.transports.nixl_plan import JOINT_SHARE, Numbering, Part, WritePlan, paired_pages
 from tidekv.transports.nixl_write import REQUESTS_IN_FLIGHT_MAX, Lane, PartedWrite
@@ -89,7 +91,7 @@ class ScriptedNixl:
 
 @dataclass
 class Flight:
-    """A write as the poller has it."""
+    """A write as its caller has it, who hears of its end once."""
 
     lane: Lane
     write: PartedWrite
@@ -97,26 +99,18 @@ class Flight:
     enters_at: int
     stops_at: int
     is_entered: bool = False
-    is_posted: bool = False
     is_over: bool = False
-    error: TransferFailed | None = None
+    error: Exception | None = None
 
     def enter(self) -> None:
-        """As the loop does, some time between the rounds or within one."""
+        """As the loop does, some time between the turns or within one."""
         if not self.is_entered:
             self.is_entered = True
             self.lane.enter(self.write)
 
     def is_untold(self) -> bool:
-        """True if it has ended, as far as NIXL goes, and does not know it."""
-        return self.is_posted and not self.is_over and not (self.write._left or self.write._in_flight)
-
-    def ask(self) -> None:
-        try:
-            self.is_over = self.write.check() if self.is_posted else self.write.post()
-        except TransferFailed as error:
-            self.is_over, self.error = True, error
-        self.is_posted = True
+        """True if it has ended, as far as NIXL goes, and its caller has not heard of it."""
+        return self.is_entered and not self.is_over and not (self.write._left or self.write.parts_in_flight)
 
 
 def flights(nixl: ScriptedNixl, lots: list[tuple[list[tuple[int, int]], int, int]]) -> list[Flight]:
@@ -129,40 +123,55 @@ def flights(nixl: ScriptedNixl, lots: list[tuple[list[tuple[int, int]], int, int
         columns = (page_ids(column) for column in zip(*pages, strict=True))
         pairs = paired_pages(*columns, numbering=numbering, peer="peer")
         plan = WritePlan(numbering, *pairs, part_bytes=PART_PAGES * PAGE_BYTES, part_descriptors=1000)
-        made.append(Flight(lane, PartedWrite(lane, plan), sorted(pages), enters_at, stops_at))
+        write = PartedWrite(plan, object())  # type: ignore[arg-type]  # Nobody waits for it: only its identity counts.
+        made.append(Flight(lane, write, sorted(pages), enters_at, stops_at))
     return made
 
 
 def drive(nixl: ScriptedNixl, all_flights: list[Flight]) -> None:
-    """Rounds as the poller makes them: take what is new, ask each once; nobody is asked after his end."""
-    pending: list[Flight] = []
+    """Turns as the poller gives them, with writes that come between two of them and within one."""
+    lane = all_flights[0].lane
+    by_future = {id(flight.write.future): flight for flight in all_flights}
+
+    def tell(ended: Ended) -> None:
+        assert ended, "the loop is woken for nothing"
+        for future, error in ended:
+            flight = by_future[id(future)]
+            assert not flight.is_over, "an end is told twice"
+            assert flight.is_entered
+            flight.is_over, flight.error = True, error
+
+    def post(number: int, told: Callable[[int], bool] = nixl.post) -> bool:
+        assert not any(flight.is_untold() for flight in all_flights if number not in taking(flight)), (
+            "a request is posted while the end of others is not told"
+        )
+        assert all(flight.write.is_live for flight in all_flights if number in taking(flight))
+        # The loop goes on while this blocks.
+        for late in all_flights[::2]:
+            if late.enters_at == turn + 1:
+                late.enter()
+            if late.is_entered and late.stops_at == turn + 1:
+                lane.stop(late.write)
+        return told(number)
+
+    def taking(flight: Flight) -> list[int]:
+        return [number for number, pages in enumerate(nixl.pages) if set(flight.pages) & set(pages)]
+
+    nixl.post = post  # type: ignore[method-assign]  # Looks on.
     for turn in range(500):
-        fresh = [flight for flight in all_flights if flight.enters_at == turn]
-        for flight in fresh:
-            flight.ask()
-            flight.enter()
-        pending += fresh
-        for flight in pending:
+        for flight in all_flights:
+            if flight.enters_at == turn:
+                flight.enter()
             if flight.stops_at == turn:
-                flight.write.stop()
-        for flight in pending:
-            if not flight.is_over:
-                before = len(nixl.on_post)
-                untold = [other for other in pending if other is not flight and other.is_untold()]
-                may_block = flight.write.rounds > 0
-                flight.ask()
-                assert len(nixl.on_post) <= before + 1, "one turn posts twice, and keeps the others waiting"
-                if len(nixl.on_post) > before:
-                    assert may_block, "the poller does not tell of others before a post that it does not expect"
-                    assert not untold, "a request is posted while the end of others is not told"
-            if flight.is_over:
-                flight.write.release()
-            # Some of the next round's are submitted while this one goes on.
-            for late in all_flights[::2]:
-                if late.enters_at == turn + 1:
-                    late.enter()
-        pending = [flight for flight in pending if not flight.is_over]
-        if not pending and all(flight.is_posted for flight in all_flights):
+                flight.enter()
+                lane.stop(flight.write)
+        before = len(nixl.on_post)
+        state = lane.advance(tell)
+        assert len(nixl.on_post) <= before + 1, "one turn posts twice, and keeps the others waiting"
+        assert state is Turn.MOVED or len(nixl.on_post) == before
+        assert (state is Turn.EMPTY) <= all(flight.is_over for flight in all_flights if flight.is_entered)
+        if state is Turn.EMPTY and all(flight.is_over for flight in all_flights):
+            assert not (lane._waiting or lane._made or lane._in_flight or lane._ended)
             return
     raise AssertionError("writes do not come to their end")
 
@@ -281,17 +290,15 @@ def test_a_stopped_write_is_left_out_and_keeps_nobody_waiting(stopped: int) -> N
 def test_a_stopped_write_ends_though_what_it_would_have_to_wait_for_hangs() -> None:
     nixl = ScriptedNixl([Script(checks=10**9)])
     hanging = flights(nixl, [([(page, page) for page in range(4 * at, 4 * at + 4)], 0, -1) for at in range(4)])
-    late = flights(nixl, [([(50, 50)], 0, -1)])[0]
-    late.lane = late.write._lane = hanging[0].lane
-    for flight in (*hanging, late):
-        flight.ask()
+    lane = hanging[0].lane
+    late = flights(nixl, [([(50, 50)], 0, -1)])[0].write
+    told: Ended = []
+    for flight in hanging:
         flight.enter()
-    for _ in range(3):
-        for flight in (*hanging, late):
-            flight.ask()
+    lane.enter(late)
+    states = [lane.advance(told.extend) for _ in range(6)]
+    assert states == [Turn.MOVED] * REQUESTS_IN_FLIGHT_MAX + [Turn.WAITING] * 2
     assert len(nixl.in_flight) == REQUESTS_IN_FLIGHT_MAX
-    assert not late.is_over
-    late.write.stop()
-    late.ask()
-    assert late.is_over
-    assert late.error is None
+    lane.stop(late)
+    assert lane.advance(told.extend) is Turn.MOVED
+    assert told == [(late.future, None)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tidekv.states.errors import TransferFailed
 from tidekv.states.shapes import Segment, page_ids
+from tidekv.transports.base import Ended, Turn
 from tidekv.transports.nixl_agent import Request
 from tidekv.transports.nixl_plan import Numbering, Part, WritePlan, paired_pages
 from tidekv.transports.nixl_write import REQUESTS_IN_FLIGHT_MAX, Lane, PartedWrite
@@ -73,7 +74,7 @@ class ScriptedNixl:
         return True
 
 
-def parted(nixl: ScriptedNixl) -> PartedWrite:
+def parted(nixl: ScriptedNixl) -> tuple[Lane, PartedWrite]:
     """A write of one page a part."""
     count = len(nixl.scripts)
     segment = Segment(address=4096, piece_bytes=PAGE_BYTES, stride_bytes=PAGE_BYTES, page_count=count)
@@ -81,9 +82,9 @@ def parted(nixl: ScriptedNixl) -> PartedWrite:
     pages = paired_pages(page_ids(range(count)), page_ids(range(count)), numbering=numbering, peer="peer")
     plan = WritePlan(numbering, *pages, part_bytes=PAGE_BYTES, part_descriptors=1)
     lane = Lane(nixl, our_list=7, their_list=8)  # type: ignore[arg-type]  # As above.
-    write = PartedWrite(lane, plan)
+    write = PartedWrite(plan, object())  # type: ignore[arg-type]  # Nobody waits for it: only its identity counts.
     lane.enter(write)
-    return write
+    return lane, write
 
 
 SCRIPTS = st.builds(
@@ -100,21 +101,20 @@ def test_whatever_happens_each_request_is_released_once_and_nothing_is_posted_af
     scripts: list[Script], stopped_after: int | None
 ) -> None:
     nixl = ScriptedNixl(scripts)
-    write = parted(nixl)
-    error: TransferFailed | None = None
+    lane, write = parted(nixl)
+    told: Ended = []
     posted_at_stop: list[int] | None = None
-    is_over, turns = False, 0
-    while not is_over:
+    turns = 0
+    while not told:
         if turns == stopped_after:
-            write.stop()
+            lane.stop(write)
             posted_at_stop = nixl.numbers("post")
         assert turns < 200, "a write does not come to its end"
-        try:
-            is_over = write.check() if turns else write.post()
-        except TransferFailed as raised:
-            error, is_over = raised, True
+        lane.advance(told.extend)
         turns += 1
-    write.release()
+    assert lane.advance(told.extend) is Turn.EMPTY
+    ((future, error),) = told
+    assert future is write.future
     made, posted, released = (nixl.numbers(call) for call in ("make", "post", "release"))
     assert sorted(released) == made == list(range(len(made)))
     assert posted == made[: len(posted)]
@@ -127,29 +127,30 @@ def test_whatever_happens_each_request_is_released_once_and_nothing_is_posted_af
     assert (error is not None) == bool(went_wrong or nixl.numbers("refuse"))
     if error is None and posted_at_stop is None:
         assert posted == list(range(len(scripts)))
-        assert turns - 1 >= len(scripts)
+        assert turns >= len(scripts)
 
 
 def test_none_is_made_before_the_first_turn_and_each_other_right_after_the_post_before_it() -> None:
     nixl = ScriptedNixl([Script(), Script()])
-    write = parted(nixl)
-    assert write.rounds == 2
-    assert not write.post()
+    lane, write = parted(nixl)
+    told: Ended = []
     assert nixl.calls == []
-    assert write.rounds == 2
-    assert not write.check()
+    assert lane.advance(told.extend) is Turn.MOVED
     assert nixl.calls == [("make", 0), ("post", 0), ("release", 0), ("make", 1)]
-    assert write.check()
-    assert write.rounds == 0
+    assert told == []
+    assert lane.advance(told.extend) is Turn.MOVED
+    assert told == [(write.future, None)]
+    assert lane.advance(told.extend) is Turn.EMPTY
 
 
 def test_a_write_stopped_before_its_first_turn_makes_no_request() -> None:
     nixl = ScriptedNixl([Script(), Script()])
-    write = parted(nixl)
-    assert not write.post()
-    write.stop()
-    assert write.check()
-    write.release()
+    lane, write = parted(nixl)
+    told: Ended = []
+    lane.stop(write)
+    assert lane.advance(told.extend) is Turn.MOVED
+    assert told == [(write.future, None)]
+    assert lane.advance(told.extend) is Turn.EMPTY
     assert nixl.calls == []
     assert write.bytes_done == 0
 
@@ -157,11 +158,12 @@ def test_a_write_stopped_before_its_first_turn_makes_no_request() -> None:
 @pytest.mark.parametrize("checks", [0, 9])
 def test_of_several_errors_the_first_is_told_when_nothing_is_in_flight_any_more(checks: int) -> None:
     nixl = ScriptedNixl([Script(checks=checks, fails=True), Script(checks=3, fails=True)])
-    write = parted(nixl)
+    lane, _ = parted(nixl)
     # What failed while it was posted keeps the next one from being made.
     first, made = (0, [0]) if checks == 0 else (1, [0, 1])
-    with pytest.raises(TransferFailed, match=f"part {first} failed"):
-        assert not write.post()
-        while not write.check():
-            pass
+    told: Ended = []
+    while not told:
+        lane.advance(told.extend)
+    assert str(told[0][1]) == f"part {first} failed"
     assert sorted(nixl.numbers("release")) == made
+    assert lane.advance(told.extend) is Turn.EMPTY
