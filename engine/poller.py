@@ -5,6 +5,10 @@ for the first 200 µs after anything began or ended, and while a list that advan
 then with pauses that grow from 50 µs to 1 ms with the time waited, so that the delay stays a small part of the wait.
 A new operation ends a pause at once.
 
+    operations   each is posted, asked in every round, released at its end and told then
+    streams      are asked instead of their operations, of which they tell themselves, several at once; where a stream
+                 is all there is, its next turn follows at once, since a post on shared memory has emptied the caches
+
 What is in flight cannot be cancelled, only settled: an operation stays here until it is over, whether or not somebody
 still waits for it, and is released only then. The thread must never touch the loop, except to hand it outcomes.
 """
@@ -281,7 +285,7 @@ class PollerThread:
         rest: list[StreamDrive] = []
         for drive in self._drives:
             turn = drive.advance()
-            any_moved = any_moved or turn is Turn.MOVED
+            any_moved = any_moved or turn is not Turn.WAITING
             # Where nobody else waits, the next turn is taken at once: each part of a round that was not run since the
             # last copy is to be fetched from memory.
             while turn is Turn.MOVED and not (self._new or self._pending or self._drives[1:] or self._closing):
@@ -290,8 +294,7 @@ class PollerThread:
             if turn is Turn.EMPTY:
                 drive.is_driven = False
                 # Whoever came since it looked found it driven, and so the thread was not told.
-                turn = drive.advance()
-                if turn is Turn.EMPTY:
+                if drive.is_empty:
                     continue
                 drive.is_driven = True
             rest.append(drive)
@@ -350,6 +353,11 @@ class StreamDrive:
             self.is_driven = True
             self._poller._new.append(self)
         self._poller._bell.ring()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the stream has nothing to do."""
+        return self._stream.is_empty
 
     def advance(self) -> Turn:
         """The stream's turn; on the poller's thread."""

@@ -43,7 +43,7 @@ Ended: TypeAlias = "list[tuple[asyncio.Future[None], Exception | None]]"
 
 
 class Turn(enum.Enum):
-    """What became of a stream's turn: it has nothing left, has to wait, or has posted or told something."""
+    """How a stream's turn ended: it has nothing left, has to wait, or has posted or told something and has more."""
 
     EMPTY = enum.auto()
     WAITING = enum.auto()
@@ -52,6 +52,11 @@ class Turn(enum.Enum):
 
 class Stream(Protocol):
     """Operations in an order of their own, of which many end together: the poller asks the stream and none of them."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing for a turn to do."""
+        ...
 
     def advance(self, tell: Callable[[Ended], None]) -> Turn:
         """Take a turn on the poller's thread, which may block: see what has ended, tell of it, post what is next. Each

@@ -70,14 +70,19 @@ class Lane:
                 has_moved = True
                 if not self._is_over(joint, joint.request.post):
                     self._in_flight.append(joint)
-                # Right after a post it takes a third of what it does once the loop has been woken and wants to go on.
+                # Later, once the loop has been woken, this thread would have to wait for the interpreter.
                 self._made = self._make()
             if self._ended:
                 has_moved = True
                 self._tell(tell)
-        if has_moved:
-            return Turn.MOVED
-        return Turn.WAITING if self._in_flight or self._made or self._waiting else Turn.EMPTY
+        if self.is_empty:
+            return Turn.EMPTY
+        return Turn.MOVED if has_moved else Turn.WAITING
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing waits, is made or is in flight."""
+        return not (self._waiting or self._made or self._in_flight)
 
     def _tell(self, tell: Callable[[Ended], None]) -> None:
         ended, self._ended = self._ended, []
@@ -191,9 +196,7 @@ class PartedWrite:
     Its first part is made with it, on the event loop: that works beside the copies of others, and this thread between.
     """
 
-    __slots__ = (
-        "_left", "_made", "bytes_done", "error", "future", "is_over", "is_stopped", "parts_in_flight", "plan"
-    )  # fmt: skip
+    __slots__ = ("_left", "_made", "bytes_done", "error", "future", "is_over", "is_stopped", "parts_in_flight", "plan")
 
     def __init__(self, plan: WritePlan, future: asyncio.Future[None]) -> None:
         self.plan = plan

@@ -121,6 +121,11 @@ class _GatedStream:
             self._checks_left = checks
             self._is_told = False
 
+    @property
+    def is_empty(self) -> bool:
+        """See `tidekv.transports.base.Stream`."""
+        return not self._ended and self._inner.is_empty
+
     def advance(self, tell: Callable[[Ended], None]) -> Turn:
         """See `tidekv.transports.base.Stream`."""
         if self._checks_left and not self._gate.is_set():

@@ -168,7 +168,7 @@ def drive(nixl: ScriptedNixl, all_flights: list[Flight]) -> None:
         before = len(nixl.on_post)
         state = lane.advance(tell)
         assert len(nixl.on_post) <= before + 1, "one turn posts twice, and keeps the others waiting"
-        assert state is Turn.MOVED or len(nixl.on_post) == before
+        assert state is not Turn.WAITING or len(nixl.on_post) == before
         assert (state is Turn.EMPTY) <= all(flight.is_over for flight in all_flights if flight.is_entered)
         if state is Turn.EMPTY and all(flight.is_over for flight in all_flights):
             assert not (lane._waiting or lane._made or lane._in_flight or lane._ended)
