@@ -4,8 +4,8 @@ Runs the measurements that the chosen targets need, and prints for each target w
 verdict: pass, short, missing (a peer, a recording or a machine that is not there), or failed. Figures are reported, not
 asserted: the exit code is 0 whatever they are. All of it takes 22 to 25 minutes on two cores.
 
-The index is measured in the fastest form that ships, compiled where mypyc and a C compiler are there, else as source;
-beside the figures of the compiled form stand those of the source, of shorter runs. See `index_forms.py`.
+Index and journal are measured in the fastest form that ships, compiled where mypyc and a C compiler are there, else as
+source; beside the figures of the compiled form stand those of the source, of shorter runs. See `index_forms.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def judge(target: Target, outcome: Outcome | None) -> Verdict:
 
 @contextmanager
 def copies(form: str, cache: Path, console: Console) -> Iterator[tuple[Path, Path | None]]:
-    """Copies of the package: the one to measure the index in, and one of the source beside a compiled one."""
+    """Copies of the package: the one to measure index and journal in, and one of the source beside a compiled one."""
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         source, fast = Path(folder) / "source", Path(folder) / "compiled"
         copy_source(source)
@@ -85,10 +85,12 @@ def copies(form: str, cache: Path, console: Console) -> Iterator[tuple[Path, Pat
             except NotCompiled as error:
                 why = f"it cannot be compiled here: {error}"
             else:
-                console.print(f"the index is measured compiled ({time.monotonic() - began_s:.0f} s)", highlight=False)
+                console.print(
+                    f"index and journal are measured compiled ({time.monotonic() - began_s:.0f} s)", highlight=False
+                )
                 yield fast, source
                 return
-        console.print(f"the index is measured from the source, {why}", highlight=False)
+        console.print(f"index and journal are measured from the source, {why}", highlight=False)
         yield source, None
 
 
@@ -97,9 +99,9 @@ def measure(targets: Sequence[Target], options: Options, console: Console, form:
     outcomes: dict[str, Outcome] = {}
     with ExitStack() as stack:
         wanted = list(dict.fromkeys(target.measurement for target in targets if target.measurement))
-        if any(MEASUREMENTS[name].of_index for name in wanted):
-            index, source = stack.enter_context(copies(form, options.peers, console))
-            options = replace(options, index=index, source=source)
+        if any(MEASUREMENTS[name].of_compiled for name in wanted):
+            fastest, source = stack.enter_context(copies(form, options.peers, console))
+            options = replace(options, fastest=fastest, source=source)
         for name in wanted:
             began_s = time.monotonic()
             outcomes[name] = run(MEASUREMENTS[name], options)
@@ -140,10 +142,13 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write all verdicts there")
     parser.add_argument(
-        "--peers", type=Path, default=default_cache(), help="where peers are kept, and the compiled form of the index"
+        "--peers", type=Path, default=default_cache(), help="where peers are kept, and the compiled form"
     )
     parser.add_argument(
-        "--form", choices=("compiled", "source"), default="compiled", help="of the index; compiled wherever that can be"
+        "--form",
+        choices=("compiled", "source"),
+        default="compiled",
+        help="of index and journal; compiled wherever that can be",
     )
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
     parser.add_argument("--plot", type=Path, help="draw cost against work to this .png or .svg file")

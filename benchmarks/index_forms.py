@@ -1,6 +1,6 @@
-"""The two forms of the prefix index, each in a copy of the package: what `tidekv bench all` measures the index in.
+"""The two forms of the package, each in a copy of it: what `tidekv bench all` measures index and journal in.
 
-The index ships as source, and compiled of the very same source where mypyc and a C compiler are there (see
+The package ships as source, and with its index and some loops compiled where mypyc and a C compiler are there (see
 `tidekv.engine.compiled`). Targets are about the fastest form that ships. Compiled files in the checkout would change
 what runs there from then on, so a copy is compiled, once for each state of the source; what came of it is kept where
 peers are. The checkout is read, and never written to. A program is measured in a copy by putting that before everything

@@ -34,6 +34,7 @@ import threading
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import uvloop
 from engine import OUTPUT_TOKENS, TIERS, Load, Rig  # noqa: TID251  # Not that of the package: engine.py in this folder.
@@ -63,17 +64,18 @@ class Side:
 
     def watch_journal(self) -> None:
         """From now on, add up what the loop spends in the journal. That costs something as well."""
-        journal = self.rig.engine._parts.journal
+        journal, driver = self.rig.engine._parts.journal, self.rig.engine._parts.driver
         assert journal is not None
-        stepped, clock = journal.stepped, time.thread_time
+        clock = time.thread_time
 
         def watched(event: Event, given: list[Command], error: str = "") -> None:
             started_s = clock()
-            stepped(event, given, error)
+            journal.stepped(event, given, error)
             self.loop_s += clock() - started_s
             self.calls += 1
 
-        journal.stepped = watched  # type: ignore[method-assign]  # What it watches.
+        between = SimpleNamespace(stepped=watched)
+        driver._watchers = tuple(between if watcher is journal else watcher for watcher in driver._watchers)
 
     async def prepare(self) -> tuple[list[array[int]], list[array[int]]]:
         """Prompts and outputs of a block."""

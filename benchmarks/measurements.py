@@ -27,8 +27,8 @@ class Options:
     peers: Path
     traces: Path
     plot: Path | None = None
-    index: Path | None = None
-    """The copy of the package that the index is measured in (`index_forms.py`); None: what this process has."""
+    fastest: Path | None = None
+    """The copy of the package that is measured where it is compiled (`index_forms.py`); None: what this process has."""
     source: Path | None = None
     """A copy that runs as source, for a few figures beside those of a compiled one."""
 
@@ -65,10 +65,10 @@ class Measurement:
     read: Callable[[Path, str], Outcome] = lambda file, _: read_figures(file)
     recording: str = ""
     """It can do nothing without this recording."""
-    of_index: bool = False
-    """Its figures are those of the index, in whatever form that is."""
+    of_compiled: bool = False
+    """Its figures are those of what may be compiled: they are measured in the fastest form that there can be."""
     from_source: tuple[str, ...] | None = None
-    """Of the index: further arguments that make it short, for the figures of the source."""
+    """Further arguments that make such a program short, for the figures of the source."""
 
 
 def read_figures(file: Path) -> Outcome:
@@ -135,18 +135,18 @@ MEASUREMENTS: dict[str, Measurement] = {
         program="index_race.py",
         budget_s=300,
         arguments=_race("sglang"),
-        of_index=True,
+        of_compiled=True,
         from_source=("--rounds", "1", "--no-keys"),
     ),
     "vllm": Measurement(
         program="index_race.py",
         budget_s=300,
         arguments=_race("vllm"),
-        of_index=True,
+        of_compiled=True,
         from_source=("--rounds", "1", "--requests", "1000"),
     ),
     "memory": Measurement(
-        program="index_memory.py", budget_s=120, arguments=_memory, of_index=True, from_source=()
+        program="index_memory.py", budget_s=120, arguments=_memory, of_compiled=True, from_source=()
     ),
     "storage": Measurement(
         program="storage.py",
@@ -165,7 +165,12 @@ MEASUREMENTS: dict[str, Measurement] = {
     "engine_growth": Measurement(program="engine_growth.py", budget_s=480),
     "latency": Measurement(program="latency.py", budget_s=120),
     "journal": Measurement(
-        program="journal.py", budget_s=240, arguments=lambda _, file: ["--pairs", "9"], read=read_journal
+        program="journal.py",
+        budget_s=240,
+        arguments=lambda _, file: ["--pairs", "9"],
+        read=read_journal,
+        of_compiled=True,
+        from_source=("--pairs", "3", "--conversation-pairs", "0"),
     ),
     "transfer": Measurement(program="transfer.py", budget_s=120),
     "restore": Measurement(program="restore.py", budget_s=120),
@@ -180,7 +185,7 @@ MEASUREMENTS: dict[str, Measurement] = {
         recording=SESSIONS,
     ),
     "scaling": Measurement(
-        program="scaling.py", budget_s=300, arguments=_scaling, of_index=True, from_source=("--only", "index")
+        program="scaling.py", budget_s=300, arguments=_scaling, of_compiled=True, from_source=("--only", "index")
     ),
 }  # fmt: skip
 
@@ -189,9 +194,9 @@ def run(measurement: Measurement, options: Options) -> Outcome:
     """Run one; never raises for what the program does."""
     if measurement.recording and not (options.traces / measurement.recording).is_file():
         return Outcome(missing={"": f"there is no {measurement.recording} in {options.traces} (--traces)"})
-    if not measurement.of_index:
+    if not measurement.of_compiled:
         return _run_program(measurement, options, None)
-    outcome = _run_program(measurement, options, options.index)
+    outcome = _run_program(measurement, options, options.fastest)
     if measurement.from_source is not None and options.source is not None and outcome.figures:
         _add_source(outcome, measurement, replace(options, plot=None))
     return outcome

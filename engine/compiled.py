@@ -1,6 +1,6 @@
 """The compiled form of the prefix index: made by mypyc of the very same source, optional, needed by nothing. With it
-come two functions in C, for loops that Python has none for as fast: packing an array of tokens in one pass, and
-comparing a prompt with the keys of a node by whole lines of the cache.
+come three modules in C, for what Python cannot do as fast: packing an array of tokens in one pass, comparing a prompt
+with the keys of a node by whole lines of the cache, and writing each step to the journal when it has just been made.
 
     python3 dev.py compile             make it for this Python, in a checkout: a minute or two, and a C compiler
     python3 dev.py compile --remove    run the source again
@@ -30,8 +30,11 @@ MODULES: Final = (
 )  # fmt: skip
 """The modules of `tidekv.states` that are compiled, together: calls between them cost a C call."""
 
-NATIVE: Final = ("backends/native_tokens", "states/native_edges")
+NATIVE: Final = ("backends/native_tokens", "states/native_edges", "engine/journal/native_steps")
 """The modules of `tidekv` in C."""
+
+HEADERS: Final = ("engine/journal/native_json.h", "engine/journal/native_step.h")
+"""What these include."""
 
 GROUP: Final = "tidekv_states"
 DIGEST: Final = "compiled.sha256"
@@ -77,8 +80,8 @@ def digest_of(folder: Path) -> str:
     digest = hashlib.sha256()
     for name in MODULES:
         digest.update((folder / f"{name}.py").read_bytes())
-    for name in NATIVE:
-        digest.update((folder.parent / f"{name}.c").read_bytes())
+    for name in (*(f"{name}.c" for name in NATIVE), *HEADERS):
+        digest.update((folder.parent / name).read_bytes())
     return digest.hexdigest()
 
 
@@ -108,10 +111,10 @@ def build(folder: Path, libraries: Path, *, quiet: bool = False) -> None:
         stage = Path(made)
         package = stage / "tidekv" / "states"
         package.mkdir(parents=True)
-        for name in NATIVE:
-            there = package.parent / f"{name}.c"
-            there.parent.mkdir(exist_ok=True)
-            shutil.copy(folder.parent / f"{name}.c", there)
+        for name in (*(f"{name}.c" for name in NATIVE), *HEADERS):
+            there = package.parent / name
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder.parent / name, there)
         for empty in (package.parent / "__init__.py", package.parent / "py.typed"):
             empty.touch()
         for source in folder.glob("*.py"):

@@ -21,6 +21,8 @@ from tidekv.states.node import Node, TierName
 from tidekv.states.request import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
@@ -102,7 +104,7 @@ class Witness:
         """Steps that were noted so far."""
         books = core.books
         self._core = core
-        self._requests = books.requests
+        self.requests = books.requests
         self._tree = books.index.tree
         # These lists live as long as the core; reaching them by its properties at every step would cost more than all
         # the rest of a note.
@@ -112,8 +114,10 @@ class Witness:
         components = books.components
         tiers = () if components is None else components.tiers
         self._tails = [(tier, tier.account.counts, tier.account.free_pages) for tier in tiers]
-        self._evicted: list[tuple[str, int, int]] = []
-        books.index.on_evict.append(self._note_eviction)
+        self.evicted: list[tuple[str, int, int]] = []
+        """What has left the index since the last step that was taken. The list stays the same one."""
+        self._on_evict = books.index.on_evict
+        self._on_evict.append(self.note_eviction)
 
     def note(self, event: Event, given: list[Command], error: str = "") -> Noted:
         """Take the step that has just been made: nothing in the note changes any more."""
@@ -122,23 +126,25 @@ class Witness:
         kind = type(event)
         state: State | None = None
         if kind in OF_REQUESTS:
-            request = self._requests.get(event.request_id)  # type: ignore[attr-defined]  # All kinds of that set have one.
+            request = self.requests.get(event.request_id)  # type: ignore[attr-defined]  # All kinds of that set have one.
             if request is not None:
                 state = request.state
         moves = self._core.moves
-        books = NO_BOOKS if seq % BOOKS_EVERY else self._all_books()
-        if not (given or moves or self._evicted or books or error):
+        books = NO_BOOKS if seq % BOOKS_EVERY else self.all_books()
+        if not (given or moves or self.evicted or books or error):
             return Noted(seq, event, state, NOTHING)
         evicted: Evictions = ()
-        if self._evicted:
-            evicted, self._evicted = self._evicted, []
+        if self.evicted:
+            evicted = self.evicted.copy()
+            self.evicted.clear()
         for command in given:
             if type(command) is TellFailed:
                 given = [_without_words(command) for command in given]
                 break
         return Noted(seq, event, state, Answer(moves, given, evicted, books, error))
 
-    def _all_books(self) -> tuple[int, ...]:
+    def all_books(self) -> tuple[int, ...]:
+        """The books as they are now: see BOOK_NUMBERS."""
         device, host = self._device_tier, self._host_tier
         device_free, host_free = self._device_free, self._host_free
         books: tuple[int, ...] = (
@@ -156,10 +162,15 @@ class Witness:
             books += (free[-1] if free else -1, *counts, tier.protected, tier.receipts)
         return books
 
-    def _note_eviction(self, node: Node, tier: TierName) -> None:
+    def note_evictions_by(self, note: Callable[[Node, TierName], None]) -> None:
+        """From now on evictions are put into `evicted` by somebody else, who does what `note_eviction` does."""
+        self._on_evict[self._on_evict.index(self.note_eviction)] = note
+
+    def note_eviction(self, node: Node, tier: TierName) -> None:
+        """A copy of a node's pages leaves the index."""
         pages = node.device if tier == "device" else node.host
         assert pages is not None
-        self._evicted.append((tier, len(pages), zlib.crc32(pages)))
+        self.evicted.append((tier, len(pages), zlib.crc32(pages)))
 
 
 OF_REQUESTS = frozenset(

@@ -1,7 +1,8 @@
 """Turns the steps of one core into journal lines. No thread, no clock of its own, no policy: whoever calls it writes.
 
 Three parts: `note` belongs to the thread that steps the core and takes what may change after the step; `encode` is most
-of the work (digests of page keys, JSON); lines add the checksums. The last two may run elsewhere and later.
+of the work (digests of page keys, JSON); lines add the checksums. The last two may run elsewhere and later. Compiled,
+`writer` does the first two in one, at a third of their cost.
 Lines of steps are sealed as they come from the encoder; the few others are rendered by structlog.
 """
 
@@ -15,14 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import structlog
 
+from tidekv.engine.journal import native
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.journal.lines import JOURNAL_VERSION, seal, seal_steps
-from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
+from tidekv.engine.journal.pages import DIGEST_BYTES, IS_SECRET, PageDigests
 from tidekv.engine.journal.schema import code_checksum, package_versions, schema_checksum
 from tidekv.states.events import NO_DEADLINE, FinishRequested, RequestArrived, RetractRequested
 from tidekv.states.witness import Noted, Witness, encode_pages
 
 if TYPE_CHECKING:
+    from tidekv.engine.journal.native import Left, StepWriter
     from tidekv.states.core import Core
 
 STEPS_PER_LINE_MAX = 512
@@ -66,6 +69,7 @@ class Recorder:
         self._crc = 0
         self._digests = None if with_tokens else PageDigests(core.settings.key_bytes, breathe)
         self._arrived: dict[str, tuple[bytes, bytes]] = {}
+        """By request: the keys that have arrived, and their digests, or no bytes where these were not kept."""
         self._arrived_max = ARRIVED_MIN
         self._encode = msgspec.json.Encoder(enc_hook=encode_pages).encode
         self._line = b""
@@ -106,12 +110,26 @@ class Recorder:
                     break
                 left -= hashed
                 keys_bytes += had_bytes
-        try:
-            return EncodedSteps(count, self._encode(noted), keys_bytes)
-        except UnicodeEncodeError:
-            # Half a character, as names of files in the words of an error may hold it: JSON has no word for that.
-            plain = msgspec.to_builtins(noted, enc_hook=encode_pages)
-            return EncodedSteps(count, self._encode(_with_whole_characters(plain)), keys_bytes)
+        return EncodedSteps(count, self._encode_whole(noted), keys_bytes)
+
+    def writer(self, *, begun: Callable[[], None], full: Callable[[], None], left: Left) -> StepWriter | None:
+        """What takes steps in the place of `note` and `encode`, and writes each at once; for the thread that steps the
+        core. None where it was not compiled, or where pages need a hash that it does not know.
+        """
+        if self._digests is not None and not IS_SECRET:
+            return None
+        return native.writer(
+            self.witness,
+            self._core,
+            arrived=self._arrived,
+            encode=self._encode_whole,
+            begun=begun,
+            full=full,
+            left=left,
+            crowded=self._forget_the_dead,
+            arrived_max=self._arrived_max,
+            with_tokens=self._digests is None,
+        )
 
     # --- One thread at a time, in the order of the lines ---
 
@@ -162,6 +180,13 @@ class Recorder:
         line, self._crc = seal(body, self._crc)
         return line
 
+    def _encode_whole(self, value: object) -> bytes:
+        try:
+            return self._encode(value)
+        except UnicodeEncodeError:
+            # Half a character, as names of files in the words of an error may hold it: JSON has no word for that.
+            return self._encode(_with_whole_characters(msgspec.to_builtins(value, enc_hook=encode_pages)))
+
     def _hide_tokens(self, step: Noted, pages_max: int) -> int | None:
         """Put digests in place of the keys; returns how many pages were hashed, None where that would be too many."""
         event = step.took
@@ -186,8 +211,10 @@ class Recorder:
             return None
         written, hashed = found
         self._arrived.pop(event.request_id, None)
-        step.same_pages = len(keys) // self._core.settings.key_bytes
-        step.took = msgspec.structs.replace(event, keys=written[len(known) :])
+        key_bytes = self._core.settings.key_bytes
+        step.same_pages = len(keys) // key_bytes
+        left_out = step.same_pages * (key_bytes if self._digests is None else DIGEST_BYTES)
+        step.took = msgspec.structs.replace(event, keys=written[left_out:])
         return hashed
 
     def _digests_of(self, keys: bytes, known: bytes, pages_max: int) -> tuple[bytes, int] | None:
@@ -199,13 +226,15 @@ class Recorder:
         written = digests.of(keys, known, pages_max=pages_max)
         return None if written is None else (written, digests.hashed - before)
 
-    def _forget_the_dead(self) -> None:
+    def _forget_the_dead(self) -> int:
         """Drop the keys of requests that failed or were aborted. Where an event of one is still to come, it is written
-        with all its keys.
+        with all its keys. Returns how many may be there before this is called again.
         """
         requests = self._core.books.requests
-        self._arrived = {name: keys for name, keys in self._arrived.items() if name in requests}
+        for name in [name for name in self._arrived if name not in requests]:
+            del self._arrived[name]
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
+        return self._arrived_max
 
 
 NOT_ARRIVED = (b"", b"")

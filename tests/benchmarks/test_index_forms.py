@@ -114,12 +114,12 @@ def test_without_a_compiler_the_source_is_measured_and_that_is_said(
         assert told_by(index) == ["source", str(index / "tidekv")]
         assert source is None
     assert said.file.getvalue() == (  # type: ignore[attr-defined]  # It is a StringIO.
-        "the index is measured from the source, it cannot be compiled here: "
+        "index and journal are measured from the source, it cannot be compiled here: "
         "error: command 'gcc' failed: No such file or directory\n"
     )
 
 
-def test_a_measurement_of_the_index_runs_in_its_copy_and_shortly_from_the_source(tmp_path: Path) -> None:
+def test_a_measurement_of_what_is_compiled_runs_in_its_copy_and_shortly_from_the_source(tmp_path: Path) -> None:
     measurements = module("measurements")
     program = tmp_path / "program.py"
     program.write_text(
@@ -130,8 +130,10 @@ def test_a_measurement_of_the_index_runs_in_its_copy_and_shortly_from_the_source
         "open(sys.argv[1], 'w').write(json.dumps(found))\n"
     )
     plain = measurements.Measurement(program=str(program), budget_s=60.0, arguments=lambda _, file: [str(file)])
-    measurement = measurements.replace(plain, of_index=True, from_source=("--short",))
-    options = measurements.Options(peers=tmp_path, traces=tmp_path, index=tmp_path / "fast", source=tmp_path / "plain")
+    measurement = measurements.replace(plain, of_compiled=True, from_source=("--short",))
+    options = measurements.Options(
+        peers=tmp_path, traces=tmp_path, fastest=tmp_path / "fast", source=tmp_path / "plain"
+    )
     found = measurements.run(measurement, options)
     assert found.figures == {"a": 2.0, "b": 3}
     assert found.words == {"a": "fast; from the source 1"}

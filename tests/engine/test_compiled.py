@@ -16,6 +16,7 @@ import pytest
 from tidekv.backends import keys
 from tidekv.backends.keys import pack_tokens
 from tidekv.engine import compiled
+from tidekv.engine.journal import native
 from tidekv.states.accounts import PageAccount
 from tidekv.states.edges import begins_with
 from tidekv.states.errors import InvalidRequest
@@ -29,15 +30,15 @@ def test_what_runs_is_what_the_source_says() -> None:
     assert compiled.form() in ("source", "compiled"), "run: python3 dev.py compile, or with --remove"
 
 
-@pytest.mark.parametrize("changed", ["states/tree.py", "backends/native_tokens.c", "states/native_edges.c"])
+@pytest.mark.parametrize("changed", ["states/tree.py", "states/native_edges.c", "engine/journal/native_json.h"])
 def test_a_change_to_the_source_makes_what_was_compiled_stale(tmp_path: Path, changed: str) -> None:
     folder = tmp_path / "states"
-    for name in ("states", "backends"):
-        (tmp_path / name).mkdir()
+    for name in ("states", "backends", "engine/journal"):
+        (tmp_path / name).mkdir(parents=True)
     for name in compiled.MODULES:
         (folder / f"{name}.py").write_text(f"# {name}\n")
-    for name in compiled.NATIVE:
-        (tmp_path / f"{name}.c").write_text("/* */\n")
+    for name in (*(f"{name}.c" for name in compiled.NATIVE), *compiled.HEADERS):
+        (tmp_path / name).write_text("/* */\n")
     loaded = folder / "index.cpython-311-x86_64-linux-gnu.so"
     assert compiled.form(folder / "index.py") == "source"
     assert compiled.form(loaded) == "stale"
@@ -49,8 +50,9 @@ def test_a_change_to_the_source_makes_what_was_compiled_stale(tmp_path: Path, ch
 
 def test_removing_leaves_the_source_and_what_is_not_ours(tmp_path: Path) -> None:
     folder, backends, libraries = tmp_path / "states", tmp_path / "backends", tmp_path / "src"
-    for path in (folder, backends, libraries):
-        path.mkdir()
+    journal = tmp_path / "engine" / "journal"
+    for path in (folder, backends, libraries, journal):
+        path.mkdir(parents=True)
         (path / "other.so").touch()
     for name in compiled.NATIVE:
         (tmp_path / f"{name}.cpython-311-x86_64-linux-gnu.so").touch()
@@ -60,6 +62,7 @@ def test_removing_leaves_the_source_and_what_is_not_ours(tmp_path: Path) -> None
     compiled.remove(folder, libraries)
     assert sorted(path.name for path in folder.iterdir()) == ["index.py", "other.so"]
     assert [path.name for path in backends.iterdir()] == ["other.so"]
+    assert [path.name for path in journal.iterdir()] == ["other.so"]
     assert [path.name for path in libraries.iterdir()] == ["other.so"]
 
 
@@ -165,8 +168,8 @@ print(hashlib.sha256(repr(answers).encode()).hexdigest(), here.compiled.form(), 
 
 
 def native_form() -> str:
-    """Which forms pack arrays and compare keys in this process."""
-    return f"{type(keys._halved).__name__}, {type(begins_with).__name__}"
+    """Which forms pack arrays, compare keys and write steps in this process."""
+    return f"{type(keys._halved).__name__}, {type(begins_with).__name__}, {native.compiled}"
 
 
 def told_by(source_root: Path) -> list[str]:
@@ -187,12 +190,14 @@ def test_the_compiled_form_answers_as_the_source_does(tmp_path: Path, monkeypatc
     before = sorted(STATES.glob("*.so"))
     forms.copy_source(tmp_path / "source")
     plain, *found = told_by(tmp_path / "source")
-    assert found == ["source", "function, method_descriptor"]
+    assert found == ["source", "function, method_descriptor, None"]
     try:
         forms.copy_compiled(tmp_path / "made", tmp_path / "cache")
     except forms.NotCompiled as error:
         pytest.skip(f"there is no C compiler, or no mypy: {error}")
     forms.copy_compiled(tmp_path / "kept", tmp_path / "cache")
+    built = "builtin_function_or_method"
+    writer = "<class 'tidekv.engine.journal.native_steps.StepWriter'>"
     for copy in ("made", "kept"):
-        assert told_by(tmp_path / copy) == [plain, "compiled", "builtin_function_or_method, builtin_function_or_method"]
+        assert told_by(tmp_path / copy) == [plain, "compiled", f"{built}, {built}, {writer}"]
     assert sorted(STATES.glob("*.so")) == before

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tidekv import InvalidConfig, JournalDamaged, JournalRefused, Replayer
-from tidekv.engine.journal import Journal
+from tidekv.engine.journal import Journal, native
 from tidekv.engine.journal import journal as journal_module
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
 
+pytestmark = pytest.mark.usefixtures("form")
 SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16)
 
 
@@ -43,6 +44,7 @@ def test_journal_is_written_and_replays(tmp_path: Path) -> None:
 
 def test_full_segments_go_on_in_further_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "SLICE_STEPS", 10)
+    monkeypatch.setattr(native, "STEPS_MAX", 10)
     path = tmp_path / "j"
     write(path, 200, segment_bytes=10_000)
     names = {entry.name for entry in tmp_path.iterdir()}
@@ -64,6 +66,7 @@ def test_oldest_segments_are_deleted_and_the_rest_is_refused_clearly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SLICE_STEPS", 10)
+    monkeypatch.setattr(native, "STEPS_MAX", 10)
     path = tmp_path / "j"
     write(path, 200, segment_bytes=10_000, segments_max=2)
     assert len(list(tmp_path.iterdir())) == 2
@@ -120,7 +123,7 @@ def test_killed_process_leaves_a_journal_that_replays_as_far_as_it_goes(tmp_path
     path = tmp_path / "j"
     script = f"""
 from pathlib import Path
-from tidekv.engine.journal import Journal
+from tidekv.engine.journal import Journal, native
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings

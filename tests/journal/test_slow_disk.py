@@ -21,6 +21,7 @@ from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
 
+pytestmark = pytest.mark.usefixtures("form")
 SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16)
 BYTES_MAX = 100_000
 SLICE_BYTES = 20_000
@@ -205,7 +206,7 @@ def test_full_disk_ends_the_journal_and_not_the_run(
 def test_mistake_of_the_writer_ends_the_journal_with_its_traceback(
     core: Core, journal: Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal._recorder, "encode", lambda steps, pages_max: 1 // 0)
+    monkeypatch.setattr(journal._recorder, "steps_pieces", lambda encoded: 1 // 0)
     with caplog.at_level(logging.WARNING, "tidekv.journal"):
         step(core, journal, 10)
         journal.close()
