@@ -38,6 +38,7 @@ NAME_CHARACTERS_MAX = 256
 # Posting copies on shared memory: this much keeps the poller's thread for 8 to 13 ms. What is done between two copies
 # takes 0.2 ms there, with caches that the copies have emptied: of parts a fourth as large it would be 5 % of the time.
 PART_BYTES = 32 * 1024 * 1024
+# Of neighbours; of others half as many, see `WritePlan`.
 PART_DESCRIPTORS = 4096
 # What a dead writer had buffered lands within this time of our own progress, which sleeps between its rounds.
 LANDING_S = 0.1

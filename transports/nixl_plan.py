@@ -19,6 +19,7 @@ from tidekv.states.errors import InvalidRequest, RemoteProtocolError
 from tidekv.states.shapes import PageIds, Segment
 
 Indices = npt.NDArray[np.int32]
+SCATTERED_WEIGHT = 2  # Of a descriptor that NIXL copies alone, when neighbours, which it merges, weigh 1.
 JOINT_SHARE = 2  # Of a part: what several writes are joined to, who all wait for the last of them.
 PAGE_ID_BYTES = 4
 HIGH = 1 if np.little_endian else 0  # Where the upper half of a number of 64 bits stands, of its two.
@@ -65,20 +66,33 @@ class Numbering:
             return None
         return self._run[first:end]
 
+    def is_run(self, pages: Indices) -> bool:
+        """True of what `run` has returned."""
+        return pages.base is self._run
+
 
 class WritePlan:
-    """The descriptors of one write, made part by part by whoever posts them."""
+    """The descriptors of one write, made part by part by whoever posts them.
+
+    A request of some 4,096 scattered descriptors copies slower than two of 2,048, by 6 % to 22 % where pages have
+    4 KiB; so these weigh twice as much as neighbours, for which a request can hardly be too long.
+    """
 
     def __init__(
         self, numbering: Numbering, our_pages: Indices, their_pages: Indices, *, part_bytes: int, part_descriptors: int
     ) -> None:
-        """The pages are those of `paired_pages`, at least one; they must stay as they are."""
+        """The pages are those of `paired_pages`, at least one; they must stay as they are. `part_descriptors` is the
+        weight that a part may have.
+        """
         self._numbering = numbering
+        are_neighbours = numbering.is_run(our_pages) and numbering.is_run(their_pages)
+        self.weight = 1 if are_neighbours else SCATTERED_WEIGHT
+        """Of each descriptor."""
         self._joint_bytes = part_bytes // JOINT_SHARE
         self._part_descriptors = part_descriptors
         self._our_pages = our_pages
         self._their_pages = their_pages
-        self._step = max(1, min(part_descriptors, part_bytes // numbering.largest_bytes))
+        self._step = max(1, min(part_descriptors // self.weight, part_bytes // numbering.largest_bytes))
         self._total = numbering.segment_count * len(our_pages)
         self.part_count = -(-self._total // self._step)
 
@@ -96,9 +110,9 @@ class WritePlan:
             theirs = _descriptors(numbering.their_offsets, self._their_pages, first, end)
         return Part(ours, theirs, self._bytes_before(end) - self._bytes_before(first))
 
-    def may_join(self, size_bytes: int, descriptors: int) -> bool:
-        """True if a request of that size is no more than parts of several writes may be together."""
-        return size_bytes <= self._joint_bytes and descriptors <= self._part_descriptors
+    def may_join(self, size_bytes: int, weight: int) -> bool:
+        """True if a request of that size and weight is no more than parts of several writes may be together."""
+        return size_bytes <= self._joint_bytes and weight <= self._part_descriptors
 
     def _bytes_before(self, position: int) -> int:
         segment, page = divmod(position, len(self._our_pages))

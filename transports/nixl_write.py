@@ -108,14 +108,14 @@ class Lane:
         writes: list[PartedWrite] = []
         parts: list[Part] = []
         rest: list[PartedWrite] = []
-        size_bytes = descriptors = 0
+        size_bytes = weight = 0
         while self._waiting:
             write = self._waiting[0]
             if write.is_live:
                 part = write.next_part()
                 size_bytes += part.size_bytes
-                descriptors += len(part.ours)
-                if parts and not write.plan.may_join(size_bytes, descriptors):
+                weight += len(part.ours) * write.plan.weight
+                if parts and not write.plan.may_join(size_bytes, weight):
                     break
                 if write.take_part():
                     rest.append(write)

@@ -113,7 +113,13 @@ class Flight:
         return self.is_entered and not self.is_over and not (self.write._left or self.write.parts_in_flight)
 
 
-def flights(nixl: ScriptedNixl, lots: list[tuple[list[tuple[int, int]], int, int]]) -> list[Flight]:
+def flights(
+    nixl: ScriptedNixl,
+    lots: list[tuple[list[tuple[int, int]], int, int]],
+    *,
+    part_pages: int = PART_PAGES,
+    part_descriptors: int = 1000,
+) -> list[Flight]:
     """Writes of one lane, of so many pages each."""
     segment = Segment(address=4096, piece_bytes=PAGE_BYTES, stride_bytes=PAGE_BYTES, page_count=POOL_PAGES)
     numbering = Numbering((segment,), our_page_count=POOL_PAGES, their_page_count=POOL_PAGES)
@@ -122,7 +128,7 @@ def flights(nixl: ScriptedNixl, lots: list[tuple[list[tuple[int, int]], int, int
     for pages, enters_at, stops_at in lots:
         columns = (page_ids(column) for column in zip(*pages, strict=True))
         pairs = paired_pages(*columns, numbering=numbering, peer="peer")
-        plan = WritePlan(numbering, *pairs, part_bytes=PART_PAGES * PAGE_BYTES, part_descriptors=1000)
+        plan = WritePlan(numbering, *pairs, part_bytes=part_pages * PAGE_BYTES, part_descriptors=part_descriptors)
         write = PartedWrite(plan, object())  # type: ignore[arg-type]  # Nobody waits for it: only its identity counts.
         made.append(Flight(lane, write, sorted(pages), enters_at, stops_at))
     return made
@@ -254,6 +260,15 @@ def test_what_waits_together_is_joined_up_to_its_bound_and_in_order() -> None:
     nixl = ScriptedNixl([Script()])
     drive(nixl, flights(nixl, singles(5)))
     assert nixl.pages == [[(0, 0), (1, 1)], [(2, 2), (3, 3)], [(4, 4)]]
+
+
+@pytest.mark.parametrize(("gap", "requests"), [(1, 2), (2, 4)])
+def test_of_scattered_pages_fewer_are_joined_than_of_neighbours(gap: int, requests: int) -> None:
+    nixl = ScriptedNixl([Script()])
+    pairs = [[(gap * page, gap * page), (gap * page + gap, gap * page + gap)] for page in range(0, 8, 2)]
+    drive(nixl, flights(nixl, [(pages, 0, -1) for pages in pairs], part_pages=16, part_descriptors=4))
+    assert len(nixl.pages) == requests
+    assert [pair for pages in nixl.pages for pair in pages] == [pair for pages in pairs for pair in pages]
 
 
 def test_a_small_write_passes_between_the_parts_of_a_large_one() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
 from tidekv.states.shapes import Segment, page_ids
-from tidekv.transports.nixl_plan import Numbering, WritePlan, paired_pages
+from tidekv.transports.nixl_plan import SCATTERED_WEIGHT, Numbering, WritePlan, paired_pages
 
 OURS, THEIRS = 12, 9
 IDS = st.lists(st.integers(-2, 13), max_size=10)
@@ -63,7 +63,7 @@ def test_pages_are_taken_exactly_where_all_exist_and_no_target_is_named_twice(
     )
     | ORDERED.filter(len).map(lambda pages: [(page, page) for page in pages]),
     sizes=st.lists(st.sampled_from([64, 128]), min_size=1, max_size=3),
-    part_descriptors=st.integers(1, 8),
+    part_descriptors=st.integers(1, 16),
 )
 def test_the_parts_of_a_plan_are_every_piece_once_in_the_order_of_our_pages(
     pairs: list[tuple[int, int]], sizes: list[int], part_descriptors: int
@@ -83,7 +83,11 @@ def test_the_parts_of_a_plan_are_every_piece_once_in_the_order_of_our_pages(
         for segment, size in enumerate(sizes)
         for mine, its in sorted(pairs)
     ]
-    step = max(1, min(part_descriptors, 1024 // max(sizes)))
+    neighbours = [[(first + place, other + place) for place in range(len(pairs))] for first, other in pairs]
+    weight = 1 if pairs in neighbours else SCATTERED_WEIGHT
+    assert plan.weight == weight
+    assert plan.may_join(512, part_descriptors) and not plan.may_join(512, part_descriptors + 1)
+    step = max(1, min(part_descriptors // weight, 1024 // max(sizes)))
     parts = [plan.part(index) for index in range(plan.part_count)]
     cut = [wanted[first : first + step] for first in range(0, len(wanted), step)]
     assert [list(zip(part.ours.tolist(), part.theirs.tolist(), strict=True)) for part in parts] == [
