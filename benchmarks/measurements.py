@@ -166,8 +166,8 @@ MEASUREMENTS: dict[str, Measurement] = {
     "latency": Measurement(program="latency.py", budget_s=120),
     "journal": Measurement(
         program="journal.py",
-        budget_s=240,
-        arguments=lambda _, file: ["--pairs", "9"],
+        budget_s=480,
+        arguments=lambda _, file: ["--pairs", "15"],
         read=read_journal,
         of_compiled=True,
         from_source=("--pairs", "3", "--conversation-pairs", "0"),
