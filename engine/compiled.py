@@ -33,8 +33,8 @@ MODULES: Final = (
 NATIVE: Final = ("backends/native_tokens", "states/native_edges", "engine/journal/native_steps")
 """The modules of `tidekv` in C."""
 
-HEADERS: Final = ("engine/journal/native_json.h", "engine/journal/native_step.h")
-"""What these include."""
+C_FILES: Final = (*(f"{name}.c" for name in NATIVE), "engine/journal/native_json.h", "engine/journal/native_step.h")
+"""Their files: those in C, and what these include."""
 
 GROUP: Final = "tidekv_states"
 DIGEST: Final = "compiled.sha256"
@@ -80,7 +80,7 @@ def digest_of(folder: Path) -> str:
     digest = hashlib.sha256()
     for name in MODULES:
         digest.update((folder / f"{name}.py").read_bytes())
-    for name in (*(f"{name}.c" for name in NATIVE), *HEADERS):
+    for name in C_FILES:
         digest.update((folder.parent / name).read_bytes())
     return digest.hexdigest()
 
@@ -111,7 +111,7 @@ def build(folder: Path, libraries: Path, *, quiet: bool = False) -> None:
         stage = Path(made)
         package = stage / "tidekv" / "states"
         package.mkdir(parents=True)
-        for name in (*(f"{name}.c" for name in NATIVE), *HEADERS):
+        for name in C_FILES:
             there = package.parent / name
             there.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(folder.parent / name, there)

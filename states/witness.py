@@ -105,6 +105,7 @@ class Witness:
         books = core.books
         self._core = core
         self.requests = books.requests
+        """The core's live requests, by name: the core's own, to be read."""
         self._tree = books.index.tree
         # These lists live as long as the core; reaching them by its properties at every step would cost more than all
         # the rest of a note.

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, EncodedSteps, Recorder
@@ -185,24 +186,24 @@ class Journal:
         """Make a line of what is written, unless the thread does just that."""
         if self._failure is not None:
             self._note_from_now_on()
-        elif self._encoding.acquire(blocking=False):
-            try:
-                self._take_written()
-            except Exception as error:
-                self._end_early(error)
-            finally:
-                self._encoding.release()
+        else:
+            self._make_line(self._take_written)
         self._see_what_waits()
 
     def _encode_slice(self) -> None:
-        if not self._is_for_thread and self._encoding.acquire(blocking=False):
+        if not self._is_for_thread:
+            self._make_line(partial(self._encode_line, SLICE_STEPS_MAX, SLICE_PAGES_MAX))
+        self._see_what_waits()
+
+    def _make_line(self, make: Callable[[], object]) -> None:
+        """Do this under the lock, unless the thread has it."""
+        if self._encoding.acquire(blocking=False):
             try:
-                self._encode_line(SLICE_STEPS_MAX, SLICE_PAGES_MAX)
+                make()
             except Exception as error:
                 self._end_early(error)
             finally:
                 self._encoding.release()
-        self._see_what_waits()
 
     def _see_what_waits(self) -> None:
         if self._is_for_thread or self._encoded_bytes - self._taken_bytes > HURRY_BYTES:

@@ -214,6 +214,17 @@ static int put_value(StepWriter *self, PyObject *value, int depth)
     return status > 0 ? put_other(self, value) : status;
 }
 
+static int put_attribute(StepWriter *self, PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (value == NULL) {
+        return -1;
+    }
+    int failed = put_value(self, value, 0);
+    Py_DECREF(value);
+    return failed;
+}
+
 static int put_state(StepWriter *self, PyObject *event, const Kind *kind)
 {
     PyObject *request = NULL;
@@ -223,24 +234,7 @@ static int put_state(StepWriter *self, PyObject *event, const Kind *kind)
     if (request == NULL) {
         return PyErr_Occurred() ? -1 : put(&self->buffer, "null", 4);
     }
-    PyObject *state = PyObject_GetAttr(request, name_state);
-    if (state == NULL) {
-        return -1;
-    }
-    int failed = put_value(self, state, 0);
-    Py_DECREF(state);
-    return failed;
-}
-
-static int put_moves(StepWriter *self)
-{
-    PyObject *moves = PyObject_GetAttr(self->core, name_moves);
-    if (moves == NULL) {
-        return -1;
-    }
-    int failed = put_value(self, moves, 0);
-    Py_DECREF(moves);
-    return failed;
+    return put_attribute(self, request, name_state);
 }
 
 static int put_evicted(StepWriter *self)
@@ -326,10 +320,11 @@ static int put_step(StepWriter *self, PyObject *event, PyObject *given, PyObject
     if (put(buffer, self->steps ? ",[" : "[[", 2) < 0 || put_unsigned(buffer, (uint64_t)self->events) < 0 ||
         put_character(buffer, ',') < 0 || put_struct(self, event, kind, hidden.keys ? &hidden : NULL, 0) < 0 ||
         put_character(buffer, ',') < 0 || put_state(self, event, kind) < 0 || put(buffer, ",[", 2) < 0 ||
-        put_moves(self) < 0 || put_character(buffer, ',') < 0 || put_value(self, given, 0) < 0 ||
-        put_character(buffer, ',') < 0 || put_evicted(self) < 0 || put_character(buffer, ',') < 0 ||
-        put_books(self) < 0 || put_character(buffer, ',') < 0 || put_value(self, error, 0) < 0 ||
-        put(buffer, "],", 2) < 0 || put_unsigned(buffer, (uint64_t)hidden.same_pages) < 0) {
+        put_attribute(self, self->core, name_moves) < 0 || put_character(buffer, ',') < 0 ||
+        put_value(self, given, 0) < 0 || put_character(buffer, ',') < 0 || put_evicted(self) < 0 ||
+        put_character(buffer, ',') < 0 || put_books(self) < 0 || put_character(buffer, ',') < 0 ||
+        put_value(self, error, 0) < 0 || put(buffer, "],", 2) < 0 ||
+        put_unsigned(buffer, (uint64_t)hidden.same_pages) < 0) {
         return -1;
     }
     return put_character(buffer, ']');

@@ -135,9 +135,9 @@ static void forget_kind(Kind *kind)
 }
 
 PyDoc_STRVAR(add_kind_doc,
-             "Make structs of a type known: all words around its values, how many bytes of them are head and tail; of\n"
-             "each field its name, the bytes in front of its value, and the object with which it is left out; the field\n"
-             "that names the request (None: it is of none); and its keys (0: it has none, 1: they arrive, 2: they end).");
+             "Make structs of a type known: all words around its values, how many bytes of them are head and tail;\n"
+             "of each field its name, the bytes in front of its value, and the object with which it is left out;\n"
+             "the field that names the request (None: no request); its keys (0: none, 1: they arrive, 2: they end).");
 
 static PyObject *add_kind(StepWriter *self, PyObject *arguments)
 {
@@ -191,6 +191,11 @@ failed:
     return NULL;
 }
 
+/* Every object that a writer holds, but for its kinds. */
+#define EACH_HELD(DO) \
+    DO(core) DO(requests) DO(evicted) DO(arrived) DO(states) DO(books) DO(encode) DO(begun) DO(full) DO(left) \
+    DO(crowded) DO(array_type)
+
 static int writer_init(StepWriter *self, PyObject *arguments, PyObject *named)
 {
     static char *names[] = {"core", "requests", "evicted", "arrived", "states", "books", "encode", "begun", "full",
@@ -213,51 +218,23 @@ static int writer_init(StepWriter *self, PyObject *arguments, PyObject *named)
         PyErr_SetString(PyExc_ValueError, "books_every and key_bytes are 1 at least");
         return -1;
     }
-    self->core = Py_NewRef(core);
-    self->requests = Py_NewRef(requests);
-    self->evicted = Py_NewRef(evicted);
-    self->arrived = Py_NewRef(arrived);
-    self->states = Py_NewRef(states);
-    self->books = Py_NewRef(books);
-    self->encode = Py_NewRef(encode);
-    self->begun = Py_NewRef(begun);
-    self->full = Py_NewRef(full);
-    self->left = Py_NewRef(left);
-    self->crowded = Py_NewRef(crowded);
-    self->array_type = Py_NewRef(array_type);
+#define KEEP(name) self->name = Py_NewRef(name);
+    EACH_HELD(KEEP)
     return 0;
 }
 
 static int writer_traverse(StepWriter *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(self->core);
-    Py_VISIT(self->requests);
-    Py_VISIT(self->evicted);
-    Py_VISIT(self->arrived);
-    Py_VISIT(self->books);
-    Py_VISIT(self->encode);
-    Py_VISIT(self->begun);
-    Py_VISIT(self->full);
-    Py_VISIT(self->left);
-    Py_VISIT(self->crowded);
+#define VISIT(name) Py_VISIT(self->name);
+    EACH_HELD(VISIT)
     return 0;
 }
 
 static int writer_clear(StepWriter *self)
 {
-    Py_CLEAR(self->core);
-    Py_CLEAR(self->requests);
-    Py_CLEAR(self->evicted);
-    Py_CLEAR(self->arrived);
-    Py_CLEAR(self->states);
-    Py_CLEAR(self->books);
-    Py_CLEAR(self->encode);
-    Py_CLEAR(self->begun);
-    Py_CLEAR(self->full);
-    Py_CLEAR(self->left);
-    Py_CLEAR(self->crowded);
-    Py_CLEAR(self->array_type);
+#define CLEAR(name) Py_CLEAR(self->name);
+    EACH_HELD(CLEAR)
     return 0;
 }
 

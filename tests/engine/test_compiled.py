@@ -37,7 +37,7 @@ def test_a_change_to_the_source_makes_what_was_compiled_stale(tmp_path: Path, ch
         (tmp_path / name).mkdir(parents=True)
     for name in compiled.MODULES:
         (folder / f"{name}.py").write_text(f"# {name}\n")
-    for name in (*(f"{name}.c" for name in compiled.NATIVE), *compiled.HEADERS):
+    for name in compiled.C_FILES:
         (tmp_path / name).write_text("/* */\n")
     loaded = folder / "index.cpython-311-x86_64-linux-gnu.so"
     assert compiled.form(folder / "index.py") == "source"

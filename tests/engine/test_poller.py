@@ -260,15 +260,21 @@ def test_what_ends_together_wakes_the_loop_a_few_times_only() -> None:
     asyncio.run(main())
 
 
-def test_what_has_ended_is_told_before_the_next_one_is_asked_who_may_block(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("wait_s", "rounds"),
+    # Longer than what has ended may wait for others to be told with it; or before one that has something to post.
+    [(0.001, 0), (0.0, 1)],
+)
+def test_what_has_ended_is_told_before_the_next_one_is_asked_who_may_block(
+    run: Run, wait_s: float, rounds: int
+) -> None:
     async def main() -> None:
         poller = started()
         told = threading.Event()
 
         class Long(Fake):
             def check(self) -> bool:
-                # Longer than what has ended may wait for others to be told with it.
-                threading.Event().wait(0.001)
+                threading.Event().wait(wait_s)
                 return super().check()
 
         class Blocking(Fake):
@@ -276,26 +282,7 @@ def test_what_has_ended_is_told_before_the_next_one_is_asked_who_may_block(run: 
                 assert told.wait(60.0), "the first one's end is not told while the second is asked"
                 return super().check()
 
-        first, second = poller.submit(Long(checks=1)), poller.submit(Blocking(checks=1))
-        first.add_done_callback(lambda _: told.set())
-        await asyncio.wait([first, second])
-        assert (first.result(), second.result()) == (None, None)
-        assert await poller.close() == 0
-
-    run(main)
-
-
-def test_what_has_ended_is_told_before_one_is_asked_that_has_rounds_left(run: Run) -> None:
-    async def main() -> None:
-        poller = started()
-        told = threading.Event()
-
-        class Posting(Fake):
-            def check(self) -> bool:
-                assert told.wait(60.0), "the first one's end is not told while the second is asked"
-                return super().check()
-
-        first, second = poller.submit(Fake(checks=1)), poller.submit(Posting(checks=1, rounds=1))
+        first, second = poller.submit(Long(checks=1)), poller.submit(Blocking(checks=1, rounds=rounds))
         first.add_done_callback(lambda _: told.set())
         await asyncio.wait([first, second])
         assert (first.result(), second.result()) == (None, None)
