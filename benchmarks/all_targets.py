@@ -4,8 +4,9 @@ Runs the measurements that the chosen targets need, and prints for each target w
 verdict: pass, short, missing (a peer, a recording or a machine that is not there), or failed. Figures are reported, not
 asserted: the exit code is 0 whatever they are. All of it takes 22 to 25 minutes on two cores.
 
-Index and journal are measured in the fastest form that ships, compiled where mypyc and a C compiler are there, else as
-source; beside the figures of the compiled form stand those of the source, of shorter runs. See `index_forms.py`.
+Index, engine and journal are measured in the fastest form that ships, compiled where mypyc and a C compiler are there,
+else as source; beside the figures of the compiled form stand those of the source, of shorter runs. See
+`index_forms.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def judge(target: Target, outcome: Outcome | None) -> Verdict:
 
 @contextmanager
 def copies(form: str, cache: Path, console: Console) -> Iterator[tuple[Path, Path | None]]:
-    """Copies of the package: the one to measure index and journal in, and one of the source beside a compiled one."""
+    """Copies of the package: one to measure index, engine and journal in, and where that is compiled one of the source
+    beside it.
+    """
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         source, fast = Path(folder) / "source", Path(folder) / "compiled"
         copy_source(source)
@@ -86,11 +89,12 @@ def copies(form: str, cache: Path, console: Console) -> Iterator[tuple[Path, Pat
                 why = f"it cannot be compiled here: {error}"
             else:
                 console.print(
-                    f"index and journal are measured compiled ({time.monotonic() - began_s:.0f} s)", highlight=False
+                    f"index, engine and journal are measured compiled ({time.monotonic() - began_s:.0f} s)",
+                    highlight=False,
                 )
                 yield fast, source
                 return
-        console.print(f"index and journal are measured from the source, {why}", highlight=False)
+        console.print(f"index, engine and journal are measured from the source, {why}", highlight=False)
         yield source, None
 
 
@@ -148,7 +152,7 @@ def main() -> None:
         "--form",
         choices=("compiled", "source"),
         default="compiled",
-        help="of index and journal; compiled wherever that can be",
+        help="of index, engine and journal; compiled wherever that can be",
     )
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
     parser.add_argument("--plot", type=Path, help="draw cost against work to this .png or .svg file")

@@ -1,4 +1,4 @@
-"""The two forms of the package, each in a copy of it: what `tidekv bench all` measures index and journal in.
+"""The two forms of the package, each in a copy of it: what `tidekv bench all` measures index, engine and journal in.
 
 The package ships as source, and with its index and some loops compiled where mypyc and a C compiler are there (see
 `tidekv.engine.compiled`). Targets are about the fastest form that ships. Compiled files in the checkout would change

@@ -6,6 +6,10 @@ requests has them, by `NixlTransport.write` and by bare requests of NIXL. Both t
 and the median over pairs of neighbours counts: the machine's own speed changes by half within seconds. How much two
 equal things differ here is measured too (bare beside bare), since no ratio is known better than that.
 
+Each turn begins with writes that are not timed, a quarter of those that are. A core that has slept for a tenth of a
+second copies slower at first, bare NIXL after a pause as well; and ours is made by a thread that sleeps while the other
+has its turn. What the ratio would be with these writes is told beside it.
+
 What the bare side posts is one request a write, of all its descriptors. Ours cuts and joins: 64 MiB go in two parts,
 and writes of 4 MiB that wait for one another go four at a time as one request; each ends when that has. Both are ours
 to gain or to lose, and the bytes and descriptors are the same.
@@ -42,8 +46,9 @@ from tidekv.transports.nixl import NixlTransport
 IDLE_S = 3.0
 PAIRS = 21
 LONE_PAIRS = 15
-STREAM_BYTES = 256 * 1024 * 1024  # One turn of a stream takes a tenth of a second, in which the machine stays the same.
-STREAM_WRITES_MAX = 256
+TURN_S = 0.1  # Of a stream, in which the machine stays the same.
+TRIAL_WRITES = 16  # By which it is found how many writes that is.
+LEAD_SHARE = 4
 ONE_PAGE = Shape(1, 65536, 1)
 SHAPES = [ONE_PAGE, Shape(1024, 65536, 1), Shape(1024, 4096, 1), Shape(64, 32768, 32)]
 ORDERS = ("random", "consecutive")
@@ -55,9 +60,12 @@ class Row:
 
     shape: Shape
     order: str
-    stream_writes: int
+    stream_writes: int = 0
     streamed: list[float] = field(default_factory=list)
     bare_streamed: list[float] = field(default_factory=list)
+    led: list[float] = field(default_factory=list)
+    """Of those that are not timed, in front of `streamed`."""
+    bare_led: list[float] = field(default_factory=list)
     bare_again: list[float] = field(default_factory=list)
     lone: list[float] = field(default_factory=list)
     by_thread: list[float] = field(default_factory=list)
@@ -80,8 +88,13 @@ class Row:
         """All ratios of the row."""
         again = [100 * one / other for one, other in zip(self.bare_again, self.bare_streamed, strict=True)]
         low, *_, high = statistics.quantiles(again, n=10)
+        from_rest = of_pairs(
+            [lead + rest for lead, rest in zip(self.bare_led, self.bare_streamed, strict=True)],
+            [lead + rest for lead, rest in zip(self.led, self.streamed, strict=True)],
+        )
         return (
-            f"{self.name}: {self.share():.0f} % (bare beside bare {low:.0f} to {high:.0f} %), "
+            f"{self.name}: {self.share():.0f} % (with the start {100 * from_rest:.0f} %, "
+            f"bare beside bare {low:.0f} to {high:.0f} %), "
             f"a lone write {100 * of_pairs(self.bare, self.lone):.0f} %, "
             f"which is {100 * of_pairs(self.by_thread, self.lone):.0f} % of its limit"
         )
@@ -102,20 +115,29 @@ def of_pairs(limits_s: list[float], ours_s: list[float]) -> float:
 async def measure_stream(row: Row, rig: Rig, lists: list[Lists]) -> None:
     """Streams in turns: ours and bare with now one first, now the other, and bare once more beside bare."""
     parts = [rig.whole(some) for some in lists]
-    bare = partial(bare_streamed, rig, parts, row.stream_writes)
-    ours = partial(our_streamed, rig, lists, row.stream_writes)
-    await ours()
-    bare()
+    bare_streamed(rig, parts, TRIAL_WRITES)
+    trial_s = bare_streamed(rig, parts, TRIAL_WRITES)
+    row.stream_writes = max(LEAD_SHARE, round(TURN_S / trial_s * TRIAL_WRITES))
+    lead_writes = row.stream_writes // LEAD_SHARE
+
+    def bare(led: list[float], streamed: list[float]) -> None:
+        led.append(bare_streamed(rig, parts, lead_writes))
+        streamed.append(bare_streamed(rig, parts, row.stream_writes))
+
+    async def ours() -> None:
+        row.led.append(await our_streamed(rig, lists, lead_writes))
+        row.streamed.append(await our_streamed(rig, lists, row.stream_writes))
+
     for turn in range(PAIRS):
         gc.collect()
         if turn % 2:
-            row.bare_again.append(bare())
-            row.bare_streamed.append(bare())
-            row.streamed.append(await ours())
+            bare([], row.bare_again)
+            bare(row.bare_led, row.bare_streamed)
+            await ours()
         else:
-            row.streamed.append(await ours())
-            row.bare_streamed.append(bare())
-            row.bare_again.append(bare())
+            await ours()
+            bare(row.bare_led, row.bare_streamed)
+            bare([], row.bare_again)
 
 
 async def measure_lone(row: Row, rig: Rig, lists: list[Lists]) -> None:
@@ -137,8 +159,7 @@ async def measure(shape: Shape) -> list[Row]:
     """Both orders of one shape."""
     rig = Rig(shape)
     await rig.start()
-    writes = max(4, min(STREAM_BYTES // shape.size_bytes, STREAM_WRITES_MAX))
-    rows = [Row(shape, order, writes) for order in ORDERS]
+    rows = [Row(shape, order) for order in ORDERS]
     for row in rows:
         lists = rig.page_lists(row.order)
         await measure_stream(row, rig, lists)

@@ -114,7 +114,7 @@ def test_without_a_compiler_the_source_is_measured_and_that_is_said(
         assert told_by(index) == ["source", str(index / "tidekv")]
         assert source is None
     assert said.file.getvalue() == (  # type: ignore[attr-defined]  # It is a StringIO.
-        "index and journal are measured from the source, it cannot be compiled here: "
+        "index, engine and journal are measured from the source, it cannot be compiled here: "
         "error: command 'gcc' failed: No such file or directory\n"
     )
 
