@@ -53,7 +53,7 @@ def read_prompts(path: Path, count: int) -> list[Ids]:
 
 def replay(tree: OurTree | SglangTree, prompts: list[Ids]) -> list[int]:
     """Nanoseconds of each request but the first ones."""
-    held: deque[tuple[Any, Any]] = deque()
+    held: deque[Any] = deque()
     spent = []
     gc.collect()
     gc.freeze()
@@ -61,17 +61,17 @@ def replay(tree: OurTree | SglangTree, prompts: list[Ids]) -> list[int]:
         prompt, total = tree.prompt(ids), len(ids)
         began_ns = thread_time_ns()
         found, node, keys = tree.match(prompt)
-        receipt = tree.lock(node)
+        locked = tree.lock(node)
         needed = total - found
         while (short := needed - tree.free()) > 0:
             tree.evict(short)
             if tree.free() < needed:
-                tree.unlock(*held.popleft())
+                tree.unlock(held.popleft())
         leaf = tree.insert(keys, node, tree.take(needed))
-        held.append((leaf, tree.lock(leaf)))
-        tree.unlock(node, receipt)
+        held.append(tree.lock(leaf))
+        tree.unlock(locked)
         if len(held) > LIVE:
-            tree.unlock(*held.popleft())
+            tree.unlock(held.popleft())
         spent.append(thread_time_ns() - began_ns)
     gc.unfreeze()
     return spent[WARM:]
@@ -202,7 +202,7 @@ def race_locks(figures: Figures, rounds: int) -> None:
                 leaf = enter(tree, ids[: pages * PAGE])
 
             def there_and_back(tree: OurTree | SglangTree = tree, leaf: Any = leaf) -> None:
-                tree.unlock(leaf, tree.lock(leaf))
+                tree.unlock(tree.lock(leaf))
 
             calls.append(lambda work=there_and_back: per_call_ns(work))
         ratio, own, other = race(*calls, 3 * rounds)

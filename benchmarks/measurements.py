@@ -175,7 +175,7 @@ MEASUREMENTS: dict[str, Measurement] = {
         from_source=("--pairs", "3", "--conversation-pairs", "0"),
     ),
     "transfer": Measurement(program="transfer.py", budget_s=240),
-    "restore": Measurement(program="restore.py", budget_s=120),
+    "restore": Measurement(program="restore.py", budget_s=300),
     "multiturn": Measurement(program="published_rates.py", budget_s=60),
     "planner": Measurement(program="planner.py", budget_s=120),
     "paper": Measurement(program="paper.py", budget_s=120),

@@ -32,6 +32,9 @@ class OurTree:
         self.index = PrefixIndex(key_bytes=page_size * TOKEN_BYTES, device=self.device, host=host)
         self._packed = packed
         self._key_bytes = page_size * TOKEN_BYTES
+        self.lock = self.index.lock
+        """Of a node; what it returns unlocks it."""
+        self.unlock = self.index.unlock
 
     def prompt(self, tokens: Ids) -> Any:
         """What a caller has, made beforehand: just now, as each peer's is, and not long ago."""
@@ -43,14 +46,6 @@ class OurTree:
         keys = packed[: len(packed) // self._key_bytes * self._key_bytes]
         found = self.index.match("", keys)
         return found.device_pages * self.page_size, found.device_node, keys
-
-    def lock(self, node: Any) -> Any:
-        """A receipt."""
-        return self.index.lock(node)
-
-    def unlock(self, node: Any, receipt: Any) -> None:
-        """Give it back."""
-        self.index.unlock(receipt)
 
     def free(self) -> int:
         """Tokens that can be taken."""
@@ -116,11 +111,11 @@ class SglangTree:
 
     def lock(self, node: Any) -> Any:
         """See OurTree."""
-        return self.tree.inc_lock_ref(node).to_dec_params()
+        return node, self.tree.inc_lock_ref(node).to_dec_params()
 
-    def unlock(self, node: Any, receipt: Any) -> None:
+    def unlock(self, locked: Any) -> None:
         """See OurTree."""
-        self.tree.dec_lock_ref(node, receipt)
+        self.tree.dec_lock_ref(*locked)
 
     def free(self) -> int:
         """See OurTree."""
@@ -211,9 +206,9 @@ def numbers(count: int, seed: int) -> Ids:
 def enter(tree: OurTree | SglangTree, tokens: Ids) -> Any:
     """Serve one request and unlock it; returns where it ends."""
     found, node, keys = tree.match(tree.prompt(tokens))
-    receipt = tree.lock(node)
+    locked = tree.lock(node)
     leaf = tree.insert(keys, node, tree.take(len(tokens) // tree.page_size * tree.page_size - found))
-    tree.unlock(node, receipt)
+    tree.unlock(locked)
     return leaf
 
 
@@ -231,10 +226,10 @@ def check_tree(tree: OurTree | SglangTree) -> None:
     _expect(tree.match(tree.prompt(branch))[0] == 8 * size, "a branch is found, over the split")
     _expect(tree.held() == 12 * size and tree.free() == total - 12 * size, "a shared prefix is held once")
     found, leaf, _ = tree.match(tree.prompt(base))
-    receipt = tree.lock(leaf)
+    locked = tree.lock(leaf)
     tree.evict(12 * size)
     _expect(tree.held() == 8 * size, "what is locked is not evicted, what is not is")
-    tree.unlock(leaf, receipt)
+    tree.unlock(locked)
     tree.evict(12 * size)
     _expect(found == 8 * size and tree.held() == 0 and tree.free() == total, "what is unlocked is evicted")
 

@@ -145,7 +145,7 @@ async def measure(figures: Figures, rounds: int, parent: Path | None) -> None:
 def main() -> None:
     """Read the options and measure."""
     parser = option_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--folder", type=Path, help="on the disk that storage is to be; otherwise that of temporary files"
     )

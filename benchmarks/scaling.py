@@ -4,20 +4,27 @@ Index, engine and journal do 1, 10 and 100 times the same work; figures are CPU 
 the requests with so many times the pages, the engine has so many times the requests in flight, the journal so many
 times the events, which are written and then replayed. Of each: its cost at 100 times the work, over what n log n
 allows.
+
+Python's cycle collector is set as docs/operating.md says for much work, unless `--collector default` is given: at its
+usual thresholds it walks over all that lives again and again, but only where there is so much of it that 1 time the
+work has none of that.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import uvloop
-from engine import Load, Rig, measure  # noqa: TID251  # Not that of the package: engine.py in this folder.
+from engine import ADVISED_THRESHOLDS, Load, Rig, measure  # noqa: TID251  # Not that of the package: engine.py in this folder.
 from figures import Figures, option_parser, over_n_log_n
 
 from tidekv import Replayer
@@ -25,7 +32,12 @@ from tidekv.engine import compiled
 from tidekv.states.accounts import PageAccount
 from tidekv.states.index import PrefixIndex, Receipt
 
+Points: TypeAlias = list[tuple[float, float]]
+"""Pieces of work, and CPU seconds."""
+
 TIMES = (1, 10, 100)
+INDEX_RUNS = {1: 15, 10: 5, 100: 3}
+"""So many at each, of which the median counts: the smallest takes a millisecond."""
 INDEX_REQUESTS, INDEX_PAGES, PAGE, TURN_PAGES, LIVE = 300, 3000, 16, 16, 16
 IN_FLIGHT = 40
 JOURNAL_REQUESTS = 40
@@ -62,6 +74,14 @@ def index_s(times: int) -> float:
     return spent_ns / 1e9
 
 
+def index_points() -> Points:
+    """Requests and CPU seconds, for each amount of work."""
+    return [
+        (INDEX_REQUESTS * times, statistics.median(index_s(times) for _ in range(runs)))
+        for times, runs in INDEX_RUNS.items()
+    ]
+
+
 def engine_s(times: int) -> float:
     """CPU seconds of one block with so many requests in flight."""
     in_flight = IN_FLIGHT * times
@@ -77,8 +97,8 @@ async def write_journal(path: Path, requests: int) -> None:
             await rig.block()
 
 
-def journal_s(times: int) -> tuple[float, int]:
-    """CPU seconds of a replay, and events."""
+def journal_point(times: int) -> tuple[float, float]:
+    """Events, and CPU seconds of their replay."""
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         path = Path(folder) / "run.journal"
         uvloop.run(write_journal(path, JOURNAL_REQUESTS * times))
@@ -86,29 +106,32 @@ def journal_s(times: int) -> tuple[float, int]:
         began_s = time.process_time()
         found = Replayer(path).run()
         assert found.complete
-        return time.process_time() - began_s, found.events
+        return found.events, time.process_time() - began_s
+
+
+MEASURES: dict[str, Callable[[], Points]] = {
+    "index": index_points,
+    "engine": lambda: [(IN_FLIGHT * times, engine_s(times)) for times in TIMES],
+    "journal": lambda: [journal_point(times) for times in TIMES],
+}
 
 
 def main() -> None:
     """Read the options and measure."""
     parser = option_parser(__doc__)
     parser.add_argument("--plot", type=Path, help="draw it to this .png or .svg file, too")
-    parser.add_argument("--only", nargs="+", choices=("index", "engine", "journal"))
+    parser.add_argument("--only", nargs="+", choices=tuple(MEASURES))
+    parser.add_argument(
+        "--collector", choices=("advised", "default"), default="advised", help="Python's cycle collector"
+    )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    if chosen.collector == "advised":
+        gc.freeze()
+        gc.set_threshold(*ADVISED_THRESHOLDS)
     with Figures(chosen.json) as figures:
-        curves: dict[str, list[tuple[float, float]]] = {}
-        for name in chosen.only or ("index", "engine", "journal"):
-            points: list[tuple[float, float]] = []
-            for times in TIMES:
-                if name == "index":
-                    points.append((INDEX_REQUESTS * times, index_s(times)))
-                elif name == "engine":
-                    points.append((IN_FLIGHT * times, engine_s(times)))
-                else:
-                    seconds, events = journal_s(times)
-                    points.append((events, seconds))
-            curves[name] = points
+        curves = {name: MEASURES[name]() for name in chosen.only or MEASURES}
+        for name, points in curves.items():
             told = ", ".join(f"{count:,.0f}: {seconds / count * 1e6:.1f} µs each" for count, seconds in points)
             told = f"index {compiled.form()}; {told}"
             figures.add(f"scaling.{name}", over_n_log_n(points[0], points[-1]), told)

@@ -1,6 +1,7 @@
 """The compiled form of the prefix index: made by mypyc of the very same source, optional, needed by nothing. With it
-come three modules in C, for what Python cannot do as fast: packing an array of tokens in one pass, comparing a prompt
-with the keys of a node by whole lines of the cache, and writing each step to the journal when it has just been made.
+come four modules in C, for what Python cannot do as fast: packing an array of tokens in one pass, comparing a prompt
+with the keys of a node by whole lines of the cache, turning a list of pages round, and writing each step to the journal
+when it has just been made.
 
     python3 dev.py compile             make it for this Python, in a checkout: a minute or two, and a C compiler
     python3 dev.py compile --remove    run the source again
@@ -30,10 +31,12 @@ MODULES: Final = (
 )  # fmt: skip
 """The modules of `tidekv.states` that are compiled, together: calls between them cost a C call."""
 
-NATIVE: Final = ("backends/native_tokens", "states/native_edges", "engine/journal/native_steps")
+NATIVE: Final = ("backends/native_tokens", "states/native_edges", "states/native_pages", "engine/journal/native_steps")
 """The modules of `tidekv` in C."""
 
-C_FILES: Final = (*(f"{name}.c" for name in NATIVE), "engine/journal/native_json.h", "engine/journal/native_step.h")
+C_FILES: Final = (
+    *(f"{name}.c" for name in NATIVE), *(f"engine/journal/native_{name}.h" for name in ("hash", "json", "step"))
+)  # fmt: skip
 """Their files: those in C, and what these include."""
 
 GROUP: Final = "tidekv_states"

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tidekv.states.node import Node, TierName
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.shapes import PageIds
 from tidekv.states.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.tree import PageTree
 
 EvictionHook: TypeAlias = Callable[[Node, TierName], None]
 """Told of a node's copy before it goes. It must not change the index."""
 
-SLACK_PER_POOL = 100
+SLACK_PER_POOL = 50
 
 
 class Dropping:
@@ -33,7 +33,8 @@ class Dropping:
         Up to one page in SLACK_PER_POOL of the pool is freed beyond `count` where a node is cut in two otherwise: that
         costs as much as everything else here, and who comes next needs pages, too.
         """
-        freed, freed_count = page_ids(), 0
+        freed: PageIds | None = None
+        freed_count = 0
         queue, account, name = tier.queue, tier.account, tier.name
         slack = account.total // SLACK_PER_POOL
         while freed_count < count and (node := queue.pop()) is not None:
@@ -43,9 +44,14 @@ class Dropping:
                 self._tree.split(node, surplus, lower_stays=node.device is not None and node.host is not None)
             self._tell(node, name)
             freed_count += node.page_count
-            freed += tier.detach(node)
+            pages = tier.detach(node)
+            if freed is None:
+                freed = pages
+            else:
+                freed += pages
             self._remove_if_bare(node)
-        account.from_cache(freed)
+        if freed is not None:
+            account.from_cache(freed)
         return freed_count
 
     def drop(self, tier: Tier, node: Node) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.node import Node
@@ -17,18 +18,19 @@ Entry: TypeAlias = "tuple[Priority, int, Node]"
 """A node with the priority that it had when it was last looked at, and its number, which decides between equals."""
 
 
-class EvictionPolicy(Protocol):
+class EvictionPolicy(ABC):
     """An order of eviction.
 
     A node's priority may only grow over its life: the queue looks at it again when the node's turn comes, not at every
     touch, and would miss one that became smaller.
     """
 
+    @abstractmethod
     def priority(self, node: Node) -> Priority:
         """Tell the node's place in the order: lowest goes first. Ties go by age of the node."""
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(EvictionPolicy):
     """Forget first what was matched or inserted longest ago."""
 
     def priority(self, node: Node) -> Priority:
@@ -36,7 +38,7 @@ class LeastRecentlyUsed:
         return (node.tick,)
 
 
-class LeastFrequentlyUsed:
+class LeastFrequentlyUsed(EvictionPolicy):
     """Forget first what was matched least often, then longest ago."""
 
     def priority(self, node: Node) -> Priority:
@@ -44,7 +46,7 @@ class LeastFrequentlyUsed:
         return (node.hits, node.tick)
 
 
-class SegmentedLeastRecentlyUsed:
+class SegmentedLeastRecentlyUsed(EvictionPolicy):
     """Forget first what was never matched `protected_hits` times: one long scan does not push out what is shared."""
 
     def __init__(self, *, protected_hits: int = 2) -> None:
@@ -55,7 +57,7 @@ class SegmentedLeastRecentlyUsed:
         return (node.hits >= self.protected_hits, node.tick)
 
 
-class FirstInFirstOut:
+class FirstInFirstOut(EvictionPolicy):
     """Forget first what was inserted first."""
 
     def priority(self, node: Node) -> Priority:
@@ -63,7 +65,7 @@ class FirstInFirstOut:
         return (node.born,)
 
 
-class LowestPriority:
+class LowestPriority(EvictionPolicy):
     """Forget first what was inserted with the lowest priority, then longest ago."""
 
     def priority(self, node: Node) -> Priority:

@@ -28,7 +28,7 @@ from tidekv.states.found import Inserted, Match
 from tidekv.states.index_check import check_index
 from tidekv.states.insertion import insert_host_pages, insert_prefix
 from tidekv.states.node import Load, Node, Receipt, TierName, redeem
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.shapes import NO_PAGES, PageIds
 from tidekv.states.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.tree import PageTree
 
@@ -127,7 +127,7 @@ class PrefixIndex:
 
     def device_path(self, node: Node) -> PageIds:
         """List the device pages from the root to the end of `node`; the list is the caller's."""
-        pages = page_ids()
+        pages = NO_PAGES[:]
         for above in self.path(node):
             if above.device is None:
                 raise BrokenInvariant(f"{above} has no device pages")
@@ -225,7 +225,7 @@ class PrefixIndex:
         priority: int = 0,
     ) -> Node:
         """Add a child of `parent` whose device pages, the caller's until now, are about to be filled by `load`."""
-        count = self._count_pages(keys_suffix)
+        count, first_key = self._count_pages(keys_suffix), keys_suffix[: self.tree.key_bytes]
         self.tree.require(parent)
         if parent.namespace != namespace:
             raise BrokenInvariant(f"{parent} is not of namespace {namespace!r}")
@@ -233,11 +233,11 @@ class PrefixIndex:
             raise BrokenInvariant(f"{parent} has no device pages to go on from")
         if not count or len(device_pages) != count:
             raise BrokenInvariant(f"{len(device_pages)} pages were given for {count} keys")
-        if keys_suffix[: self.tree.key_bytes] in parent.children:
+        if first_key in parent.children:
             raise BrokenInvariant(f"{parent} has a child with that first page")
         self.device_tier.account.to_cache(device_pages)
         self.tree.tick += 1
-        node = self.tree.add_child(parent, keys_suffix, 0, priority=priority)
+        node = self.tree.add_child(parent, keys_suffix, 0, first_key, priority=priority)
         self.device_tier.attach(node, device_pages[:])
         self.set_load(node, load)
         return node

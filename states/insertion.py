@@ -7,7 +7,7 @@ import numpy as np
 from tidekv.states.edges import begins_with
 from tidekv.states.found import Inserted
 from tidekv.states.node import Node
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.shapes import NO_PAGES, PageIds
 from tidekv.states.tiers import DeviceTier, HostTier
 from tidekv.states.tree import PageTree
 
@@ -25,13 +25,14 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
     count, width = len(pages), tree.key_bytes
     tree.tick = tick = tree.tick + 1
     node = root
-    table = page_ids()
-    duplicates, rejected = table[:], table[:]
+    table, duplicates, rejected = NO_PAGES[:], NO_PAGES[:], NO_PAGES[:]
     host_only: list[Node] = []
     first, stop = 0, count
+    first_key = b""
     while first < count:
         at = first * width
-        child = node.children.get(keys[at : at + width])
+        first_key = keys[at : at + width]
+        child = node.children.get(first_key)
         if child is None:
             break
         shared, theirs = child.page_count, child.device
@@ -59,9 +60,9 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
     for above in host_only:
         tier.attach(above, pages[above.depth_pages - above.page_count : above.depth_pages])
     if first < stop:
-        node = tree.add_child(node, keys, first * width, priority=priority)
-        tier.attach(node, pages[first:])
-    table += pages[len(table) :]
+        node = tree.add_child(node, keys, first * width, first_key, priority=priority)
+        tier.attach(node, fresh if not host_only else pages[first:])
+    table += fresh if stop == count else pages[len(table) :]
     return Inserted(node, table, len(fresh), duplicates, rejected)
 
 
@@ -72,9 +73,11 @@ def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, p
     are in the way.
     """
     width, count, first = tree.key_bytes, len(pages), 0
-    unused = page_ids()
+    unused = NO_PAGES[:]
+    first_key = b""
     while first < count:
-        child = node.children.get(keys[first * width : (first + 1) * width])
+        first_key = keys[first * width : (first + 1) * width]
+        child = node.children.get(first_key)
         if child is None:
             break
         if child.void:
@@ -92,14 +95,14 @@ def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, p
         first += shared
     if first < count:
         tier.account.to_cache(pages[first:])
-        node = tree.add_child(node, keys, first * width, priority=0)
+        node = tree.add_child(node, keys, first * width, first_key, priority=0)
         tier.attach(node, pages[first:])
     return node, unused
 
 
 def _not_of_tree(tree: PageTree, node: Node, keys: bytes, pages: PageIds, first: int) -> PageIds:
     """Of `pages[first:]`, list those that the tree below `node` does not hold at their very position."""
-    ours = page_ids()
+    ours = NO_PAGES[:]
     width, count = tree.key_bytes, len(pages)
     while first < count:
         child = node.children.get(keys[first * width : (first + 1) * width])
@@ -118,6 +121,6 @@ def _not_of_tree(tree: PageTree, node: Node, keys: bytes, pages: PageIds, first:
 def _differing(ours: PageIds, theirs: PageIds) -> PageIds:
     """List the pages of `ours` that are not the same page as in `theirs` at their position."""
     first, second = np.frombuffer(ours, dtype=np.int32), np.frombuffer(theirs, dtype=np.int32)
-    pages = page_ids()
+    pages = NO_PAGES[:]
     pages.frombytes(first[first != second].tobytes())
     return pages

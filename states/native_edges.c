@@ -11,12 +11,34 @@
 #include <stdint.h>
 
 #define LINE 64
+#define HALF 32
+#define STRIDE 512
 /* Below this the plain comparison takes about as long. */
 #define WIDE_MIN 8192
 
-/* Two long runs are read at the pace of the second-level cache. With loads of 32 bytes, as in the plain comparison,
- * every second one touches two lines wherever the addresses differ by 16, and that takes a third more time.
+/* Two long runs are read at the pace of the second-level cache. Where their addresses agree by 32, loads of 32 bytes touch
+ * one line each; so many in a row take a fifth less time than loads of whole lines, or than the plain comparison.
  */
+__attribute__((target("avx2"))) static int same_even(const char *ours, const char *theirs, size_t size)
+{
+    size_t at = -(uintptr_t)ours & (HALF - 1);
+    if (memcmp(ours, theirs, at)) {
+        return 0;
+    }
+    for (; at + STRIDE <= size; at += STRIDE) {
+        __m256i differs = _mm256_setzero_si256();
+        for (size_t half = at; half < at + STRIDE; half += HALF) {
+            __m256i other = _mm256_load_si256((const __m256i *)(theirs + half));
+            differs = _mm256_or_si256(differs, _mm256_xor_si256(_mm256_load_si256((const __m256i *)(ours + half)), other));
+        }
+        if (!_mm256_testz_si256(differs, differs)) {
+            return 0;
+        }
+    }
+    return !memcmp(ours + at, theirs + at, size - at);
+}
+
+/* Where they do not agree, every second load of 32 bytes touches two lines, and that takes a third more time. */
 __attribute__((target("avx512f"))) static int same_wide(const char *ours, const char *theirs, size_t size)
 {
     size_t at = -(uintptr_t)ours & (LINE - 1);
@@ -36,16 +58,25 @@ __attribute__((target("avx512f"))) static int same_wide(const char *ours, const 
     return !memcmp(ours + at, theirs + at, size - at);
 }
 
-static int has_wide;
+static int has_even, has_wide;
 
 static int same(const char *ours, const char *theirs, size_t size)
 {
-    return has_wide && size >= WIDE_MIN ? same_wide(ours, theirs, size) : !memcmp(ours, theirs, size);
+    if (size >= WIDE_MIN) {
+        if (has_even && !(((uintptr_t)ours ^ (uintptr_t)theirs) & (HALF - 1))) {
+            return same_even(ours, theirs, size);
+        }
+        if (has_wide) {
+            return same_wide(ours, theirs, size);
+        }
+    }
+    return !memcmp(ours, theirs, size);
 }
 
 static int look_at_processor(PyObject *Py_UNUSED(module))
 {
     __builtin_cpu_init();
+    has_even = __builtin_cpu_supports("avx2") != 0;
     has_wide = __builtin_cpu_supports("avx512f") != 0;
     return 0;
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -14,6 +14,10 @@ PageIds: TypeAlias = "array[int]"
 def page_ids(ids: object = ()) -> PageIds:
     """Make page ids from any iterable of ints."""
     return array("i", ids)  # type: ignore[call-overload, no-any-return]  # array's stub wants one of its known iterables.
+
+
+NO_PAGES: Final = page_ids()
+"""A slice of it is an empty list of one's own, and is made sooner than one by `page_ids`."""
 
 
 class Segment(msgspec.Struct, frozen=True):

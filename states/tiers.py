@@ -9,7 +9,7 @@ first node that is guarded anyway: locking below a shared prefix costs as much a
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from tidekv.states.accounts import PageAccount
 from tidekv.states.eviction import EvictionPolicy, EvictionQueue
@@ -17,47 +17,49 @@ from tidekv.states.node import Node, TierName
 from tidekv.states.shapes import PageIds
 
 
-class Tier(Protocol):
+class Tier(ABC):
     """What the index needs of a tier's books."""
-
-    name: TierName
-    account: PageAccount
-    evictable: int
-    protected: int
-    receipts: int
-    queue: EvictionQueue
-    touched: dict[Node, None] | None
-    """See `tidekv.states.touched`."""
-
-    def is_ready(self, node: Node) -> bool:
-        """Tell whether this copy of the node may be evicted now: an unguarded leaf of the tier."""
-
-    def guard(self, node: Node) -> None:
-        """Count one more reason why the node's copy, and those above it, must stay."""
-
-    def unguard(self, node: Node) -> None:
-        """Count one reason less."""
-
-    def attach(self, node: Node, pages: PageIds) -> None:
-        """Give the node this copy. The pages are cached already; the node is not guarded."""
-
-    def detach(self, node: Node) -> PageIds:
-        """Take this copy from an unguarded node without such children, and return its pages, which are still cached."""
-
-
-class DeviceTier:
-    """The books of device pages."""
 
     __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts", "touched")
 
-    def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
-        self.name: TierName = "device"
+    def __init__(self, name: TierName, account: PageAccount, policy: EvictionPolicy) -> None:
+        self.name = name
         self.account = account
         self.evictable = 0
         self.protected = 0
         self.receipts = 0
         self.queue = EvictionQueue(policy, self.is_ready)
         self.touched: dict[Node, None] | None = None
+        """See `tidekv.states.touched`."""
+
+    @abstractmethod
+    def is_ready(self, node: Node) -> bool:
+        """Tell whether this copy of the node may be evicted now: an unguarded leaf of the tier."""
+
+    @abstractmethod
+    def guard(self, node: Node) -> None:
+        """Count one more reason why the node's copy, and those above it, must stay."""
+
+    @abstractmethod
+    def unguard(self, node: Node) -> None:
+        """Count one reason less."""
+
+    @abstractmethod
+    def attach(self, node: Node, pages: PageIds) -> None:
+        """Give the node this copy. The pages are cached already; the node is not guarded."""
+
+    @abstractmethod
+    def detach(self, node: Node) -> PageIds:
+        """Take this copy from an unguarded node without such children, and return its pages, which are still cached."""
+
+
+class DeviceTier(Tier):
+    """The books of device pages."""
+
+    __slots__ = ()
+
+    def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
+        super().__init__("device", account, policy)
 
     def is_ready(self, node: Node) -> bool:
         """See Tier."""
@@ -116,19 +118,13 @@ class DeviceTier:
         return pages
 
 
-class HostTier:
+class HostTier(Tier):
     """The books of host pages."""
 
-    __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts", "touched")
+    __slots__ = ()
 
     def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
-        self.name: TierName = "host"
-        self.account = account
-        self.evictable = 0
-        self.protected = 0
-        self.receipts = 0
-        self.queue = EvictionQueue(policy, self.is_ready)
-        self.touched: dict[Node, None] | None = None
+        super().__init__("host", account, policy)
 
     def is_ready(self, node: Node) -> bool:
         """See Tier."""

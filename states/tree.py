@@ -47,9 +47,11 @@ class PageTree:
         if not root.children and not root.guarded and not root.host_guarded:
             self.roots.pop(root.namespace, None)
 
-    def add_child(self, parent: Node, keys: bytes, first: int, *, priority: int) -> Node:
-        """Add a node of the pages `keys[first:]` below `parent`. It has no copy yet, which the caller mends at once."""
-        end, first_key = len(keys), keys[first : first + self.key_bytes]
+    def add_child(self, parent: Node, keys: bytes, first: int, first_key: bytes, *, priority: int) -> Node:
+        """Add a node of the pages `keys[first:]`, of which the first has the key `first_key`, below `parent`. It has no
+        copy yet, which the caller mends at once.
+        """
+        end = len(keys)
         node = Node(
             self._new_id(),
             namespace=parent.namespace,

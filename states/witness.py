@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
+    from tidekv.states.shapes import PageIds
 
 Evictions: TypeAlias = "list[tuple[str, int, int]] | tuple[()]"
 Moves: TypeAlias = "list[tuple[str, State]] | tuple[()]"
+BookPlace: TypeAlias = "list[int] | tuple[object, str] | PageIds"
 
 BOOK_NUMBERS = (
     "tick",
@@ -106,15 +108,20 @@ class Witness:
         self._core = core
         self.requests = books.requests
         """The core's live requests, by name: the core's own, to be read."""
-        self._tree = books.index.tree
-        # These lists live as long as the core; reaching them by its properties at every step would cost more than all
-        # the rest of a note.
-        self._device_counts, self._host_counts = books.device.counts, books.host.counts
-        self._device_free, self._host_free = books.device.free_pages, books.host.free_pages
-        self._device_tier, self._host_tier = books.index.device_tier, books.index.host_tier
+        # Numbers come from where they are kept: an attribute, a list of counts, or the last of a list of pages (-1: it
+        # is empty). These live as long as the core; reaching them by its properties would cost more than all else here.
+        device, host = books.index.device_tier, books.index.host_tier
+        self.book_places: tuple[BookPlace, ...] = (
+            (books.index.tree, "tick"),
+            books.device.free_pages,
+            books.host.free_pages,
+            *_places_of(books.device.counts, device),
+            *_places_of(books.host.counts, host),
+        )
+        """Where `all_books` finds its numbers, in order."""
         components = books.components
-        tiers = () if components is None else components.tiers
-        self._tails = [(tier, tier.account.counts, tier.account.free_pages) for tier in tiers]
+        for tier in () if components is None else components.tiers:
+            self.book_places += (tier.account.free_pages, *_places_of(tier.account.counts, tier))
         self.evicted: list[tuple[str, int, int]] = []
         """What has left the index since the last step that was taken. The list stays the same one."""
         self._on_evict = books.index.on_evict
@@ -146,22 +153,15 @@ class Witness:
 
     def all_books(self) -> tuple[int, ...]:
         """The books as they are now: see BOOK_NUMBERS."""
-        device, host = self._device_tier, self._host_tier
-        device_free, host_free = self._device_free, self._host_free
-        books: tuple[int, ...] = (
-            self._tree.tick,
-            device_free[-1] if device_free else -1,
-            host_free[-1] if host_free else -1,
-            *self._device_counts,
-            device.protected,
-            device.receipts,
-            *self._host_counts,
-            host.protected,
-            host.receipts,
-        )
-        for tier, counts, free in self._tails:
-            books += (free[-1] if free else -1, *counts, tier.protected, tier.receipts)
-        return books
+        books: list[int] = []
+        for place in self.book_places:
+            if isinstance(place, list):
+                books += place
+            elif isinstance(place, tuple):
+                books.append(getattr(*place))
+            else:
+                books.append(place[-1] if place else -1)
+        return tuple(books)
 
     def note_evictions_by(self, note: Callable[[Node, TierName], None]) -> None:
         """From now on evictions are put into `evicted` by somebody else, who does what `note_eviction` does."""
@@ -172,6 +172,10 @@ class Witness:
         pages = node.device if tier == "device" else node.host
         assert pages is not None
         self.evicted.append((tier, len(pages), zlib.crc32(pages)))
+
+
+def _places_of(counts: list[int], tier: object) -> tuple[BookPlace, ...]:
+    return counts, (tier, "protected"), (tier, "receipts")
 
 
 OF_REQUESTS = frozenset(

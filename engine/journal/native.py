@@ -82,7 +82,7 @@ def writer(
         evicted=witness.evicted,
         arrived=arrived,
         states=tuple(word for state in State for word in (state, encode(state))),
-        books=witness.all_books,
+        books=witness.book_places,
         encode=encode,
         begun=begun,
         full=full,

@@ -5,18 +5,11 @@
  * is not plain is left to `encode`, in Python.
  */
 
+#include "native_hash.h"
 #include "native_json.h"
 
 #define KIND_SLOTS 256 /* A power of two, several times the number of kinds. */
 #define DEPTH_MAX 16
-#define DIGEST_BYTES 8
-
-/* Python's hash of bytes, as pages.py has it. */
-#if PY_VERSION_HEX >= 0x030e0000
-#define hash_of Py_HashBuffer
-#else
-#define hash_of _Py_HashBytes
-#endif
 
 typedef struct {
     PyObject *unwritten; /* The field is left out where it is this object. Never NULL. */
@@ -133,12 +126,9 @@ static int put_keys(StepWriter *self, const Hidden *hidden)
     if (room(&self->buffer, base64 + pages * DIGEST_BYTES) < 0) {
         return -1;
     }
-    char *digests = self->buffer.bytes + self->buffer.size + base64;
-    for (size_t page = 0; page < pages; page++, keys += self->key_bytes) {
-        int64_t digest = hash_of(keys, self->key_bytes);
-        memcpy(digests + page * DIGEST_BYTES, &digest, DIGEST_BYTES);
-    }
-    return put_base64(&self->buffer, (unsigned char *)digests, pages * DIGEST_BYTES);
+    unsigned char *digests = (unsigned char *)self->buffer.bytes + self->buffer.size + base64;
+    hash_pages(keys, pages, (size_t)self->key_bytes, digests);
+    return put_base64(&self->buffer, digests, pages * DIGEST_BYTES);
 }
 
 static int is_unwritten(PyObject *entry, PyObject *unwritten)
@@ -245,15 +235,49 @@ static int put_evicted(StepWriter *self)
     return put_value(self, self->evicted, 0) < 0 ? -1 : PyList_SetSlice(self->evicted, 0, PY_SSIZE_T_MAX, NULL);
 }
 
+/* The last of a list of pages; -1: it is empty. */
+static int put_last(StepWriter *self, PyObject *pages)
+{
+    Py_buffer ids;
+    if (PyObject_GetBuffer(pages, &ids, PyBUF_SIMPLE) < 0) {
+        return -1;
+    }
+    int last = -1;
+    if (ids.len) {
+        memcpy(&last, (char *)ids.buf + ids.len - sizeof(last), sizeof(last));
+    }
+    PyBuffer_Release(&ids);
+    return last < 0 ? put(&self->buffer, "-1", 2) : put_unsigned(&self->buffer, (uint64_t)last);
+}
+
+/* As `Witness.all_books` reads them from their places. */
 static int put_books(StepWriter *self)
 {
     if (self->events % self->books_every) {
         return put(&self->buffer, "[]", 2);
     }
-    PyObject *books = PyObject_CallNoArgs(self->books);
-    int failed = books == NULL ? -1 : put_value(self, books, 0);
-    Py_XDECREF(books);
-    return failed;
+    char before = '[';
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(self->books); at++, before = ',') {
+        PyObject *place = PyTuple_GET_ITEM(self->books, at);
+        if (put_character(&self->buffer, before) < 0) {
+            return -1;
+        }
+        int failed = 0;
+        if (PyList_CheckExact(place)) {
+            for (Py_ssize_t count = 0; count < PyList_GET_SIZE(place) && !failed; count++) {
+                failed = (count && put_character(&self->buffer, ',') < 0) ||
+                         put_value(self, PyList_GET_ITEM(place, count), 0) < 0;
+            }
+        } else if (PyTuple_CheckExact(place)) {
+            failed = put_attribute(self, PyTuple_GET_ITEM(place, 0), PyTuple_GET_ITEM(place, 1)) < 0;
+        } else {
+            failed = put_last(self, place) < 0;
+        }
+        if (failed) {
+            return -1;
+        }
+    }
+    return put_character(&self->buffer, ']');
 }
 
 static int begins_with(PyObject *keys, PyObject *first)

@@ -208,10 +208,10 @@ static int writer_init(StepWriter *self, PyObject *arguments, PyObject *named)
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(
-            arguments, named, "$OO!O!O!O!OOOOOOO!LLnnnp", names, &core, &PyDict_Type, &requests, &PyList_Type, &evicted,
-            &PyDict_Type, &arrived, &PyTuple_Type, &states, &books, &encode, &begun, &full, &left, &crowded,
-            &PyType_Type, &array_type, &self->books_every, &self->full_steps, &self->key_bytes, &self->pages_max,
-            &self->arrived_max, &self->with_tokens)) {
+            arguments, named, "$OO!O!O!O!O!OOOOOO!LLnnnp", names, &core, &PyDict_Type, &requests, &PyList_Type, &evicted,
+            &PyDict_Type, &arrived, &PyTuple_Type, &states, &PyTuple_Type, &books, &encode, &begun, &full, &left,
+            &crowded, &PyType_Type, &array_type, &self->books_every, &self->full_steps, &self->key_bytes,
+            &self->pages_max, &self->arrived_max, &self->with_tokens)) {
         return -1;
     }
     if (self->books_every < 1 || self->key_bytes < 1) {
@@ -278,6 +278,7 @@ static PyType_Spec writer_spec = {
 static int fill(PyObject *module)
 {
     look_at_processor();
+    compare_hashes();
     name_moves = PyUnicode_InternFromString("moves");
     name_state = PyUnicode_InternFromString("state");
     no_error = PyUnicode_InternFromString("");

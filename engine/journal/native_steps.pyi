@@ -8,6 +8,7 @@ from tidekv.states.core import Core
 from tidekv.states.events import Event
 from tidekv.states.node import Node, TierName
 from tidekv.states.request import Request
+from tidekv.states.witness import BookPlace
 
 class StepWriter:
     """See tidekv.engine.journal.native."""
@@ -23,7 +24,7 @@ class StepWriter:
         evicted: list[tuple[str, int, int]],
         arrived: dict[str, tuple[bytes, bytes]],
         states: tuple[object, ...],
-        books: Callable[[], tuple[int, ...]],
+        books: tuple[BookPlace, ...],
         encode: Callable[[object], bytes],
         begun: Callable[[], None],
         full: Callable[[], None],

@@ -236,6 +236,18 @@ def test_a_long_prompt_is_left_and_nothing_of_it_is_written(monkeypatch: pytest.
     assert len(pair.left) == 1
 
 
+@pytest.mark.parametrize("width", [8, 63, 64, 128, 256, 1024])
+def test_pages_are_hashed_as_python_hashes_them_however_many_there_are(width: int) -> None:
+    settings = CoreSettings(page_size=2, key_bytes=width, device_pages=16)
+    pair, source = Pair(Core(settings)), Random(width)
+    for pages in (0, 1, 7, 8, 9, 15, 16, 17, 31, 64):
+        keys = source.randbytes(pages * width)
+        pair.step(arrival(pages, keys), [])
+        longer = keys + source.randbytes(source.randrange(20) * width)
+        pair.step(events.FinishRequested(at_s=1.0, request_id=f"r{pages}", keys=longer, tokens=2), [])
+    pair.compare()
+
+
 def test_keys_of_requests_that_are_gone_are_not_kept_for_ever() -> None:
     core = Core(SETTINGS)
     recorder = Recorder(core)

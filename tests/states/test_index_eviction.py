@@ -18,7 +18,7 @@ class Cache:
     """An index that remembers what was evicted, as the first token of each node's pages."""
 
     def __init__(self, policy: EvictionPolicy = LRU) -> None:
-        self.device, self.host = PageAccount("device", 64), PageAccount("host", 64)
+        self.device, self.host = PageAccount("device", 48), PageAccount("host", 48)
         self.index = PrefixIndex(key_bytes=4, device=self.device, host=self.host, policy=policy)
         self.gone: list[tuple[TierName, list[int]]] = []
         self.index.on_evict.append(self.note)
@@ -91,7 +91,7 @@ def test_eviction_frees_no_more_than_there_is() -> None:
     cache.put(1, 2)
     assert cache.index.evict_device(0) == 0
     assert cache.index.evict_device(5) == 2
-    assert cache.device.free == 64
+    assert cache.device.free == 48
 
 
 def test_flush_says_what_it_dropped_and_spared() -> None:

@@ -34,7 +34,7 @@ def enter(index: PrefixIndex, device: PageAccount, prompt: bytes) -> Node:
 
 
 def test_a_long_rest_shares_its_prompt_and_a_short_one_does_not() -> None:
-    device = PageAccount("device", 64)
+    device = PageAccount("device", 48)
     index = PrefixIndex(key_bytes=1, device=device, host=PageAccount("host", 0))
     enter(index, device, b"abcd")
     prompt = b"abcdefghijklmnop"
