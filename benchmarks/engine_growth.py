@@ -52,7 +52,7 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--few", type=int, default=256)
     parser.add_argument("--many", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     gc.collect()
     gc.freeze()

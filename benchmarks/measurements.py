@@ -164,7 +164,7 @@ MEASUREMENTS: dict[str, Measurement] = {
         of_compiled=True,
         from_source=("--requests", "768"),
     ),
-    "engine_growth": Measurement(program="engine_growth.py", budget_s=480, of_compiled=True),
+    "engine_growth": Measurement(program="engine_growth.py", budget_s=800, of_compiled=True),
     "latency": Measurement(program="latency.py", budget_s=120, of_compiled=True, from_source=("--seconds", "10")),
     "journal": Measurement(
         program="journal.py",

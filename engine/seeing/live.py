@@ -23,7 +23,8 @@ class LiveView:
         self._interval_s = interval_s
         self._address: str | None = None
         self._picture: RenderableType = Text("no engine is running yet", style="dim")
-        self._closing = threading.Event()
+        self._wake = threading.Event()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._follow, name="tidekv-live", daemon=True)
 
     def __enter__(self) -> Self:
@@ -33,12 +34,15 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closing.set()
+        self._is_closing = True
+        self._wake.set()
         self._thread.join()
 
     def watch(self, address: str | None) -> None:
-        """Look at the engine whose metrics are here from now on; None: it is over, and its last picture stays."""
+        """Look at the engine whose metrics are here, now and again; None: it is over, and its last picture stays."""
         self._address = address
+        if address is not None:
+            self._wake.set()
 
     def below(self, progress: RenderableType) -> RenderableType:
         """What to show now."""
@@ -48,7 +52,11 @@ class LiveView:
         before: Sample | None = None
         before_s = 0.0
         seen = ""
-        while not self._closing.wait(self._interval_s):
+        while True:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            if self._is_closing:
+                return
             address = self._address
             if address is None:
                 continue

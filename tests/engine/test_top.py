@@ -102,6 +102,13 @@ async def test_live_view_follows_one_engine_and_then_another(make_pair) -> None:
             assert re.search(rf"READY +│ +{number + 1} ", words), words
 
 
+async def test_live_view_looks_at_once_where_an_engine_begins(make_pair) -> None:
+    with LiveView(interval_s=600) as view:
+        async with make_pair(metrics_listen="127.0.0.1:0") as pair:
+            view.watch(pair.engine.metrics_address)
+            assert await asyncio.to_thread(view.looked.wait, 10)
+
+
 async def test_live_view_survives_an_engine_that_is_gone(make_pair) -> None:
     with LiveView(interval_s=0.01) as view:
         view.watch("127.0.0.1:9")
