@@ -2,7 +2,7 @@
 
 Runs the measurements that the chosen targets need, and prints for each target what is asked, what was measured, and the
 verdict: pass, short, missing (a peer, a recording or a machine that is not there), or failed. Figures are reported, not
-asserted: the exit code is 0 whatever they are. All of it takes 22 to 25 minutes on two cores.
+asserted: the exit code is 0 whatever they are. All of it takes 11 to 25 minutes on two cores.
 
 Index, engine and journal are measured in the fastest form that ships, compiled where mypyc and a C compiler are there,
 else as source; beside the figures of the compiled form stand those of the source, of shorter runs. See
