@@ -146,3 +146,15 @@ def test_longer_prompt_keeps_its_prefix_longer(policy: EvictionPolicy, priority:
     longer = cache.put(1, 9, priority=priority)
     cache.index.drop_device(longer)
     assert cache.evicted(2) == [[2], [1]]
+
+
+def test_a_prefix_of_which_the_first_pages_are_in_host_memory_alone_gets_device_pages_of_its_own() -> None:
+    cache = Cache()
+    leaf = cache.put(1, 2, 3)
+    cache.index.give_host(leaf, cache.host.take(3))
+    assert cache.index.evict_device(3) == 3
+    inserted = cache.index.insert("", keys(1, 2, 3, 4, 5), cache.device.take(5))
+    assert inserted.inserted_count == 5
+    assert leaf.device == inserted.pages[:3]
+    assert inserted.node.device == inserted.pages[3:]
+    cache.index.check()
