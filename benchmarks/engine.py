@@ -279,6 +279,14 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def set_collector(collector: str) -> None:
+    """Set Python's cycle collector as docs/operating.md says ("advised"), or leave it as Python has it."""
+    if collector == "advised":
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*ADVISED_THRESHOLDS)
+
+
 def main() -> None:
     """Read the options, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -299,10 +307,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=0, help="show so many functions with the most samples")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if options.collector == "advised":
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*ADVISED_THRESHOLDS)
+    set_collector(options.collector)
     load = Load(options.prompt_tokens, options.page_size, options.chunk_tokens, tuple(options.tiers))
     found = []
     for in_flight in options.in_flight:

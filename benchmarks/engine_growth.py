@@ -8,14 +8,13 @@ docs/operating.md says for so many in flight.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
-from engine import ADVISED_THRESHOLDS, TIERS, Load, Rig  # noqa: TID251  # Not that of the package: engine.py here.
+from engine import TIERS, Load, Rig, set_collector  # noqa: TID251  # Not that of the package: engine.py here.
 from figures import Figures, option_parser
 
 LOAD = Load(prompt_tokens=4096, page_size=64, chunk_tokens=512, tiers=TIERS)
@@ -54,9 +53,7 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*ADVISED_THRESHOLDS)
+    set_collector("advised")
     with Figures(chosen.json) as figures:
         uvloop.run(measure(figures, chosen.few, chosen.many, chosen.rounds))
 

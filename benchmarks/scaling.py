@@ -25,7 +25,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 import uvloop
-from engine import ADVISED_THRESHOLDS, Load, Rig, measure  # noqa: TID251  # Not that of the package: engine.py in this folder.
+from engine import Load, Rig, measure, set_collector  # noqa: TID251  # Not that of the package: engine.py in this folder.
 from figures import Figures, option_parser, over_n_log_n
 
 from tidekv import Replayer
@@ -92,13 +92,6 @@ def index_points(collector: str) -> Points:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         rounds = [pool.apply(index_round, (collector,)) for _ in range(INDEX_ROUNDS)]
     return sorted(rounds, key=lambda points: over_n_log_n(points[0], points[-1]))[INDEX_ROUNDS // 2]
-
-
-def set_collector(collector: str) -> None:
-    """As docs/operating.md says, or as Python has it."""
-    if collector == "advised":
-        gc.freeze()
-        gc.set_threshold(*ADVISED_THRESHOLDS)
 
 
 def engine_s(times: int) -> float:
