@@ -7,7 +7,6 @@ opened, which is how a stopped or slow process behaves. Nothing here changes wha
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -79,8 +78,10 @@ class GatedPoller:
         """In the poller's thread: an operation has come to the gate."""
         if self._stops_process:
             self._stops_process = False
+            # To this thread, which stands still before the next line: what is sent to the process waits for any of its
+            # threads to take it, and this one would go on writing until then.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             self._open.set()
-            os.kill(os.getpid(), signal.SIGSTOP)
         self._loop.call_soon_threadsafe(self.halted.set)
 
 
