@@ -42,7 +42,7 @@ class OurTree:
 
     def match(self, prompt: Any) -> tuple[int, Any, Any]:
         """Tokens found, where they end, and the keys."""
-        packed = pack_tokens(prompt)
+        packed = prompt if self._packed else pack_tokens(prompt)
         keys = packed[: len(packed) // self._key_bytes * self._key_bytes]
         found = self.index.match("", keys)
         return found.device_pages * self.page_size, found.device_node, keys

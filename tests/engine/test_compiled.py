@@ -141,8 +141,8 @@ def compared(seed: int) -> list[object]:
         *(source.randrange(8192, 70_000) for _ in range(60)),
     ):
         at = source.randrange(200)
-        # Half of them so that the addresses agree by 32.
-        shift = source.choice((source.randrange(130), at % 32 + 32 * source.randrange(4)))
+        # Most of them so that the addresses agree by 16, as those of a node and a prompt do.
+        shift = source.choice((source.randrange(130), *(at % 16 + 16 * source.randrange(8) for _ in range(3))))
         edge = source.randbytes(count)
         moved = memoryview(bytes(shift) + edge)[shift:]
         keys = source.randbytes(at) + edge + source.randbytes(source.randrange(3) * 100)
