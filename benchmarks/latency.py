@@ -5,7 +5,7 @@ another process answers each after four seconds on average, over NIXL. Measured 
 request READY to its caller's coroutine; that from the end of the last write, as the prefill worker's loop learns it, to
 the same place (both processes have one clock); the loop's lag; the messages that decode sends; the CPU of polling
 threads. Then, on idle engines: one small page read from storage and copied to the device, from call to outcome; and how
-many pages a conversation hashes.
+many pages a conversation hashes. With `--awake` the cores do not sleep meanwhile, as on hosts that are set so.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import asyncio
 import bisect
 import hashlib
 import multiprocessing
+import os
 import random
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -97,6 +99,30 @@ def prefill_process(told: Connection) -> None:
     """The prefill worker's process."""
     torch.set_num_threads(1)
     uvloop.run(be_prefill(told))
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """Keep the cores from sleeping: on each a process that runs only where nothing else wants to. (On Linux.)"""
+    context = multiprocessing.get_context("spawn")
+    spinners = [context.Process(target=spin, args=(core, os.getpid())) for core in os.sched_getaffinity(0)]
+    for spinner in spinners:
+        spinner.start()
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.join()
+
+
+def spin(core: int, parent: int) -> None:
+    """Turn round and round on one core, until the parent has ended."""
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while os.getppid() == parent:
+        for _ in range(100_000):
+            pass
 
 
 def poller_cpu_s() -> float:
@@ -336,9 +362,10 @@ def main() -> None:
     """Read the options and measure."""
     parser = option_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=16.0)
+    parser.add_argument("--awake", action="store_true", help="keep the cores from sleeping")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    with Figures(chosen.json) as figures:
+    with Figures(chosen.json) as figures, awake() if chosen.awake else nullcontext():
         uvloop.run(measure(figures, chosen.seconds))
 
 
