@@ -88,6 +88,7 @@ class ThreadIO:
         self._buffer_of = buffer_of
         self._workers = workers
         self._worker_count = worker_count
+        self._fetching = 0
         self._pages_at_once = min(max(min(PIECE_BYTES, chunk_bytes) // page_bytes, 1), _BUFFERS_MAX)
         self._share_pages_min = max(min(_SHARE_BYTES_MIN, chunk_bytes) // page_bytes, 1)
 
@@ -95,13 +96,18 @@ class ThreadIO:
         self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
     ) -> list[str]:
         """Read slots into host pages and verify them; see PageIO."""
-        return await self._shared(self._fetch, keys, slots, pages, may_start)
+        orders = _in_order if self._fetching else _by_halves
+        self._fetching += 1
+        try:
+            return await self._shared(self._fetch, orders, keys, slots, pages, may_start)
+        finally:
+            self._fetching -= 1
 
     async def store(
         self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
     ) -> list[str]:
         """Write host pages and headers into slots; see PageIO."""
-        return await self._shared(self._store, keys, slots, pages, may_start)
+        return await self._shared(self._store, _by_halves, keys, slots, pages, may_start)
 
     def fetch_cached(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> bool:
         """Read a few slots into host pages at once, if the kernel has all of them in memory; see PageIO."""
@@ -132,6 +138,7 @@ class ThreadIO:
     async def _shared(
         self,
         move: Callable[[_Batch, Iterator[Run]], None],
+        orders: Callable[[Sequence[Run], int], list[Iterator[Run]]],
         keys: Sequence[bytes],
         slots: Sequence[int],
         pages: Sequence[int],
@@ -143,7 +150,7 @@ class ThreadIO:
         shares = min(self._worker_count, -(-len(slots) // self._share_pages_min))
         jobs = [
             loop.run_in_executor(self._workers, move, batch, takewhile(lambda _: may_start(), pieces))
-            for pieces in _orders(list(self._pieces(slots)), shares)
+            for pieces in orders(list(self._pieces(slots)), shares)
         ]
         if jobs:
             await asyncio.wait(jobs)
@@ -232,7 +239,7 @@ class ThreadIO:
                 yield Run(first, min(self._pages_at_once, run.first + run.count - first))
 
 
-def _orders(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
+def _by_halves(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
     """Return the orders in which so many threads take pieces, each of them once.
 
     Every second one begins with the first half and every other with the second, which is in another file where one is
@@ -241,6 +248,15 @@ def _orders(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
     half = -(-len(pieces) // 2)
     first, second = iter(pieces[:half]), iter(pieces[half:])
     return [chain(second, first) if share % 2 else chain(first, second) for share in range(shares)]
+
+
+def _in_order(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
+    """Return the orders of threads that go through the pieces together, where one batch is read behind the other.
+
+    From half to half they would jump back and forth over the whole of a prompt, and the kernel, which reads ahead of
+    whoever goes on where the last read ended, would come too late again and again.
+    """
+    return [iter(pieces)] * shares
 
 
 def seal(
