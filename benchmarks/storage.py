@@ -126,6 +126,10 @@ async def race(
         keys = keys_of(page_bytes, turn)
         # Another one first each round: what the one before left in the caches is nobody's privilege.
         order = (*candidates[turn % len(candidates) :], *candidates[: turn % len(candidates)])
+        if "write" not in kinds:
+            # What is read must be there.
+            for candidate in order:
+                await candidate.put(keys)
         for kind in kinds:
             for attempt in range(ATTEMPTS_MAX):
                 if kind == "write":
