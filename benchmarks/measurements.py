@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -192,6 +194,18 @@ MEASUREMENTS: dict[str, Measurement] = {
 }  # fmt: skip
 
 
+@contextmanager
+def ends_held() -> Iterator[set[signal.Signals]]:
+    """Hold back what ends us, until whatever is begun within has a name by which it can be ended with us; the signals
+    that were held before.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def run(measurement: Measurement, options: Options) -> Outcome:
     """Run one; never raises for what the program does."""
     if measurement.recording and not (options.traces / measurement.recording).is_file():
@@ -228,17 +242,22 @@ def _run_program(
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, "-W", "ignore", str(HERE / measurement.program)]
-        process = subprocess.Popen(
-            [*command, *measurement.arguments(options, file), *further],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment,
-        )  # fmt: skip
+        process: subprocess.Popen[str] | None = None
         failed = ""
         try:
+            with ends_held() as before:
+                process = subprocess.Popen(
+                    [*command, *measurement.arguments(options, file), *further],
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment,
+                    preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, before),
+                )  # fmt: skip
             output, errors = process.communicate(timeout=measurement.budget_s)
             if process.returncode:
                 lines = [line for line in errors.strip().splitlines() if line.strip()]
                 failed = f"exit code {process.returncode}: {lines[-1].strip() if lines else 'it said nothing'}"
         except BaseException as error:
+            if process is None:
+                raise
             # Its children, too: they are of its session.
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()

@@ -159,15 +159,21 @@ def test_a_program_that_fails_or_is_late_keeps_what_it_measured(tmp_path: Path) 
     assert late.why_not("c") == ("failed", "it was not done after 5 s")  # type: ignore[attr-defined]
 
 
-def test_who_ends_the_whole_run_ends_the_program_that_measures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "and is not told at once that it runs"])
+def test_who_ends_the_whole_run_ends_the_program_that_measures(tmp_path: Path, is_late: bool) -> None:
     begun, measuring = tmp_path / "begun", tmp_path / "measuring.py"
     os.mkfifo(begun)
     measuring.write_text(
         "import os, sys, time\nwith open(sys.argv[-1], 'w') as begun: begun.write(str(os.getpid()))\ntime.sleep(3600)\n"
     )
     program = (
-        "import measurements, all_targets, sys\n"
+        "import measurements, all_targets, sys, time\n"
         "begun, measuring = sys.argv.pop(), sys.argv.pop()\n"
+        "class Late(measurements.subprocess.Popen):\n"
+        "    def __init__(self, *arguments, **options):\n"
+        "        super().__init__(*arguments, **options)\n"
+        "        time.sleep(1.0)\n"
+        f"if {is_late}: measurements.subprocess.Popen = Late\n"
         "measurements.MEASUREMENTS['multiturn'] = measurements.Measurement(\n"
         "    program=measuring, budget_s=3600, arguments=lambda _, file: [begun]\n"
         ")\n"
