@@ -159,7 +159,7 @@ def test_a_program_that_fails_or_is_late_keeps_what_it_measured(tmp_path: Path) 
     assert late.why_not("c") == ("failed", "it was not done after 5 s")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["", "and is not told at once that it runs"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["when it measures", "before it is told that this has begun"])
 def test_who_ends_the_whole_run_ends_the_program_that_measures(tmp_path: Path, is_late: bool) -> None:
     begun, measuring = tmp_path / "begun", tmp_path / "measuring.py"
     os.mkfifo(begun)
