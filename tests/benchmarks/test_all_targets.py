@@ -189,9 +189,12 @@ def test_who_ends_the_whole_run_ends_the_program_that_measures(tmp_path: Path, i
         os.kill(measuring_pid, 0)
 
 
-def test_an_installed_package_says_that_it_needs_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "ALL_TARGETS", tmp_path / "benchmarks" / "all_targets.py")
-    answer = CliRunner().invoke(app, ["bench", "all"])
+@pytest.mark.parametrize("command", ["all", "tiers"])
+def test_an_installed_package_says_that_it_needs_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
+    answer = CliRunner().invoke(app, ["bench", command])
     assert isinstance(answer.exception, InvalidConfig)
     assert "run this from a checkout" in str(answer.exception)
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from tests.support.sliced_prefill import Instance, PrefillInstances
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -22,7 +23,6 @@ from tidekv import (
 )
 from tidekv.backends.keys import pack_tokens
 from tidekv.engine.rank_group import RankGroup
-from tidekv.engine.workload.sliced_prefill import Instance, PrefillInstances
 from tidekv.engine.workload.synthetic import prompt_digests
 from tidekv.engine.workload.synthetic_tails import tail_digest
 from tidekv.states.shapes import page_ids

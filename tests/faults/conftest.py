@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_hooks import GatedPoller
+from tests.support.fault_process import FaultProcess
+from tests.support.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -30,9 +33,6 @@ from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.values import ReadyRequest
-from tidekv.engine.workload.fault_hooks import GatedPoller
-from tidekv.engine.workload.fault_process import FaultProcess
-from tidekv.engine.workload.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.workload.synthetic_tails import wrong_tails

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_workers import finish_turn
 from tidekv import RequestFailed, open_storage
-from tidekv.engine.workload.fault_workers import finish_turn
 from tidekv.states.errors import CapacityError
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]

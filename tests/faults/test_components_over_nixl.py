@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt, Halted
 from tidekv import HostPool, KVLayout, PageLayout, ReadyRequest, RequestFailed
 from tidekv.engine.workload.component_order import ComponentOrder
-from tidekv.engine.workload.fault_process import Done, Halt, Halted
 
 pytestmark = pytest.mark.nixl
 

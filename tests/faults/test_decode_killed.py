@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.prefill_peer import RoomOutcome
-from tidekv.engine.workload.fault_process import (
+from tests.support.fault_process import (
     AskCounts,
     Closed,
     Counts,
@@ -22,6 +21,7 @@ from tidekv.engine.workload.fault_process import (
     Settle,
     Turn,
 )
+from tidekv.engine.prefill_peer import RoomOutcome
 
 pytestmark = pytest.mark.nixl
 

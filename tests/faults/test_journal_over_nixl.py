@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt, Halted
 from tidekv import Replayer
 from tidekv.engine import main_job
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.seeing.explain import explain
 from tidekv.engine.seeing.stories import Stories
 from tidekv.engine.workload.blocks import TraceOptions
-from tidekv.engine.workload.fault_process import Done, Halt, Halted
 
 pytestmark = pytest.mark.nixl
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt, Halted
 from tidekv import DecodeEngine, Replayer, open_storage
 from tidekv.engine import cli, main_job
 from tidekv.engine.journal.final import final_state
@@ -18,7 +19,6 @@ from tidekv.engine.journal.lines import EndLine
 from tidekv.engine.journal.reader import JournalReader
 from tidekv.engine.workload.blocks import TraceOptions
 from tidekv.engine.workload.compute import ComputeThread
-from tidekv.engine.workload.fault_process import Done, Halt, Halted
 from tidekv.engine.workload.phase import Phase
 from tidekv.engine.workload.trace_run import TraceRun
 from tidekv.engine.workload.traces import read_trace

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt, Halted
 from tidekv import RequestFailed
-from tidekv.engine.workload.fault_process import Done, Halt, Halted
 
 pytestmark = pytest.mark.nixl
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt
 from tidekv import RequestFailed
 from tidekv.backends.keys import pack_tokens
-from tidekv.engine.workload.fault_process import Done, Halt
 from tidekv.engine.workload.synthetic import prompt_digests
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]

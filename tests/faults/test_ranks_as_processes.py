@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tidekv.engine.workload.rank_faults import Divergence
-from tidekv.engine.workload.rank_process import Plant, RankPlan, RankProcess, Serve, Served, Stop
+from tests.support.rank_faults import Divergence
+from tests.support.rank_process import Plant, RankPlan, RankProcess, Serve, Served, Stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_hooks import GatedStorage
 from tidekv import open_storage
-from tidekv.engine.workload.fault_hooks import GatedStorage
 from tidekv.states.request import State
 
 pytestmark = pytest.mark.nixl

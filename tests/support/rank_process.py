@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from tests.support.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.keys import pack_tokens
@@ -29,7 +30,6 @@ from tidekv.engine.rank_group import RankGroup
 from tidekv.engine.values import DecodeRequest
 from tidekv.engine.workload.blocks import TraceOptions
 from tidekv.engine.workload.conversations import Transcripts, agent_options, make_workload
-from tidekv.engine.workload.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.workload.traces import read_trace

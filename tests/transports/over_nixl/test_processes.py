@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.nixl_child import Add, Content, Done, Failed, NixlChild, NumpyPool, ReadPage, Write
+from benchmarks.nixl_child import Add, Content, Done, Failed, NixlChild, NumpyPool, ReadPage, Write
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import TransferFailed
 from tidekv.states.shapes import Identity, page_ids

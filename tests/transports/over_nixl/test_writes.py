@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tidekv.engine.nixl_child import NumpyPool
+from benchmarks.nixl_child import NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import (
     InvalidConfig,
