@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tidekv import (
     DecodeEngine,
@@ -53,6 +54,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 ROOT = Path(__file__).resolve().parent.parent
 # Processes that tests start find tests.support as the tests do. A fork server reads its path from the environment.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+# The only profile: how long an example takes depends on what else the machine does.
+settings.register_profile("tidekv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tidekv")
 
 PAGE_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
