@@ -16,6 +16,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.waits import PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -117,7 +118,7 @@ class Pair:
         host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
         config.setdefault("prefetch_threshold_tokens", 0)
         async with DecodeEngine(
-            EngineConfig(**config),
+            EngineConfig(**{**PATIENT, **config}),
             device=device,
             host=host,
             storage=storage,
@@ -189,7 +190,7 @@ def make_pair() -> Iterator[MakePair]:
                 host=prefill_host,
             ) as peer,
             DecodeEngine(
-                EngineConfig(**config),
+                EngineConfig(**{**PATIENT, **config}),
                 device=device,
                 host=host,
                 storage=storage,

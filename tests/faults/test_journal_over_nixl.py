@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_process import Done, Halt, Halted
+from tests.support.waits import LIMIT_S
 from tidekv import Replayer
 from tidekv.engine import main_job
 from tidekv.engine.journal.final import final_state
@@ -20,7 +21,6 @@ from tidekv.engine.workload.blocks import TraceOptions
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 30.0
 PAGES = 24
 
 

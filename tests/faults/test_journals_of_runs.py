@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_process import Done, Halt, Halted
+from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, Replayer, open_storage
 from tidekv.engine import cli, main_job
 from tidekv.engine.journal.final import final_state
@@ -26,7 +27,6 @@ from tidekv.states import events
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 90.0
 REQUESTS = 45
 SERVED_BEFORE = 15
 """So many requests are over when the prefill worker is killed."""

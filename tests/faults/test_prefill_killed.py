@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.fault_process import Done, Halt, Halted
+from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 30.0
 PAGES = 24
 
 

@@ -28,10 +28,9 @@ async def test_votes_end_when_ranks_are_idle_and_one_vote_serves_many_requests(w
         for pair in readies:
             await world.finish_all(members, list(pair))
         await world.settle(members)
-        await asyncio.sleep(0.2)  # The last vote, in which they agree that they are idle.
-        quiet = [member.statistics()["votes"] for member in members]
+        quiet = await quiet_votes(members)
         await asyncio.sleep(0.3)
-        assert [member.statistics()["votes"] for member in members] == quiet
+        assert [member.statistics()["votes"] for member in members] == [quiet] * 2
 
 
 async def quiet_votes(members) -> int:
