@@ -15,10 +15,10 @@ import time
 
 import numpy as np
 import torch
+from nixl_child import NixlChild, NumpyPool
 from rich.console import Console
 from rich.table import Table
 
-from tidekv.engine.nixl_child import NixlChild, NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.shapes import page_ids
 from tidekv.transports.base import Exchange

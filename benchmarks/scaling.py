@@ -25,9 +25,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 import uvloop
-from engine import Load, Rig, measure, set_collector  # noqa: TID251  # Not that of the package: engine.py in this folder.
 from figures import Figures, option_parser, over_n_log_n
 
+from engine import Load, Rig, measure, set_collector  # noqa: TID251  # Not that of the package: engine.py in this folder.
 from tidekv import Replayer
 from tidekv.states.accounts import PageAccount
 from tidekv.states.index import PrefixIndex, Receipt

@@ -35,11 +35,11 @@ from pathlib import Path
 
 import uvloop
 from figures import Figures
+from nixl_child import NumpyPool
 from rich.console import Console
 from rich.table import Table
 from transfer_pairs import Handed, Lists, Rig, Shape, bare_lone, bare_streamed, our_lone, our_streamed
 
-from tidekv.engine.nixl_child import NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.transports.nixl import NixlTransport
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from nixl_child import NixlChild, NumpyPool
 
-from tidekv.engine.nixl_child import NixlChild, NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.transports.nixl import NixlTransport

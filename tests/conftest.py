@@ -14,7 +14,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from tests.support.waits import PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -35,6 +37,14 @@ from tidekv.states.commands import TellReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.rooms import Room, Rooms
 from tidekv.transports.loopback import LoopbackNetwork
+
+ROOT = Path(__file__).resolve().parent.parent
+# Processes that tests start find tests.support as the tests do. A fork server reads its path from the environment.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+# The only profile: how long an example takes depends on what else the machine does.
+settings.register_profile("tidekv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tidekv")
 
 PAGE_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
@@ -94,7 +104,7 @@ class Pair:
         host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
         config.setdefault("prefetch_threshold_tokens", 0)
         async with DecodeEngine(
-            EngineConfig(**config),
+            EngineConfig(**{**PATIENT, **config}),
             device=device,
             host=host,
             storage=storage,
@@ -166,7 +176,7 @@ def make_pair() -> Iterator[MakePair]:
                 host=prefill_host,
             ) as peer,
             DecodeEngine(
-                EngineConfig(**config),
+                EngineConfig(**{**PATIENT, **config}),
                 device=device,
                 host=host,
                 storage=storage,

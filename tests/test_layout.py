@@ -17,6 +17,25 @@ MAY_IMPORT = {
     "transports": {"transports", "states"},
     "engine": {"engine", "states", "backends", "transports"},
 }
+# What users import or start by name; all else in the package must be reachable from here.
+ENTRY_POINTS = (
+    "tidekv",
+    "tidekv.__main__",
+    "tidekv.engine.integrations.sglang",
+    "tidekv.engine.integrations.vllm",
+    "tidekv.engine.simulation.__main__",
+    "tidekv.engine.simulation.rig",
+)
+# Programs that write pages of docs/.
+GENERATORS = (
+    "tidekv.engine.configuration.document",
+    "tidekv.engine.journal.document",
+    "tidekv.engine.metrics.dashboard",
+    "tidekv.engine.metrics.document",
+    "tidekv.engine.policy_document",
+    "tidekv.engine.seeing.picture",
+    "tidekv.engine.simulation.behavior",
+)
 IMPURE = {"asyncio", "torch", "threading", "time", "random", "os", "logging", "structlog"}
 
 
@@ -104,6 +123,55 @@ def test_a_folder_loads_only_what_it_may(folder: str) -> None:
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert loaded.returncode == 0, loaded.stderr
     assert set(loaded.stdout.split()) - {"states"} == MAY_IMPORT[folder] - {"states"}
+
+
+def names_in(source: str) -> set[str]:
+    """Every module that a source may load: imports, and strings that are dotted names, as lazy imports have them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update({node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)})
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("tidekv."):
+            found.add(node.value)
+    return found
+
+
+def loaded_from(roots: tuple[str, ...], sources: dict[str, str]) -> set[str]:
+    """The modules that are loaded, directly or not, by these; a module loads the packages that it is in."""
+    loaded: set[str] = set()
+    waiting = list(roots)
+    while waiting:
+        name = waiting.pop()
+        if name in sources and name not in loaded:
+            loaded.add(name)
+            waiting += [name.rpartition(".")[0], *names_in(sources[name])]
+    return loaded
+
+
+def test_every_module_of_the_package_serves_users() -> None:
+    """A worker that only tests start belongs into tests/support, a measurement into benchmarks."""
+    package = ROOT / "src" / "tidekv"
+    files = [*package.glob("*.py"), *(file for folder in FOLDERS for file in files_of(folder))]
+    sources = {}
+    for file in files:
+        parts = file.relative_to(package if file.is_relative_to(package) else ROOT).with_suffix("").parts
+        sources[".".join(("tidekv", *(part for part in parts if part != "__init__")))] = file.read_text()
+    roots = (*ENTRY_POINTS, *GENERATORS)
+    assert set(roots) <= set(sources)
+    assert set(sources) - loaded_from(roots, sources) == set()
+
+
+def test_a_module_that_nothing_loads_is_found() -> None:
+    sources = {
+        "tidekv": "LATER = {'Engine': 'tidekv.engine.decode'}",
+        "tidekv.engine": "",
+        "tidekv.engine.decode": "from tidekv.engine import driver",
+        "tidekv.engine.driver": "import asyncio",
+        "tidekv.engine.worker": "from tidekv.engine import driver",
+    }
+    assert set(sources) - loaded_from(("tidekv",), sources) == {"tidekv.engine.worker"}
 
 
 def test_package_is_small_files_and_links() -> None:

@@ -12,10 +12,21 @@ import typer
 from tidekv.states.errors import InvalidConfig
 
 # Beside this folder in a checkout; a wheel has no benchmarks.
-ALL_TARGETS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "all_targets.py"
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 
 WIDTH_UNSEEN = 160
 """Columns of a table that goes to a file."""
+
+
+def benchmark_program(name: str) -> Path:
+    """The path of a program in benchmarks/. Raises InvalidConfig if there is no checkout around this package."""
+    program = BENCHMARKS / name
+    if not program.is_file():
+        raise InvalidConfig(
+            f"the benchmarks are not part of the installed package: run this from a checkout ({program} is missing)"
+        )
+    return program
+
 
 bench_app = typer.Typer(help="Measure something and print a table.", no_args_is_help=True)
 Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png or .svg file, too (extra plot).")]
@@ -42,16 +53,13 @@ def all_targets(
     """
     from tidekv.engine.seeing.plots import check_plot
 
-    if not ALL_TARGETS.is_file():
-        raise InvalidConfig(
-            f"the benchmarks are not part of the installed package: run this from a checkout ({ALL_TARGETS} is missing)"
-        )
+    program = benchmark_program("all_targets.py")
     check_plot(plot)
     chosen = [*(only or ()), *(names or ())]
     given = {"json": json, "peers": peers, "traces": traces, "plot": plot}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    command = [sys.executable, str(ALL_TARGETS), *options, *(["--list"] if show else [])]
-    # In this process's place: who ends it ends the measurements.
+    command = [sys.executable, str(program), *options, *(["--list"] if show else [])]
+    # In the place of this process: ending it ends the measurements.
     os.execv(command[0], [*command, *(["--only", *chosen] if chosen else [])])
 
 
@@ -100,12 +108,9 @@ def tiers(
     plot: Plot = None,
 ) -> None:
     """Measure how fast pages go between device, host, storage, and another process over NIXL."""
-    from tidekv.engine.seeing.plots import check_plot, plot_bandwidth, save_plot
-    from tidekv.engine.workload.tier_speeds import LAYOUT, PAGES, print_tiers, run_tiers
+    from tidekv.engine.seeing.plots import check_plot
 
+    program = benchmark_program("tier_speeds.py")
     check_plot(plot)
-    speeds = run_tiers(storage=storage)
-    print_tiers(speeds)
-    if plot is not None:
-        figure = plot_bandwidth(speeds, page_bytes=LAYOUT.page_bytes, batch_bytes=PAGES * LAYOUT.page_bytes)
-        save_plot(figure, plot)
+    options = [f"--storage={storage}", *([f"--plot={plot}"] if plot is not None else [])]
+    os.execv(sys.executable, [sys.executable, str(program), *options])

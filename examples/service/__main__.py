@@ -19,11 +19,11 @@ import torch
 import typer
 import uvicorn
 import uvloop
+
 from examples.service.api import Api
 from examples.service.decode import DecodeWorker, decode_worker
 from examples.service.model import load
 from examples.service.prefill import DistantPrefill, PrefillChild, PrefillOptions
-
 from tidekv import DecodeEngine, DevicePool, EngineConfig, HostPool, NixlTransport, open_storage
 from tidekv.engine.workload.model import PagedModel
 

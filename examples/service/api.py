@@ -10,14 +10,14 @@ from typing import TypeVar
 from urllib.request import urlopen
 
 import msgspec
-from examples.service.completion import Answer, CompletionBody, whole_answer
-from examples.service.decode import DecodeWorker, Generation
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from examples.service.completion import Answer, CompletionBody, whole_answer
+from examples.service.decode import DecodeWorker, Generation
 from tidekv import CapacityError, EngineClosed, InvalidRequest, RequestFailed, TidekvError
 
 RETRY_AFTER_S = 1

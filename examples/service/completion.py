@@ -6,8 +6,8 @@ import time
 from collections.abc import AsyncIterator
 
 import msgspec
-from examples.service.decode import DecodeWorker, Generation
 
+from examples.service.decode import DecodeWorker, Generation
 from tidekv import InvalidRequest
 
 

@@ -19,7 +19,6 @@ from functools import partial
 
 from examples.service.model import ServedModel
 from examples.service.prefill import DistantPrefill, PrefillChild
-
 from tidekv import (
     CapacityError,
     DecodeEngine,

@@ -14,8 +14,8 @@ from functools import partial
 import msgspec
 import torch
 import uvloop
-from examples.service.model import load
 
+from examples.service.model import load
 from tidekv import DevicePool, NixlTransport, PrefillPeer
 from tidekv.engine.workload.compute import ComputeThread
 from tidekv.engine.workload.model import PagedModel

@@ -126,7 +126,7 @@ def test_runs_are_maximal_and_cover_everything_in_order(pairs: tuple[list[int], 
 @pytest.mark.parametrize("mover_type", [PageMover, StagedMover])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("layout", [LAYOUT, ODD, BIG, GROUPS], ids=["mha", "odd", "big", "groups"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pairs=page_pairs())
 def test_copies_equal_a_page_by_page_model(
     layout: Layout, wrapped: bool, mover_type: type[PageMover | StagedMover], pairs: tuple[list[int], list[int]]
@@ -301,7 +301,7 @@ def test_pools_of_different_layouts_do_not_fit() -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("layout", [LAYOUT, ODD, GROUPS], ids=["mha", "odd", "groups"])
 @given(data=st.data())
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_clones_within_the_device_are_the_pages_that_they_were_made_of(
     layout: Layout, *, wrapped: bool, data: st.DataObject
 ) -> None:

@@ -163,7 +163,7 @@ def page_lists(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("layout", [LAYOUT, GROUPS], ids=["mha", "groups"])
 @pytest.mark.parametrize("kind", MOVERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(up=page_lists(), down=page_lists(), half_pages=st.integers(1, 5), seed=st.integers())
 def test_copies_are_right_in_whatever_order_streams_advance(
     layout: Layout,

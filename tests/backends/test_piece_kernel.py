@@ -28,7 +28,7 @@ def test_the_kernel_moves_what_numpy_does() -> None:
             "-q",
             "-p",
             "no:cacheprovider",
-            Path(__file__).with_name("interpreted_kernel.py"),
+            Path(__file__).parents[1] / "support" / "interpreted_kernel.py",
         ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -121,7 +121,7 @@ async def outcomes_of(
     return [repr(result) for result in results], told, copier.statistics(), everything
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 async def test_on_the_loop_and_by_threads_copies_bring_the_same_bytes_outcomes_and_order(data: st.DataObject) -> None:
     lane = data.draw(st.sampled_from((("to_device", "clone"), ("to_host",))))

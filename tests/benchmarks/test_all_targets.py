@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig
 from tidekv.engine.cli import app
 from tidekv.engine.commands import bench
@@ -179,18 +181,28 @@ def test_who_ends_the_whole_run_ends_the_program_that_measures(tmp_path: Path, i
         "all_targets.main()\n"
     )
     arguments = [sys.executable, "-c", program, "--only", "multiturn", str(measuring), str(begun)]
-    with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)}) as whole:
-        # Reading waits until the program has written who it is.
-        measuring_pid = int(begun.read_text())
+    path = os.pathsep.join((str(BENCHMARKS), os.environ["PYTHONPATH"]))
+    told = os.open(begun, os.O_RDONLY | os.O_NONBLOCK)
+    with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": path}) as whole:
+        # Readable when the program has written its process id.
+        readable, _, _ = select.select([told], [], [], LIMIT_S)
+        if not readable:
+            whole.kill()
+        assert readable, "the program that measures never began"
+        measuring_pid = int(os.read(told, 64))
+        os.close(told)
         whole.terminate()
         assert whole.wait() == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(measuring_pid, 0)
 
 
-def test_an_installed_package_says_that_it_needs_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "ALL_TARGETS", tmp_path / "benchmarks" / "all_targets.py")
-    answer = CliRunner().invoke(app, ["bench", "all"])
+@pytest.mark.parametrize("command", ["all", "tiers"])
+def test_an_installed_package_says_that_it_needs_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
+    answer = CliRunner().invoke(app, ["bench", command])
     assert isinstance(answer.exception, InvalidConfig)
     assert "run this from a checkout" in str(answer.exception)
 

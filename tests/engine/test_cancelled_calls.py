@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import EngineClosed, InvalidRequest, RequestFailed
 from tidekv.engine.effect_group import EffectGroup
 from tidekv.states import events
@@ -19,7 +20,7 @@ async def test_a_finish_behind_an_abort_ends_and_its_id_can_be_used_again(make_p
         aborting = asyncio.create_task(pair.engine.abort("r1"))
         await asyncio.sleep(0)
         with pytest.raises(RequestFailed, match="aborted"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LIMIT_S):
                 await pair.engine.finish(ready, [1])
         assert await aborting
         await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
@@ -39,7 +40,7 @@ async def test_a_rule_that_raises_while_a_request_is_given_back_fails_that_call(
         with monkeypatch.context() as patch:
             patch.setattr(pair.engine._core.serving, how, broken)
             with pytest.raises(RequestFailed, match="internal error"):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(LIMIT_S):
                     await getattr(pair.engine, how)(ready, [1])
         await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
         await pair.assert_nothing_held()
@@ -111,7 +112,7 @@ async def test_a_late_cancel_does_not_abort_the_next_request_of_that_id(make_pai
         with pytest.raises(asyncio.CancelledError):
             await first
         held.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             ready = await started
         await pair.engine.finish(ready)
         await pair.assert_nothing_held()
@@ -149,7 +150,7 @@ async def test_whoever_waits_when_the_engine_breaks_hears_of_it(make_pair) -> No
             await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
             pair.engine._core.step = lambda event: 1 // 0
             waiting += [asyncio.create_task(call) for call in calls[3:]]
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LIMIT_S):
                 for call in waiting:
                     with pytest.raises(EngineClosed, match="broke"):
                         await call
@@ -210,7 +211,7 @@ async def test_a_broken_effect_is_told_before_the_others_have_ended() -> None:
     group.spawn(hang(), "hang")
     await asyncio.sleep(0)
     group.spawn(break_down(), "break down")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         await was_told.wait()
     held.set()
     assert await group.close(timeout_s=5)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waits import expected
 from tidekv import InvalidConfig, Replayer, open_storage
 from tidekv.states.errors import StorageFailed
 from tidekv.states.policy import POLICY_FIELDS
@@ -183,10 +184,12 @@ async def test_failing_storage_is_left_alone_until_a_probe_succeeds(make_pair) -
         assert storage.asked == 3
         assert pair.core()["l3_breaker_opened"] == 1
         await pair.assert_nothing_held()
-        await storage.probed.wait()
+        async with expected("a probe of storage"):
+            await storage.probed.wait()
         storage.broken = False
         storage.probed.clear()
-        await pair.engine._calls.wait_until(lambda: pair.engine._core.books.storage.is_usable)
+        async with expected("a probe that closes the breaker"):
+            await pair.engine._calls.wait_until(lambda: pair.engine._core.books.storage.is_usable)
         ready = await pair.restore("back", PROMPT)
         await pair.finish(ready, PROMPT, [1])
         await pair.engine.wait_settled()

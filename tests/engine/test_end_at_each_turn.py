@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import EngineClosed, InvalidRequest, RequestFailed, open_storage
 from tidekv.engine.values import ReadyRequest
 
@@ -82,7 +83,7 @@ async def test_a_restore_that_is_ended_at_any_turn_holds_nothing(
             await end(pair, restoring)
             cut += 1
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(LIMIT_S):
                     ready = await restoring
             except (RequestFailed, asyncio.CancelledError):
                 pass
@@ -144,7 +145,7 @@ async def test_an_engine_that_is_left_at_any_turn_leaves_no_task_and_ends_its_ca
         await warm(pair)
         restoring = asyncio.create_task(pair.engine.restore(pair.request("r", PROMPT)))
         await some_turns(restoring, turns)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         try:
             await restoring
         except RequestFailed as failed:

@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from tests.support.sliced_prefill import Instance, PrefillInstances
+from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -22,7 +24,6 @@ from tidekv import (
 )
 from tidekv.backends.keys import pack_tokens
 from tidekv.engine.rank_group import RankGroup
-from tidekv.engine.workload.sliced_prefill import Instance, PrefillInstances
 from tidekv.engine.workload.synthetic import prompt_digests
 from tidekv.engine.workload.synthetic_tails import tail_digest
 from tidekv.states.shapes import page_ids
@@ -93,7 +94,7 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
     # Ranks enter and leave together.
     lives = [AsyncExitStack() for _ in engines]
     entering = [life.enter_async_context(engine) for life, engine in zip(lives, engines, strict=True)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*entering)
         # The second prompt shares four pages with the first: they are promised, and not sent.
         for name, tokens in (("first", PROMPT), ("second", [*PROMPT[:17], *range(900, 920)])):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import runpy
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.support.recount import counters_of, recount, scraped
 from tidekv import DecodeRequest, Replayer, RequestFailed, open_storage
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
@@ -26,9 +26,6 @@ OF_THE_PROCESS = {
     # What no event tells: these are of the running process, and of nothing that can be replayed.
     "tidekv_engine", "tidekv_loop_lag_seconds", "tidekv_poller_cpu_seconds", "tidekv_poller_rounds",
 }  # fmt: skip
-# Shared with the tests of simulated runs; test files cannot import one another.
-RECOUNT = runpy.run_path(str(Path(__file__).parents[1] / "journal" / "recount.py"))
-scraped, counters_of, recount = (RECOUNT[name] for name in ("scraped", "counters_of", "recount"))
 
 
 class MoodyStorage:

@@ -313,7 +313,7 @@ SCRIPTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SCRIPTS)
 def test_any_mix_ends_as_scripted(scripts: list[tuple[int, int, int, bool, bool]]) -> None:
     async def main() -> None:

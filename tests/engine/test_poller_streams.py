@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.fault_hooks import GatedPoller
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.workload.fault_hooks import GatedPoller
 from tidekv.states.errors import EngineClosed
 from tidekv.transports.base import Drive, Ended, Turn
 

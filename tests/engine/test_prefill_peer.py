@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill_peer import PrefillPeer, Room
 from tidekv.states import events
@@ -66,7 +67,7 @@ class Decode:
         await self.transport.close()
 
     async def wait(self, kind: type[events.Event]) -> events.AnyEvent:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while not (found := [event for event in self.events if isinstance(event, kind)]):
                 self.news.clear()
                 await self.news.wait()
@@ -227,7 +228,7 @@ async def test_leaving_the_block_ends_though_a_decode_worker_hangs(network: Loop
 
     async with Decode(network) as decode:
         transport = Hanging()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             async with peer(network, transport=transport, on_room=serve, close_deadline_s=0.05) as prefill:
                 decode.promise(prefill.address)
                 await transport.began.wait()

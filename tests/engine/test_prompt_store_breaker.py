@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.waits import expected
 from tidekv import open_storage
 from tidekv.engine.prompt_store import PromptStoreSettings
 from tidekv.states.errors import InvalidConfig, StorageFailed
@@ -57,8 +58,9 @@ async def test_prompts_are_not_stored_until_a_probe_succeeds(make_pair) -> None:
             asked = storage.asked
             await serve("c", 3)
             assert pair.peer.statistics().get("store_rooms_skipped", 0) == 1 or storage.asked > asked
-        while pair.peer.statistics()["store_breaker_open"]:
-            await asyncio.wait(store._tasks._tasks, return_when=asyncio.FIRST_COMPLETED)
+        async with expected("a probe that closes the breaker"):
+            while pair.peer.statistics()["store_breaker_open"]:
+                await asyncio.wait(store._tasks._tasks, return_when=asyncio.FIRST_COMPLETED)
         assert storage.probes == 2
         await serve("d", 4)
         assert pair.peer.statistics()["store_pages_put"] >= 3

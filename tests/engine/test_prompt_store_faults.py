@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import HostPool, InvalidConfig, KVLayout
 from tidekv.engine.prefill_peer import PromptStoreSettings
 
@@ -50,7 +51,7 @@ async def serve_one(pair: Any, number: int = 0) -> None:
 
 async def all_pages_back(pair: Any) -> None:
     """Prefill has every page again, and every host page of the store is free."""
-    async with asyncio.timeout(10), pair.prefill._freed:
+    async with asyncio.timeout(LIMIT_S), pair.prefill._freed:
         await pair.prefill._freed.wait_for(lambda: pair.prefill.pages_free == 256)
     await pair.peer.wait_stored()
     assert pair.peer._store._bounce.free == pair.peer._store._bounce.total

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
 from tidekv.engine import driver
 from tidekv.engine.values import RecomputeJob
@@ -39,7 +40,7 @@ async def test_a_recompute_that_cancels_itself_has_failed() -> None:
         raise asyncio.CancelledError
 
     async with make_engine(recompute) as engine:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             with pytest.raises(RequestFailed, match="cancelled itself"):
                 await engine.restore(REQUEST)
             await engine.wait_settled()
@@ -137,7 +138,7 @@ async def test_storage_that_cancels_itself_is_a_failure_of_storage(make_pair) ->
     from tidekv import open_storage
 
     async with make_pair(storage=Moody(open_storage("memory:?capacity=1MiB")), query_deadline_s=60.0) as pair:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             ready = await pair.restore("r1", list(range(20)))
             await pair.engine.finish(ready)
             await pair.assert_nothing_held()

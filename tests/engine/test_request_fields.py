@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -66,7 +67,7 @@ async def test_an_address_that_is_none_fails_its_request_at_once(address: str) -
     transport = NixlTransport("decode-0")
     async with DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport) as engine:
         for _ in range(2):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 with pytest.raises(RequestFailed, match="prefill failed"):
                     await engine.restore(DecodeRequest(request_id="r", tokens=[1], prefill=address))
         await engine.wait_settled()

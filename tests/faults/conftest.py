@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_hooks import GatedPoller
+from tests.support.fault_process import FaultProcess
+from tests.support.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
+from tests.support.waits import PATIENT
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -30,9 +34,6 @@ from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.values import ReadyRequest
-from tidekv.engine.workload.fault_hooks import GatedPoller
-from tidekv.engine.workload.fault_process import FaultProcess
-from tidekv.engine.workload.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.workload.synthetic_tails import wrong_tails
@@ -147,7 +148,7 @@ async def open_decode(
     **config: Any,
 ) -> AsyncIterator[Decode]:
     device = DevicePool.allocate(LAYOUT, device_pages)
-    config = {"prefetch_threshold_tokens": 0, "fetch_run_pages": 8, "hold_up_limit_s": 60.0} | config
+    config = {**PATIENT, "prefetch_threshold_tokens": 0, "fetch_run_pages": 8, "hold_up_limit_s": 60.0} | config
     engine = DecodeEngine(
         EngineConfig(**config),
         device=device,
@@ -242,7 +243,7 @@ async def spawn_decode() -> AsyncIterator[Callable[..., Awaitable[FaultProcess]]
             device_pages=96,
             host_pages=96,
             storage=storage,
-            config=EngineConfig(**({"prefetch_threshold_tokens": 0, "fetch_run_pages": 8} | config)),
+            config=EngineConfig(**({**PATIENT, "prefetch_threshold_tokens": 0, "fetch_run_pages": 8} | config)),
         )
         children.append(await FaultProcess.start(serve_decode, order))
         return children[-1]

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import ReadyRequest, open_storage
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 REQUESTS = 500
 AT_ONCE = 8
-LIMIT_S = 60.0
 
 
 def open_files() -> list[str]:

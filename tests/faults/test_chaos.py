@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_workers import finish_turn
+from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
-from tidekv.engine.workload.fault_workers import finish_turn
 from tidekv.states.errors import CapacityError
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
-LIMIT_S = 60.0
 FAULTS = 8
 LANES = 6
 PROMPTS = 16

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt, Halted
+from tests.support.waits import LIMIT_S
 from tidekv import HostPool, KVLayout, PageLayout, ReadyRequest, RequestFailed
 from tidekv.engine.workload.component_order import ComponentOrder
-from tidekv.engine.workload.fault_process import Done, Halt, Halted
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 40.0
 SIZE = 16
 TAIL = 12
 """Pages of a window's tail."""
@@ -35,7 +35,7 @@ RECORD = PageLayout.of(
     full=KVLayout(kind="mla", num_layers=3, page_size=64, num_kv_heads=1, head_dim=16, dtype="float32"),
     convolution=KVLayout(kind="mla", num_layers=3, page_size=64, num_kv_heads=1, head_dim=4, dtype="float32"),
 )
-LIVENESS = {"heartbeat_s": 0.25, "peer_silence_s": 1.0}
+LIVENESS = {"heartbeat_s": 0.25, "peer_silence_s": 3.0}
 
 
 def window(num_pages: int) -> ComponentOrder:
@@ -146,7 +146,7 @@ async def test_aborts_at_random_points_leave_no_page_of_any_pool_behind(
     # On the host there is less room than on the device: some tails go there, and come from there.
     pools = [replace(made, host=HostPool.allocate(made.device.layout, 12)) for made in (o.pools() for o in orders)]
     async with (
-        asyncio.timeout(60.0),
+        asyncio.timeout(LIMIT_S),
         prefill_over_nixl(num_pages=200, components=there) as prefill,
         decode_over_nixl([prefill.address], components=pools, device_pages=72, host_pages=48) as decode,
     ):

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.prefill_peer import RoomOutcome
-from tidekv.engine.workload.fault_process import (
+from tests.support.fault_process import (
     AskCounts,
     Closed,
     Counts,
@@ -22,10 +21,11 @@ from tidekv.engine.workload.fault_process import (
     Settle,
     Turn,
 )
+from tests.support.waits import LIMIT_S
+from tidekv.engine.prefill_peer import RoomOutcome
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 30.0
 PAGE_SIZE = 16
 OUTPUT = list(range(7, 7 + PAGE_SIZE + 1))
 
@@ -59,7 +59,7 @@ async def test_killed_and_restarted_on_its_storage_it_serves_the_same_bytes(
     storage = f"file:{tmp_path}?capacity=64MiB&io=nixl"
     first = prompt(1, 20)
     second = [*first, *OUTPUT, *prompt(2, 10)]
-    async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=1.0) as prefill:
+    async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=3.0) as prefill:
         child = await spawn_decode(storage)
         if at_work == "storing":
             await child.ask(Halt(after_checks=1), Done)
@@ -123,7 +123,7 @@ async def test_interrupted_in_the_middle_of_restores_it_ends_by_itself(
 async def test_interrupted_while_its_writer_hangs_it_ends_in_time_and_reports_what_is_in_flight(
     tmp_path: Path, spawn_decode: Any, prefill_over_nixl: Any, prompt: Any
 ) -> None:
-    async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=1.0) as prefill:
+    async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=3.0) as prefill:
         child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB&io=nixl", close_deadline_s=0.5)
         prefill.gate.close_gate(after_checks=1)
         child.line.say(turn("r1", prompt(1, 20), prefill))
@@ -139,7 +139,7 @@ async def test_interrupted_while_its_writer_hangs_it_ends_in_time_and_reports_wh
 async def test_stopped_for_longer_than_its_lease_it_goes_on_with_right_bytes(
     tmp_path: Path, spawn_decode: Any, prefill_over_nixl: Any, prompt: Any
 ) -> None:
-    async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=1.0) as prefill:
+    async with asyncio.timeout(LIMIT_S), prefill_over_nixl(lease_s=3.0) as prefill:
         child = await spawn_decode(f"file:{tmp_path}?capacity=64MiB&io=nixl")
         await take_turn(child, "warm", prompt(0, 8), prefill)
         prefill.gate.close_gate(after_checks=1)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-LIMIT_S = 20.0
+from tests.support.waits import LIMIT_S
+
 FIRST = list(range(1000, 1040))  # Ten pages of four tokens.
 NEXT = list(range(2000, 2040))
 DEVICE_PAGES = 14  # Room for one of them, with the page that its growth reserves.

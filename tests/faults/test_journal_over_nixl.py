@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt, Halted
+from tests.support.waits import LIMIT_S
 from tidekv import Replayer
 from tidekv.engine import main_job
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.seeing.explain import explain
 from tidekv.engine.seeing.stories import Stories
 from tidekv.engine.workload.blocks import TraceOptions
-from tidekv.engine.workload.fault_process import Done, Halt, Halted
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 30.0
 PAGES = 24
 
 

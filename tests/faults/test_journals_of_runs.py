@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt, Halted
+from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, Replayer, open_storage
 from tidekv.engine import cli, main_job
 from tidekv.engine.journal.final import final_state
@@ -18,7 +20,6 @@ from tidekv.engine.journal.lines import EndLine
 from tidekv.engine.journal.reader import JournalReader
 from tidekv.engine.workload.blocks import TraceOptions
 from tidekv.engine.workload.compute import ComputeThread
-from tidekv.engine.workload.fault_process import Done, Halt, Halted
 from tidekv.engine.workload.phase import Phase
 from tidekv.engine.workload.trace_run import TraceRun
 from tidekv.engine.workload.traces import read_trace
@@ -26,7 +27,6 @@ from tidekv.states import events
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 90.0
 REQUESTS = 45
 SERVED_BEFORE = 15
 """So many requests are over when the prefill worker is killed."""

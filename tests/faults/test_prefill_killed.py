@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_process import Done, Halt, Halted
+from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed
-from tidekv.engine.workload.fault_process import Done, Halt, Halted
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 30.0
 PAGES = 24
 
 

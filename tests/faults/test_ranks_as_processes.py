@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tidekv.engine.workload.rank_faults import Divergence
-from tidekv.engine.workload.rank_process import Plant, RankPlan, RankProcess, Serve, Served, Stop
+from tests.support.rank_faults import Divergence
+from tests.support.rank_process import Midway, Plant, RankPlan, RankProcess, Serve, Served, Stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl]
 
@@ -24,13 +24,13 @@ def free_address() -> str:
 
 @asynccontextmanager
 async def instance(
-    ranks: int, fault_rate: float, *, pages: int = 96, ends: bool = True
+    ranks: int, fault_rate: float, *, pages: int = 96, ends: bool = True, silence_s: float = 20.0
 ) -> AsyncIterator[list[RankProcess]]:
     """So many processes; with `ends` they leave in order."""
     address, *prefills = (free_address() for _ in range(ranks + 1))
     prefill = ",".join(prefills)
     members = [
-        RankProcess(RankPlan(rank, ranks, address, prefill, pages, pages, fault_rate=fault_rate))
+        RankProcess(RankPlan(rank, ranks, address, prefill, pages, pages, fault_rate=fault_rate, silence_s=silence_s))
         for rank in range(ranks)
     ]
     try:
@@ -101,10 +101,9 @@ async def test_a_divergence_that_was_planted_on_one_rank_is_named_on_all(part: D
 async def test_a_killed_rank_is_named_and_all_serve_again_when_it_is_back() -> None:
     async with instance(2, fault_rate=0.0) as members:
         await serve_all(members, Serve(1, 20))
-        work = Serve(2, 1500)
-        members[0].tell(work)
-        members[1].tell(work)
-        await asyncio.sleep(0.5)  # In the midst of the work: nothing says where.
+        for member in members:
+            member.tell(Serve(2, 1500, midway=40))
+        assert await members[0].hear() == Midway()
         assert members[1].process.pid is not None
         os.kill(members[1].process.pid, signal.SIGKILL)
         served = await members[0].hear()
@@ -121,20 +120,22 @@ async def test_a_killed_rank_is_named_and_all_serve_again_when_it_is_back() -> N
 
 
 async def test_a_stopped_rank_is_named_by_its_silence_and_joins_again_when_it_goes_on() -> None:
-    async with instance(2, fault_rate=0.0) as members:
+    async with instance(2, fault_rate=0.0, silence_s=4.0) as members:
         await serve_all(members, Serve(1, 20))
         for member in members:
-            member.tell(Serve(2, 300))
-        await asyncio.sleep(0.3)
+            member.tell(Serve(2, 300, midway=20))
+        assert [await member.hear() for member in members] == [Midway()] * 2
         pid = members[1].process.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         served = await members[0].hear()
         os.kill(pid, signal.SIGCONT)
         assert isinstance(served, Served)
+        assert served.causes
         assert all("rank 1 is lost: silent for" in cause for cause in served.causes), served.causes
         awake = await members[1].hear()
         assert isinstance(awake, Served)
+        assert awake.causes
         assert all("is lost" in cause for cause in awake.causes), awake.causes
         served = await serve_all(members, Serve(3, 30))
         assert all(one.ends == {"finished": 30} for one in served), served

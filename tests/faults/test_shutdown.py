@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -27,7 +28,6 @@ from tidekv.states.request import State
 from tidekv.states.shapes import PageIds
 from tidekv.transports.loopback import LoopbackNetwork
 
-LIMIT_S = 20.0
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
 PROMPT = list(range(100, 140))
 STATES = ["PREALLOC", "MATCH", "PREFETCH", "LOCAL_RESTORE", "TRANSFER", "READY"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.fault_hooks import GatedStorage
+from tests.support.waits import LIMIT_S
 from tidekv import open_storage
-from tidekv.engine.workload.fault_hooks import GatedStorage
 from tidekv.states.request import State
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 30.0
 PAGE_SIZE = 16
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import open_storage
 from tidekv.states.errors import StorageFailed
 
 pytestmark = pytest.mark.nixl
 
-LIMIT_S = 30.0
 PAGE_SIZE = 16
 PAGES = 20
 DAMAGED = 6  # The page of the prompt that is damaged.

@@ -14,7 +14,7 @@ import pytest
 
 from tidekv import KVLayout
 
-PROGRAM = Path(__file__).with_name("sglang_controller.py")
+PROGRAM = "tests.support.sglang_controller"
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", page_size=8)
 VARIABLES = ("TIDEKV_TEST_SGLANG", "TIDEKV_TEST_SGLANG_PACKAGES")
 
@@ -25,7 +25,8 @@ async def controller(what: str, uri: str, first_token: int, file: Path) -> list[
         sys.executable,
         "-W",
         "ignore",
-        str(PROGRAM),
+        "-m",
+        PROGRAM,
         what,
         uri,
         str(first_token),
@@ -43,7 +44,7 @@ async def controller(what: str, uri: str, first_token: int, file: Path) -> list[
 @pytest.mark.slow
 @pytest.mark.skipif(
     not all(os.environ.get(name) for name in VARIABLES),
-    reason=f"set {' and '.join(VARIABLES)} as sglang_controller.py says, to drive SGLang's own controller",
+    reason=f"set {' and '.join(VARIABLES)} as tests/support/sglang_controller.py says, to drive SGLang's controller",
 )
 async def test_sglangs_controller_and_an_engine_hit_what_the_other_wrote(
     tmp_path: Path, engine_on: Callable[..., AbstractAsyncContextManager[Callable[..., Any]]]

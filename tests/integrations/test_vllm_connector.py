@@ -6,7 +6,6 @@ With vLLM's own classes, scheduler and block manager: test_vllm_engine.py.
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -16,24 +15,32 @@ from typing import Any  # vLLM's objects are not typed here.
 import pytest
 import torch
 
+from tests.support.vllm_contract import (
+    BLOCK,
+    DIM,
+    HEADS,
+    LAYERS,
+    MODULE,
+    CacheHitSource,
+    FullAttentionSpec,
+    KVConnectorRole,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    Vllm,
+    configs_of,
+    request_of,
+    upon_contract,
+)
 from tidekv import KVLayout
 from tidekv.engine.integrations.vllm_jobs import COUNTS
 from tidekv.engine.integrations.vllm_settings import MHA_BACKENDS, MLA_BACKENDS, ConnectorSettings, read_settings
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
-CONTRACT = runpy.run_path(str(Path(__file__).with_name("vllm_contract.py")))
-Vllm, configs_of, request_of = CONTRACT["Vllm"], CONTRACT["configs_of"], CONTRACT["request_of"]
-FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec = (
-    CONTRACT[f"{kind}Spec"] for kind in ("FullAttention", "MLAAttention", "SlidingWindow")
-)
-KVConnectorRole, CacheHitSource, MODULE = (CONTRACT[name] for name in ("KVConnectorRole", "CacheHitSource", "MODULE"))
-LAYERS, HEADS, DIM, BLOCK, BLOCKS = (CONTRACT[name] for name in ("LAYERS", "HEADS", "DIM", "BLOCK", "BLOCKS"))
-
 
 @pytest.fixture
 def connector() -> Iterator[ModuleType]:
     """The module under test, upon the contract."""
-    with CONTRACT["upon_contract"]() as module:
+    with upon_contract() as module:
         yield module
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from tidekv import KVLayout
 
-PROGRAM = Path(__file__).with_name("vllm_engine.py")
+PROGRAM = "tests.support.vllm_engine"
 VARIABLES = ("TIDEKV_TEST_VLLM", "TIDEKV_TEST_VLLM_PACKAGES")
 PAGE = 16
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", page_size=PAGE)
 needs_wheel = pytest.mark.skipif(
     not all(os.environ.get(name) for name in VARIABLES),
-    reason=f"set {' and '.join(VARIABLES)} as vllm_engine.py says, to drive vLLM's own scheduler",
+    reason=f"set {' and '.join(VARIABLES)} as tests/support/vllm_engine.py says, to drive vLLM's own scheduler",
 )
 
 
@@ -31,7 +31,8 @@ async def program(*arguments: object) -> None:
         sys.executable,
         "-W",
         "ignore",
-        str(PROGRAM),
+        "-m",
+        PROGRAM,
         *map(str, arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -12,6 +12,7 @@ from typing import Any  # The wrapped engine's calls are passed on as they are.
 import pytest
 import torch
 
+from tests.support.waits import LIMIT_S
 from tidekv import KVLayout
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.uri import open_storage
@@ -204,7 +205,7 @@ def test_saves_use_half_of_the_host_and_drop_the_rest(worker: Callable[..., Work
 
 
 async def _a_load_has_ended(pages: WorkerPages) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while not pages._ended:
             pages._changed.clear()
             await pages._changed.wait()

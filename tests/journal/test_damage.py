@@ -12,7 +12,7 @@ from tidekv import JournalDamaged, JournalRefused, ReplayDiverged, Replayer
 from tidekv.engine.journal.lines import seal
 from tidekv.engine.journal.reader import JournalReader
 
-HERE = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HERE = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture

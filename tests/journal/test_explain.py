@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 import tidekv.states
+from tests.support import explained_requests, explained_tails, explained_tiers
 from tidekv import Replayer
 from tidekv.engine.seeing import causes
 from tidekv.engine.seeing.explain import explain
@@ -24,17 +24,7 @@ from tidekv.states.table import TRANSITIONS
 Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
 
 
-def rows_of(name: str) -> dict[str, Any]:
-    """The rows in a file beside this one."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    rows: dict[str, Any] = module.CASES
-    return rows
-
-
-CASES = {**rows_of("explained_tiers"), **rows_of("explained_tails"), **rows_of("explained_requests")}
+CASES = {**explained_tiers.CASES, **explained_tails.CASES, **explained_requests.CASES}
 
 
 def words_for(path: Path, request_id: str = "r1") -> str:

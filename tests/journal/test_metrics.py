@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import runpy
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.support.recount import counters_of, recount, scraped
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.seeing.stories import Stories
 from tidekv.states.load import LOAD_CAUSES
 from tidekv.states.request import DECLINED
 
-RECOUNT = runpy.run_path(str(Path(__file__).with_name("recount.py")))
-scraped, counters_of, recount = (RECOUNT[name] for name in ("scraped", "counters_of", "recount"))
 PAGE_BYTES = 1024
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys import page_digests
 from tidekv.backends.storage.uri import open_storage
@@ -76,7 +77,7 @@ async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> Non
         packed = b"".join(token.to_bytes(4, "little") for token in tokens)
         pages = {hash_of(digest) for digest in page_digests(packed, 16)}
         assert len(pages) == 4
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while (held := await seen())["STORAGE"] != pages:
                 pass
             assert held == {"GPU": pages, "CPU": pages, "STORAGE": pages}

@@ -16,6 +16,8 @@ from typing import Protocol
 import pytest
 import torch
 
+from tests.support.group_model import GroupModel, choices
+from tests.support.speculation import Answer
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -28,8 +30,6 @@ from tidekv import (
     open_storage,
 )
 from tidekv.backends.page_layout import Layout
-from tidekv.engine.workload.group_model import GroupModel, choices
-from tidekv.engine.workload.speculation import Answer
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.outgoing import Room
 

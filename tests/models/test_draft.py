@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.group_model import CausalModel, GroupModel, PlainKV
+from tests.support.speculation import Answer, Speculation, dampen_later_layers, first_layers
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import PageLayout
-from tidekv.engine.workload.group_model import CausalModel, GroupModel, PlainKV
 from tidekv.engine.workload.model import ModelShape, build_llama, generate_in_one_process
-from tidekv.engine.workload.speculation import Answer, Speculation, dampen_later_layers, first_layers
 
 PAGE_SIZE = 4
 OUTPUT = 24

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.group_model import CausalModel, GroupModel, LatentKV, PlainKV, ScaledKV
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.engine.workload.group_model import CausalModel, GroupModel, LatentKV, PlainKV, ScaledKV
 from tidekv.engine.workload.model import ModelShape, build_llama, generate_in_one_process
 
 PAGE_SIZE = 4

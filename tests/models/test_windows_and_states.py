@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.component_model import ComponentModel, Held, ModelLayouts, layouts_of
+from tests.support.group_model import CausalModel, choices
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -31,8 +33,6 @@ from tidekv import (
     open_storage,
 )
 from tidekv.engine.tails import LeftTails, WindowPages
-from tidekv.engine.workload.component_model import ComponentModel, Held, ModelLayouts, layouts_of
-from tidekv.engine.workload.group_model import CausalModel, choices
 from tidekv.engine.workload.model import generate_in_one_process
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.outgoing import Room

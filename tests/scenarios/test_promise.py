@@ -6,7 +6,7 @@ A page is one token here, so that a prompt of bytes reads as its pages.
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.engine.simulation.rig import Rig, ids
@@ -45,7 +45,6 @@ def over(rig: Rig, request_id: str, tokens: bytes) -> None:
     rig.expect_nothing_held()
 
 
-@settings(deadline=None)
 @given(l1=st.integers(0, 10), l2=st.integers(0, 10), l3=st.integers(0, 12))
 def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l2: int, l3: int) -> None:
     """One plan says what is copied, read, promised and asked for: the prompt is covered once, whoever has what."""

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
 from tidekv.backends.keys import pack_tokens, page_digests
 from tidekv.engine.driver import Driver
@@ -140,7 +141,7 @@ async def test_what_has_ended_in_the_turn_of_its_deadline_is_taken_before_the_de
     driver.post(events.CopyEnded(at_s=0.0, op=1))
     # The timer fires in this very turn, before the loop has come to the outcome.
     driver._time_is_up()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         await drained.wait()
     assert [type(event) for event in taken] == [events.CopyEnded, events.ClockAdvanced]
     assert broken == []

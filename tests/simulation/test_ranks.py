@@ -16,7 +16,7 @@ from tidekv.states import agreement, events
 from tidekv.states.errors import RanksDiverged
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), ranks=st.integers(2, 8))
 def test_ranks_with_faults_of_their_own_take_the_same_events(seed: int, ranks: int) -> None:
     report = simulate_ranks(seed, ranks, 12)

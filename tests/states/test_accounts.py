@@ -92,7 +92,7 @@ class Accounts(RuleBasedStateMachine):
 
 
 TestAccounts = Accounts.TestCase
-TestAccounts.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAccounts.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_fresh_pool_hands_out_ascending_pages() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.each_call import raised_at_each_call
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.index import PrefixIndex
 
-raised_at_each_call = runpy.run_path(str(Path(__file__).with_name("each_call.py")))["raised_at_each_call"]
 EIGHT = b"abcdefgh"
 BIG = bytes(range(128, 152))
 Story = Callable[[], tuple[Rig, Callable[[], object]]]

@@ -6,23 +6,19 @@ longest boundary that can be served is found by trying all of them.
 
 from __future__ import annotations
 
-import runpy
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.prefixes import Prefix, keys, prefix_of
 from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.component_index import ComponentIndex, Reserved, TailReceipt
 from tidekv.states.components import Component
 from tidekv.states.index import Node, PrefixIndex
 from tidekv.states.shapes import page_ids
 
-PREFIXES = runpy.run_path(str(Path(__file__).with_name("prefixes.py")))
-keys, prefix_of = PREFIXES["keys"], PREFIXES["prefix_of"]
-Prefix = tuple[str, tuple[int, ...]]
 PROMPTS = st.tuples(st.sampled_from(["", "adapter"]), st.lists(st.integers(0, 1), max_size=9).map(tuple))
 PICK = st.integers(0, 1 << 16)
 TIERS = st.sampled_from(["device", "host"])
@@ -383,4 +379,4 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
 
 TestComponentsAgainstModel = ComponentsAgainstModel.TestCase
-TestComponentsAgainstModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestComponentsAgainstModel.settings = settings(max_examples=80, stateful_step_count=40)

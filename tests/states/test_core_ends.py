@@ -146,6 +146,39 @@ def test_pages_wait_in_quarantine_until_every_rank_has_drained() -> None:
     rig.expect_nothing_held()
 
 
+def test_a_promise_that_is_sent_behind_its_abort_is_drained_by_every_rank() -> None:
+    rig = Rig()
+    rig.bring(State.TRANSFER)
+    promise = rig.take(commands.SendPromise)
+    rig.abort("a")
+    abort = rig.take(commands.SendAbort)
+    # The abort overtook the report of the promise: only now is it known that two ranks may write.
+    rig.promised(promise, ranks=2)
+    rig.drained(abort, rank=0)
+    assert rig.core.statistics()["device_draining"] == 8
+    rig.drained(abort, rank=1)
+    rig.take(commands.TellFailed)
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
+def test_a_room_that_one_of_two_ranks_has_written_is_drained_by_both() -> None:
+    rig = Rig()
+    rig.bring(State.TRANSFER)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise, ranks=2)
+    rig.chunk(promise, rank=1)
+    rig.abort("a")
+    abort = rig.take(commands.SendAbort)
+    assert rig.core.statistics()["device_draining"] == 8
+    for rank in (1, 0):
+        assert rig.core.statistics()["device_draining"] == 8
+        rig.drained(abort, rank=rank)
+    rig.take(commands.TellFailed)
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
 def test_pages_wait_in_quarantine_until_their_writer_is_dead() -> None:
     rig = Rig()
     rig.bring(State.TRANSFER)

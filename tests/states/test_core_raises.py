@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.each_call import raised_at_each_call
+from tests.support.raise_stories import EIGHT, FAILED, READY, STORIES, three_tiers
 from tidekv.engine.simulation.raising import Injected, Places
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
@@ -21,12 +21,8 @@ from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
 
-RAISES = runpy.run_path(str(Path(__file__).with_name("raise_stories.py")))
-raised_at_each_call = runpy.run_path(str(Path(__file__).with_name("each_call.py")))["raised_at_each_call"]
-EIGHT, READY, FAILED, three_tiers = (RAISES[name] for name in ("EIGHT", "READY", "FAILED", "three_tiers"))
 
-
-@pytest.mark.parametrize("story", RAISES["STORIES"], ids=lambda story: story.name)
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
 def test_a_raise_at_any_call_loses_nothing(story: Any) -> None:
     def prepare() -> tuple[Rig, Callable[[], object]]:
         rig = Rig(growth_reserve_pages=1)

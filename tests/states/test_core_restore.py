@@ -80,6 +80,21 @@ def test_every_rank_of_prefill_must_have_sent_all() -> None:
     rig.take(commands.TellReady)
 
 
+def test_a_room_is_complete_when_the_last_page_has_come_from_every_rank() -> None:
+    rig = Rig()
+    rig.arrive("a", EIGHT)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise, ranks=2)
+    for rank in (0, 1):
+        rig.aux(promise, rank=rank)
+    rig.chunk(promise, rank=1)
+    rig.chunk(promise, rank=0, count=5, last=False)
+    assert rig.state("a") == "TRANSFER"
+    rig.chunk(promise, rank=0, first=5, count=3)
+    rig.take(commands.SendReceived)
+    rig.take(commands.TellReady)
+
+
 def test_frames_that_nobody_should_send_change_nothing() -> None:
     rig = Rig()
     rig.arrive("a", EIGHT)

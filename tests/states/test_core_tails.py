@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import runpy
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from tests.support import tail_stories
+from tests.support.tail_stories import PROMPT, cached, device_pages, finish, raise_at_promises, state, window
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings
 
-STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
-PROMPT, window, state, finish, device_pages = (
-    STORIES[name] for name in ("PROMPT", "window", "state", "finish", "device_pages")
-)
-cached, raise_at_promises = (STORIES[name] for name in ("cached", "raise_at_promises"))
-rig_with = partial(STORIES["rig_with"], storage=False)
+rig_with = partial(tail_stories.rig_with, storage=False)
 
 
 def tails_of(promise: commands.SendPromise) -> dict[str, tuple[int, int]]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import runpy
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from tests.support import tail_stories
+from tests.support.tail_stories import PROMPT, device_pages, finish, left_by, state, window
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 
-STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
-PROMPT, window, state, finish, device_pages = (
-    STORIES[name] for name in ("PROMPT", "window", "state", "finish", "device_pages")
-)
-left_by = STORIES["left_by"]
-rig_with = partial(STORIES["rig_with"], storage=False)
+rig_with = partial(tail_stories.rig_with, storage=False)
 
 
 def test_a_tail_goes_to_the_host_whole_or_not_at_all() -> None:

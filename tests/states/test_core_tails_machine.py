@@ -4,13 +4,11 @@ window and state. Prefill writes its part of the tails until it says its last ch
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from tests.support.core_machine import CoreMachine
 from tidekv.engine.simulation.memory import Contents, SimulatedPool
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
@@ -18,7 +16,6 @@ from tidekv.states.accounts import Condition
 from tidekv.states.components import Component
 from tidekv.states.shapes import page_ids
 
-CoreMachine = runpy.run_path(str(Path(__file__).with_name("test_core_machine.py")))["CoreMachine"]
 PICKS = st.integers(min_value=0, max_value=99)
 PAST = (b"ababab", b"abab", b"ababb", b"aba")
 OF_TAILS = (commands.CopyTail, commands.QueryTails, commands.FetchTail, commands.StoreTail)
@@ -294,6 +291,6 @@ class TailsMachine(CoreMachine):
 
 
 TailsMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=60, suppress_health_check=list(HealthCheck)
 )
 TestTails = TailsMachine.TestCase

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.each_call import raised_at_each_call
+from tests.support.tail_stories import PROMPT, finish, rig_with, state, window
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 
-raised_at_each_call = runpy.run_path(str(Path(__file__).with_name("each_call.py")))["raised_at_each_call"]
-STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
-PROMPT, window, state, rig_with, finish = (
-    STORIES[name] for name in ("PROMPT", "window", "state", "rig_with", "finish")
-)
 Step = Callable[[Rig], object]
 
 

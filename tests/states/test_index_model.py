@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.prefixes import Prefix, keys, prefix_of
 from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.eviction import FIFO, LFU, LRU, PRIORITY, SLRU
 from tidekv.states.index import Node, PrefixIndex, Receipt
 from tidekv.states.shapes import PageIds, page_ids
 
-PREFIXES = runpy.run_path(str(Path(__file__).with_name("prefixes.py")))
-keys, prefix_of = PREFIXES["keys"], PREFIXES["prefix_of"]
-Prefix = tuple[str, tuple[int, ...]]
 DEVICE_PAGES, HOST_PAGES = 32, 24
 
 PROMPTS = st.tuples(st.sampled_from(["", "adapter"]), st.lists(st.integers(0, 2), max_size=8).map(tuple))
@@ -387,4 +383,4 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
 
 TestIndexAgainstModel = IndexAgainstModel.TestCase
-TestIndexAgainstModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestIndexAgainstModel.settings = settings(max_examples=80, stateful_step_count=40)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.asking import ask
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.breaker import Breaker
 from tidekv.states.pace import PACE_FRESH_S, FetchPace
 from tidekv.states.policy import changed_policy, policy_of
 
-ask = runpy.run_path(str(Path(__file__).with_name("asking.py")))["ask"]
 TOKENS = b"abcdefgh"
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.asking import ask
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands
 from tidekv.states.planner import Way, fetches_to_keep, pages_to_fetch
 
-ask = runpy.run_path(str(Path(__file__).with_name("asking.py")))["ask"]
 WAYS = st.builds(Way, st.floats(0.001, 10), st.integers(0, 50))
 TOKENS = b"abcdefgh"
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 
+from tests.support.asking import ask
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
 
-ask = runpy.run_path(str(Path(__file__).with_name("asking.py")))["ask"]
 TOKENS = b"abcdefgh"
 
 

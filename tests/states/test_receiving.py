@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
@@ -12,7 +12,6 @@ from tidekv.states.receiving import ReceiverRoom
 CHUNK = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 5), st.booleans())
 
 
-@settings(deadline=None)
 @given(chunks=st.lists(CHUNK, max_size=30), refused=st.sets(st.integers(0, 25), max_size=2))
 def test_a_chunk_is_taken_exactly_when_it_follows(chunks: list[tuple[int, int, int, bool]], refused: set[int]) -> None:
     """Against a model: the pages of each span that are still to come, as a list."""

@@ -378,10 +378,9 @@ class Sending(RuleBasedStateMachine):
 
 
 TestSending = Sending.TestCase
-TestSending.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSending.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 12))
 def test_a_promise_is_taken_exactly_when_it_is_sound(tokens: int, promised: int, pages: int) -> None:
     sound = promised % PAGE == 0 and promised <= tokens and pages == -(-tokens // PAGE) - promised // PAGE

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.each_call import raised_at_each_call
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-
-raised_at_each_call = runpy.run_path(str(Path(__file__).with_name("each_call.py")))["raised_at_each_call"]
 
 A, B = b"abcdefgh123x", b"abcdefgh45y"
 Step = Callable[[], object]

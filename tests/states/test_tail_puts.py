@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
+from tests.support.tail_stories import (
+    ALL,
+    PROMPT,
+    asked,
+    cached,
+    fetching,
+    finish,
+    only_in_storage,
+    ready_with,
+    rig_with,
+    tail,
+    window,
+)
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.policy import StoragePolicy, policy_of
-
-STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
-PROMPT, window, state, rig_with, finish, ready_with = (
-    STORIES[name] for name in ("PROMPT", "window", "state", "rig_with", "finish", "ready_with")
-)
-cached, only_in_storage, tail, ALL, asked, fetching = (
-    STORIES[name] for name in ("cached", "only_in_storage", "tail", "ALL", "asked", "fetching")
-)
-pages, settle = (STORIES[name] for name in ("pages", "settle"))
 
 
 def test_a_tail_is_put_when_it_is_on_the_host_and_the_full_pages_are_in_storage() -> None:

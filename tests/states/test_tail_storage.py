@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 
+from tests.support.tail_stories import (
+    ALL,
+    PROMPT,
+    asked,
+    cached,
+    fetching,
+    finish,
+    only_in_storage,
+    pages,
+    raise_at_promises,
+    ready_with,
+    rig_with,
+    settle,
+    state,
+    tail,
+    window,
+)
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
-
-STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
-PROMPT, window, state, rig_with, finish, ready_with = (
-    STORIES[name] for name in ("PROMPT", "window", "state", "rig_with", "finish", "ready_with")
-)
-cached, only_in_storage, tail, ALL, asked, fetching = (
-    STORIES[name] for name in ("cached", "only_in_storage", "tail", "ALL", "asked", "fetching")
-)
-pages, settle, raise_at_promises = (STORIES[name] for name in ("pages", "settle", "raise_at_promises"))
 
 
 def test_a_prompt_comes_back_from_storage_with_its_tails() -> None:

@@ -88,7 +88,7 @@ DEEDS = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(deeds=st.lists(DEEDS, min_size=1, max_size=14))
 def test_no_page_changes_in_a_node_that_was_not_touched(deeds: list[tuple[str, bytes, bool]]) -> None:
     rig = WatchedRig()

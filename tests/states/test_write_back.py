@@ -70,6 +70,46 @@ def test_what_is_evicted_next_is_copied_before_it_is() -> None:
     rig.core.check()
 
 
+def test_an_eviction_from_the_device_has_the_next_leaf_copied() -> None:
+    rig = back_rig()
+    turn(rig, "a", b"abcdefgh")
+    turn(rig, "b", b"ijklmnop")
+    # The copy of "a" uses up what may be copied before pages are taken again.
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.nothing_else()
+    # The request takes the clean pages of "a": without another look "b" would be dropped by the next one.
+    rig.arrive("c", bytes(range(8)))
+    rig.answer(rig.take(commands.QueryStorage), 0)
+    assert rig.core.books.device.free == 0
+    copy = rig.take(commands.CopyToHost)
+    assert len(copy.device_pages) == 8
+    rig.copied(copy)
+    assert cached(rig, b"ijklmnop") == (8, 0)
+    assert rig.core.books.host.cached == 16
+
+
+def test_an_eviction_from_the_host_has_the_next_leaf_put() -> None:
+    rig = back_rig(device_pages=64, host_pages=8, write_back_ahead=0.5, put_wait_s=0.0)
+    change(rig, write="through")
+    rig.make_cached("a", b"abcd")
+    change(rig, write="back")
+    # What is retracted is copied to the host and put nowhere.
+    rig.make_ready("b", b"ghij")
+    rig.step(events.RetractRequested, request_id="b", keys=b"ghij", tokens=4)
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.take(commands.TellRetracted)
+    rig.take(commands.ForgetTokens)
+    rig.step(events.RetractedDropped, request_id="b")
+    rig.nothing_else()
+    assert rig.core.books.host.free == 0
+    # A fetch takes the host pages of "a", which storage has: those of "b" go next, and are nowhere else.
+    rig.arrive("c", b"mnop")
+    rig.answer(rig.take(commands.QueryStorage), 4)
+    assert len(rig.take(commands.FetchPages).host_pages) == 4
+    put = rig.take(commands.StorePages)
+    assert rig.core.keys_put(put.op) == ("", b"ghij")
+
+
 def test_eviction_loses_nothing_that_was_copied_ahead() -> None:
     rig = back_rig(device_pages=12, write_back_ahead=1.0)
     for number in range(5):
@@ -333,7 +373,7 @@ class WrittenBack(RuleBasedStateMachine):
         assert self.rig.core.is_idle, self.rig.core.statistics()
 
 
-WrittenBack.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+WrittenBack.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestWrittenBack = WrittenBack.TestCase
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.states.shapes import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
 from tidekv.transports import hello, wire
@@ -132,7 +133,7 @@ class Decode:
         ]
 
     async def wait(self, kind: type[Any], *, count: int = 1, **match: object) -> Any:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while len(self.of(kind, **match)) < count:
                 self._news.clear()
                 await self._news.wait()
@@ -192,7 +193,7 @@ class Prefill:
         return self.sender.address
 
     async def room(self, request_id: str) -> Room:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             return await self.sender.room(request_id)
 
     async def serve(self, request_id: str, pages: Iterable[int], *, chunk: int = 3, first_token: int = 11) -> Room:
@@ -235,7 +236,7 @@ class Dialler:
         return link, await prefill.room("r1")
 
     async def hear(self, link) -> wire.AnyMessage:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             return await link.receive()
 
     def room(self, request_id: str = "r1", generation: int = 0) -> wire.Room:

@@ -12,6 +12,7 @@ import random
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.states.components import TailPages
 from tidekv.states.errors import EngineClosed
@@ -208,7 +209,7 @@ class Chaos:
         for asked in list(self.asked.values()):
             if not asked.is_complete and not asked.is_settled:
                 self.decode.receiver.abort(*asked.key)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not all(asked.is_complete or asked.is_settled for asked in self.asked.values()):
                 self.news.clear()
                 await self.news.wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, RemoteProtocolError, TransferFailed
 from tidekv.transports import control, outbox, wire
 from tidekv.transports.base import Link
@@ -113,7 +114,7 @@ async def test_what_nobody_waits_for_does_not_wait_for_ever(ends: Ends, monkeypa
     for _ in range(2):
         ours.send(wire.Received(room=ROOM))
         ours.send(wire.Received(room=ROOM))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             assert [type(await theirs.receive()) for _ in range(2)] == [wire.Received] * 2
     assert written == [2, 2]
 

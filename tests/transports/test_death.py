@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from tests.support.waits import LIMIT_S
 from tidekv.transports import death, process
 from tidekv.transports.wire import ProcessMark
 
@@ -53,7 +54,7 @@ async def test_a_living_and_a_stopped_process_are_waited_for_and_a_killed_one_ha
     await asyncio.to_thread(os.waitid, os.P_PID, running.pid, os.WSTOPPED | os.WNOWAIT)
     assert await is_waiting(waiting)
     running.kill()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await waiting
 
 
@@ -61,13 +62,13 @@ async def test_a_process_that_is_gone_already_is_not_waited_for(child: Child, wa
     running, mark = child
     running.kill()
     running.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await death.wait_dead(mark)
 
 
 async def test_a_pid_that_was_given_away_again_is_another_process(child: Child, way: str) -> None:
     _, mark = child
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await death.wait_dead(replace(mark, started=mark.started - 1))
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.states.errors import InvalidConfig
 from tidekv.transports import wire
 
@@ -57,7 +58,7 @@ async def test_the_timer_looks_at_leases_while_there_are_rooms(world, decode) ->
     link = await decode.dial(prefill.address)
     link.send(decode.promise(decode.room()))
     room = await prefill.room("r1")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         assert await room.received() == "lease ended"
     assert prefill.sender._lease_timer is None or not prefill.sender._rooms
 

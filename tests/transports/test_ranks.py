@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
+from tests.support.waits import LIMIT_S
 from tidekv.states.agreement import Opening
 from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.transports.ranks import RankChannel
@@ -48,7 +49,7 @@ class Owner:
         self.heard.put_nowait(("lost", rank, cause))
 
     async def expect(self, kind: str) -> tuple[object, ...]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while (heard := await self.heard.get())[0] != kind:
                 pass
         return heard
@@ -64,7 +65,7 @@ class Member:
             rank=rank,
             ranks=ranks,
             address=address,
-            **{"secret": "s", "settings": b"equal", "silence_s": 1.0, "vote_timeout_s": 5.0, **fields},
+            **{"secret": "s", "settings": b"equal", "silence_s": 30.0, "vote_timeout_s": 60.0, **fields},
         )
 
     async def begin(self) -> None:
@@ -199,13 +200,8 @@ async def test_a_rank_that_ends_while_the_leader_makes_ready_to_form_keeps_nobod
 
     monkeypatch.setattr(thread, "open_store", open_late)
 
-    async def formed(member: Member) -> None:
-        while (heard := await member.owner.heard.get())[0] != "formed":
-            if heard[0] == "lost":
-                member.channel.settled()
-
     try:
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
             for member in members:
                 tasks.create_task(member.begin())
             await is_asked.wait()
@@ -221,6 +217,14 @@ async def test_a_rank_that_ends_while_the_leader_makes_ready_to_form_keeps_nobod
         for member in members:
             member.channel.leave()
             await member.channel.close()
+
+
+async def formed(member: Member) -> None:
+    """Wait until the member's group is formed, at whatever try."""
+    async with asyncio.timeout(LIMIT_S):
+        while (heard := await member.owner.heard.get())[0] != "formed":
+            if heard[0] == "lost":
+                member.channel.settled()
 
 
 async def turns_until(is_so: Callable[[], bool], *, turns_max: int = 100_000) -> None:
@@ -280,9 +284,8 @@ async def test_a_group_that_one_rank_cannot_form_is_formed_at_the_next_try(
 
 
 async def test_a_rank_that_does_not_vote_in_time_is_named() -> None:
-    async with group(3, lambda rank: {"vote_timeout_s": 1.0}) as members:
-        for member in members:
-            await member.owner.expect("formed")
+    async with group(3, lambda rank: {"vote_timeout_s": 2.0, "silence_s": 3.0}) as members:
+        await asyncio.gather(*(formed(member) for member in members))
         # Rank 2 lives, but never enters the vote of turn 1.
         votes = [members[at].channel.vote(1, array("q", [at])) for at in (0, 1)]
         for at, vote in enumerate(votes):
@@ -302,7 +305,7 @@ async def test_nobody_waits_in_a_group_that_a_rank_has_left() -> None:
         votes = [members[at].channel.vote(1, array("q", [at])) for at in (0, 1)]
         # Only the leader is connected with rank 2 in a vote; rank 1 waits for the leader's answer.
         await members[2].channel.close()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             for vote in votes:
                 with pytest.raises(TransferFailed):
                     await vote

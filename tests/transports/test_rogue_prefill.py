@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.transports import hello, wire
 from tidekv.transports.loopback import LoopbackTransport
@@ -48,7 +49,7 @@ class Rogue:
             self._news.set()
 
     async def hear(self, kind: type) -> wire.Message:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             while not (found := [message for message in self.heard if isinstance(message, kind)]):
                 self._news.clear()
                 await self._news.wait()

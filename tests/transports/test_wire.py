@@ -236,7 +236,6 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(MESSAGES)
 def test_every_message_survives_the_wire(message: wire.Message) -> None:
     assert wire.decode_body(body(message)) == message
@@ -250,13 +249,12 @@ def judged(raw: bytes) -> wire.Message | None:
         return None
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_or_a_message(raw: bytes) -> None:
     judged(raw)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(MESSAGES, st.data())
 def test_mutated_frames_are_refused_or_a_message(message: wire.Message, data: st.DataObject) -> None:
     raw = bytearray(body(message))

@@ -48,7 +48,7 @@ def run(workload: Workload) -> dict[str, tuple[list[int], list[int]]]:
     return said
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(OPTIONS)
 def test_every_turn_comes_once_behind_what_it_needs(options: WorkloadOptions) -> None:
     workload = make_workload(options)

@@ -78,7 +78,7 @@ class PrefixPagesMachine(RuleBasedStateMachine):
 
 
 TestPrefixPages = PrefixPagesMachine.TestCase
-TestPrefixPages.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestPrefixPages.settings = settings(max_examples=120, stateful_step_count=30)
 
 
 def test_kept_pages_are_dropped_least_recently_used_first() -> None:

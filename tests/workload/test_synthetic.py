@@ -111,7 +111,7 @@ def test_a_wrong_page_is_found(damage: Callable[[DevicePool, list[int]], None]) 
     assert synthetic.verify(pages, digests) == [3]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_one_flipped_bit_anywhere_is_found(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(LAYOUTS))

@@ -201,7 +201,7 @@ def recoded(whole: Json) -> Json:
     return {**whole, "requests": requests}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(whole=agent_sessions(), scale=st.sampled_from([1.0, 0.5, 1 / 8, 1 / 64]), beginnings=st.booleans())
 def test_both_forms_and_any_scale_keep_equal_blocks_equal(
     tmp_path_factory: pytest.TempPathFactory, whole: Json, scale: float, beginnings: bool

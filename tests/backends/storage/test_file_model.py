@@ -141,5 +141,5 @@ class NeverWrong(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-NeverWrong.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+NeverWrong.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
 TestNeverWrong = NeverWrong.TestCase

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.backends.storage import open_storage
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import page_ids
@@ -173,7 +174,7 @@ async def test_a_server_that_dies_fails_calls_and_is_found_again(
         await engine.probe()
     assert sum(engine.statistics().misses.values()) == 4
     start_redis(port=server.port)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         while True:
             try:
                 await engine.probe()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.waits import LIMIT_S, PATIENT
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -94,17 +95,25 @@ async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
             ranks=RANKS,
         )
         engine = DecodeEngine(
-            EngineConfig(close_deadline_s=2.0, prefetch_threshold_tokens=SIZE),
+            EngineConfig(**PATIENT, close_deadline_s=2.0, prefetch_threshold_tokens=SIZE),
             device=device,
             host=HostPool.allocate(FULL, 48),
             components=ours,
             storage=None if storage is None else open_storage(storage),
             transport=LoopbackTransport(f"decode-{rank}", network),
-            ranks=RankGroup(rank=rank, ranks=RANKS, address=address, hold_s=2.0, form_timeout_s=20.0),
+            ranks=RankGroup(
+                rank=rank,
+                ranks=RANKS,
+                address=address,
+                silence_s=30.0,
+                vote_timeout_s=60.0,
+                hold_s=60.0,
+                form_timeout_s=LIMIT_S,
+            ),
         )
         entered += [peer, engine]
         members.append(Rank(engine, device, ours))
-    async with asyncio.timeout(60), AsyncExitStack() as stack:
+    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(part) for part in entered))
         yield members
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
-import runpy
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
+from tests.support.recount import counters_of, recount, scraped
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.seeing.top import scrape, show
@@ -19,9 +19,6 @@ SIZE = 4
 PROMPT = list(range(100, 100 + 6 * SIZE))
 OUTPUT = list(range(500, 500 + 2 * SIZE + 1))
 KEPT = PROMPT + OUTPUT[:-1]
-# Shared with the tests of simulated runs; test files cannot import one another.
-RECOUNT = runpy.run_path(str(Path(__file__).parents[2] / "journal" / "recount.py"))
-scraped, counters_of, recount = (RECOUNT[name] for name in ("scraped", "counters_of", "recount"))
 
 
 async def test_every_counter_of_components_follows_from_the_journal(worker, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.waits import LIMIT_S, PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -96,9 +97,10 @@ class Rank:
             ranks=ranks,
             stages=stages,
         )
-        group = {"silence_s": 2.0, "hold_s": 2.0, "form_timeout_s": 20.0, **fields}
+        group = {"silence_s": 30.0, "vote_timeout_s": 60.0, "hold_s": 60.0, "form_timeout_s": LIMIT_S, **fields}
         self.engine = DecodeEngine(
             EngineConfig(
+                **PATIENT,
                 prefetch_threshold_tokens=0,
                 close_deadline_s=2.0,
                 metrics_listen="127.0.0.1:0" if metrics else None,
@@ -149,7 +151,7 @@ class Rank:
 async def instance(ranks: int, **fields: object) -> AsyncIterator[list[Rank]]:
     address = free_address()
     members = [Rank(rank, ranks, address, **fields) for rank in range(ranks)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*(member.enter() for member in members))
         try:
             yield members
@@ -179,7 +181,7 @@ async def settle(members: list[Rank]) -> None:
 
 
 async def wait_for_room(member: Rank) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await member.engine._calls.wait_until(lambda: len(member.engine._core.rooms) > 0)
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.engine import driver
 from tidekv.states.agreement import Decision
 from tidekv.states.errors import (
@@ -36,7 +37,7 @@ async def test_a_rank_whose_core_breaks_stops_all_by_its_number(world) -> None:
     # world.Rank 0 had taken the finish before it could hear of anything.
     assert isinstance(ends[1], EngineClosed)
     with pytest.raises(EngineClosed, match="rank 1 broke"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await members[0].engine._calls.wait_until(lambda: False)
     for member, what in zip(members, (RankBroken, BrokenInvariant), strict=True):
         with pytest.raises(what):
@@ -109,7 +110,7 @@ async def test_a_lost_rank_fails_requests_by_its_name_and_a_new_epoch_begins_emp
     await members[2].life.aclose()
     members[2] = world.Rank(2, 3, address)
     await members[2].enter()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         for member in members:
             driver = member.engine._parts.ranks
             assert driver is not None
@@ -144,7 +145,7 @@ async def test_requests_that_all_had_agreed_on_just_before_a_loss_fail_as_well(
 
         ranks._follow, ranks.rank_lost = follow_and_close, count_and_lose
         calls = [member.restore(f"r{number}", world.PROMPT) for member in members for number in range(count)]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             ends = await asyncio.gather(*calls, return_exceptions=True)
             assert arrivals_waiting[0] > count // 2
             assert all(isinstance(end, RequestFailed) for end in ends), ends

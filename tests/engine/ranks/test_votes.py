@@ -7,6 +7,8 @@ import urllib.request
 
 import pytest
 
+from tests.support.waits import expected
+from tidekv.states import events
 from tidekv.states.errors import InvalidRequest, OutOfPages
 
 
@@ -26,10 +28,9 @@ async def test_votes_end_when_ranks_are_idle_and_one_vote_serves_many_requests(w
         for pair in readies:
             await world.finish_all(members, list(pair))
         await world.settle(members)
-        await asyncio.sleep(0.2)  # The last vote, in which they agree that they are idle.
-        quiet = [member.statistics()["votes"] for member in members]
+        quiet = await quiet_votes(members)
         await asyncio.sleep(0.3)
-        assert [member.statistics()["votes"] for member in members] == quiet
+        assert [member.statistics()["votes"] for member in members] == [quiet] * 2
 
 
 async def quiet_votes(members) -> int:
@@ -104,6 +105,30 @@ async def test_growth_beyond_the_reserve_is_agreed_on_and_the_same_on_all_ranks(
         assert all(ready.length == len(world.PROMPT) + tokens for ready in readies)
         output = list(range(tokens + 1))
         await world.finish_all(members, readies, output)
+        await world.settle(members)
+
+
+async def test_growth_within_the_reserve_waits_for_no_other_rank(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world.instance(2, hold_s=600.0) as members:
+        readies = await world.restore_all(members, "a")
+        ready, engine = readies[0], members[0].engine
+        reserve = list(ready.reserve)
+        room = len(ready.pages) * world.PAGE_SIZE - ready.length
+        asked: list[events.GrowthTaken] = []
+        post = engine._parts.ranks.post
+
+        def noted(event: events.Event) -> None:
+            if isinstance(event, events.GrowthTaken):
+                asked.append(event)
+            post(event)
+
+        monkeypatch.setattr(engine._parts.ranks, "post", noted)
+        async with expected("growth within the reserve", limit_s=30.0):
+            taken = await engine.wait_grown(ready, room + len(reserve) * world.PAGE_SIZE)
+        assert taken == reserve
+        # What was taken is told; nothing is asked for.
+        assert [(event.page_count, event.wanted) for event in asked] == [(len(reserve), 0)]
+        await world.finish_all(members, readies)
         await world.settle(members)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import ComponentPools, DevicePool, InvalidConfig, KVLayout, LoopbackTransport, PrefillPeer, RequestFailed
 from tidekv.engine.workload.synthetic_tails import SyntheticTails
 from tidekv.transports import wire
 from tidekv.transports.loopback import LoopbackNetwork
 
-LIMIT_S = 20.0
 SIZE = 4
 WHOLE = list(range(100, 100 + 6 * SIZE))
 """A prompt that ends with a page, whose tails can be kept."""

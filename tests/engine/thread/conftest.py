@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeRequest,
     DevicePool,
@@ -29,7 +30,7 @@ from tidekv.transports.outgoing import Room
 PAGE_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
-WAIT_S = 30.0
+WAIT_S = LIMIT_S
 
 
 @dataclass

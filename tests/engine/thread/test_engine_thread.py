@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import (
     CapacityError,
     EngineClosed,
@@ -20,7 +21,7 @@ from tidekv import (
     Retracted,
 )
 
-WAIT_S = 30.0
+WAIT_S = LIMIT_S
 
 
 def is_readable(thread: EngineThread) -> bool:

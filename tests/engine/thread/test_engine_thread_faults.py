@@ -13,6 +13,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv import (
     DevicePool,
     EngineClosed,
@@ -29,7 +30,7 @@ from tidekv import (
 from tidekv.states.errors import BrokenInvariant
 from tidekv.transports.loopback import LoopbackNetwork
 
-WAIT_S = 30.0
+WAIT_S = LIMIT_S
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
 
 

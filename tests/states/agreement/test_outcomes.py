@@ -120,6 +120,20 @@ def test_chunks_that_do_not_fit_change_nothing(make_ranks) -> None:
     assert [(event.count, event.last) for event in ranks.taken] == [(4, True)]
 
 
+def test_a_first_token_from_a_writer_that_the_room_does_not_have_changes_nothing(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1)
+    ranks.turn()
+    for writer in (1, -1):
+        ranks.room(events.AuxLanded, rank=writer)
+        assert ranks.turn().events == []
+    ranks.room(events.AuxLanded, rank=0)
+    ranks.turn()
+    assert ranks.types() == ["AuxLanded"]
+
+
 def test_a_room_that_fails_on_one_rank_fails_on_all_and_its_pages_wait_for_every_writer(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.arrive()

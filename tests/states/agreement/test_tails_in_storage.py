@@ -90,10 +90,8 @@ def serves(one: Answer, boundary: int) -> bool:
 
 @settings(
     max_examples=100,
-    deadline=None,
-    derandomize=True,
     # The fixture is a class, and keeps nothing.
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(of_ranks=answers, is_late=st.booleans())
 def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[Answer], is_late: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import numpy as np
 import pytest
 
-from tidekv.engine.nixl_child import NumpyPool
+from benchmarks.nixl_child import NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.shapes import page_ids
 from tidekv.transports.nixl import NixlTransport

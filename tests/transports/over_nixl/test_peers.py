@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tidekv.engine.nixl_child import NumpyPool
+from benchmarks.nixl_child import NumpyPool
 from tidekv.states.errors import LocalProtocolError, PeerMismatch, RemoteProtocolError, TransferFailed
 from tidekv.states.shapes import PoolMemory, Segment, page_ids
 from tidekv.transports import nixl_metadata

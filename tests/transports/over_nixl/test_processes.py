@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.nixl_child import Add, Content, Done, Failed, NixlChild, NumpyPool, ReadPage, Write
+from benchmarks.nixl_child import Add, Content, Done, Failed, NixlChild, NumpyPool, ReadPage, Write
+from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import TransferFailed
 from tidekv.states.shapes import Identity, page_ids
@@ -23,7 +24,6 @@ PIECES = (65536, 4096)
 PAGES = 64
 ALL = list(range(PAGES))
 # Long enough for what must happen; what must not happen is looked for in a bounded number of observations.
-SOON_S = 30.0
 
 Spawn = Callable[..., Awaitable[NixlChild]]
 
@@ -124,7 +124,7 @@ async def test_killing_the_target_fails_the_write_and_a_new_one_is_reached(spawn
         writing = asyncio.create_task(write_until_it_fails())
         await started.wait()
         child.signal(signal.SIGKILL)
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(LIMIT_S):
             with pytest.raises(TransferFailed, match=f"write to peer {child.ready.instance} failed"):
                 await writing
             await side.transport.wait_gone(child.ready.instance, hello_of(child))
@@ -153,7 +153,7 @@ async def test_a_stopped_writer_is_not_gone_and_a_killed_one_is(spawn: Spawn) ->
         done, _ = await asyncio.wait([gone], timeout=0.3)
         assert not done, "a living process passed for a dead one"
         child.signal(signal.SIGKILL)
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(LIMIT_S):
             await gone
         # What was proven: nothing of the writer lands any more.
         for piece in side.pool.pieces:
@@ -183,7 +183,7 @@ async def test_a_peer_of_another_host_is_gone_when_nixl_says_so(spawn: Spawn) ->
         done, _ = await asyncio.wait(waiting, timeout=1.2)
         assert not done, "a peer that hangs passed for one that is gone"
         child.signal(signal.SIGKILL)
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*waiting)
             # Dead before anybody asked.
             await side.transport.wait_gone(child.ready.instance, hello)
@@ -202,7 +202,7 @@ async def test_a_write_to_a_hanging_peer_ends_when_it_goes_on_or_dies(spawn: Spa
     done, _ = await asyncio.wait([answer], timeout=0.7)
     assert not done
     target.signal(signal.SIGCONT)
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(LIMIT_S):
         assert await answer == Done(PAGES * sum(PIECES))
         target.signal(signal.SIGSTOP)
         writer.tell(Write(ALL, ALL))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidekv.engine.nixl_child import NumpyPool
+from benchmarks.nixl_child import NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidRequest, PeerMismatch, RemoteProtocolError, TransferFailed
 from tidekv.states.shapes import page_ids

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tidekv.engine.nixl_child import NumpyPool
+from benchmarks.nixl_child import NumpyPool
+from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import (
     InvalidConfig,
@@ -317,7 +318,7 @@ async def test_close_leaves_no_thread(start_pair: Any) -> None:
     assert kernel_threads() - before
     await pair.close()
     # A thread that has told its outcome still needs a moment to end, and no event tells of it.
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while kernel_threads() - before:  # noqa: ASYNC110
             await asyncio.sleep(0)
 

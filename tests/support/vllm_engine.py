@@ -1,6 +1,6 @@
 """vLLM's own scheduler, block manager, connector factory and worker hooks, from its wheel, around tidekv's connector.
 
-    python vllm_engine.py write|read|churn|contract URI NUMBER FILE [--async] [--page N]
+    python -m tests.support.vllm_engine write|read|churn|contract URI NUMBER FILE [--async] [--page N]
 
 "write" runs one prompt of 4 pages from token NUMBER on, whose KV is a function of its tokens, and writes the pages'
 bytes to FILE in tidekv's order. "read" does so for what was loaded. "churn" serves conversations with few blocks, from
@@ -32,7 +32,8 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import torch
-from stand_ins import Nothing, make_importable
+
+from tests.support.stand_ins import Nothing, make_importable
 
 UNUSED = {"vllm.reasoning", "xgrammar", "fastapi", "llguidance"}
 LAYERS, HEADS, DIM, BLOCK = 3, 2, 4, 8

@@ -1,4 +1,4 @@
-"""Prefixes as models of the index know them, in pages of one token: the tests beside this file load it by its path."""
+"""Prefixes as models of the index know them, in pages of one token."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from multiprocessing.process import BaseProcess
 
 import msgspec
 
+from tests.support.head_pages import HeadPages
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.prefill_peer import PrefillPeer
-from tidekv.engine.workload.head_pages import HeadPages
 from tidekv.engine.workload.synthetic import prompt_digests
 from tidekv.engine.workload.synthetic_tails import tail_digest
 from tidekv.states.errors import InvalidRequest

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tests.support.group_model import CausalModel, PlainKV
 from tidekv.backends.device import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import PageLayout
-from tidekv.engine.workload.group_model import CausalModel, PlainKV
 from tidekv.states.errors import InvalidConfig
 
 CacheLayer: TypeAlias = Any

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tidekv.engine.workload.group_model import CausalModel, GroupModel, choices
+from tests.support.group_model import CausalModel, GroupModel, choices
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """SGLang's own cache controller and host pool, from its wheel, over tidekv's storage: a program of its own.
 
-    python sglang_controller.py write|read URI FIRST_TOKEN FILE
+    python -m tests.support.sglang_controller write|read URI FIRST_TOKEN FILE
 
 "write" fills a host pool with noise, lets the controller back 4 pages up, and writes their bytes to FILE. "read" lets
 the controller prefetch the pages of the same tokens, and writes what came. Both in tidekv's order of a page.
@@ -22,7 +22,7 @@ import threading
 import types
 from pathlib import Path
 
-from stand_ins import Nothing, make_importable
+from tests.support.stand_ins import Nothing, make_importable
 
 UNUSED = {"torchvision", "IPython", "sentencepiece", "compressed_tensors", "gguf"}
 LAYERS, HEADS, DIM, SIZE, PAGES = 3, 2, 4, 8, 4

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from random import Random
@@ -17,6 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from tests.support.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.keys import pack_tokens
@@ -29,7 +31,6 @@ from tidekv.engine.rank_group import RankGroup
 from tidekv.engine.values import DecodeRequest
 from tidekv.engine.workload.blocks import TraceOptions
 from tidekv.engine.workload.conversations import Transcripts, agent_options, make_workload
-from tidekv.engine.workload.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.workload.traces import read_trace
@@ -58,7 +59,7 @@ class RankPlan(msgspec.Struct, frozen=True):
     host_pages: int = 64
     fault_rate: float = 0.0
     """How often a call to storage fails, or finds nothing, on this rank."""
-    silence_s: float = 2.0
+    silence_s: float = 20.0
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
@@ -74,6 +75,12 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     agents: bool = False
     trace: str = ""
     first: int = 0
+    midway: int = 0
+    """Send `Midway` when so many requests have ended; 0: never."""
+
+
+class Midway(msgspec.Struct, frozen=True, tag=True):
+    """So many requests of `Serve` have ended, and the others go on."""
 
 
 class Served(msgspec.Struct, frozen=True, tag=True):
@@ -180,8 +187,8 @@ class RankWorker:
         else:
             await self._prefill_rank.serve(room)
 
-    async def serve(self, work: Serve) -> Served:
-        """Serve the requests of a seed, or of a recording."""
+    async def serve(self, work: Serve, tell: Callable[[object], None]) -> Served:
+        """Serve the requests of a seed, or of a recording; `tell` takes what is sent before the end."""
         if (driver := self.engine._parts.ranks) is not None:
             await driver.wait_formed()
         prompts = prompts_of(work)
@@ -219,6 +226,8 @@ class RankWorker:
                     end = type(error).__name__
                     causes[str(error)] = None
                 ends[end] = ends.get(end, 0) + 1
+                if sum(ends.values()) == work.midway:
+                    tell(Midway())
 
         await asyncio.gather(*(one(number, tokens) for number, tokens in enumerate(prompts)))
         try:
@@ -255,7 +264,7 @@ async def _run(plan: RankPlan, pipe: Connection) -> None:
                 case Plant(part=part):
                     worker.plant(part)
                 case Serve():
-                    pipe.send(await worker.serve(request))
+                    pipe.send(await worker.serve(request, pipe.send))
 
 
 def run_rank(plan: RankPlan, pipe: Connection) -> None:

@@ -1,6 +1,4 @@
-"""A step of a core in which one call raises, for each of its calls: for the tests of raises beside this file, which
-load it by its path.
-"""
+"""A step of a core in which one call raises, for each of its calls."""
 
 from __future__ import annotations
 

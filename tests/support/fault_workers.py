@@ -9,6 +9,8 @@ import asyncio
 
 import msgspec
 
+from tests.support import fault_process as said
+from tests.support.fault_hooks import GatedPoller, GatedStorage
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.keys import pack_tokens
@@ -19,9 +21,7 @@ from tidekv.engine.decode_engine import DecodeEngine
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill_peer import PrefillPeer
 from tidekv.engine.values import DecodeRequest, ReadyRequest
-from tidekv.engine.workload import fault_process as said
 from tidekv.engine.workload.component_order import ComponentOrder
-from tidekv.engine.workload.fault_hooks import GatedPoller, GatedStorage
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import RequestFailed

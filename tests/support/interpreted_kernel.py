@@ -54,7 +54,7 @@ def layouts(draw: st.DrawFn) -> PageLayout:
     return PageLayout.of(full=group(), **{name: group() for name in names})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=layouts(), data=st.data())
 def test_the_kernel_moves_what_numpy_does(interpreted: ModuleType, layout: PageLayout, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, 4))

@@ -1,4 +1,4 @@
-"""Cores that are ready for one step, for the test of raises at every call of it, which loads this file by its path."""
+"""Cores that are ready for one step, for the test of raises at every call of it."""
 
 from __future__ import annotations
 

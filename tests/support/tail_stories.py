@@ -1,6 +1,4 @@
-"""A core with components, with or without storage that keeps their records too, in a few words: for the tests beside
-this file, which load it by its path.
-"""
+"""A core with components, with or without storage that keeps their records too, in a few words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of storage's use do to a core again and again: those beside this file load it by its path."""
+"""The arrival of a request that storage answers, for tests of how storage is used."""
 
 from __future__ import annotations
 

@@ -1,18 +1,21 @@
-"""How fast pages go each way: to and from the host, storage, and another process. What `tidekv bench tiers` measures.
+"""How fast pages go each way: to and from the host, storage, and another process. What `tidekv bench tiers` runs.
 
-The folder `benchmarks/` measures each of them beside what one would write by hand; this is one look at all of them.
+Other programs of this folder measure each of them beside what one would write by hand; this is one look at all of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from statistics import median
 
 import numpy as np
+from nixl_child import NixlChild, NumpyPool
 from rich.console import Console
 from rich.table import Table
 
@@ -21,8 +24,8 @@ from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.nixl_child import NixlChild, NumpyPool
 from tidekv.engine.poller import PollerThread
+from tidekv.engine.seeing.plots import plot_bandwidth, save_plot
 from tidekv.states.errors import StorageFailed
 from tidekv.states.shapes import page_ids
 from tidekv.transports.nixl import NixlTransport
@@ -162,6 +165,17 @@ def print_tiers(speeds: dict[str, float], *, pages: int = PAGES) -> None:
     Console().print(table)
 
 
-def run_tiers(*, storage: str) -> dict[str, float]:
-    """Measure on a loop of its own."""
-    return asyncio.run(measure_tiers(storage=storage))
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure how fast pages go each way.")
+    parser.add_argument("--storage", default="", help="storage URI; empty: files in a temporary directory")
+    parser.add_argument("--plot", type=Path, help="draw it to this .png or .svg file, too")
+    options = parser.parse_args()
+    speeds = asyncio.run(measure_tiers(storage=options.storage))
+    print_tiers(speeds)
+    if options.plot is not None:
+        figure = plot_bandwidth(speeds, page_bytes=LAYOUT.page_bytes, batch_bytes=PAGES * LAYOUT.page_bytes)
+        save_plot(figure, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
-"""Makes a serving engine importable from its unpacked wheel where much of what it imports is not there: for the
-programs beside this file, each in a process of its own.
+"""Make a serving engine importable from its unpacked wheel without most of its dependencies.
+
+Used by the programs beside this file, each in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ranks as real processes for as long as you like: agent sessions, faults of one rank at a time, deaths and stops.
 
-    python benchmarks/ranks_soak.py --ranks 2 --minutes 30 --trace claude-code-sessions.jsonl.gz
+    python -m tests.support.ranks_soak --ranks 2 --minutes 30 --trace claude-code-sessions.jsonl.gz
 
 Every rank is a process with a decode engine, storage of its own and a prefill rank of its own, over NIXL; votes go over
 gloo. Ranks compare what they keep at every vote; after each round the whole trees and free lists are compared besides,
@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from random import Random
 
-from tidekv.engine.workload.rank_process import RankPlan, RankProcess, Serve, Served, Stop
+from tests.support.rank_process import RankPlan, RankProcess, Serve, Served, Stop
 
 ROUND_REQUESTS = 40
 TRACE_REQUESTS = 49_334

@@ -1,0 +1,1 @@
+"""Worker processes, fixtures and models that only tests use."""

@@ -1,0 +1,24 @@
+"""Bounded waits: a test fails by an assertion when what it waits for never happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+LIMIT_S = 120.0
+"""Seconds that a wait in a test may take: far longer than it needs on a busy machine."""
+PATIENT = {"query_deadline_s": 60.0, "prefetch_base_s": 60.0, "peer_silence_s": 10.0}
+"""Deadlines of an engine that a busy machine does not reach, for tests that are not about deadlines."""
+
+
+@asynccontextmanager
+async def expected(what: str, *, limit_s: float = LIMIT_S) -> AsyncIterator[None]:
+    """Fail with an AssertionError that names `what` if the body takes longer than `limit_s`."""
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise AssertionError(f"{what} did not happen within {limit_s:g} s") from None
