@@ -130,7 +130,7 @@ class DecodeEngine:
             page_keys=self._parts.page_keys,
             namespace=join_namespaces(self.config.namespace, request.namespace),
             addresses=request.prefills,
-            sends_prompt=request.prompt == "send",
+            sends_prompt=request.send_prompt,
             cache=request.cache,
             known=self._parts.known_digests,
         )
@@ -374,7 +374,7 @@ class DecodeEngine:
 
     @property
     def metrics_address(self) -> str | None:
-        """host:port where Prometheus may scrape; None where `metrics_listen` was not set."""
+        """host:port where Prometheus may scrape; None if `metrics.listen` is not set."""
         return None if self._parts.metrics is None else self._parts.metrics.address
 
     def holds(self, ready: ReadyRequest) -> bool:

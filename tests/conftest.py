@@ -14,12 +14,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from tests.support.configs import engine_config
 
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     LoopbackTransport,
@@ -70,7 +70,7 @@ class Pair:
         self.kv = SyntheticKV(self.device)
 
     def request(self, request_id: str, tokens: Sequence[int], **options: object) -> DecodeRequest:
-        return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", prompt="send", **options)
+        return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", send_prompt=True, **options)
 
     async def restore(self, request_id: str, tokens: Sequence[int], **options: object) -> ReadyRequest:
         """Restore, and verify every byte of every page."""
@@ -108,7 +108,7 @@ class Pair:
         host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
         config.setdefault("prefetch_threshold_tokens", 0)
         async with DecodeEngine(
-            EngineConfig(**config),
+            engine_config(**config),
             device=device,
             host=host,
             storage=storage,
@@ -180,7 +180,7 @@ def make_pair() -> Iterator[MakePair]:
                 host=prefill_host,
             ) as peer,
             DecodeEngine(
-                EngineConfig(**config),
+                engine_config(**config),
                 device=device,
                 host=host,
                 storage=storage,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support.configs import engine_config
 
 from tidekv import (
     DecodeEngine,
@@ -14,12 +15,10 @@ from tidekv import (
     InvalidConfig,
     InvalidRequest,
     KVLayout,
-    LoopbackTransport,
     NixlTransport,
     RequestFailed,
 )
 from tidekv.engine.decode_engine import join_namespaces
-from tidekv.transports.loopback import LoopbackNetwork
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
 
@@ -45,6 +44,13 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", pag
         ("deadline_s", "soon"),
         ("deadline_s", float("nan")),
         ("deadline_s", 0),
+        ("deadline_s", True),
+        ("deadline_s", float("inf")),
+        ("deadline_s", 10**400),
+        ("deadline_s", "5"),
+        ("send_prompt", 1),
+        ("prefill", "a,a"),
+        ("prefill", ["a", 5]),
         ("cache", "no"),
         ("prefill", None),
         ("prefill", 5),
@@ -79,15 +85,7 @@ def test_names_of_engine_and_request_are_joined_so_that_none_can_be_forged() -> 
     assert joined.isdisjoint(names)
     assert [join_namespaces("a", ""), join_namespaces("", "a"), join_namespaces("", "")] == ["a", "a", ""]
     with pytest.raises(InvalidConfig, match="namespace"):
-        EngineConfig(namespace="\0" + "1:ab")
-
-
-async def test_a_deadline_may_be_endless() -> None:
-    transport = LoopbackTransport("decode", LoopbackNetwork())
-    async with DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport) as engine:
-        request = DecodeRequest(request_id="r", tokens=[1], prefill="nobody", deadline_s=float("inf"))
-        with pytest.raises(RequestFailed, match="nobody"):
-            await engine.restore(request)
+        engine_config(namespace="\0" + "1:ab")
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9])

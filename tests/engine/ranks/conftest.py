@@ -10,12 +10,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from tests.support.configs import engine_config
 
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     LoopbackTransport,
@@ -98,11 +98,11 @@ class Rank:
         )
         group = {"silence_s": 2.0, "hold_s": 2.0, "form_timeout_s": 20.0, **fields}
         self.engine = DecodeEngine(
-            EngineConfig(
+            engine_config(
                 prefetch_threshold_tokens=0,
                 close_deadline_s=2.0,
                 metrics_listen="127.0.0.1:0" if metrics else None,
-                journal=f"{journals}/rank-{rank}.jsonl" if journals else None,
+                journal_path=f"{journals}/rank-{rank}.jsonl" if journals else None,
             ),
             device=self.device,
             host=HostPool.allocate(layout, host_pages),
@@ -123,7 +123,7 @@ class Rank:
     async def restore(self, request_id: str, tokens: Sequence[int], **options: object) -> ReadyRequest:
         ready = await self.engine.restore(
             DecodeRequest(
-                request_id=request_id, tokens=tokens, prefill=",".join(self.prefills), prompt="send", **options
+                request_id=request_id, tokens=tokens, prefill=",".join(self.prefills), send_prompt=True, **options
             )
         )
         digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
