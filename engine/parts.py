@@ -292,6 +292,7 @@ class Parts:
             self.front.post(
                 events.AbortRequested(at_s=self.driver.clock(), request_id=request_id, cause="engine closed")
             )
+            self.calls.mark_aborted(request_id)
         try:
             async with asyncio.timeout(self.config.close_deadline_s):
                 await self.calls.wait_until(lambda: self.core.is_idle)
