@@ -35,7 +35,18 @@ from engine_sampler import Sampler, thread_times
 from rich.console import Console
 from rich.table import Table
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, ReadyRequest
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    JournalOptions,
+    KVLayout,
+    PeerOptions,
+    ReadyRequest,
+    StorageOptions,
+)
 from tidekv.engine.journal.journal import COALESCE_S
 
 VOCABULARY = 32000
@@ -114,16 +125,14 @@ class Rig:
         self.engine = DecodeEngine(
             EngineConfig(
                 model="synthetic",
-                journal=journal,
+                journal=JournalOptions(path=journal),
                 default_deadline_s=3600.0,
-                hold_up_limit_s=5.0,
+                loop_stall_report_s=5.0,
                 # Thousands that arrive at once wait for seconds: storage is asked and waited for all the same.
-                query_deadline_s=600.0,
-                prefetch_base_s=600.0,
-                fetch_deadline_share=0.0,
-                breaker_failures=0,
-                peer_silence_s=600.0,  # The script answers no pings.
-                lease_s=600.0,
+                storage=StorageOptions(
+                    query_deadline_s=600.0, prefetch_base_s=600.0, fetch_deadline_share=0.0, breaker_failures=0
+                ),
+                peer=PeerOptions(silence_s=600.0, lease_s=600.0),  # The script answers no pings.
             ),
             device=DevicePool.allocate(load.layout, self._device_pages),
             host=HostPool.allocate(load.layout, self._host_pages),

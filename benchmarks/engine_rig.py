@@ -166,6 +166,9 @@ class ScriptedTransport:
         """See `Transport.write`."""
         raise NotImplementedError("decode writes to nobody")
 
+    def check_address(self, address: str) -> None:
+        """See `Transport.check_address`."""
+
     async def dial(self, address: str) -> Link:
         """See `Transport.dial`."""
         return ScriptedLink(self._script)

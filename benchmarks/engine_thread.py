@@ -51,7 +51,7 @@ def rig(*, answers: bool) -> Iterator[EngineThread]:
     peer = PrefillPeer(device=pool, transport=LoopbackTransport("prefill-0", network), listen="prefill", on_room=serve)
     device = DevicePool.allocate(LAYOUT, IN_FLIGHT * 12)
     transport = LoopbackTransport("decode-0", network)
-    with EngineThread(EngineConfig(hold_up_limit_s=1.0), device=device, transport=transport) as thread:
+    with EngineThread(EngineConfig(loop_stall_report_s=1.0), device=device, transport=transport) as thread:
 
         async def start(_: DecodeEngine) -> None:
             await peer.__aenter__()
@@ -89,7 +89,7 @@ def submit_all(thread: EngineThread) -> np.ndarray[tuple[int], np.dtype[np.float
     def submit() -> None:
         number = next(numbers)
         tokens = np.arange(number * 1000, number * 1000 + PROMPT_TOKENS, dtype=np.uint32)
-        thread.submit(DecodeRequest(request_id=f"r{number}", tokens=tokens, prefill="prefill", prompt="send"))
+        thread.submit(DecodeRequest(request_id=f"r{number}", tokens=tokens, prefill="prefill", send_prompt=True))
 
     return timed(submit, IN_FLIGHT)
 

@@ -27,7 +27,17 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, Replayer
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    JournalOptions,
+    KVLayout,
+    NixlTransport,
+    Replayer,
+)
 from tidekv.engine.journal.journal import COALESCE_S
 from tidekv.engine.workload.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.states.commands import Command
@@ -87,7 +97,7 @@ class Side:
         self.load = load
         layout = load.layout
         self.engine = DecodeEngine(
-            EngineConfig(model="synthetic", journal=journal),
+            EngineConfig(model="synthetic", journal=JournalOptions(path=journal)),
             device=DevicePool.allocate(layout, DEVICE_TOKENS // layout.page_size),
             host=HostPool.allocate(layout, HOST_TOKENS // layout.page_size),
             transport=NixlTransport(name=name),
@@ -118,7 +128,7 @@ class Side:
             for turn, (prompt, output) in enumerate(talks[number]):
                 name = f"b{block}-c{number}-{turn}"
                 ready = await self.engine.restore(
-                    DecodeRequest(request_id=name, tokens=prompt, prefill=address, prompt="send")
+                    DecodeRequest(request_id=name, tokens=prompt, prefill=address, send_prompt=True)
                 )
                 self.engine.grow(ready, len(output))
                 await self.engine.finish(ready, output)

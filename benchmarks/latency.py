@@ -169,7 +169,7 @@ class Load:
             # Cut out of what was made before: making them takes longer than what is measured.
             at = 4 * (number * TURNS_MAX + turn)
             tail = self._tails[at : at + half_bytes]
-            request = DecodeRequest(request_id=name, tokens=prefix + tail, prefill=self.address, prompt="send")
+            request = DecodeRequest(request_id=name, tokens=prefix + tail, prefill=self.address, send_prompt=True)
             ready = await self.engine.restore(request)
             now_ns = time.monotonic_ns()
             if turn > 1:
@@ -223,7 +223,7 @@ async def measure_load(figures: Figures, seconds: float) -> None:
 
     Receiver.take = noted  # type: ignore[method-assign]  # What it watches.
     device = DevicePool.allocate(LAYOUT, IN_FLIGHT * (2 * PROMPT_TOKENS // PAGE))
-    config = EngineConfig(model="synthetic", hold_up_limit_s=1.0)
+    config = EngineConfig(model="synthetic", loop_stall_report_s=1.0)
     try:
         async with DecodeEngine(config, device=device, transport=NixlTransport(name="decode-0")) as engine:
             load = Load(engine, address, arrived_ns)

@@ -35,6 +35,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     NixlTransport,
+    StorageOptions,
     open_storage,
 )
 from tidekv.engine.workload.prefill_process import PrefillOrder, PrefillProcess
@@ -107,7 +108,7 @@ async def measure_sharing(figures: Figures) -> None:
     async with (
         PrefillProcess(order) as prefill,
         DecodeEngine(
-            EngineConfig(model="s", prefetch_threshold_tokens=16, default_deadline_s=300.0),
+            EngineConfig(model="s", storage=StorageOptions(prefetch_threshold_tokens=16), default_deadline_s=300.0),
             device=DevicePool.allocate(SMALL, num_pages),
             host=HostPool.allocate(SMALL, num_pages),
             storage=open_storage("memory:?capacity=64MB"),
@@ -127,7 +128,7 @@ async def measure_sharing(figures: Figures) -> None:
 
 
 async def _hold(engine: DecodeEngine, address: str, name: str, tokens: bytes) -> None:
-    request = DecodeRequest(request_id=name, tokens=tokens, prefill=address, prompt="send")
+    request = DecodeRequest(request_id=name, tokens=tokens, prefill=address, send_prompt=True)
     await engine.finish(await engine.restore(request))
 
 

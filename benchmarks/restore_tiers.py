@@ -28,6 +28,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     NixlTransport,
+    StorageOptions,
     open_storage,
 )
 from tidekv.engine.workload.prefill_process import PrefillOrder, PrefillProcess
@@ -78,7 +79,7 @@ class Pair:
         """Tokens by source of a request that was READY at `ready_at_s`, and is finished now."""
         self._names += 1
         request = DecodeRequest(
-            request_id=f"r{self._names}", tokens=tokens, prefill=self.address, prompt="send", cache=cache
+            request_id=f"r{self._names}", tokens=tokens, prefill=self.address, send_prompt=True, cache=cache
         )
         ready = await self.engine.restore(request)
         self.ready_at_s = time.perf_counter()
@@ -195,7 +196,9 @@ async def tier_rig(folder: Path) -> AsyncIterator[TierRig]:
         PrefillProcess(order) as prefill,
         DecodeEngine(
             EngineConfig(
-                model="s", prefetch="wait_complete", prefetch_threshold_tokens=LARGE.page_size, default_deadline_s=300.0
+                model="s",
+                storage=StorageOptions(prefetch="wait_complete", prefetch_threshold_tokens=LARGE.page_size),
+                default_deadline_s=300.0,
             ),
             device=DevicePool.allocate(LARGE, 5 * HALF_PAGES),
             host=HostPool.allocate(LARGE, 2 * HALF_PAGES),

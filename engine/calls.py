@@ -16,6 +16,7 @@ from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, Recompu
 from tidekv.states import commands
 from tidekv.states.commands import Command
 from tidekv.states.errors import BrokenInvariant, EngineClosed, InvalidRequest, RequestFailed
+from tidekv.states.validation import refusal
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -38,6 +39,10 @@ class LiveCall:
         self.ready: ReadyRequest | None = None
         self.reserves_given = 0
         """Answers to its growth so far."""
+        self.is_aborted = False
+        """An abort was posted for it: whatever the core decides before it takes that, the pages are no longer the
+        caller's.
+        """
 
 
 class Calls:
@@ -68,18 +73,30 @@ class Calls:
         }
 
     def begin(self, request: DecodeRequest, record: TokenRecord, *, serial: int) -> asyncio.Future[ReadyRequest]:
-        """A request arrives. Raises InvalidRequest for an id that is live."""
+        """Make a request live. Raises InvalidRequest for an id that is live already, and what `on_begin` raises; then
+        nothing is live.
+        """
         if request.request_id in self._live:
             raise InvalidRequest(f"request {request.request_id!r} is live already; ids are unique until they end")
-        live = self._live[request.request_id] = LiveCall(request, record, serial=serial)
+        live = LiveCall(request, record, serial=serial)
         if self.on_begin is not None:
             self.on_begin(request.request_id)
+        self._live[request.request_id] = live
         return live.outcome
 
+    def withdraw(self, request_id: str, *, serial: int) -> None:
+        """Forget a request that the core was never told of. Does nothing if another one has the id."""
+        if self.serial_of(request_id) == serial:
+            del self._live[request_id]
+
+    def mark_aborted(self, request_id: str) -> None:
+        """Note that an abort of this live request is posted: its `restore` raises from now on."""
+        self._live[request_id].is_aborted = True
+
     def holds(self, ready: ReadyRequest) -> bool:
-        """Whether this READY request has not been given back."""
+        """Whether this READY request was neither given back nor aborted."""
         live = self._live.get(ready.request_id)
-        return live is not None and live.ready is ready
+        return live is not None and live.ready is ready and not live.is_aborted
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request waits, or is READY and not given back."""
@@ -107,10 +124,12 @@ class Calls:
         return list(self._live)
 
     def ready(self, ready: ReadyRequest) -> LiveCall:
-        """The call behind a READY request. Raises InvalidRequest where it has been given back, or is another's, and
+        """The call behind a READY request. Raises InvalidRequest if it was given back, or is another's, and
         EngineClosed.
         """
         self._check_not_ended()
+        if not isinstance(ready, ReadyRequest):
+            raise refusal(ready, ReadyRequest, "ready")
         live = self._live.get(ready.request_id)
         if live is None or live.ready is not ready:
             raise InvalidRequest(f"request {ready.request_id!r} was given back already: it has no pages any more")
@@ -119,12 +138,21 @@ class Calls:
         return live
 
     def expect(self, ready: ReadyRequest) -> asyncio.Future[int]:
-        """A future for the answer to finish or retract."""
+        """A future for the answer to finish or retract; `unexpect` takes it back."""
         live = self.ready(ready)
         self._tokens_left[live.core_serial] = live.record
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ends[ready.request_id] = done
         return done
+
+    def unexpect(self, ready: ReadyRequest) -> None:
+        """Undo `expect`: the core was never told."""
+        self._ends.pop(ready.request_id, None)
+        self._tokens_left.pop(self._live[ready.request_id].core_serial, None)
+
+    def unexpect_flush(self, call: int) -> None:
+        """Undo `expect_flush`: the core was never told."""
+        self._flushes.pop(call, None)
 
     def expect_flush(self, call: int) -> asyncio.Future[FlushAnswer]:
         """A future for the answer to a flush."""

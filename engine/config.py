@@ -1,107 +1,178 @@
-"""What a decode engine is configured by."""
+"""Options of a decode engine: what concerns all of it, and one group for each of its parts."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
+
+from msgspec import Meta
 
 from tidekv.backends.page_keys import PageKeys
-from tidekv.engine.values import NAMESPACE_MARK
 from tidekv.states.components import Component
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.policy import StoragePolicy
+from tidekv.states.policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.settings import CoreSettings
+from tidekv.states.validation import (
+    ByteCount,
+    Count,
+    Options,
+    PlainText,
+    PositiveCount,
+    Seconds,
+    Text,
+    host_and_port,
+)
+
+Vocabulary = Annotated[int, Meta(ge=0, le=2**32)]
 
 
-class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a decode engine can be told, apart from its pools, storage and transport.
+class StorageOptions(StoragePolicy, forbid_unknown_fields=True):
+    """The storage tier: policies, which `DecodeEngine.change_policy` changes later, and bounds, which stay."""
 
-    The policies of storage are those of `StoragePolicy`; `DecodeEngine.change_policy` changes them later.
-    """
+    fetch_run_pages: PositiveCount = 32
+    """Pages of one storage read; the copy to the device starts with each run that has landed."""
+    query_deadline_s: Seconds = 1.0
+    """Maximum time in which storage may answer what it holds; then the answer counts as a miss."""
+    store_timeout_s: Seconds = 30.0
+    """Maximum time of one put; no further page of it is started after this."""
 
-    model: str = ""
-    """The model's fingerprint: both ends of a hand-over, and whoever shares storage, must name the same."""
-    vocabulary: int = 0
-    """Token ids must be below this; 0: whatever fits in 32 bits."""
-    namespace: str = ""
-    """What is cached under another namespace (adapter, tenant) is never matched."""
-    bigram_keys: bool = False
-    """Name pages by pairs of tokens: for draft KV of the EAGLE family, which depends on the token after the page. Both
-    ends of a hand-over must say the same, and so must whoever shares storage.
-    """
-    default_deadline_s: float = 60.0
-    """For requests that bring no deadline of their own."""
-    growth_reserve_pages: int = 1
-    queue_max: int = 16384
-    admission_scan_max: int = 16
-    passes_max: int = 64
-    ageing_s: float = 5.0
-    fetch_run_pages: int = 32
-    copy_run_pages: int = 256
-    query_deadline_s: float = 1.0
-    copy_deadline_s: float = 30.0
-    store_timeout_s: float = 30.0
-    """After this long no further page of one put is started."""
-    attempts_per_prefill: int = 1
-    keep_output: bool = True
-    share_transfers: bool = True
-    share_wait_s: float = 0.25
-    lease_s: float = 10.0
-    heartbeat_s: float = 0.5
-    peer_silence_s: float = 2.0
-    """A peer that was silent for so long is out of reach: its rooms fail, its pages stay in the quarantine."""
-    journal: str | None = None
-    """A file that every event is written to, or a directory that gets a file for each run; None: no journal. What an
-    earlier run left in the file is moved aside, to `NAME.previous`.
-    """
-    journal_tokens: bool = False
-    """Write pages as their tokens and not as keyed digests. A journal with tokens tells what users wrote."""
-    journal_segment_bytes: int = 0
-    """The journal goes on in a new file whenever one has this size; 0: one file."""
-    journal_segments_max: int = 0
-    """So many of the newest files are kept; 0: all. A journal whose first file was deleted cannot be replayed."""
-    metrics_listen: str | None = None
-    """host:port at which Prometheus may scrape (port 0: any, told by `DecodeEngine.metrics_address`); None: nothing is
-    counted.
-    """
-    kv_events: str | None = None
-    """ZMQ endpoint, such as tcp://*:5557, at which routers hear what is cached here; None: nothing is told. Needs the
-    extra `events`.
-    """
-    kv_events_replay: str | None = None
-    """ZMQ endpoint at which routers ask for batches that they missed; None: there is none."""
-    kv_events_topic: str = ""
-    """What batches are published under: the first frame of each."""
-    kv_events_kept_batches: int = 10_000
-    """So many of the newest batches can be asked for again."""
-    kv_events_encoding: Literal["map", "array"] = "map"
-    """How events are written. "map": as vLLM and SGLang do now; "array": fields in order, for older consumers."""
-    close_deadline_s: float = 10.0
-    hold_up_limit_s: float = 0.05
-    """A callback that holds the event loop up for longer than this, while there is work, is reported with its stack."""
+    @property
+    def policy(self) -> StoragePolicy:
+        """The part that can be changed later."""
+        return StoragePolicy(**{name: getattr(self, name) for name in POLICY_FIELDS})
+
+
+class AdmissionOptions(Options, forbid_unknown_fields=True):
+    """Admission of requests to device memory."""
+
+    queue_max: PositiveCount = 16384
+    """Maximum requests waiting for admission; `restore` refuses further ones with CapacityError."""
+    ageing_s: Seconds = 5.0
+    """Waiting for this long weighs as much as one step of priority."""
+    growth_reserve_pages: Count = 1
+    """Device pages that an admitted request holds in reserve for the tokens that it generates."""
+
+
+class SharingOptions(Options, forbid_unknown_fields=True):
+    """Sharing of transfers between requests with a common prefix. Not with components."""
+
+    enabled: bool = True
+    """Requests with a common prefix share its transfer before the first of them is READY."""
+    wait_s: Seconds = 0.25
+    """Seconds a request waits for another request's stalled transfer before it asks prefill itself."""
+
+
+class PeerOptions(Options, forbid_unknown_fields=True):
+    """The links to prefill workers."""
+
+    lease_s: Seconds = 10.0
+    """Time for which prefill keeps a room's pages after the last sign of life of this worker."""
+    heartbeat_s: Seconds = 0.5
+    """Interval between signs of life to each peer."""
+    silence_s: Seconds = 2.0
+    """A peer that is silent for longer counts as lost: its rooms fail, and its pages stay in quarantine."""
+    attempts: PositiveCount = 1
+    """How often each prefill of a request's list is tried before the request fails."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (
-            "default_deadline_s",
-            "lease_s",
-            "heartbeat_s",
-            "peer_silence_s",
-            "close_deadline_s",
-            "hold_up_limit_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
-        for name in ("journal_segment_bytes", "journal_segments_max"):
-            if getattr(self, name) < 0:
-                raise InvalidConfig(f"{name} must be 0 (no limit) or more, not {getattr(self, name)!r}")
-        if self.kv_events_kept_batches < 1:
-            raise InvalidConfig(f"kv_events_kept_batches must be at least 1, not {self.kv_events_kept_batches!r}")
-        if self.kv_events_encoding not in ("map", "array"):
-            raise InvalidConfig(f"kv_events_encoding must be map or array, not {self.kv_events_encoding!r}")
-        if NAMESPACE_MARK in self.namespace:
-            raise InvalidConfig(f"namespace must not hold {NAMESPACE_MARK!r}: {self.namespace!r}")
-        if self.vocabulary < 0:
-            raise InvalidConfig(f"vocabulary must be 0 (no limit) or a count of token ids, not {self.vocabulary!r}")
+        for name in ("silence_s", "lease_s"):
+            if self.heartbeat_s * 2 > getattr(self, name):
+                raise InvalidConfig(
+                    f"heartbeat_s must be at most half of {name} ({getattr(self, name):g}), not {self.heartbeat_s:g}"
+                )
+
+
+class JournalOptions(Options, forbid_unknown_fields=True):
+    """The journal: a file with every event of a run."""
+
+    path: PlainText | None = None
+    """File that every event is written to, or a directory that gets a file for each run. A file of an earlier run is
+    renamed to `NAME.previous`. None disables the journal.
+    """
+    tokens: bool = False
+    """Write pages as their tokens instead of keyed digests. A journal with tokens reveals what users wrote."""
+    segment_bytes: ByteCount = 0
+    """Size at which the journal continues in a new file. 0: one file."""
+    segments_max: Count = 0
+    """Maximum number of files, of which the newest are kept. 0: all. A journal without its first file cannot be
+    replayed.
+    """
+
+
+class MetricsOptions(Options, forbid_unknown_fields=True):
+    """Metrics for Prometheus."""
+
+    listen: PlainText | None = None
+    """host:port at which Prometheus scrapes; with port 0 the system chooses, see `DecodeEngine.metrics_address`. None
+    disables metrics.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.listen is not None:
+            host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
+
+
+class KVEventsOptions(Options, forbid_unknown_fields=True):
+    """KV events for routers. Needs the extra `events`."""
+
+    endpoint: PlainText | None = None
+    """ZMQ endpoint, such as tcp://*:5557, at which the engine publishes what it caches. None disables KV events."""
+    replay: PlainText | None = None
+    """ZMQ endpoint at which routers request batches that they missed. None disables the replay."""
+    topic: PlainText = ""
+    """Topic of the batches: the first frame of each."""
+    kept_batches: PositiveCount = 10_000
+    """Number of newest batches that can be requested again."""
+
+
+class EngineConfig(Options, forbid_unknown_fields=True):
+    """Options of a decode engine, apart from its pools, storage and transport.
+
+    Raises InvalidConfig, which names the field, the value and what is allowed.
+    """
+
+    model: Text = ""
+    """Fingerprint of the model. Both ends of a hand-over, and all workers that share storage, must name the same."""
+    vocabulary: Vocabulary = 0
+    """Token ids must be below this. 0: every id that fits in 32 bits is allowed."""
+    namespace: PlainText = ""
+    """Namespace of the cache (adapter, tenant); pages of another namespace never match."""
+    bigram_keys: bool = False
+    """Name pages by pairs of tokens: for draft KV of the EAGLE family, which depends on the token after the page. Both
+    ends of a hand-over, and all workers that share storage, must set the same.
+    """
+    keep_output: bool = True
+    """Keep generated tokens in the cache; without it only prompts are kept."""
+    default_deadline_s: Seconds = 60.0
+    """Deadline of requests that bring none: a restore that takes longer fails."""
+    copy_deadline_s: Seconds = 30.0
+    """Maximum time of a copy between device and host; a copy that takes longer has failed, and its pages are
+    quarantined.
+    """
+    close_deadline_s: Seconds = 10.0
+    """Maximum time that closing waits for work in flight."""
+    loop_stall_report_s: Seconds = 0.05
+    """A callback that blocks the event loop for longer than this, while there is work, is reported with its stack."""
+    storage: StorageOptions = StorageOptions()
+    """The storage tier."""
+    admission: AdmissionOptions = AdmissionOptions()
+    """Admission to device memory."""
+    sharing: SharingOptions = SharingOptions()
+    """Sharing of transfers."""
+    peer: PeerOptions = PeerOptions()
+    """Links to prefill workers."""
+    journal: JournalOptions = JournalOptions()
+    """The journal."""
+    metrics: MetricsOptions = MetricsOptions()
+    """Metrics."""
+    kv_events: KVEventsOptions = KVEventsOptions()
+    """KV events."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_events.replay is not None and self.kv_events.endpoint is None:
+            raise InvalidConfig("kv_events.replay needs kv_events.endpoint: without it there are no batches")
 
     def page_keys(self, page_size: int) -> PageKeys:
         """How the core and storage know pages of this size."""
@@ -110,13 +181,22 @@ class EngineConfig(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fiel
     def core_settings(
         self, *, page_size: int, device_pages: int, host_pages: int, components: tuple[Component, ...] = ()
     ) -> CoreSettings:
-        """The part of it that decides."""
-        shared = {name: getattr(self, name) for name in CoreSettings.__struct_fields__ if hasattr(self, name)}
+        """The part of the options that decides."""
         return CoreSettings(
             page_size=page_size,
             key_bytes=self.page_keys(page_size).key_bytes,
             device_pages=device_pages,
             host_pages=host_pages,
             components=components,
-            **shared,
+            keep_output=self.keep_output,
+            copy_deadline_s=self.copy_deadline_s,
+            fetch_run_pages=self.storage.fetch_run_pages,
+            query_deadline_s=self.storage.query_deadline_s,
+            queue_max=self.admission.queue_max,
+            ageing_s=self.admission.ageing_s,
+            growth_reserve_pages=self.admission.growth_reserve_pages,
+            share_transfers=self.sharing.enabled,
+            share_wait_s=self.sharing.wait_s,
+            attempts_per_prefill=self.peer.attempts,
+            **{name: getattr(self.storage, name) for name in POLICY_FIELDS},
         )

@@ -6,18 +6,20 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.config import EngineConfig
 from tidekv.engine.effects import TokenRecord
-from tidekv.engine.growth import Growth, kept_tokens
+from tidekv.engine.growth import Growth, kept_tokens, pack_output
 from tidekv.engine.parts import Parts
 from tidekv.engine.tails import tails_left
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
-from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, RequestFailed
+from tidekv.states.errors import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
 from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
+from tidekv.states.validation import PlainText, SecondsOrZero, Text, checked, short
 
 if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
@@ -25,13 +27,13 @@ if TYPE_CHECKING:
     from tidekv.backends.host import HostPool
     from tidekv.backends.keys import Tokens
     from tidekv.backends.storage.base import Storage
-    from tidekv.engine.config import EngineConfig
     from tidekv.engine.rank_group import RankGroup
     from tidekv.engine.tails import LeftTails
     from tidekv.states.core import Core
     from tidekv.transports.base import Transport
 
 TOKEN_BYTES = 4
+Tier = Literal["l1", "l2", "l3"]
 GENERATIONS_MAX = 1 << 16
 """Rooms that one request can open. Ids may be used again, generations of an id never."""
 
@@ -65,7 +67,7 @@ class DecodeEngine:
         on this machine, and the request is READY all the same. `ranks`: it is one of several engines that
         decide as one.
         """
-        self.config = config
+        self.config = checked(config, EngineConfig, "config", InvalidConfig)
         self.layout = device.layout
         self._parts = Parts(
             config,
@@ -106,6 +108,7 @@ class DecodeEngine:
         Cancelling the awaiting task aborts the request.
         """
         self._parts.check_open()
+        checked(request, DecodeRequest, "request")
         if self._parts.is_draining:
             raise EngineClosed("the engine drains: it takes no new requests")
         limit = self.config.vocabulary or None
@@ -113,6 +116,9 @@ class DecodeEngine:
 
     async def _submit(self, request: DecodeRequest, packed: bytes) -> ReadyRequest:
         self._driver.check()
+        for address in request.prefills:
+            for rank in address.split(","):
+                self._parts.transport.check_address(rank)
         settings = self._core.settings
         tokens = len(packed) // TOKEN_BYTES
         needed = settings.pages_of(tokens) + settings.growth_reserve_pages
@@ -121,7 +127,7 @@ class DecodeEngine:
                 f"request {request.request_id!r}: its prompt of {tokens} tokens needs {needed} device pages with its "
                 f"reserve; the pool has {settings.device_pages}"
             )
-        # Those who arrived in this turn of the loop are in no queue yet.
+        # Requests that arrived in this turn of the loop are in no queue yet.
         if len(self._core.queue) + self._calls.arriving(self._core) >= settings.queue_max:
             raise CapacityError(f"{settings.queue_max} requests wait for admission already; try again later")
         serial = self._serial = self._serial + 1
@@ -130,29 +136,33 @@ class DecodeEngine:
             page_keys=self._parts.page_keys,
             namespace=join_namespaces(self.config.namespace, request.namespace),
             addresses=request.prefills,
-            sends_prompt=request.prompt == "send",
+            sends_prompt=request.send_prompt,
             cache=request.cache,
             known=self._parts.known_digests,
         )
-        outcome = self._calls.begin(request, record, serial=serial)
-        now_s = self._driver.clock()
         within_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
-        self._driver.post(
-            events.RequestArrived(
-                at_s=now_s,
-                request_id=request.request_id,
-                serial=serial,
-                keys=self._parts.page_keys.of(packed),
-                prompt_tokens=tokens,
-                namespace=record.namespace,
-                prefill_count=len(request.prefills),
-                deadline_at_s=now_s + within_s,
-                priority=request.priority,
-                cache=request.cache,
-                generation=serial * GENERATIONS_MAX,
-                can_recompute=self._calls.last_resort is not None,
-            )
+        now_s = self._driver.clock()
+        arrival = events.RequestArrived(
+            at_s=now_s,
+            request_id=request.request_id,
+            serial=serial,
+            keys=self._parts.page_keys.of(packed),
+            prompt_tokens=tokens,
+            namespace=record.namespace,
+            prefill_count=len(request.prefills),
+            deadline_at_s=now_s + within_s,
+            priority=request.priority,
+            cache=request.cache,
+            generation=serial * GENERATIONS_MAX,
+            can_recompute=self._calls.last_resort is not None,
         )
+        # From here on the id is live, and the core is told: both or neither, whatever raises in between.
+        try:
+            outcome = self._calls.begin(request, record, serial=serial)
+            self._driver.post(arrival)
+        except BaseException:
+            self._calls.withdraw(request.request_id, serial=serial)
+            raise
         try:
             ready = await outcome
         except asyncio.CancelledError:
@@ -167,20 +177,24 @@ class DecodeEngine:
                 )
             raise
         if not self._calls.holds(ready):
-            # Given back between its end and this line: its pages may be another request's already.
+            # Aborted, or given back, between the core's decision and this line: an abort that is still queued ends it,
+            # and its pages may be another request's already.
             cause = "aborted" if self._parts.is_open else "engine closed"
             raise RequestFailed(request.request_id, cause, "just when it had become READY")
         return ready
 
     async def abort(self, request_id: str) -> bool:
-        """End a request, waiting or READY: its `restore` raises RequestFailed("aborted"). True: it is over now, and its
-        id is free. False: it is not live, or was given to finish or retract before.
+        """End a request, waiting or READY. True: it is over now, and its id is free; its `restore` raises
+        RequestFailed("aborted"), also if the core decided READY before it took the abort. False: it is not live, or was
+        given to finish or retract before.
         """
         self._parts.check_open()
+        checked(request_id, Text, "request_id")
         serial = self._calls.serial_of(request_id)
         if serial is None or self._calls.is_given_back(request_id):
             return False
         self._driver.post(events.AbortRequested(at_s=self._driver.clock(), request_id=request_id))
+        self._calls.mark_aborted(request_id)
         await self._calls.wait_until(lambda: self._calls.serial_of(request_id) != serial)
         return True
 
@@ -250,11 +264,13 @@ class DecodeEngine:
         held where the call was refused (InvalidRequest, CapacityError).
         """
         self._parts.check_open()
+        checked(retracted, RetractedRequest, "retracted")
         return await self._submit(retracted.request, retracted.packed_tokens)
 
     def drop(self, retracted: RetractedRequest) -> None:
-        """Let go of what a retracted request that will not be resumed holds in host memory."""
+        """Release what a retracted request that will not be resumed holds in host memory."""
         self._parts.check_open()
+        checked(retracted, RetractedRequest, "retracted")
         self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=retracted.request.request_id))
 
     def _drop_unclaimed(self, request_id: str, done: asyncio.Future[int]) -> None:
@@ -273,15 +289,20 @@ class DecodeEngine:
         self._parts.check_open()
         live = self._calls.ready(ready)
         page_keys = self._parts.page_keys
-        output = pack_tokens(output_tokens, vocabulary=self.config.vocabulary or None) if len(output_tokens) else b""
+        output = pack_output(output_tokens, vocabulary=self.config.vocabulary or None)
         tokens = kept_tokens(ready, output, page_size=self.layout.page_size)
         packed = ready.packed_tokens + output
         full_pages = page_keys.count(len(packed) // TOKEN_BYTES, tokens)
         left = tails_left(ready.request_id, ready.tails, tails, full_pages=full_pages)
-        live.record.grown(packed)
         keys, at_s = page_keys.of(packed, tokens), self._driver.clock()
+        event = kind(at_s=at_s, request_id=ready.request_id, keys=keys, tokens=tokens, tails=left)
         done = self._calls.expect(ready)
-        self._driver.post(kind(at_s=at_s, request_id=ready.request_id, keys=keys, tokens=tokens, tails=left))
+        try:
+            live.record.grown(packed)
+            self._driver.post(event)
+        except BaseException:
+            self._calls.unexpect(ready)
+            raise
         return done
 
     # --- The whole ---
@@ -289,18 +310,24 @@ class DecodeEngine:
     async def flush(self, tiers: tuple[str, ...] = ("l1", "l2")) -> dict[str, dict[str, int]]:
         """Forget everything in these tiers that is not in use: {"dropped": …, "spared": …}, pages by tier.
 
-        "l3" clears storage; it spares nothing.
+        "l3" clears storage and spares nothing. Raises InvalidRequest for another tier, and for "l3" without storage.
         """
         self._parts.check_open()
-        wrong = set(tiers) - {"l1", "l2", "l3"}
-        if wrong:
-            raise InvalidRequest(f"flush knows the tiers l1, l2 and l3, not {', '.join(sorted(wrong))}")
+        chosen: tuple[Tier, ...] = checked(tiers, tuple[Tier, ...], "tiers")
+        if "l3" in chosen and self._parts.storage is None:
+            raise InvalidRequest("tiers must be l1 or l2, not l3: no storage is attached")
         self._serial += 1
-        done = self._calls.expect_flush(self._serial)
-        local = tuple(tier for tier in tiers if tier != "l3")
-        self._driver.post(events.FlushRequested(at_s=self._driver.clock(), call=self._serial, tiers=local))
+        call = self._serial
+        local = tuple(tier for tier in chosen if tier != "l3")
+        event = events.FlushRequested(at_s=self._driver.clock(), call=call, tiers=local)
+        done = self._calls.expect_flush(call)
+        try:
+            self._driver.post(event)
+        except BaseException:
+            self._calls.unexpect_flush(call)
+            raise
         answer = await done
-        if "l3" in tiers and self._parts.storage is not None:
+        if "l3" in chosen and self._parts.storage is not None:
             answer["dropped"]["l3"] = await self._parts.storage_in_use.clear()
             answer["spared"]["l3"] = 0
         return answer
@@ -313,7 +340,14 @@ class DecodeEngine:
         What closing the old one raises is raised, with the new one in use. The engine closes storage at its end.
         """
         self._parts.check_open()
-        await self._parts.storage_in_use.swap(open_storage(storage, options) if isinstance(storage, str) else storage)
+        if isinstance(storage, str):
+            storage = open_storage(storage, options)
+        elif options is not None:
+            raise InvalidRequest("options go with the URI of a storage, not with an engine that is made already")
+        elif not callable(getattr(storage, "register", None)) or not callable(getattr(storage, "close", None)):
+            hint = "; detach_storage() removes it" if storage is None else ""
+            raise InvalidRequest(f"storage must be a URI or a storage engine, not {short(storage)}{hint}")
+        await self._parts.storage_in_use.swap(storage)
 
     async def detach_storage(self) -> None:
         """Use no storage from now on: its calls in flight are waited for, then it is closed."""
@@ -342,6 +376,7 @@ class DecodeEngine:
         For routers: it promises nothing, since any page may go at any time.
         """
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
+        checked(namespace, PlainText, "namespace")
         joined = join_namespaces(self.config.namespace, namespace)
         books = self._core.books
         device, host = (books.components or books.index).peek(joined, self._parts.page_keys.of(packed))
@@ -353,6 +388,7 @@ class DecodeEngine:
         Resuming is still possible. Returns the ids of the requests that are live still.
         """
         self._parts.check_open()
+        checked(timeout_s, SecondsOrZero | None, "timeout_s")
         self._parts.is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -374,7 +410,7 @@ class DecodeEngine:
 
     @property
     def metrics_address(self) -> str | None:
-        """host:port where Prometheus may scrape; None where `metrics_listen` was not set."""
+        """host:port where Prometheus may scrape; None if `metrics.listen` is not set."""
         return None if self._parts.metrics is None else self._parts.metrics.address
 
     def holds(self, ready: ReadyRequest) -> bool:

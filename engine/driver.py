@@ -132,10 +132,14 @@ class Driver:
         return not (self._completed or self._calls) and self._owed is None
 
     def post(self, event: Event) -> None:
-        """Queue an event; after `stop` it is dropped. Call it on the loop's thread."""
+        """Queue an event; after `stop` it is dropped. Call it on the loop's thread. If it raises, nothing is queued."""
         assert threading.get_ident() == self._thread, "events are posted on the loop's thread"
         if self._broken:
             return
+        if not self._armed:
+            # Before the event is queued: if this raises, the event was not posted.
+            self._loop.call_soon(self._drain)
+            self._armed = True
         if type(event) is AbortRequested:
             self._is_in_order = True
         elif not self._calls:
@@ -144,9 +148,6 @@ class Driver:
             self._calls.append(event)
         else:
             self._completed.append(event)
-        if not self._armed:
-            self._armed = True
-            self._loop.call_soon(self._drain)
 
     def take_now(self, event: Event) -> None:
         """Take everything that is queued, and then this event, before returning."""

@@ -23,9 +23,11 @@ from tidekv.engine.decode_engine import DecodeEngine
 from tidekv.engine.engine_thread_loop import EngineLoop
 from tidekv.engine.engine_thread_outcomes import Failed, Finished, Mailbox, OnDone, Outcome, Restored, Retracted
 from tidekv.engine.engine_thread_tickets import Live, Ticket, Tickets
-from tidekv.engine.growth import grow_from_reserve, kept_tokens
+from tidekv.engine.growth import grow_from_reserve, kept_tokens, pack_output
 from tidekv.engine.tails import tails_left
+from tidekv.engine.values import DecodeRequest, RetractedRequest
 from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages
+from tidekv.states.validation import Count, SecondsOrZero, Text, checked
 
 if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from tidekv.engine.config import EngineConfig
     from tidekv.engine.rank_group import RankGroup
     from tidekv.engine.tails import LeftTails
-    from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest
+    from tidekv.engine.values import ReadyRequest, Recompute
     from tidekv.transports.base import Transport
 
 __all__ = ["EngineThread", "Failed", "Finished", "Outcome", "Restored", "Retracted"]
@@ -155,15 +157,18 @@ class EngineThread:
         """
         if self._is_draining:
             raise EngineClosed("the engine drains: it takes no new requests")
+        checked(request, DecodeRequest, "request")
         packed = replace(request, tokens=pack_tokens(request.tokens, vocabulary=self._vocabulary))
         return self._restore(request.request_id, lambda: self._engine.restore(packed), on_done)
 
     def resume(self, retracted: RetractedRequest, *, on_done: OnDone | None = None) -> int:
         """Restore a retracted request, prompt and output so far; returns its ticket. Raises as `submit`."""
+        checked(retracted, RetractedRequest, "retracted")
         return self._restore(retracted.request.request_id, lambda: self._engine.resume(retracted), on_done)
 
     def drop(self, retracted: RetractedRequest) -> None:
-        """Let go of what a retracted request that will not be resumed holds in host memory. Never waits."""
+        """Release what a retracted request that will not be resumed holds in host memory. Never waits."""
+        checked(retracted, RetractedRequest, "retracted")
         self._loop.post(partial(self._engine.drop, retracted))
 
     def finish(
@@ -212,6 +217,7 @@ class EngineThread:
         not the caller's from this call on, and no outcome tells its end: its id is free soon.
         """
         self._loop.check()
+        checked(request_id, Text, "request_id")
         live = self._tickets.abort(request_id)
         if live is not None:
             self._loop.post(lambda: self._loop.spawn(self._abort(live), "abort"))
@@ -225,6 +231,8 @@ class EngineThread:
         Raises EngineClosed where there is none and none will come.
         """
         mailbox = self._mailbox
+        if timeout_s:
+            checked(timeout_s, SecondsOrZero, "timeout_s")
         if not mailbox.waiting:
             if not self._loop.is_up and (self._loop.is_forked or not len(self._tickets)):
                 self._loop.check()
@@ -261,6 +269,7 @@ class EngineThread:
         """
         batch = list(batch)
         self._loop.check()
+        checked(tokens, Count, "tokens")
         for ready in batch:
             self._check_held(ready)
         short, taken = [], []
@@ -292,6 +301,7 @@ class EngineThread:
 
         Returns the ids of the requests that are live still. Resuming is still possible.
         """
+        checked(timeout_s, SecondsOrZero | None, "timeout_s")
         self._is_draining = True
         return self.call(lambda engine: engine.drain(timeout_s))
 
@@ -323,7 +333,7 @@ class EngineThread:
         """Copies of both, checked here, so that what is wrong is raised in the call and changes nothing."""
         self._loop.check()
         self._tickets.check(ready)
-        packed = pack_tokens(output_tokens, vocabulary=self._vocabulary) if len(output_tokens) else b""
+        packed = pack_output(output_tokens, vocabulary=self._vocabulary)
         kept = kept_tokens(ready, packed, page_size=self._page_size)
         full_pages = self._page_keys.count((len(ready.packed_tokens) + len(packed)) // TOKEN_BYTES, kept)
         left = tails_left(ready.request_id, ready.tails, tails, full_pages=full_pages)
@@ -332,9 +342,9 @@ class EngineThread:
     def _begin(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
         try:
             self._loop.post(lambda: self._loop.spawn(self._perform(ticket, work), ticket.call))
-        except EngineClosed:
-            # Where the end had come upon the ticket already, its outcome tells.
-            if self._tickets.withdraw(ticket):
+        except BaseException as error:
+            # If the engine's end has reached the ticket already, its outcome reports that.
+            if self._tickets.withdraw(ticket) or not isinstance(error, EngineClosed):
                 raise
         return ticket.number
 

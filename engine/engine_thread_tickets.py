@@ -9,13 +9,12 @@ from __future__ import annotations
 import enum
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from tidekv.engine.engine_thread_outcomes import Failed, OnDone, Outcome, Restored
+from tidekv.engine.values import ReadyRequest
 from tidekv.states.errors import InvalidRequest, RequestFailed
-
-if TYPE_CHECKING:
-    from tidekv.engine.values import ReadyRequest
+from tidekv.states.validation import refusal
 
 Call: TypeAlias = Literal["restore", "retract", "finish"]
 
@@ -148,6 +147,8 @@ class Tickets:
         return ticket
 
     def _held(self, ready: ReadyRequest) -> Live:
+        if not isinstance(ready, ReadyRequest):
+            raise refusal(ready, ReadyRequest, "ready")
         live = self._live.get(ready.request_id)
         if live is None or live.ready is not ready or live.is_aborted or live.stage is not Stage.READY:
             raise InvalidRequest(f"request {ready.request_id!r} was given back or aborted: its pages are not yours")

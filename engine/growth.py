@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tidekv.backends.keys import TOKEN_BYTES
+from tidekv.backends.keys import TOKEN_BYTES, pack_tokens
 from tidekv.states import events
 from tidekv.states.errors import InvalidRequest, OutOfPages
+from tidekv.states.validation import Count, checked
 
 if TYPE_CHECKING:
-    from tidekv.engine.calls import Calls
+    from tidekv.backends.keys import Tokens
+    from tidekv.engine.calls import Calls, LiveCall
     from tidekv.engine.driver import Driver
     from tidekv.engine.rank_driver import RankDriver
     from tidekv.engine.values import ReadyRequest
@@ -36,7 +38,7 @@ class Growth:
 
     def grow(self, ready: ReadyRequest, tokens: int) -> list[int]:
         """See `DecodeEngine.grow`."""
-        self._calls.ready(ready)
+        self._check(ready)
         needed = pages_needed(ready, tokens, page_size=self._page_size)
         if needed > len(ready.reserve):
             self._tell(ready, 0, wanted=needed - len(ready.reserve))
@@ -44,7 +46,7 @@ class Growth:
 
     async def wait_grown(self, ready: ReadyRequest, tokens: int, *, hold_s: float) -> list[int]:
         """See `DecodeEngine.wait_grown`. `hold_s`: so long the callers of other ranks are waited for."""
-        live = self._calls.ready(ready)
+        live = self._check(ready)
         needed = pages_needed(ready, tokens, page_size=self._page_size)
         # The first answer may be to growth that was told before this was asked; a second one is not.
         for _ in range(2):
@@ -66,8 +68,16 @@ class Growth:
 
     def note(self, ready: ReadyRequest, page_count: int) -> None:
         """See `DecodeEngine.note_growth`."""
+        checked(page_count, Count, "page_count")
         if self._calls.holds(ready):
             self._front.post(self._event(ready, page_count))
+
+    def _check(self, ready: ReadyRequest) -> LiveCall:
+        """The call behind a request that may grow. Raises InvalidRequest: aborted requests do not grow."""
+        live = self._calls.ready(ready)
+        if live.is_aborted:
+            raise InvalidRequest(f"request {ready.request_id!r} was aborted: its pages are no longer yours")
+        return live
 
     def _take(self, ready: ReadyRequest, tokens: int, needed: int) -> list[int]:
         if needed > len(ready.reserve):
@@ -92,9 +102,9 @@ class Growth:
 
 
 def pages_needed(ready: ReadyRequest, tokens: int, *, page_size: int) -> int:
-    """How many pages room for `tokens` more tokens would add. Raises InvalidRequest for a negative count."""
-    if tokens < 0:
-        raise InvalidRequest(f"request {ready.request_id!r} cannot grow by {tokens} tokens")
+    """Pages that room for `tokens` more tokens would add. Raises InvalidRequest if that is no count."""
+    if type(tokens) is not int or tokens < 0:  # Growth of each token comes here: a right count costs no more than this.
+        checked(tokens, Count, f"request {ready.request_id!r}: tokens")
     return max(0, -(-(ready.length + tokens) // page_size) - len(ready.pages))
 
 
@@ -112,6 +122,15 @@ def grow_from_reserve(ready: ReadyRequest, tokens: int, *, page_size: int) -> li
     taken = [ready.reserve.popleft() for _ in range(needed)]
     ready.pages = np.concatenate((ready.pages, np.array(taken, dtype=np.int32)))
     return taken
+
+
+def pack_output(tokens: Tokens, *, vocabulary: int | None) -> bytes:
+    """Generated tokens as packed little-endian u32; there may be none. Raises InvalidRequest."""
+    try:
+        is_empty = not len(tokens)
+    except TypeError:
+        is_empty = False  # No sequence; packing says so.
+    return b"" if is_empty else pack_tokens(tokens, vocabulary=vocabulary)
 
 
 def kept_tokens(ready: ReadyRequest, packed_output: bytes, *, page_size: int) -> int:

@@ -20,7 +20,7 @@ async def open_journal(
     config: EngineConfig, core: Core, *, identity: Identity, page_bytes: int, instance: str
 ) -> Journal | None:
     """Open the journal of a core that has taken no event; None where none is wanted. Raises InvalidConfig."""
-    path = config.journal
+    path = config.journal.path
     if path is None:
         return None
 
@@ -28,12 +28,12 @@ async def open_journal(
         return Journal(
             path,
             core,
-            with_tokens=config.journal_tokens,
+            with_tokens=config.journal.tokens,
             config=msgspec.to_builtins(config),
             layout={**msgspec.to_builtins(identity), "page_bytes": page_bytes},
             instance=instance,
-            segment_bytes=config.journal_segment_bytes,
-            segments_max=config.journal_segments_max,
+            segment_bytes=config.journal.segment_bytes,
+            segments_max=config.journal.segments_max,
         )
 
     # In a thread, to its end: it opens files, and must not be lost to a cancellation once it runs.

@@ -22,7 +22,7 @@ from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.config import EngineConfig
+from tidekv.engine.config import EngineConfig, MetricsOptions, StorageOptions
 from tidekv.engine.decode_engine import DecodeEngine
 from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.workload.compute import ComputeThread
@@ -248,10 +248,14 @@ async def _decode_worker(
     device = DevicePool.allocate(result.layout, result.l1_pages)
     host = HostPool.allocate(result.layout, result.l2_pages) if cache else None
     # Small workloads have short prefixes; what is shown is that L3 works, not when it pays.
-    shown = EngineConfig(prefetch_threshold_tokens=result.layout.page_size, default_deadline_s=300.0)
-    config = msgspec.structs.replace(tiers.engine or shown, model=model, journal=tiers.journal if cache else None)
-    if tiers.shows is not None:
-        config = msgspec.structs.replace(config, metrics_listen=config.metrics_listen or "127.0.0.1:0")
+    shown = EngineConfig(
+        storage=StorageOptions(prefetch_threshold_tokens=result.layout.page_size), default_deadline_s=300.0
+    )
+    config = tiers.engine or shown
+    journal = msgspec.structs.replace(config.journal, path=tiers.journal if cache else None)
+    config = msgspec.structs.replace(config, model=model, journal=journal)
+    if tiers.shows is not None and config.metrics.listen is None:
+        config = msgspec.structs.replace(config, metrics=MetricsOptions(listen="127.0.0.1:0"))
     # A directory in any case, so that the two ways do not differ in more than they must.
     with tempfile.TemporaryDirectory(prefix="tidekv-", ignore_cleanup_errors=True) as folder:
         storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB", tiers.storage_options) if cache else None

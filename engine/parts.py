@@ -93,7 +93,7 @@ class Parts:
         self.poller = PollerThread()
         # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
         self.storage_poller = PollerThread(name="tidekv-storage-poller")
-        self.watchdog = Watchdog(limit_s=config.hold_up_limit_s)
+        self.watchdog = Watchdog(limit_s=config.loop_stall_report_s)
         self.transport = transport
         self.host = host
         self.components = {pools.name: pools for pools in components}
@@ -152,20 +152,19 @@ class Parts:
                 renew=self._begin_anew,
                 on_broken=self._break,
             )
-        if config.metrics_listen is not None:
+        if config.metrics.listen is not None:
             fold = self._fold = MetricsFold(self.core)
             votes = None if self.ranks is None else self.ranks.vote_s
             collector = MetricsCollector(
                 fold, page_bytes=memory.page_bytes, statistics=self.statistics, loop_lag=self.watchdog.lag, vote_s=votes
             )
-            self.metrics = MetricsServer(config.metrics_listen, collector)
-        if config.kv_events is not None and (self.rank_group is None or self.rank_group.rank == 0):
+            self.metrics = MetricsServer(config.metrics.listen, collector)
+        if config.kv_events.endpoint is not None and (self.rank_group is None or self.rank_group.rank == 0):
             self.kv_events = KVEventPublisher(
-                config.kv_events,
-                replay=config.kv_events_replay,
-                topic=config.kv_events_topic,
-                kept_batches=config.kv_events_kept_batches,
-                encoding=config.kv_events_encoding,
+                config.kv_events.endpoint,
+                replay=config.kv_events.replay,
+                topic=config.kv_events.topic,
+                kept_batches=config.kv_events.kept_batches,
             )
         await self._drive_core()
         self.front = self.ranks or self.driver
@@ -176,9 +175,9 @@ class Parts:
             deliver=self.front.post,
             deliver_aux=self.calls.note_aux,
             clock=self.driver.clock,
-            lease_s=config.lease_s,
-            heartbeat_s=config.heartbeat_s,
-            missed_s=config.peer_silence_s,
+            lease_s=config.peer.lease_s,
+            heartbeat_s=config.peer.heartbeat_s,
+            missed_s=config.peer.silence_s,
             **place_of(self.rank_group),
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
             component_memory=component_memory,
@@ -198,8 +197,8 @@ class Parts:
             keys_put=lambda op: self.core.keys_put(op),
             page_keys=self.page_keys,
             known=self.known_digests,
-            store_timeout_s=config.store_timeout_s,
-            query_timeout_s=config.query_deadline_s,
+            store_timeout_s=config.storage.store_timeout_s,
+            query_timeout_s=config.storage.query_deadline_s,
         )
         await self.storage_in_use.register_first()
         if self.ranks is not None:
@@ -293,6 +292,7 @@ class Parts:
             self.front.post(
                 events.AbortRequested(at_s=self.driver.clock(), request_id=request_id, cause="engine closed")
             )
+            self.calls.mark_aborted(request_id)
         try:
             async with asyncio.timeout(self.config.close_deadline_s):
                 await self.calls.wait_until(lambda: self.core.is_idle)

@@ -75,7 +75,7 @@ class PrefillPeer:
 
     With `storage`, the full pages of each finished prompt are written through to it, under the keys that decode workers
     of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come
-    with the promise (`DecodeRequest(prompt="send")`), or by `room.finish(tokens=…)`; a prompt without is not stored,
+    with the promise (`DecodeRequest(send_prompt=True)`), or by `room.finish(tokens=…)`; a prompt without is not stored,
     and counted. `room.received()` returns no sooner than the pages were copied to host memory: `host`, all of whose
     pages are the peer's then, or a small pool of its own. Tails of components are not stored. The peer closes storage.
     """

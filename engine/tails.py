@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.events import TailLeft
+from tidekv.states.validation import short
 
 if TYPE_CHECKING:
     from tidekv.states.components import TailTable
@@ -110,8 +111,10 @@ def tails_left(
 
     Raises InvalidRequest, which names component and page, for whatever is not the request's at that position.
     """
-    if not left:
+    if left is None:
         return ()
+    if not isinstance(left, Mapping):
+        raise InvalidRequest(f"tails must be a mapping of component to (first, pages), not {short(left)}")
     checked = []
     for name, each in left.items():
         tail = given.get(name)

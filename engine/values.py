@@ -5,81 +5,65 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.validation import Count, PlainText, Seconds, check_fields, short
 from tidekv.transports.wire import check_name
 
 if TYPE_CHECKING:
     from tidekv.backends.keys import Tokens
     from tidekv.engine.tails import ReadyTail
+else:
+    Tokens = Any  # Packing the tokens checks each of them.
 
 PRIORITY_MAX = 1_000_000
+Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 NAMESPACE_MARK = "\0"
-"""No namespace may hold it: names that were joined begin with it."""
+"""Begins joined names; `PlainText` refuses it in the names of callers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRequest:
-    """A prompt whose KV is wanted on this device.
-
-    `tokens`: a sequence of ints, an array, a numpy array, or packed little-endian u32 bytes (fastest).
-    `prefill`: the address of the prefill worker, or several, tried in order when one is lost. One of several ranks is
-    named by the addresses of all of them, in order, joined by commas; the same on all ranks of a decode instance.
-    `prompt`: "send" puts the tokens into the promise, where no router brings them to prefill.
-    `cache`: False inserts nothing in the cache (warm-up, hidden tokens).
-    `max_new_tokens`: how many tokens are to be generated at most, as far as it is known; a hint.
-    `deadline_s`: how long the restore may take, from the call on; None: as the engine's configuration says.
-    `priority`: the higher is admitted first; within `ageing_s` seconds a lower one gains a step.
-    """
+    """A prompt whose KV is wanted on this device. Raises InvalidRequest, which names the field and what is allowed."""
 
     request_id: str
+    """Unique among live requests: 1 to 512 printable characters."""
     tokens: Tokens
+    """A sequence of ints, an array, a numpy array, or packed little-endian u32 bytes (fastest)."""
     prefill: str | Sequence[str]
-    max_new_tokens: int = 0
-    deadline_s: float | None = None
-    priority: int = 0
-    namespace: str = ""
+    """Address of the prefill worker, or several, tried in order when one is lost. A worker of several ranks is named by
+    the addresses of all of them, in order, joined by commas; the same on all ranks of a decode instance.
+    """
+    max_new_tokens: Count = 0
+    """Maximum tokens to be generated, if it is known; a hint."""
+    deadline_s: Seconds | None = None
+    """Maximum time of the restore, from the call on. None: the engine's `default_deadline_s`."""
+    priority: Priority = 0
+    """Requests of higher priority are admitted first; every `ageing_s` seconds of waiting count as one step."""
+    namespace: PlainText = ""
+    """Namespace of the cache; pages of another namespace never match."""
     cache: bool = True
-    prompt: Literal["routed", "send"] = "routed"
+    """False inserts nothing in the cache (warm-up, hidden tokens)."""
+    send_prompt: bool = False
+    """Send the tokens to prefill with the promise; needed if no router brings them there."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest, which names the field."""
-        if not isinstance(self.request_id, str):
-            raise InvalidRequest(f"request_id must be a string, not {self.request_id!r}")
+        check_fields(self, where="" if not isinstance(self.request_id, str) else f"request {short(self.request_id)}: ")
         try:
             check_name(self.request_id)
         except InvalidRequest as error:
             raise InvalidRequest(f"request_id: {error}") from None
-        if self.prompt not in ("routed", "send"):
-            raise self._wrong("prompt", "'routed' or 'send'")
-        if not isinstance(self.prefill, str | Sequence) or not self.prefill:
-            raise self._wrong("prefill", "one address or more")
-        if not all(isinstance(address, str) and address for address in self.prefills):
-            raise self._wrong("prefill", "one address or more")
         ranks = [address.split(",") for address in self.prefills]
-        if any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):
-            raise self._wrong("prefill", "addresses of all ranks of a worker, each once, joined by commas")
-        if self.deadline_s is not None and not (isinstance(self.deadline_s, int | float) and self.deadline_s > 0):
-            raise self._wrong("deadline_s", "more than 0 seconds")
-        if type(self.max_new_tokens) is not int or self.max_new_tokens < 0:
-            raise self._wrong("max_new_tokens", "a count of tokens")
-        if type(self.priority) is not int or abs(self.priority) > PRIORITY_MAX:
-            raise self._wrong("priority", f"an int from -{PRIORITY_MAX} to {PRIORITY_MAX}")
-        if not isinstance(self.cache, bool):
-            raise self._wrong("cache", "True or False")
-        if not isinstance(self.namespace, str) or NAMESPACE_MARK in self.namespace:
-            raise self._wrong("namespace", f"a string without {NAMESPACE_MARK!r}")
-        try:
-            self.namespace.encode()
-        except UnicodeEncodeError:
-            raise self._wrong("namespace", "text that can be encoded") from None
-
-    def _wrong(self, field: str, wanted: str) -> InvalidRequest:
-        return InvalidRequest(f"request {self.request_id!r}: {field} must be {wanted}, not {getattr(self, field)!r}")
+        if not ranks or any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):
+            raise InvalidRequest(
+                f"request {self.request_id!r}: prefill must be one address or more, each with all ranks of a worker "
+                f"once, joined by commas, not {short(self.prefill)}"
+            )
 
     @property
     def prefills(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """How storage is used: what is fetched and how long for, what is put there, and when it is left alone.
 
-Plain values, the same in `EngineConfig` and `CoreSettings`, where a run begins with them. They can be changed while
-requests run, by the event `PolicyChanged`: what is under way goes on as it began, what comes next follows the new ones.
+Plain values, the same in `EngineConfig.storage` and `CoreSettings`, where a run begins with them. The event
+`PolicyChanged` changes them while requests run: work in flight continues as it began, later work follows the new ones.
 """
 
 from __future__ import annotations
@@ -12,6 +12,15 @@ from typing import Literal
 import msgspec
 
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import (
+    Amount,
+    Count,
+    Options,
+    Seconds,
+    SecondsOrZero,
+    Share,
+    unknown,
+)
 
 PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete", "soonest"]
 WritePolicy = Literal["through", "selective", "back"]
@@ -20,83 +29,58 @@ FETCH_TIMEOUT_MAX_S = 3600.0
 """No storage call is told to start reads for longer than this."""
 
 
-class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
+class StoragePolicy(Options, frozen=True, kw_only=True):
     """Policies of the storage tier. Pages and tokens are counts, durations are seconds."""
 
     prefetch: PrefetchPolicy = "timeout"
-    """How long a request waits for its fetches. "timeout": `prefetch_base_s` and so on. "best_effort": until its
-    transfer is done; what has landed by then is used. "wait_complete": until they end. What has not landed is asked of
-    prefill. These two are bounded by the request's own deadline: half of what is left of it at the plan. "soonest":
-    like "timeout", but what the transfer would bring sooner is not fetched, and whenever the transfer is done while
-    fetches are not, it is divided anew who brings the rest.
+    """How long a request waits for its fetches. "timeout": `prefetch_base_s` and `prefetch_per_ki_token_s`.
+    "best_effort": until its transfer is done; pages that have landed by then are used. "wait_complete": until they end.
+    Pages that have not landed are requested from prefill. These two are bounded by half of the time that the request
+    has left when its plan is made. "soonest": like "timeout", but pages that the transfer would bring sooner are not
+    fetched, and whenever the transfer is done before the fetches, the split between storage and transfer is recomputed.
     """
-    prefetch_threshold_tokens: int = 256
-    """A storage hit shorter than this is not worth a fetch: the transfer brings it."""
-    prefetch_base_s: float = 1.0
-    prefetch_per_ki_token_s: float = 0.25
-    """A fetch may take `prefetch_base_s` and this much more per 1,024 tokens of the request's storage run."""
-    fetch_pages_in_flight_max: int = 0
-    """Pages under way from storage at once, over all requests; what goes beyond is promised to nobody and comes from
-    prefill. 0: no limit.
+    prefetch_threshold_tokens: Count = 256
+    """Storage hits shorter than this are not fetched: the transfer brings them."""
+    prefetch_base_s: Seconds = 1.0
+    """Fixed part of the time that a fetch may take with "timeout" and "soonest"."""
+    prefetch_per_ki_token_s: Seconds = 0.25
+    """Additional time for each 1,024 tokens of the request's storage run."""
+    fetch_pages_in_flight_max: Count = 0
+    """Maximum pages being read from storage at once, over all requests; prefill sends the rest. 0 disables it."""
+    fetch_pages_per_s: Amount = 0.0
+    """Maximum rate at which plans fetch pages; one second's worth can be saved up. 0 disables the limit."""
+    fetch_deadline_share: Amount = 1.0
+    """A plan fetches only as many pages as land, at the measured throughput, within this share of the time that it may
+    take. 0 disables the limit.
     """
-    fetch_pages_per_s: float = 0.0
-    """Pages that plans may fetch in a second, of which one second's worth can be saved up. 0: no limit."""
-    fetch_deadline_share: float = 1.0
-    """A plan fetches no more than what, at the pace that storage has shown lately, lands within this share of the time
-    that it may take. 0: as much as storage has, however slow it is.
-    """
-    lookahead_pages_max: int = 0
-    """Host pages that requests which wait for device memory may fill from storage ahead of their admission, over all
-    of them. 0: none.
+    lookahead_pages_max: Count = 0
+    """Maximum host pages, over all requests that wait for device memory, filled from storage before their admission.
+    0 disables the look-ahead.
     """
     write: WritePolicy = "through"
-    """When pages go to host memory and storage. "through": all of a request when it is finished. "selective": its pages
-    that were part of at least `write_hits_min` prompts are put in storage, all go to the host. "back": nothing when it
-    is finished; what is about to be evicted from the device is copied to the host, and what is about to be evicted from
-    there is put in storage.
+    """When pages are written to host memory and storage. "through": all pages of a finished request. "selective": all
+    go to the host; pages that were part of at least `write_hits_min` prompts are put in storage. "back": nothing at the
+    finish; pages about to be evicted from the device are copied to the host, and pages about to be evicted from the
+    host are put in storage.
     """
-    write_hits_min: int = 2
-    write_tokens_min: int = 0
-    """Shorter prefixes are not put in storage."""
-    write_back_ahead: float = 0.1
-    """With "back": of each pool, so large a share is free, or can be freed without losing anything."""
-    put_wait_s: float = 1.0
-    """Puts give way to fetches: one waits until no fetch is under way, but no longer than this. 0: it never waits."""
-    put_fetch_s_max: float = 0.0
-    """While fetches take longer than this on average, puts wait as if one were under way. 0: however long they take."""
-    breaker_failures: int = 8
-    """After so many failures or lates of storage in a row it is asked nothing until a probe has succeeded. 0: never."""
-    breaker_backoff_s: float = 1.0
-    breaker_backoff_max_s: float = 30.0
-    """The first probe comes after `breaker_backoff_s`, each further one after twice the time, up to this."""
-
-    def __post_init__(self) -> None:
-        self._one_of("prefetch", ("timeout", "best_effort", "wait_complete", "soonest"))
-        self._one_of("write", ("through", "selective", "back"))
-        for name in (
-            "prefetch_threshold_tokens",
-            "fetch_pages_in_flight_max",
-            "fetch_pages_per_s",
-            "fetch_deadline_share",
-            "lookahead_pages_max",
-            "write_hits_min",
-            "write_tokens_min",
-            "put_wait_s",
-            "put_fetch_s_max",
-            "write_back_ahead",
-            "breaker_failures",
-        ):
-            if not getattr(self, name) >= 0:
-                raise InvalidConfig(f"{name} must be at least 0, not {getattr(self, name)!r}")
-        if not self.write_back_ahead <= 1:
-            raise InvalidConfig(f"write_back_ahead must be at most 1, the whole pool, not {self.write_back_ahead!r}")
-        for name in ("prefetch_base_s", "prefetch_per_ki_token_s", "breaker_backoff_s", "breaker_backoff_max_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
-
-    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
-        if getattr(self, name) not in allowed:
-            raise InvalidConfig(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+    write_hits_min: Count = 2
+    """Minimum number of prompts that a page was part of before "selective" puts it in storage."""
+    write_tokens_min: Count = 0
+    """Prefixes shorter than this are not put in storage."""
+    write_back_ahead: Share = 0.1
+    """Share of each pool that "back" keeps free, or evictable without losing data."""
+    put_wait_s: SecondsOrZero = 1.0
+    """Maximum time for which a put waits until no fetch is in flight. 0: puts never wait."""
+    put_fetch_s_max: SecondsOrZero = 0.0
+    """Puts wait as if a fetch were in flight while fetches take longer than this on average. 0 disables the rule."""
+    breaker_failures: Count = 8
+    """Consecutive failures or timeouts of storage after which it is not called until a probe succeeds. 0 disables the
+    circuit breaker.
+    """
+    breaker_backoff_s: Seconds = 1.0
+    """Time until the first probe of storage."""
+    breaker_backoff_max_s: Seconds = 30.0
+    """Maximum time between probes: each waits twice as long as the one before, up to this."""
 
 
 POLICY_FIELDS = StoragePolicy.__struct_fields__
@@ -104,13 +88,10 @@ POLICY_FIELDS = StoragePolicy.__struct_fields__
 
 def changed_policy(policy: StoragePolicy, changes: Mapping[str, object]) -> StoragePolicy:
     """The same policies with some others. Raises InvalidConfig, which names what is wrong and what is allowed."""
-    unknown = sorted(set(changes) - set(POLICY_FIELDS))
-    if unknown:
-        raise InvalidConfig(f"there is no policy {unknown[0]!r}; there are {', '.join(POLICY_FIELDS)}")
-    try:
-        return msgspec.convert({**msgspec.to_builtins(policy), **changes}, StoragePolicy)
-    except msgspec.ValidationError as error:
-        raise InvalidConfig(f"policies {', '.join(sorted(changes))} cannot be used: {error}") from error
+    for name in changes:
+        if name not in POLICY_FIELDS:
+            raise unknown(name, POLICY_FIELDS, "policy", InvalidConfig)
+    return msgspec.structs.replace(policy, **changes)
 
 
 def policy_of(settings: StoragePolicy) -> StoragePolicy:

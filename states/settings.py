@@ -7,40 +7,41 @@ import msgspec
 from tidekv.states.components import Component
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.policy import POLICY_FIELDS, StoragePolicy
+from tidekv.states.validation import Count, PositiveCount, Seconds
 
 
 class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Sizes, bounds and policies of one core. Pages and tokens are counts, durations are seconds."""
 
-    page_size: int
+    page_size: PositiveCount
     """Tokens a page holds."""
-    key_bytes: int
+    key_bytes: PositiveCount
     """Bytes of one page's key: its packed tokens in a live run, a digest in a replay."""
-    device_pages: int
-    host_pages: int = 0
-    growth_reserve_pages: int = 1
+    device_pages: PositiveCount
+    host_pages: Count = 0
+    growth_reserve_pages: Count = 1
     """Device pages that an admitted request holds back for the tokens it will generate."""
-    queue_max: int = 16384
+    queue_max: PositiveCount = 16384
     """Requests that may wait for admission; the next one is refused."""
-    admission_scan_max: int = 16
+    admission_scan_max: PositiveCount = 16
     """Waiting requests looked at when the first of them does not fit."""
-    passes_max: int = 64
+    passes_max: Count = 64
     """How often smaller requests may pass one that does not fit before everybody waits for it."""
-    ageing_s: float = 5.0
+    ageing_s: Seconds = 5.0
     """Waiting so long weighs as much as one step of priority."""
-    fetch_run_pages: int = 32
+    fetch_run_pages: PositiveCount = 32
     """Pages of one storage read; each run that has landed starts its copy to the device."""
-    copy_run_pages: int = 256
+    copy_run_pages: PositiveCount = 256
     """Pages of one copy between host and device, at most (a single tree node may be longer)."""
-    query_deadline_s: float = 1.0
-    copy_deadline_s: float = 30.0
-    attempts_per_prefill: int = 1
+    query_deadline_s: Seconds = 1.0
+    copy_deadline_s: Seconds = 30.0
+    attempts_per_prefill: PositiveCount = 1
     """How often each prefill of a request's list is tried before the request fails."""
     share_transfers: bool = False
     """Requests that have a prefix in common share the transfer of it, before the first of them is READY. Not with
     components.
     """
-    share_wait_s: float = 0.25
+    share_wait_s: Seconds = 0.25
     """So long a request that waits for another one's transfer alone does so while nothing of it lands."""
     components: tuple[Component, ...] = ()
     """Windows and states that travel beside the KV."""
@@ -49,26 +50,12 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("page_size", "key_bytes", "device_pages", "queue_max", "admission_scan_max", "fetch_run_pages"):
-            self._at_least(name, 1)
-        for name in ("copy_run_pages", "attempts_per_prefill"):
-            self._at_least(name, 1)
-        for name in ("host_pages", "growth_reserve_pages", "passes_max"):
-            self._at_least(name, 0)
-        for name in ("query_deadline_s", "copy_deadline_s", "ageing_s", "share_wait_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
-
         for component in self.components:
             if component.device_pages < component.live_pages(self.page_size):
                 raise InvalidConfig(
                     f"component {component.name!r} has {component.device_pages} device pages, one request needs"
                     f" {component.live_pages(self.page_size)}"
                 )
-
-    def _at_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise InvalidConfig(f"{name} must be at least {least}, not {getattr(self, name)!r}")
 
     def with_policy(self, policy: StoragePolicy) -> CoreSettings:
         """The same sizes and bounds with other policies."""

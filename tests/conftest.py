@@ -16,12 +16,12 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.configs import engine_config
 from tests.support.waits import PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     LoopbackTransport,
@@ -66,7 +66,7 @@ class Pair:
         self.kv = SyntheticKV(self.device)
 
     def request(self, request_id: str, tokens: Sequence[int], **options: object) -> DecodeRequest:
-        return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", prompt="send", **options)
+        return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", send_prompt=True, **options)
 
     async def restore(self, request_id: str, tokens: Sequence[int], **options: object) -> ReadyRequest:
         """Restore, and verify every byte of every page."""
@@ -104,7 +104,7 @@ class Pair:
         host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
         config.setdefault("prefetch_threshold_tokens", 0)
         async with DecodeEngine(
-            EngineConfig(**{**PATIENT, **config}),
+            engine_config(**{**PATIENT, **config}),
             device=device,
             host=host,
             storage=storage,
@@ -176,7 +176,7 @@ def make_pair() -> Iterator[MakePair]:
                 host=prefill_host,
             ) as peer,
             DecodeEngine(
-                EngineConfig(**{**PATIENT, **config}),
+                engine_config(**{**PATIENT, **config}),
                 device=device,
                 host=host,
                 storage=storage,

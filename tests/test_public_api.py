@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tidekv
+from tests.support.configs import engine_config
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -58,7 +59,7 @@ async def test_every_call_works_as_documented(tmp_path: Path) -> None:
         async with (
             asyncio.TaskGroup() as group,
             DecodeEngine(
-                EngineConfig(prefetch_threshold_tokens=0),
+                engine_config(prefetch_threshold_tokens=0),
                 device=device,
                 host=host,
                 storage=storage,
@@ -126,7 +127,7 @@ async def test_prefill_is_called_where_the_promise_brings_the_tokens() -> None:
         PrefillPeer(device=prefill_pool, transport=NixlTransport("prefill-0"), on_room=start_prefill) as peer,
         DecodeEngine(EngineConfig(), device=device, transport=NixlTransport("decode-0")) as engine,
     ):
-        request = DecodeRequest(request_id="r1", tokens=[5, 6], prefill=peer.address, prompt="send")
+        request = DecodeRequest(request_id="r1", tokens=[5, 6], prefill=peer.address, send_prompt=True)
         ready = await engine.restore(request)
         assert seen == [pack_tokens([5, 6])]
         await engine.finish(ready, [ready.first_token])

@@ -199,6 +199,10 @@ class Transport(Protocol):
         """
         ...
 
+    def check_address(self, address: str) -> None:
+        """Raise InvalidRequest for an address that cannot be dialled, whatever listens there."""
+        ...
+
     async def dial(self, address: str) -> Link:
         """Open a link, challenge included. Raises TransferFailed or RemoteProtocolError."""
         ...

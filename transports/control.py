@@ -33,6 +33,7 @@ from tidekv.states.errors import (
     TidekvError,
     TransferFailed,
 )
+from tidekv.states.validation import host_and_port
 from tidekv.transports import wire
 from tidekv.transports.base import Link
 from tidekv.transports.offenders import OffenceLimits, Offenders, is_offence, whose
@@ -296,11 +297,7 @@ async def listen(address: str, on_link: Callable[[Link], Awaitable[None]], optio
 
 def parse_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[v6]:port". Raises InvalidConfig."""
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise InvalidConfig(f"address {address!r} is not host:port")
-    return host, int(port)
+    return host_and_port(address, "address", InvalidConfig, any_port=True)
 
 
 def format_address(host: str, port: int) -> str:

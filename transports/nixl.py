@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
 from tidekv.states.shapes import PageIds, PoolMemory
+from tidekv.states.validation import host_and_port
 from tidekv.transports import control, death, wire
 from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
@@ -174,6 +175,10 @@ class NixlTransport:
         self._counts["writes"] += 1
         self._counts["pages_written"] += len(ours)
         return bytes_done
+
+    def check_address(self, address: str) -> None:
+        """See `Transport.check_address`."""
+        host_and_port(address, "prefill")
 
     async def dial(self, address: str) -> Link:
         """See `control.dial`."""

@@ -126,11 +126,14 @@ def decode(
         "transport.secret": ("--secret", secret),
         "cache.page_size": ("--page-size", page_size),
         "storage.uri": ("--storage", storage),
-        "engine.journal": ("--journal", journal),
+        "engine.journal.path": ("--journal", journal),
     }
     # A small workload has short prefixes: what is shown is that storage works, not when it pays.
     loaded = _loaded(
-        config, settings, flags, defaults={"engine.prefetch_threshold_tokens": 16, "engine.default_deadline_s": 300.0}
+        config,
+        settings,
+        flags,
+        defaults={"engine.storage.prefetch_threshold_tokens": 16, "engine.default_deadline_s": 300.0},
     )
 
     from rich.console import Console
@@ -154,7 +157,7 @@ def decode(
         storage=chosen.storage.uri,
         storage_options=chosen.storage.options,
         compare=False,
-        journal=chosen.engine.journal,
+        journal=chosen.engine.journal.path,
         engine=chosen.engine,
         transport=_transport(loaded, "decode-0", listens=False),
     )

@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    address: Annotated[str, typer.Argument(help="host:port of the engine's metrics (metrics_listen).")],
+    address: Annotated[str, typer.Argument(help="host:port of the engine's metrics (engine.metrics.listen).")],
     interval_s: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
 ) -> None:

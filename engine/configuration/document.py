@@ -6,8 +6,9 @@ import json
 
 import msgspec
 
-from tidekv.engine.configuration.options import Option, all_options, section_types, text_of
+from tidekv.engine.configuration.options import Option, all_options, section_types
 from tidekv.engine.configuration.peer_flags import FLAGS
+from tidekv.states.validation import allowed
 
 INTRODUCTION = """\
 # Configuration
@@ -19,8 +20,9 @@ flags. The later one wins:
 
 1. the defaults below;
 2. the file of `--config FILE`, or of the variable `TIDEKV_CONFIG`;
-3. environment variables: `TIDEKV_` and the option's name with an underscore, such as `TIDEKV_ENGINE_QUEUE_MAX`;
-4. `--set section.option=value`, any number of times;
+3. environment variables: `TIDEKV_` and the option's path with underscores, such as
+   `TIDEKV_ENGINE_ADMISSION_QUEUE_MAX` for `engine.admission.queue_max`;
+4. `--set section.option=value`, such as `--set engine.storage.write=back`, any number of times;
 5. the command's own flags, such as `--listen`.
 
 ```toml
@@ -36,15 +38,29 @@ uri = "file:/var/lib/tidekv?capacity=200GB"
 [transport]
 secret_file = "/run/secrets/tidekv"
 
-[engine]
+[engine.storage]
 prefetch = "timeout"
-metrics_listen = "127.0.0.1:9464"
+
+[engine.metrics]
+listen = "127.0.0.1:9464"
 ```
 
 `tidekv config show` prints every option with its value and where that came from; `tidekv config check` names every
 mistake, with its place, and ends with exit code 2; `tidekv config schema` prints the JSON Schema, with which
-editors complete the file. Nothing starts with a mistake in its configuration. Who embeds the engine passes an
-`EngineConfig`; `load()` makes one of the same sources:
+editors complete the file. Nothing starts with a mistake in its configuration. An embedder passes an `EngineConfig`,
+whose groups are the tables of `[engine]`:
+
+```python
+import tidekv
+
+config = tidekv.EngineConfig(
+    model="my-model",
+    storage=tidekv.StorageOptions(prefetch="best_effort"),
+    journal=tidekv.JournalOptions(path="run.journal"),
+)
+```
+
+`load()` makes one from the same sources as the commands:
 
 ```python
 from tidekv.engine.configuration import load
@@ -54,8 +70,8 @@ config = loaded.configuration.engine  # An EngineConfig.
 ```
 
 Lists in variables and `--set` are separated by commas, tables are JSON objects. Variables that Kubernetes makes of
-a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; any other `TIDEKV_` variable that means nothing is
-a mistake.
+a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; any other `TIDEKV_` variable that names no option
+is a mistake.
 
 ## Sizes of pools
 
@@ -63,7 +79,8 @@ a mistake.
 or `"80 % of what is free"`, `"50 % of total"`), `"auto"`, and `l2` also a multiple of L1 (`"2x"`). What is free is
 what the kernel could give, within every control group that bounds the process (version 1 or 2, with all those above
 it); memory of clean files counts as free. On the CPU both pools share the same memory: L1 is taken first. More than
-is free is refused before anything starts."""
+is free is refused before anything starts.
+"""
 
 
 def configuration_page() -> str:
@@ -72,9 +89,11 @@ def configuration_page() -> str:
     for section, kind in section_types().items():
         summary = (kind.__doc__ or "").strip().splitlines()[0]
         if section == "engine":
-            summary = "The decode engine: policies, bounds, deadlines. These are the fields of `EngineConfig`."
+            summary = "The decode engine: fields of `EngineConfig`. Each table below is one of its groups."
+        elif section.startswith("engine."):
+            summary += f" In Python `{kind.__name__}`."
         rows = [_row(option) for option in all_options().values() if option.section == section]
-        table = ["| option | type | default | unit | effect |", "|---|---|---|---|---|", *rows]
+        table = ["| option | allowed | default | unit | effect |", "|---|---|---|---|---|", *rows]
         parts.append(f"## [{section}]\n\n{summary}\n\n" + "\n".join(table) + "\n")
     known = ["| there (SGLang) | here | how |", "|---|---|---|"]
     known += [f"| `{flag}` | {f'`{ours}`' if ours else '—'} | {how} |" for flag, ours, how in FLAGS]
@@ -84,7 +103,7 @@ def configuration_page() -> str:
 
 def _row(option: Option) -> str:
     effect = option.effect.replace("|", "\\|")
-    return f"| `{option.name}` | {text_of(option.type)} | {_default(option)} | {option.unit or '—'} | {effect} |"
+    return f"| `{option.name}` | {allowed(option.type)} | {_default(option)} | {option.unit or '—'} | {effect} |"
 
 
 def _default(option: Option) -> str:

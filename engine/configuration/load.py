@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
 
-from tidekv.engine.configuration.options import Option, all_options, check_section, defaults_of, section_types
+from tidekv.engine.configuration.options import Option, all_options, section_types
 from tidekv.engine.configuration.sections import Configuration
 from tidekv.engine.configuration.sources import (
     FILE_VARIABLE,
@@ -23,6 +24,7 @@ from tidekv.engine.configuration.sources import (
     from_settings,
 )
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import checked, refusal
 
 __all__ = ["DEFAULT", "Loaded", "Mistake", "gather", "load"]
 
@@ -37,9 +39,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
     def value(self, path: str) -> object:
         """Return the value of an option by its path."""
-        section, _, name = path.partition(".")
-        value: object = getattr(getattr(self.configuration, section), name)
-        return value
+        return attrgetter(path)(self.configuration)
 
     def is_given(self, path: str) -> bool:
         """Tell whether somebody gave the option."""
@@ -88,47 +88,72 @@ def gather(
     last = {value.path: value for value in given}
     sections: dict[str, dict[str, object]] = {section: {} for section in section_types()}
     origins = dict.fromkeys(all_options(), DEFAULT)
-    for value in last.values():
-        option = all_options()[value.path]
+    for path, value in last.items():
+        option = all_options()[path]
         try:
-            checked = _checked(option, value)
+            sections[option.section][option.name] = _typed(option, value)
         except InvalidConfig as error:
-            mistakes.append(Mistake(value.origin, f"{value.path}: {error}"))
+            mistakes.append(Mistake(value.origin, str(error)))
             continue
-        sections[option.section][option.name] = checked
-        origins[option.path] = value.origin
-    built = {}
-    for section, values_of in sections.items():
+        origins[path] = value.origin
+    built: dict[str, dict[str, object]] = {section: {} for section in ("", *section_types())}
+    # Groups before the section that holds them.
+    for section in reversed(section_types()):
+        parent, _, name = section.rpartition(".")
+        built[parent][name] = _section(section, sections[section], built[section], origins, mistakes)
+    return Loaded(Configuration(**built[""]), origins), mistakes  # type: ignore[arg-type]  # Each is of the type of its section.
+
+
+def _section(
+    section: str,
+    options: Mapping[str, object],
+    groups: Mapping[str, object],
+    origins: dict[str, str],
+    mistakes: list[Mistake],
+) -> msgspec.Struct:
+    """Make a section. If that cannot be, leave out each option that is wrong beside the defaults, or else all."""
+    kind = section_types()[section]
+    try:
+        return kind(**groups, **options)
+    except InvalidConfig as error:
+        whole = str(error)
+    right = {}
+    for name, value in options.items():
+        path = f"{section}.{name}"
         try:
-            built[section] = check_section(section, values_of)
+            kind(**{name: value})
+            right[name] = value
         except InvalidConfig as error:
-            # Each value was right by itself; together they are not.
-            mistakes.append(Mistake(f"section {section}", str(error)))
-            built[section] = defaults_of(section)
-    return Loaded(Configuration(**built), origins), mistakes  # type: ignore[arg-type]  # Each is of the type of its section.
+            mistakes.append(Mistake(origins[path], f"{path}: {error}"))
+            origins[path] = DEFAULT
+    if len(right) == len(options):
+        # Each option is right by itself; together they are not.
+        mistakes.append(Mistake(f"section {section}", whole))
+        right = {}
+    try:
+        return kind(**groups, **right)
+    except InvalidConfig as error:
+        mistakes.append(Mistake(f"section {section}", str(error)))
+        return kind()
 
 
-def _checked(option: Option, given: Given) -> object:
-    """Return a value as its type wants it, checked beside the defaults of its section. Raises InvalidConfig."""
+def _typed(option: Option, given: Given) -> object:
+    """Return a value as the type of its option wants it. Raises InvalidConfig, which hides passwords."""
     value = given.value
     try:
         if given.is_text:
             assert isinstance(value, str), "text is text"
             value = _read_text(option, value)
-        else:
-            value = msgspec.convert(value, option.type)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        # Never the value itself: it may be a secret.
-        raise InvalidConfig(str(error).rstrip(".")) from error
-    check_section(option.section, {option.name: value})
-    return value
+        return checked(value, option.type, option.path, InvalidConfig)
+    except (msgspec.ValidationError, msgspec.DecodeError, InvalidConfig):
+        raise refusal(option.shown(given.value), option.type, option.path, InvalidConfig) from None
 
 
 def _read_text(option: Option, text: str) -> object:
     if isinstance(option.default, dict):
         return msgspec.json.decode(text, type=option.type)
     if isinstance(option.default, tuple):
-        return msgspec.convert([part.strip() for part in text.split(",") if part.strip()], option.type)
+        return [part.strip() for part in text.split(",") if part.strip()]
     if option.default is None and not text:
         return None
     if isinstance(option.default, str):

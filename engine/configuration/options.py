@@ -7,14 +7,14 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 import msgspec
 
 from tidekv.engine.configuration.sections import Configuration
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.settings import CoreSettings
+from tidekv.states.validation import unknown
 
 PREFIX: Final = "TIDEKV_"
 HIDDEN: Final = "********"
@@ -34,36 +34,15 @@ _UNITS: Final = {
     "_pages_per_s": "pages a second",
     "_per_ki_token_s": "seconds for each 1,024 tokens",
     "page_size": "tokens",
-    "journal_tokens": "",
     "l1": "a size",
     "l2": "a size",
     "vocabulary": "token ids",
     "queue_max": "requests",
-    "scan_max": "requests",
-    "passes_max": "times",
     "hits_min": "prompts",
     "segments_max": "files",
     "breaker_failures": "failures",
-    "attempts_per_prefill": "times",
-}
-# Options of the engine whose docstring stands at another one, or at none.
-_EFFECTS: Final = {
-    "default_deadline_s": "How long a request may take that brings no deadline of its own; then it fails.",
-    "prefetch_base_s": 'With prefetch "timeout": how long a fetch from storage may take, whatever its length.',
-    "write_hits_min": 'With write "selective": pages that were part of so many prompts are put in storage.',
-    "breaker_backoff_s": "The first probe of storage that was left alone comes after this.",
-    "breaker_backoff_max_s": "Each further probe waits twice as long as the one before, up to this.",
-    "query_deadline_s": "How long storage may take to say what it holds; then it counts as a miss.",
-    "copy_deadline_s": "A copy between device and host that takes longer counts as failed; its pages are quarantined.",
-    "share_transfers": "Requests with a common prefix share its transfer, before the first of them is READY. Not with "
-    "components.",
-    "share_wait_s": "A request that waits for another one's transfer alone waits so long while nothing of it lands; "
-    "then its own prefill is asked.",
-    "lease_s": "Prefill keeps a room's pages for so long after the last sign of life of this worker.",
-    "heartbeat_s": "How often each peer is told that this worker lives.",
-    "journal_segments_max": "So many of the newest files of a journal are kept; 0: all. Without the first, there is "
-    "no replay.",
-    "close_deadline_s": "How long closing waits for what is in flight before it is cut off.",
+    "attempts": "times",
+    "kept_batches": "batches",
 }
 
 
@@ -85,7 +64,7 @@ class Option(NamedTuple):
     @property
     def variable(self) -> str:
         """The environment variable that sets it."""
-        return f"{PREFIX}{self.section}_{self.name}".upper()
+        return f"{PREFIX}{self.path.replace('.', '_')}".upper()
 
     @property
     def is_secret(self) -> bool:
@@ -96,7 +75,9 @@ class Option(NamedTuple):
         """Return the value as it may be shown: passwords are hidden."""
         if self.is_secret:
             return HIDDEN if value else ""
-        if self.name == "options" and isinstance(value, Mapping):
+        if self.name == "options":
+            if not isinstance(value, Mapping):
+                return HIDDEN
             return {name: HIDDEN if _is_password(name) else kept for name, kept in value.items()}
         if isinstance(value, str):
             return re.sub(r"(://[^/@:]*):[^/@]*@", rf"\1:{HIDDEN}@", value)
@@ -105,8 +86,20 @@ class Option(NamedTuple):
 
 @functools.cache
 def section_types() -> Mapping[str, type[msgspec.Struct]]:
-    """The struct of each section."""
-    return {field.name: field.type for field in msgspec.structs.fields(Configuration)}
+    """The struct of each section by its path; a group of the engine's options is a section within "engine"."""
+    return dict(_sections_within("", Configuration))
+
+
+def _sections_within(path: str, kind: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    for field in msgspec.structs.fields(kind):
+        if is_section(field.type):
+            yield f"{path}{field.name}", field.type
+            yield from _sections_within(f"{path}{field.name}.", field.type)
+
+
+def is_section(kind: object) -> bool:
+    """Whether a field holds options of its own, and is none itself."""
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 @functools.cache
@@ -114,14 +107,15 @@ def all_options() -> Mapping[str, Option]:
     """Every option by its path, section by section, in the order of the types."""
     found = {}
     for section, kind in section_types().items():
-        words = docstrings_of(kind)
-        if section == "engine":
-            words = {**docstrings_of(CoreSettings), **words, **_EFFECTS}
+        effects = docstrings_of(kind)
         for field in msgspec.structs.fields(kind):
+            if is_section(field.type):
+                continue
             default = field.default
             if field.default_factory is not msgspec.NODEFAULT:
                 default = field.default_factory()
-            option = Option(section, field.name, field.type, default, words.get(field.name, ""), _unit_of(field.name))
+            effect = effects.get(field.name, "")
+            option = Option(section, field.name, field.type, default, effect, _unit_of(field.name))
             found[option.path] = option
     return found
 
@@ -142,36 +136,6 @@ def docstrings_of(kind: type) -> Mapping[str, str]:
     return found
 
 
-def defaults_of(section: str) -> msgspec.Struct:
-    """Return a section as it is when nothing is given."""
-    return section_types()[section]()
-
-
-def check_section(section: str, values: Mapping[str, object]) -> msgspec.Struct:
-    """Make a section of checked values. Raises InvalidConfig."""
-    made = section_types()[section](**values)
-    if section == "engine":
-        # Some bounds belong to the core, which there is none of yet: sizes that are allowed stand in for its own.
-        from tidekv.engine.config import EngineConfig
-
-        assert isinstance(made, EngineConfig), "that is its type"
-        made.core_settings(page_size=1, device_pages=1, host_pages=0)
-    return made
-
-
-def text_of(kind: object) -> str:
-    """Name a type in words that people use for configuration."""
-    text = re.sub(r"typing\.|collections\.abc\.", "", kind.__name__ if isinstance(kind, type) else str(kind))
-    if text.startswith("Literal["):
-        return " or ".join(word.strip("'\" ") for word in text[8:-1].split(","))
-    known = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "str | None": "text"}
-    if text in known:
-        return known[text]
-    if text.startswith("Sequence["):
-        return "list of text"
-    return "text or whole number" if text in ("str | int", "int | str") else "table"
-
-
 def _unit_of(name: str) -> str:
     fitting = [suffix for suffix in _UNITS if name.endswith(suffix)]
     return _UNITS[max(fitting, key=len)] if fitting else ""
@@ -183,11 +147,4 @@ def _is_password(name: str) -> bool:
 
 def refused(path: str) -> InvalidConfig:
     """The error for an option that does not exist, with the one that was probably meant."""
-    import difflib
-
-    known = all_options()
-    meant = difflib.get_close_matches(path, known, n=1)
-    if not meant:
-        name = path.rpartition(".")[2]
-        meant = [other for other in known if other.rpartition(".")[2] == name]
-    return InvalidConfig(f"there is no option {path!r}" + (f"; did you mean {meant[0]}?" if meant else ""))
+    return unknown(path, all_options(), "option", InvalidConfig)  # type: ignore[return-value]  # Of the class given.

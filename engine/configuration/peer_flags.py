@@ -13,17 +13,17 @@ FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("--mem-fraction-static 0.8", "cache.l1", '`l1 = "80 %"` of what is free on the device when the pool is made.'),
     (
         "--hicache-write-policy write_through",
-        "engine.write",
+        "engine.storage.write",
         '`write = "through"`: pages go to L2 and storage when a request is finished.',
     ),
     (
         "--hicache-write-policy write_through_selective",
-        "engine.write",
+        "engine.storage.write",
         '`write = "selective"` with `write_hits_min`; all pages go to the host, these to storage.',
     ),
     (
         "--hicache-write-policy write_back",
-        "engine.write",
+        "engine.storage.write",
         '`write = "back"` with `write_back_ahead`: what is about to be evicted is written first.',
     ),
     ("--hicache-io-backend, --hicache-mem-layout", "", "Not there: L2 is page first, and one kind of copy serves it."),
@@ -35,7 +35,7 @@ FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("--hicache-storage-backend-extra-config", "storage.options", "A table; in variables a JSON object."),
     (
         "--hicache-storage-prefetch-policy",
-        "engine.prefetch",
+        "engine.storage.prefetch",
         "The same three names: best_effort, wait_complete, timeout.",
     ),
     ("--disaggregation-mode prefill", "prefill.listen", "`tidekv prefill`, or embed `PrefillPeer`."),
@@ -44,11 +44,15 @@ FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("--disaggregation-bootstrap-port", "prefill.listen", "The port of `listen`; decode dials it."),
     ("--disaggregation-ib-device", "", "UCX_NET_DEVICES in the environment."),
     ("--disaggregation-decode-enable-radix-cache", "", "Always: that is what tidekv is for."),
-    ("--num-reserved-decode-tokens", "engine.growth_reserve_pages", "In pages; the reserve is refilled as it is used."),
+    (
+        "--num-reserved-decode-tokens",
+        "engine.admission.growth_reserve_pages",
+        "In pages; refilled as it is used.",
+    ),
     (
         "--kv-events-config",
-        "engine.kv_events",
-        "And `kv_events_replay`, `kv_events_topic`, `kv_events_kept_batches`; see [KV events](kv-events.md).",
+        "engine.kv_events.endpoint",
+        "And `replay`, `topic`, `kept_batches` beside it; see [KV events](kv-events.md).",
     ),
 )
 """Flag, our option's path or nothing, and what to write."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidekv.engine.configuration.options import all_options
+from tidekv.engine.configuration.options import all_options, section_types
 from tidekv.engine.configuration.sections import Configuration
 
 
@@ -17,9 +17,8 @@ def json_schema() -> dict[str, object]:
     }
     definitions = schema["$defs"]
     assert isinstance(definitions, dict), "msgspec names every struct there"
-    by_section = {field.name: field.type.__name__ for field in msgspec.structs.fields(Configuration)}
     for option in all_options().values():
-        described = definitions[by_section[option.section]]["properties"][option.name]
+        described = definitions[section_types()[option.section].__name__]["properties"][option.name]
         described["description"] = option.effect + (f" Unit: {option.unit}." if option.unit else "")
     return schema
 

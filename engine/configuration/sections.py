@@ -11,18 +11,18 @@ from pathlib import Path
 import msgspec
 
 from tidekv.engine.config import EngineConfig
-from tidekv.engine.configuration.addresses import check_address
 from tidekv.engine.configuration.memory import Memory
 from tidekv.engine.configuration.sizes import parse_memory
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import Options, PositiveCount, Seconds, Text, host_and_port
 
 
-class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CacheSection(Options, forbid_unknown_fields=True):
     """Pages and pools of this worker."""
 
-    page_size: int = 16
+    page_size: PositiveCount = 16
     """Tokens that a page holds: the unit of matching, allocating and moving. Prefill and decode must have the same."""
-    device: str = "cpu"
+    device: Text = "cpu"
     """Where L1 lies: cpu, cuda or cuda:N."""
     l1: str | int = "auto"
     """Size of the device pool (L1); every page of a running request is there. "auto": chosen by the command."""
@@ -32,8 +32,7 @@ class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise InvalidConfig(f"page_size must be at least 1, not {self.page_size!r}")
+        super().__post_init__()
         kind, _, number = self.device.partition(":")
         if kind not in ("cpu", "cuda") or (":" in self.device and not (kind == "cuda" and number.isdigit())):
             raise InvalidConfig(f"device must be cpu, cuda or cuda:N, not {self.device!r}")
@@ -53,53 +52,49 @@ class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return l1, size.pages(page_bytes=page_bytes, memory=host, l1_pages=l1, what="cache.l2")
 
 
-class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StorageSection(Options, forbid_unknown_fields=True):
     """The storage tier (L3)."""
 
-    uri: str = ""
+    uri: Text = ""
     """Which engine, and where: memory:, file:/path?capacity=200GB, redis://host and so on. Empty: none, or what the
     command chooses.
     """
-    options: dict[str, object] = {}
+    options: dict[str, object] = msgspec.field(default_factory=dict)
     """Further options of the engine, beside those in the URI. Passwords belong here, or in a file that only the worker
     can read.
     """
 
 
-class TransportSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TransportSection(Options, forbid_unknown_fields=True):
     """The links and the bulk transfer between workers."""
 
-    name: str = ""
+    name: Text = ""
     """The worker's name in logs and at its peers; empty: prefill-0 or decode-0."""
-    secret: str = ""
+    secret: Text = ""
     """What both ends must know; empty: everybody may connect. Also by TIDEKV_SECRET."""
-    secret_file: str = ""
+    secret_file: Text = ""
     """A file that holds the secret, as secrets are mounted; instead of `secret`."""
-    tls_certificate: str = ""
+    tls_certificate: Text = ""
     """PEM file with this worker's certificate, and its key unless `tls_key` has it. Prefill listens under TLS if it is
     given; decode shows it to a prefill that asks for one.
     """
-    tls_key: str = ""
+    tls_key: Text = ""
     """PEM file with the certificate's key, without a password."""
-    tls_authority: str = ""
+    tls_authority: Text = ""
     """PEM file with the certificates that a peer's must be signed by. Decode dials under TLS if it is given; prefill
     then takes nobody without a certificate. Bulk data is not under TLS.
     """
     backends: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"UCX": {}})
     """NIXL plugins to use, each with its own options."""
-    progress_delay_us: int = 20_000
+    progress_delay_us: PositiveCount = 20_000
     """How long NIXL's progress thread sleeps between its rounds. Less sees sooner what a peer wrote, and costs CPU."""
-    call_timeout_s: float = 30.0
+    call_timeout_s: Seconds = 30.0
     """Bounds each call that sets something up, such as a NIXL plugin."""
-    close_timeout_s: float = 5.0
+    close_timeout_s: Seconds = 5.0
     """How long closing waits for writes in flight."""
 
     def __post_init__(self) -> None:
-        if self.progress_delay_us < 1:
-            raise InvalidConfig(f"progress_delay_us must be at least 1, not {self.progress_delay_us!r}")
-        for name in ("call_timeout_s", "close_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+        super().__post_init__()
         if self.tls_key and not self.tls_certificate:
             raise InvalidConfig("tls_key is given without tls_certificate")
         if self.secret and self.secret_file:
@@ -118,37 +113,36 @@ class TransportSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return secret
 
 
-class PrefillSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrefillSection(Options, forbid_unknown_fields=True):
     """A prefill worker (`tidekv prefill`)."""
 
     listen: str = "127.0.0.1:7000"
     """host:port at which decode workers find this one; port 0: any."""
-    lease_s: float = 10.0
+    lease_s: Seconds = 10.0
     """A room's pages are kept for so long after the last sign of life of its decode worker."""
-    close_deadline_s: float = 5.0
+    close_deadline_s: Seconds = 5.0
     """How long closing waits for writes in flight before the transport is closed under them."""
 
     def __post_init__(self) -> None:
-        check_address(self.listen, what="listen", any_port=True)
-        for name in ("lease_s", "close_deadline_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+        super().__post_init__()
+        host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
 
 
-class DecodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecodeSection(Options, forbid_unknown_fields=True):
     """A decode worker (`tidekv decode`)."""
 
     prefill: Sequence[str] = ("127.0.0.1:7000",)
     """Addresses of prefill workers, in the order in which they are tried."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.prefill:
             raise InvalidConfig("prefill must name at least one host:port")
         for address in self.prefill:
-            check_address(address, what="prefill", any_port=False)
+            host_and_port(address, "prefill", InvalidConfig)
 
 
-class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Configuration(Options, forbid_unknown_fields=True):
     """Everything that a worker can be told. Each field is a section of the file."""
 
     cache: CacheSection = CacheSection()

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from tidekv.backends.storage.extra_options import read_extra_options
 from tidekv.engine.configuration.options import PREFIX, all_options, refused, section_types
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import unknown
 
 FILE_VARIABLE: Final = "TIDEKV_CONFIG"
 SECRET_VARIABLE: Final = "TIDEKV_SECRET"
@@ -44,14 +45,10 @@ def from_file(path: str) -> tuple[list[Given], list[Mistake]]:
     given: list[Given] = []
     mistakes: list[Mistake] = []
     for section, table in tables.items():
-        if section not in section_types():
-            names = ", ".join(section_types())
-            mistakes.append(Mistake(path, f"there is no section {section!r}; there are {names}"))
-        elif not isinstance(table, Mapping):
-            mistakes.append(Mistake(path, f"section {section!r} must be a table of options"))
+        if section not in section_types() or "." in section:
+            mistakes.append(Mistake(path, str(unknown(section, top_sections(), "section"))))
         else:
-            for name, value in table.items():
-                _add(Given(f"{section}.{name}", value, path), given, mistakes)
+            _take_table(section, table, path, given, mistakes)
     return given, mistakes
 
 
@@ -88,6 +85,23 @@ def from_settings(settings: Sequence[str]) -> tuple[list[Given], list[Mistake]]:
 def from_flags(flags: Mapping[str, tuple[str, object]]) -> list[Given]:
     """Take flags of a command: by option, the flag's name and its value; None was not given."""
     return [Given(path, value, flag) for path, (flag, value) in flags.items() if value is not None]
+
+
+def top_sections() -> list[str]:
+    """The sections of a file, without the groups within them."""
+    return [section for section in section_types() if "." not in section]
+
+
+def _take_table(section: str, table: object, origin: str, given: list[Given], mistakes: list[Mistake]) -> None:
+    if not isinstance(table, Mapping):
+        mistakes.append(Mistake(origin, f"section {section!r} must be a table of options"))
+        return
+    for name, value in table.items():
+        path = f"{section}.{name}"
+        if path in section_types():
+            _take_table(path, value, origin, given, mistakes)
+        else:
+            _add(Given(path, value, origin), given, mistakes)
 
 
 def _add(value: Given, given: list[Given], mistakes: list[Mistake]) -> None:

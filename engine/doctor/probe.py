@@ -117,7 +117,7 @@ def storage(directory: str) -> list[Finding]:
     found = f"{directory}: writes {in_bytes(int(rates[0]))}/s, reads {in_bytes(int(rates[1]))}/s {how}, "
     found += f"{in_bytes(room)} free"
     if min(rates) < STORAGE_WANTED:
-        advice = "Slow for L3: raise engine.prefetch_threshold_tokens, or use a local NVMe disk."
+        advice = "Slow for L3: raise engine.storage.prefetch_threshold_tokens, or use a local NVMe disk."
         return [Finding("storage", "warn", found, advice)]
     return [Finding("storage", "ok", found)]
 

@@ -29,11 +29,11 @@ found at that line.
 **Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64. They tell which pages are equal, and nothing
 else. Each is a SipHash of the page's tokens under the secret that Python draws for itself when a process starts, and
 that is written nowhere. Where Python hashes in another way, or `PYTHONHASHSEED` gives the secret, it is BLAKE2b under a
-secret of the run. With `journal_tokens` keys are the tokens themselves, packed as little-endian u32;
+secret of the run. With `journal.tokens` keys are the tokens themselves, packed as little-endian u32;
 with `bigram_keys` each page's key has the token behind the page as well.
 Texts of errors are written as they are.
 
-**Files.** With `journal_segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal_segments_max` the
+**Files.** With `journal.segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal.segments_max` the
 oldest are deleted, and what is left cannot be replayed, since a replay needs the run from its start: it is refused with
 the number of the first segment that is there. What an earlier run left under the same name is moved aside, to
 `NAME.previous`.

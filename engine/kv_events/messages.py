@@ -1,9 +1,8 @@
 """The messages of vLLM's KV events, as bytes.
 
 A batch is an array: [time, events, data-parallel rank]. Its events are maps with the name of the kind under "type", as
-vLLM and SGLang write them now, or arrays that begin with that name and have the fields in a fixed order, as older
-consumers want them. Consumers are told of a page by its hash alone: the first eight bytes of its storage key, signed,
-which is the hash that SGLang publishes for the same tokens.
+vLLM and SGLang write them. A page is named by its hash only: the first eight bytes of its storage key, signed, which is
+the hash that SGLang publishes for the same tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-Encoding: TypeAlias = Literal["map", "array"]
 Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]
 HASH_BYTES: Final = 8
 
@@ -53,15 +51,6 @@ def hash_of(digest: bytes) -> int:
     return int.from_bytes(digest[:HASH_BYTES], "big", signed=True)
 
 
-def packed(events: Sequence[KVEvent], *, at_s: float, rank: int, encoding: Encoding) -> bytes:
+def packed(events: Sequence[KVEvent], *, at_s: float, rank: int) -> bytes:
     """Return one batch as a payload. `at_s` is the wall clock's time."""
-    written: list[object] = list(events)
-    if encoding == "array":
-        written = [_in_order(event) for event in events]
-    return msgspec.msgpack.encode([at_s, written, rank])
-
-
-def _in_order(event: KVEvent) -> list[object]:
-    fields: list[object] = [type(event).__name__, *msgspec.structs.astuple(event)]
-    # What older consumers do not know is left away where it says nothing.
-    return fields[:-1] if fields[-1] is None else fields
+    return msgspec.msgpack.encode([at_s, events, rank])

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from tidekv.engine.kv_events.messages import Encoding, KVEvent, packed
+from tidekv.engine.kv_events.messages import KVEvent, packed
 from tidekv.states.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class KVEventPublisher:
         replay: str | None = None,
         topic: str = "",
         kept_batches: int = 10_000,
-        encoding: Encoding = "map",
         rank: int = 0,
     ) -> None:
         """Endpoints are ZMQ's, such as tcp://*:5557 or ipc:///run/kv. Raises InvalidConfig without pyzmq, or for one
@@ -52,7 +51,6 @@ class KVEventPublisher:
             raise InvalidConfig("KV events need pyzmq: pip install 'tidekv[events]'") from error
         self._zmq = zmq
         self._topic = topic.encode()
-        self._encoding: Encoding = encoding
         self._rank = rank
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept_batches)
         self._waiting: deque[tuple[float, Callable[[], Sequence[KVEvent]]]] = deque()
@@ -146,7 +144,7 @@ class KVEventPublisher:
         if not events:
             return
         number, self._next = self._next, self._next + 1
-        payload = packed(events, at_s=at_s, rank=self._rank, encoding=self._encoding)
+        payload = packed(events, at_s=at_s, rank=self._rank)
         self._kept.append((number, payload))
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 

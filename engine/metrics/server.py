@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import host_and_port
 
 
 class MetricsServer:
@@ -16,18 +17,16 @@ class MetricsServer:
 
     def __init__(self, listen: str, collector: MetricsCollector) -> None:
         """Raises InvalidConfig for an address that cannot be listened at."""
-        host, _, port = listen.rpartition(":")
-        if not host or not port.isdigit():
-            raise InvalidConfig(f"metrics_listen must be host:port, not {listen!r}")
+        host, port = host_and_port(listen, "metrics.listen", InvalidConfig, any_port=True)
         registry = CollectorRegistry()
         registry.register(collector)
         self._server: WSGIServer
         self._thread: threading.Thread
         try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+            self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise InvalidConfig(f"metrics cannot be served at {listen!r}: {error}") from error
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = f"{listen.rpartition(':')[0]}:{self._server.server_port}"
         """Where it listens."""
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
             for sample in family.samples:
                 found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
     except (OSError, ValueError, urllib.error.URLError) as error:
-        raise InvalidRequest(f"no engine answers at {address!r}: {error}; is metrics_listen set?") from error
+        raise InvalidRequest(f"no engine answers at {address!r}: {error}; is engine.metrics.listen set?") from error
     if "tidekv_requests" not in found:
         raise InvalidRequest(f"what answers at {address!r} is no tidekv engine")
     return found

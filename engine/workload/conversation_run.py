@@ -147,7 +147,7 @@ class ConversationRun:
             prefill=self._prefill,
             max_new_tokens=turn.output_tokens,
             cache=self._cache,
-            prompt="send",
+            send_prompt=True,
         )
         started_s = time.perf_counter()
         ready = await self._engine.restore(request)

@@ -34,7 +34,7 @@ class ModelPrefill:
     async def serve(self, room: Room) -> None:
         """One room, from its promise to its end. Raises InvalidRequest if the promise brought no usable tokens."""
         if not room.tokens:
-            raise InvalidRequest("this prefill has tokens from nobody else: send the request with prompt='send'")
+            raise InvalidRequest("this prefill has tokens from nobody else: send the request with send_prompt=True")
         packed = bytes(room.tokens)
         async with self._freed:
             while (held := self._pages.take(packed)) is None:

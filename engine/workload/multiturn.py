@@ -20,7 +20,7 @@ from tidekv.backends.host import HostPool
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.config import EngineConfig
+from tidekv.engine.config import EngineConfig, StorageOptions
 from tidekv.engine.decode_engine import DecodeEngine
 from tidekv.engine.prefill_peer import PrefillPeer
 from tidekv.engine.values import DecodeRequest, ReadyRequest
@@ -78,7 +78,7 @@ async def run_multiturn(
             on_room=prefill.serve,
         ),
         DecodeEngine(
-            EngineConfig(prefetch_threshold_tokens=0, keep_output=keep_output),
+            EngineConfig(storage=StorageOptions(prefetch_threshold_tokens=0), keep_output=keep_output),
             device=device,
             host=HostPool.allocate(LAYOUT, host_pages),
             storage=open_storage("memory:?capacity=256MiB"),
@@ -90,7 +90,7 @@ async def run_multiturn(
             for client, prompt in enumerate(prompts):
                 ready = await engine.restore(
                     DecodeRequest(
-                        request_id=f"client {client} round {number}", tokens=prompt, prefill="prefill", prompt="send"
+                        request_id=f"client {client} round {number}", tokens=prompt, prefill="prefill", send_prompt=True
                     )
                 )
                 _verify(kv, ready, prompt)

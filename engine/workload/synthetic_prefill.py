@@ -80,7 +80,7 @@ class SyntheticPrefill:
     async def serve(self, room: Room) -> None:
         """One room, from its promise to its end. Raises InvalidRequest if the promise brought no tokens."""
         if room.tokens is None:
-            raise InvalidRequest("this prefill has tokens from nobody else: send the request with prompt='send'")
+            raise InvalidRequest("this prefill has tokens from nobody else: send the request with send_prompt=True")
         packed = bytes(room.tokens)
         async with self._freed:
             while (taken := self._take(room, packed)) is None:

@@ -123,7 +123,7 @@ class TraceRun:
                 prefill=self._prefill,
                 max_new_tokens=prompt.request.output_length,
                 cache=self._cache,
-                prompt="send",
+                send_prompt=True,
             )
         )
         self._phase.note(ready, time.perf_counter() - started_s, page_size=self._page_size)

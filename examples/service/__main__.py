@@ -24,7 +24,17 @@ from examples.service.api import Api
 from examples.service.decode import DecodeWorker, decode_worker
 from examples.service.model import load
 from examples.service.prefill import DistantPrefill, PrefillChild, PrefillOptions
-from tidekv import DecodeEngine, DevicePool, EngineConfig, HostPool, NixlTransport, open_storage
+from tidekv import (
+    AdmissionOptions,
+    DecodeEngine,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    JournalOptions,
+    MetricsOptions,
+    NixlTransport,
+    open_storage,
+)
 from tidekv.engine.workload.model import PagedModel
 
 
@@ -85,9 +95,9 @@ async def serve(
             EngineConfig(
                 model=served.fingerprint,
                 vocabulary=served.vocabulary,
-                queue_max=queue_max,
-                metrics_listen="127.0.0.1:0",
-                journal=journal or None,
+                admission=AdmissionOptions(queue_max=queue_max),
+                metrics=MetricsOptions(listen="127.0.0.1:0"),
+                journal=JournalOptions(path=journal or None),
             ),
             device=device,
             host=HostPool.allocate(served.layout, host_pages),

@@ -221,7 +221,7 @@ class DecodeWorker:
                 deadline_s=RESTORE_DEADLINE_S,
                 namespace=generation.namespace,
                 cache=generation.cache,
-                prompt="send",
+                send_prompt=True,
             )
             try:
                 return await self.engine.restore(request)

@@ -5,19 +5,30 @@ import logging
 from typing import TYPE_CHECKING
 
 from tidekv.states.errors import (
+    BrokenInvariant,
     CapacityError,
+    CopyFailed,
     EngineClosed,
+    IllegalEvent,
     InvalidConfig,
     InvalidRequest,
     JournalDamaged,
     JournalRefused,
+    LinkClosed,
+    LocalProtocolError,
+    OutOfMemory,
     OutOfPages,
+    PeerMismatch,
+    ProtocolError,
     RankBroken,
     RankLost,
     RanksDiverged,
+    RemoteProtocolError,
     ReplayDiverged,
     RequestFailed,
+    StorageFailed,
     TidekvError,
+    TransferFailed,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +38,16 @@ if TYPE_CHECKING:
     from tidekv.backends.layout import KVLayout
     from tidekv.backends.page_layout import PageLayout
     from tidekv.backends.storage.uri import open_storage
-    from tidekv.engine.config import EngineConfig
+    from tidekv.engine.config import (
+        AdmissionOptions,
+        EngineConfig,
+        JournalOptions,
+        KVEventsOptions,
+        MetricsOptions,
+        PeerOptions,
+        SharingOptions,
+        StorageOptions,
+    )
     from tidekv.engine.decode_engine import DecodeEngine
     from tidekv.engine.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
     from tidekv.engine.journal import Replayer
@@ -36,12 +56,16 @@ if TYPE_CHECKING:
     from tidekv.engine.tails import ReadyTail, WindowPages
     from tidekv.engine.tracing import trace_requests
     from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
+    from tidekv.states.policy import StoragePolicy
     from tidekv.transports.loopback import LoopbackTransport
     from tidekv.transports.nixl import NixlTransport
 
 __all__ = [
+    "AdmissionOptions",
+    "BrokenInvariant",
     "CapacityError",
     "ComponentPools",
+    "CopyFailed",
     "DecodeEngine",
     "DecodeRequest",
     "DevicePool",
@@ -51,36 +75,53 @@ __all__ = [
     "Failed",
     "Finished",
     "HostPool",
+    "IllegalEvent",
     "InvalidConfig",
     "InvalidRequest",
     "JournalDamaged",
+    "JournalOptions",
     "JournalRefused",
+    "KVEventsOptions",
     "KVLayout",
+    "LinkClosed",
+    "LocalProtocolError",
     "LoopbackTransport",
+    "MetricsOptions",
     "NixlTransport",
+    "OutOfMemory",
     "OutOfPages",
     "PageLayout",
+    "PeerMismatch",
+    "PeerOptions",
     "PrefillPeer",
+    "ProtocolError",
     "RankBroken",
     "RankGroup",
     "RankLost",
     "RanksDiverged",
     "ReadyRequest",
     "ReadyTail",
+    "RemoteProtocolError",
     "ReplayDiverged",
     "Replayer",
     "RequestFailed",
     "Restored",
     "Retracted",
     "RetractedRequest",
+    "SharingOptions",
+    "StorageFailed",
+    "StorageOptions",
+    "StoragePolicy",
     "TidekvError",
+    "TransferFailed",
     "WindowPages",
     "open_storage",
     "trace_requests",
 ]
 
-# Imported when they are first asked for: torch takes seconds, which whoever only reads a help text need not wait for.
+# Imported on first use: torch takes seconds, which `tidekv --help` does not need.
 _LATER = {
+    "AdmissionOptions": "tidekv.engine.config",
     "ComponentPools": "tidekv.backends.component_pools",
     "DecodeEngine": "tidekv.engine.decode_engine",
     "DecodeRequest": "tidekv.engine.values",
@@ -90,10 +131,14 @@ _LATER = {
     "Failed": "tidekv.engine.engine_thread",
     "Finished": "tidekv.engine.engine_thread",
     "HostPool": "tidekv.backends.host",
+    "JournalOptions": "tidekv.engine.config",
+    "KVEventsOptions": "tidekv.engine.config",
     "KVLayout": "tidekv.backends.layout",
     "LoopbackTransport": "tidekv.transports.loopback",
+    "MetricsOptions": "tidekv.engine.config",
     "NixlTransport": "tidekv.transports.nixl",
     "PageLayout": "tidekv.backends.page_layout",
+    "PeerOptions": "tidekv.engine.config",
     "PrefillPeer": "tidekv.engine.prefill_peer",
     "RankGroup": "tidekv.engine.rank_group",
     "ReadyRequest": "tidekv.engine.values",
@@ -102,6 +147,9 @@ _LATER = {
     "Restored": "tidekv.engine.engine_thread",
     "Retracted": "tidekv.engine.engine_thread",
     "RetractedRequest": "tidekv.engine.values",
+    "SharingOptions": "tidekv.engine.config",
+    "StorageOptions": "tidekv.engine.config",
+    "StoragePolicy": "tidekv.states.policy",
     "WindowPages": "tidekv.engine.tails",
     "open_storage": "tidekv.backends.storage.uri",
     "trace_requests": "tidekv.engine.tracing",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 from tidekv.engine.config import EngineConfig
 from tidekv.engine.configuration import Configuration
 from tidekv.engine.configuration.document import configuration_page
-from tidekv.engine.configuration.options import Option, all_options, text_of
+from tidekv.engine.configuration.options import Option, all_options, section_types
 from tidekv.engine.configuration.peer_flags import FLAGS
 from tidekv.engine.configuration.schema import json_schema
+from tidekv.states.validation import allowed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -27,7 +30,12 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
         text=True,
         timeout=60,
         check=False,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", **(environment or {})},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "COLUMNS": "200",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            **(environment or {}),
+        },
     )
 
 
@@ -40,14 +48,16 @@ def test_the_page_is_written_from_the_code() -> None:
 @pytest.mark.parametrize("option", all_options().values(), ids=lambda option: option.path)
 def test_every_option_has_an_effect_a_type_and_a_unit_where_its_name_has_one(option: Option) -> None:
     assert option.effect.endswith((".", ".)")), f"{option.path} needs a docstring below it that is a sentence"
-    assert text_of(option.type)
+    assert allowed(option.type)
     if isinstance(option.default, float):
         assert option.unit, f"{option.path} needs a unit"
 
 
 def test_every_field_of_the_engine_is_an_option() -> None:
     ours = {option.name for option in all_options().values() if option.section == "engine"}
-    assert ours == set(EngineConfig.__struct_fields__)
+    groups = {section.rpartition(".")[2] for section in section_types() if section.startswith("engine.")}
+    assert ours | groups == set(EngineConfig.__struct_fields__)
+    assert not ours & groups
 
 
 def test_every_known_flag_leads_to_an_option_that_exists_or_says_that_there_is_none() -> None:
@@ -61,7 +71,9 @@ def test_the_schema_has_every_option_with_its_effect_and_default() -> None:
     schema = json.loads(json.dumps(json_schema()))
     root = schema["$defs"]["Configuration"]["properties"]
     for option in all_options().values():
-        section = schema["$defs"][root[option.section]["$ref"].rpartition("/")[2]]
+        section = schema["$defs"]["Configuration"]
+        for name in option.section.split("."):
+            section = schema["$defs"][re.search(r"'#/\$defs/(\w+)'", str(section["properties"][name]))[1]]
         described = section["properties"][option.name]
         assert option.effect in described["description"]
         if option.default not in ({}, {"UCX": {}}):
@@ -72,36 +84,42 @@ def test_the_schema_has_every_option_with_its_effect_and_default() -> None:
 
 def test_the_command_shows_checks_and_prints_the_schema(tmp_path: Path) -> None:
     file = tmp_path / "worker.toml"
-    file.write_text('[engine]\nqueue_max = 7\n[transport]\nsecret = "hush"\n')
-    shown = run("config", "show", "--config", str(file), "--json", environment={"TIDEKV_ENGINE_PASSES_MAX": "3"})
+    file.write_text('[engine.admission]\nqueue_max = 7\n[transport]\nsecret = "hush"\n')
+    shown = run("config", "show", "--config", str(file), "--json", environment={"TIDEKV_ENGINE_PEER_ATTEMPTS": "3"})
     assert shown.returncode == 0, shown.stderr
     found = json.loads(shown.stdout)
-    assert found["engine.queue_max"] == {"value": 7, "from": str(file)}
-    assert found["engine.passes_max"] == {"value": 3, "from": "environment variable TIDEKV_ENGINE_PASSES_MAX"}
-    assert found["engine.ageing_s"] == {"value": 5.0, "from": "default"}
+    assert found["engine.admission.queue_max"] == {"value": 7, "from": str(file)}
+    assert found["engine.peer.attempts"] == {"value": 3, "from": "environment variable TIDEKV_ENGINE_PEER_ATTEMPTS"}
+    assert found["engine.admission.ageing_s"] == {"value": 5.0, "from": "default"}
     assert set(found) == set(all_options())
     assert "hush" not in shown.stdout
     named = ("--set", "transport.name=[red]one", "--set", "prefill.listen=[::1]:7000")
     table = run("config", "show", "--given", *named, environment={"TIDEKV_CONFIG": str(file)})
     assert "[red]one" in table.stdout
     assert "[::1]:7000" in table.stdout
-    assert "engine.queue_max" in table.stdout
-    assert "engine.ageing_s" not in table.stdout
+    assert "engine.admission.queue_max" in table.stdout
+    assert "engine.admission.ageing_s" not in table.stdout
     good = run("config", "check", "--config", str(file))
     assert (good.returncode, good.stdout.strip()) == (0, "ok: 2 options are given, the others have their defaults")
-    bad = run("config", "check", "--set", "engine.queue_max=0", "--set", "cache.l1=lots")
+    bad = run("config", "check", "--set", "engine.admission.queue_max=0", "--set", "cache.l1=lots")
     assert bad.returncode == 2
-    assert [line.split(": ")[1] for line in bad.stderr.splitlines()] == ["engine.queue_max", "cache.l1"]
+    assert [re.split("[ :]+", line)[1] for line in bad.stderr.splitlines()] == [
+        "engine.admission.queue_max",
+        "cache.l1",
+    ]
     assert json.loads(run("config", "schema").stdout) == json.loads(json.dumps(json_schema()))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_worker_does_not_start_with_a_mistake_and_names_all(side: str) -> None:
-    found = run(side, "--set", "engine.queue_max=0", "--page-size", "0", "--set", "engine.nothing=1")
+    found = run(side, "--set", "engine.admission.queue_max=0", "--page-size", "0", "--set", "engine.x.nothing=1")
     assert found.returncode == 2
-    assert "queue_max must be at least 1" in found.stderr
-    assert "page_size must be at least 1, not 0 (--page-size)" in found.stderr
-    assert "there is no option 'engine.nothing'" in found.stderr
-    elsewhere = run(side, "--set", "engine.journal=/nowhere/run.journal")
+    assert (
+        "engine.admission.queue_max must be a whole number, 1 or more, not '0' (--set engine.admission.queue_max)"
+        in found.stderr
+    )
+    assert "cache.page_size must be a whole number, 1 or more, not 0 (--page-size)" in found.stderr
+    assert "there is no option 'engine.x.nothing'" in found.stderr
+    elsewhere = run(side, "--set", "engine.journal.path=/nowhere/run.journal")
     assert elsewhere.returncode == 2
     assert "there is no directory /nowhere" in elsewhere.stderr

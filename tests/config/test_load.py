@@ -39,25 +39,31 @@ def test_nothing_given_is_the_defaults_that_embedders_have() -> None:
 
 
 def test_each_source_wins_over_the_one_before_and_is_told(tmp_path: Path) -> None:
-    toml = "[engine]\nqueue_max = 1\npasses_max = 1\nageing_s = 1\nlease_s = 11\n"
+    toml = "[engine.admission]\nqueue_max = 1\nageing_s = 1\n[engine.peer]\nattempts = 1\nlease_s = 11\n"
     file = write(tmp_path / "worker.toml", toml)
-    variables = {"TIDEKV_ENGINE_PASSES_MAX": "2", "TIDEKV_ENGINE_AGEING_S": "2", "TIDEKV_ENGINE_LEASE_S": "12"}
+    variables = {
+        "TIDEKV_ENGINE_PEER_ATTEMPTS": "2",
+        "TIDEKV_ENGINE_ADMISSION_AGEING_S": "2",
+        "TIDEKV_ENGINE_PEER_LEASE_S": "12",
+    }
     loaded = load(
         file,
         environment=variables,
-        settings=["engine.ageing_s=3", "engine.lease_s=13"],
-        flags={"engine.lease_s": ("--lease", 14), "engine.model": ("--model", None)},
-        defaults={"engine.queue_max": 9, "engine.admission_scan_max": 9},
+        settings=["engine.admission.ageing_s=3", "engine.peer.lease_s=13"],
+        flags={"engine.peer.lease_s": ("--lease", 14), "engine.model": ("--model", None)},
+        defaults={"engine.admission.queue_max": 9, "engine.storage.fetch_run_pages": 9},
     )
     engine = loaded.configuration.engine
-    assert (engine.admission_scan_max, engine.queue_max, engine.passes_max) == (9, 1, 2)
-    assert (engine.ageing_s, engine.lease_s) == (3.0, 14)
-    names = ("admission_scan_max", "queue_max", "passes_max", "ageing_s", "lease_s", "model")
+    assert (engine.storage.fetch_run_pages, engine.admission.queue_max, engine.peer.attempts) == (9, 1, 2)
+    assert (engine.admission.ageing_s, engine.peer.lease_s) == (3.0, 14)
+    names = (
+        "storage.fetch_run_pages", "admission.queue_max", "peer.attempts", "admission.ageing_s", "peer.lease_s", "model"
+    )  # fmt: skip
     assert [loaded.origins[f"engine.{name}"] for name in names] == [
         "default of the command",
         file,
-        "environment variable TIDEKV_ENGINE_PASSES_MAX",
-        "--set engine.ageing_s",
+        "environment variable TIDEKV_ENGINE_PEER_ATTEMPTS",
+        "--set engine.admission.ageing_s",
         "--lease",
         "default",
     ]
@@ -89,8 +95,8 @@ def test_variables_are_read_as_their_types() -> None:
     found = load(
         environment={
             "TIDEKV_ENGINE_KEEP_OUTPUT": "false",
-            "TIDEKV_ENGINE_JOURNAL": "",
-            "TIDEKV_ENGINE_FETCH_PAGES_PER_S": "1.5",
+            "TIDEKV_ENGINE_JOURNAL_PATH": "",
+            "TIDEKV_ENGINE_STORAGE_FETCH_PAGES_PER_S": "1.5",
             "TIDEKV_DECODE_PREFILL": "a:1, b:2",
             "TIDEKV_STORAGE_OPTIONS": '{"capacity": "1GB"}',
             "TIDEKV_TRANSPORT_BACKENDS": '{"UCX": {"num_workers": "2"}}',
@@ -99,8 +105,8 @@ def test_variables_are_read_as_their_types() -> None:
         }
     ).configuration
     assert found.engine.keep_output is False
-    assert found.engine.journal is None
-    assert found.engine.fetch_pages_per_s == 1.5
+    assert found.engine.journal.path is None
+    assert found.engine.storage.fetch_pages_per_s == 1.5
     assert found.decode.prefill == ["a:1", "b:2"] or found.decode.prefill == ("a:1", "b:2")
     assert found.storage.options == {"capacity": "1GB"}
     assert found.transport.backends == {"UCX": {"num_workers": "2"}}
@@ -120,34 +126,52 @@ def test_variables_that_kubernetes_makes_of_services_are_not_ours() -> None:
 
 
 def test_all_mistakes_are_named_at_once_each_with_its_place(tmp_path: Path) -> None:
-    text = '[engine]\nqueu_max = 5\nprefetch = "never"\nlease_s = -1\n[cahce]\nl1 = 5\n[cache]\npage_size = "big"\n'
+    text = (
+        '[engine]\njournal_path = "x"\n[engine.admission]\nqueu_max = 5\n[engine.storage]\nprefetch = "never"\n'
+        '[engine.peer]\nlease_s = -1\n[cahce]\nl1 = 5\n[cache]\npage_size = "big"\n'
+    )
     file = write(tmp_path / "worker.toml", text)
     found = said(
         file=file,
-        environment={"TIDEKV_ENGINE_QUEUE_MAX": "many", "TIDEKV_ENGIN_X": "1", "TIDEKV_DECODE_PREFILL": "nowhere"},
-        settings=("engine.queue_max", "cache.l3=1", "cache.l2=lots", "prefill.listen=host:99999"),
+        environment={
+            "TIDEKV_ENGINE_ADMISSION_QUEUE_MAX": "many",
+            "TIDEKV_ENGIN_X": "1",
+            "TIDEKV_DECODE_PREFILL": "nowhere",
+        },
+        settings=("engine.admission.queue_max", "cache.l3=1", "cache.l2=lots", "prefill.listen=host:99999"),
     ).splitlines()
-    assert len(found) == 12, found
+    assert len(found) == 13, found
     for words in (
-        f"there is no option 'engine.queu_max'; did you mean engine.queue_max? ({file})",
-        f"engine.prefetch: Invalid enum value 'never' ({file})",
-        f"engine.lease_s: lease_s must be more than 0 seconds, not -1.0 ({file})",
-        f"there is no section 'cahce'; there are cache, storage, transport, prefill, decode, engine ({file})",
-        f"cache.page_size: Expected `int`, got `str` ({file})",
-        "engine.queue_max: Expected `int`, got `str` (environment variable TIDEKV_ENGINE_QUEUE_MAX)",
-        "give section.option=value (--set engine.queue_max)",
+        f"there is no option 'engine.journal_path'; did you mean engine.journal.path? ({file})",
+        f"there is no option 'engine.admission.queu_max'; did you mean engine.admission.queue_max? ({file})",
+        f"engine.storage.prefetch must be timeout, best_effort, wait_complete or soonest, not 'never' ({file})",
+        f"engine.peer.lease_s must be a number above 0, at most 31,536,000, not -1 ({file})",
+        f"there is no section 'cahce'; did you mean cache? ({file})",
+        f"cache.page_size must be a whole number, 1 or more, not 'big' ({file})",
+        "engine.admission.queue_max must be a whole number, 1 or more, not 'many' "
+        "(environment variable TIDEKV_ENGINE_ADMISSION_QUEUE_MAX)",
+        "give section.option=value (--set engine.admission.queue_max)",
     ):
         assert words in found
     for words in ("environment variable TIDEKV_ENGIN_X", "--set cache.l3", "decode.prefill: prefill must be host:port"):
         assert any(words in line for line in found), words
     with pytest.raises(InvalidConfig) as refused:
         load(file, environment=NOTHING)
-    assert str(refused.value).count("\n") == 5
+    assert str(refused.value).count("\n") == 6
 
 
 def test_a_value_that_is_replaced_is_not_looked_at() -> None:
-    environment = {"TIDEKV_ENGINE_QUEUE_MAX": "many"}
-    assert load(environment=environment, settings=["engine.queue_max=7"]).configuration.engine.queue_max == 7
+    environment = {"TIDEKV_ENGINE_ADMISSION_QUEUE_MAX": "many"}
+    loaded = load(environment=environment, settings=["engine.admission.queue_max=7"])
+    assert loaded.configuration.engine.admission.queue_max == 7
+
+
+def test_options_that_fit_together_only_are_taken_together() -> None:
+    loaded = load(environment=NOTHING, settings=["engine.peer.heartbeat_s=3", "engine.peer.silence_s=9"])
+    assert loaded.configuration.engine.peer.heartbeat_s == 3
+    mistake = "engine.peer.heartbeat_s: heartbeat_s must be at most half of silence_s (2), not 3"
+    assert mistake in said(settings=("engine.peer.heartbeat_s=3",))
+    assert "--set engine.peer.heartbeat_s" in said(settings=("engine.peer.heartbeat_s=3",))
 
 
 @pytest.mark.parametrize(
@@ -156,13 +180,12 @@ def test_a_value_that_is_replaced_is_not_looked_at() -> None:
         (("storage.uri=nonsense:x",), "storage.uri: there is no storage engine 'nonsense'"),
         (("storage.uri=memory:?capacity=1GB", "cache.l2=0"), "cache.l2: storage needs a host pool"),
         (('storage.options={"a": 1}',), "storage.options: there are options, but storage.uri is empty"),
-        (("engine.journal=/nowhere/run.journal",), "engine.journal: there is no directory /nowhere"),
-        (("engine.metrics_listen=9464",), "engine.metrics_listen: metrics_listen must be host:port"),
+        (("engine.journal.path=/nowhere/run.journal",), "engine.journal.path: there is no directory /nowhere"),
+        (("engine.metrics.listen=9464",), "engine.metrics.listen: listen must be host:port"),
         (("transport.secret_file=/nowhere/secret",), "transport.secret_file: cannot be read"),
-        (("engine.heartbeat_s=1.5",), "engine.heartbeat_s: two heartbeats must fit in peer_silence_s (2)"),
         (("transport.secret=a", "transport.secret_file=b"), "secret and secret_file are both given"),
-        (("engine.kv_events_replay=tcp://*:5558",), "engine.kv_events_replay: there is nothing to ask for again"),
-        (("engine.queue_max=0",), "engine.queue_max: queue_max must be at least 1"),
+        (("engine.kv_events.replay=tcp://*:5558",), "kv_events.replay needs kv_events.endpoint"),
+        (("engine.storage.write=never",), "engine.storage.write must be through, selective or back, not 'never'"),
         (("cache.device=tpu",), "cache.device: device must be cpu, cuda or cuda:N"),
     ],
 )
@@ -194,7 +217,7 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
 PLAIN = {
     path: option
     for path, option in all_options().items()
-    if isinstance(option.default, int | float | bool) and option.section == "engine"
+    if isinstance(option.default, int | float | bool) and option.section.startswith("engine")
 }
 
 
@@ -225,6 +248,6 @@ def test_every_default_survives_being_written_to_a_file_and_read_again(tmp_path:
 
 
 def test_kv_events_without_their_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ("engine.kv_events=tcp://*:5557",)
+    settings = ("engine.kv_events.endpoint=tcp://*:5557",)
     monkeypatch.setattr("tidekv.engine.configuration.check.find_spec", lambda name: None)
-    assert "engine.kv_events: KV events need pyzmq: pip install 'tidekv[events]'" in said(settings=settings)
+    assert "engine.kv_events.endpoint: KV events need pyzmq: pip install 'tidekv[events]'" in said(settings=settings)

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from tidekv.engine.cli import app
-from tidekv.engine.config import EngineConfig
+from tidekv.engine.config import EngineConfig, JournalOptions, StorageOptions
 from tidekv.engine.configuration import load
 from tidekv.engine.configuration.options import all_options, section_types
 from tidekv.engine.metrics.collector import MetricsCollector
@@ -88,7 +88,7 @@ def test_options_of_the_configuration_exist(page: Path) -> None:
     sections = "|".join(section_types())
     for code in spans(text):
         match = re.fullmatch(rf"((?:{sections})\.\w+)(?: = .*)?", code)
-        assert match is None or match[1] in all_options(), f"{page.name}: {code}"
+        assert match is None or match[1] in {*all_options(), *section_types()}, f"{page.name}: {code}"
     for name in re.findall(r"EngineConfig\((\w+)=", text):
         assert name in EngineConfig.__struct_fields__, f"{page.name}: {name}"
     variables = {option.variable for option in all_options().values()} | {"TIDEKV_CONFIG", "TIDEKV_SECRET"}
@@ -168,10 +168,16 @@ def test_the_program_of_the_quick_start_prints_what_is_said(tmp_path: Path) -> N
 def test_the_file_and_the_snippet_of_the_configuration_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of("configuration.md")
     (example,) = blocks(text, "toml")
-    (program,) = blocks(text, "python")
+    (direct, program) = blocks(text, "python")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "worker.toml").write_text(example)
     names: dict[str, object] = {}
+    exec(compile(direct, "configuration.md", "exec"), names)
+    assert names["config"] == EngineConfig(
+        model="my-model",
+        storage=StorageOptions(prefetch="best_effort"),
+        journal=JournalOptions(path="run.journal"),
+    )
     exec(compile(program, "configuration.md", "exec"), names)
     assert names["config"] == load("worker.toml").configuration.engine
     assert load("worker.toml").configuration.cache.l2 == "2x"

@@ -45,7 +45,7 @@ async def test_ten_thousand_aborts_leave_nothing_behind(make_pair, abort_at_rand
     storage = open_storage("memory:?capacity=128KiB")
     # A reported hold-up reads source files, which stay in Python's own cache: not what is counted here.
     async with make_pair(
-        device_pages=60, host_pages=60, storage=storage, fetch_run_pages=2, hold_up_limit_s=60.0
+        device_pages=60, host_pages=60, storage=storage, fetch_run_pages=2, loop_stall_report_s=60.0
     ) as pair:
         await run_batch(pair, abort_at_random, source, 0, REQUESTS // 2)
         tasks, threads, files = len(asyncio.all_tasks()), threading.active_count(), len(os.listdir("/proc/self/fd"))

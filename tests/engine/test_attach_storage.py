@@ -20,7 +20,7 @@ async def test_a_hundred_swaps_under_traffic_fail_nobody_and_leak_nothing(make_p
     journal = tmp_path / "journal"
     done, turned = asyncio.Event(), asyncio.Event()
     turns = from_storage = 0
-    async with make_pair(device_pages=32, host_pages=48, journal=str(journal)) as pair:
+    async with make_pair(device_pages=32, host_pages=48, journal_path=str(journal)) as pair:
 
         async def converse(number: int) -> None:
             nonlocal turns, from_storage
@@ -137,7 +137,7 @@ async def test_attaching_that_fails_half_way_a_hundred_times_under_traffic_is_un
     journal = tmp_path / "journal"
     done = asyncio.Event()
     async with make_pair(
-        device_pages=32, host_pages=48, storage=open_storage("memory:?capacity=1MiB"), journal=str(journal)
+        device_pages=32, host_pages=48, storage=open_storage("memory:?capacity=1MiB"), journal_path=str(journal)
     ) as pair:
         from_storage = 0
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.support.configs import engine_config
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -59,7 +60,7 @@ async def test_a_prefill_that_differs_is_refused_by_the_field(
         ) as engine,
     ):
         with pytest.raises(RequestFailed) as failed:
-            await engine.restore(DecodeRequest(request_id="r", tokens=[1, 2, 3], prefill="prefill", prompt="send"))
+            await engine.restore(DecodeRequest(request_id="r", tokens=[1, 2, 3], prefill="prefill", send_prompt=True))
         assert re.search(rf"\b{field}\b", str(failed.value.detail))
         await engine.wait_settled()
         core = engine.statistics()["core"]
@@ -73,7 +74,7 @@ async def test_a_prefill_that_differs_is_refused_by_the_field(
         ({"prefill": ""}, "prefill"),
         ({"prefill": []}, "prefill"),
         ({"deadline_s": 0}, "deadline_s"),
-        ({"prompt": "perhaps"}, "'routed' or 'send'"),
+        ({"send_prompt": "perhaps"}, "send_prompt must be true or false, not 'perhaps'"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
     ],
 )
@@ -95,7 +96,7 @@ def test_a_wrong_field_of_a_request_is_named(changes: dict[str, object], words: 
 def test_a_wrong_setting_is_named_before_anything_starts(changes: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidConfig, match=words):
         DecodeEngine(
-            EngineConfig(**changes),
+            engine_config(**changes),
             device=DevicePool.allocate(layout(), 8),
             transport=LoopbackTransport("decode-0", LoopbackNetwork()),
         )

@@ -15,14 +15,13 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 
+from tests.support.configs import engine_config
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     LoopbackTransport,
@@ -96,7 +95,7 @@ class Bench:
         """Restore, generate, give back; returns the sources, and the positions of pages with wrong bytes."""
         request_id = f"r{next(self.numbers)}"
         self.first_tokens[request_id] = output[0]
-        request = DecodeRequest(request_id=request_id, tokens=prompt, prefill="prefill", prompt="send")
+        request = DecodeRequest(request_id=request_id, tokens=prompt, prefill="prefill", send_prompt=True)
         ready = await self.engine.restore(request)
         wrong = self.kv.verify(ready.pages[: -(-len(prompt) // SIZE)].tolist(), contents(prompt, output[0]))
         self.engine.grow(ready, len(output) - 1)
@@ -131,7 +130,7 @@ async def bench(
             storage=open_storage(prefill_storage) if prefill_storage else None,
         ) as peer,
         DecodeEngine(
-            msgspec.convert(options, EngineConfig),
+            engine_config(**options),
             device=made.device,
             host=HostPool.allocate(LAYOUT, PAGES),
             storage=open_storage(storage) if storage else None,
@@ -147,7 +146,7 @@ async def test_hits_are_those_of_a_naive_model_and_every_byte_is_right(seed: int
     random = Random(seed)
     tiers = [(), ("l1",), ("l1", "l2")]
     journal = str(tmp_path / "journal")
-    async with bench("memory:?capacity=64MB", journal=journal, journal_tokens=seed % 2 == 0) as rig:
+    async with bench("memory:?capacity=64MB", journal_path=journal, journal_tokens=seed % 2 == 0) as rig:
         for _ in range(60):
             # Two tokens and short prompts, often what was said before and a little more: prefixes part anywhere.
             base = random.choice(rig.model.known) if rig.model.known and random.random() < 0.7 else []

@@ -35,7 +35,7 @@ async def test_policies_change_while_requests_run(make_pair, tmp_path: Path) -> 
     ]
     assert {name for change in changes for name in change} == set(POLICY_FIELDS)
     storage = open_storage("memory:?capacity=1MiB")
-    async with make_pair(device_pages=32, host_pages=32, storage=storage, journal=str(journal)) as pair:
+    async with make_pair(device_pages=32, host_pages=32, storage=storage, journal_path=str(journal)) as pair:
         changed = 0
 
         async def converse(number: int) -> None:
@@ -82,7 +82,7 @@ async def test_write_back_writes_what_is_evicted_and_it_comes_back_from_every_ti
         device_pages=24,
         host_pages=24,
         storage=storage,
-        journal=str(journal),
+        journal_path=str(journal),
         namespace="tenant",
         write="back",
         write_back_ahead=1.0,
@@ -113,7 +113,7 @@ async def test_who_waits_for_memory_has_its_pages_fetched_ahead(make_pair, tmp_p
     journal = tmp_path / "run.journal"
     storage = open_storage("memory:?capacity=4MiB")
     async with make_pair(
-        device_pages=24, host_pages=24, storage=storage, journal=str(journal), lookahead_pages_max=16
+        device_pages=24, host_pages=24, storage=storage, journal_path=str(journal), lookahead_pages_max=16
     ) as pair:
         await pair.finish(await pair.restore("past", PROMPT), PROMPT, [1])
         await pair.engine.wait_settled()

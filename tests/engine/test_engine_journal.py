@@ -16,7 +16,7 @@ PROMPT = list(range(100, 122))
 async def test_journal_of_an_engine_replays_to_the_state_that_it_ended_in(make_pair, tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
     storage = open_storage("memory:?capacity=64MiB")
-    async with make_pair(storage=storage, fetch_run_pages=2, journal=str(path), device_pages=16) as pair:
+    async with make_pair(storage=storage, fetch_run_pages=2, journal_path=str(path), device_pages=16) as pair:
         for turn in range(12):
             prompt = [*PROMPT[: 8 + turn], turn, *range(300 + turn % 3, 310 + turn % 3)]
             ready = await pair.restore(f"r{turn}", prompt)
@@ -34,7 +34,7 @@ async def test_journal_of_an_engine_replays_to_the_state_that_it_ended_in(make_p
 
 async def test_what_a_caller_does_to_what_it_was_given_changes_no_journal(make_pair, tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
-    async with make_pair(journal=str(path)) as pair:
+    async with make_pair(journal_path=str(path)) as pair:
         ready = await pair.restore("r", PROMPT)
         ready.sources.clear()
         await pair.finish(ready, PROMPT, [1])
@@ -45,7 +45,7 @@ async def test_what_a_caller_does_to_what_it_was_given_changes_no_journal(make_p
 async def test_tokens_are_in_a_journal_only_where_they_were_asked_for(make_pair, tmp_path: Path, with_tokens) -> None:
     path = tmp_path / "run.journal"
     prompt = [7_000_001, 7_000_002, 7_000_003, 7_000_004, 5]
-    async with make_pair(journal=str(path), journal_tokens=with_tokens) as pair:
+    async with make_pair(journal_path=str(path), journal_tokens=with_tokens) as pair:
         ready = await pair.restore("r", prompt)
         await pair.finish(ready, prompt, [1])
     packed = b"".join(token.to_bytes(4, "little") for token in prompt[:3])

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tests.support.configs import engine_config
 from tidekv import (
     CapacityError,
     DecodeEngine,
@@ -110,7 +111,7 @@ async def test_a_start_that_fails_half_way_stops_what_it_started(tmp_path) -> No
     with pytest.raises(Exception, match="file"):
         await make_engine(host=host, storage=open_storage(f"file:{tmp_path}/file?capacity=1MiB")).__aenter__()
     with pytest.raises(InvalidConfig):
-        await make_engine(EngineConfig(journal=f"{tmp_path}/file/journal")).__aenter__()
+        await make_engine(engine_config(journal_path=f"{tmp_path}/file/journal")).__aenter__()
     assert ours() == set()
 
 

@@ -50,7 +50,7 @@ async def test_scrape_is_what_the_journal_counts(make_pair, tmp_path: Path) -> N
     path = tmp_path / "run.journal"
     storage = open_storage("memory:?capacity=64MiB")
     async with make_pair(
-        storage=storage, fetch_run_pages=2, device_pages=16, journal=str(path), metrics_listen="127.0.0.1:0"
+        storage=storage, fetch_run_pages=2, device_pages=16, journal_path=str(path), metrics_listen="127.0.0.1:0"
     ) as pair:
         for turn in range(8):
             prompt = [*PROMPT[: 8 + turn], turn, *range(300 + turn % 3, 310 + turn % 3)]
@@ -98,9 +98,9 @@ async def test_without_metrics_nothing_listens(make_pair) -> None:
         assert pair.engine.metrics_address is None
 
 
-@pytest.mark.parametrize("listen", ["nowhere", ":9000", "127.0.0.1:x", "256.0.0.1:80"])
+@pytest.mark.parametrize("listen", ["nowhere", ":9000", "127.0.0.1:x", "127.0.0.1:99999", "256.0.0.1:80"])
 async def test_wrong_address_is_named(make_pair, listen: str) -> None:
-    with pytest.raises(InvalidConfig, match="metrics"):
+    with pytest.raises(InvalidConfig, match=r"listen must be host:port|metrics cannot be served"):
         async with make_pair(metrics_listen=listen):
             pass
 

@@ -131,7 +131,7 @@ async def test_a_prefill_that_is_not_there_fails_the_request_with_its_address(ma
         from tidekv import DecodeRequest
 
         with pytest.raises(RequestFailed, match="nobody") as failed:
-            await pair.engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill="nobody", prompt="send"))
+            await pair.engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill="nobody", send_prompt=True))
         assert failed.value.cause == "prefill failed"
         await pair.assert_nothing_held()
 
@@ -142,7 +142,7 @@ async def test_the_next_prefill_of_the_list_is_tried_with_the_tokens(make_pair) 
 
         # A router would bring the tokens to the first one only: the second gets them with its promise.
         ready = await pair.engine.restore(
-            DecodeRequest(request_id="r1", tokens=PROMPT, prefill=["nobody", "prefill"], prompt="routed")
+            DecodeRequest(request_id="r1", tokens=PROMPT, prefill=["nobody", "prefill"], send_prompt=False)
         )
         assert pair.wrong_pages(ready, PROMPT) == []
         assert pair.core()["prefill_retries"] == 1

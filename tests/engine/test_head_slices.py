@@ -98,7 +98,7 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
         await asyncio.gather(*entering)
         # The second prompt shares four pages with the first: they are promised, and not sent.
         for name, tokens in (("first", PROMPT), ("second", [*PROMPT[:17], *range(900, 920)])):
-            request = DecodeRequest(request_id=name, tokens=tokens, prefill=prefills[prefill], prompt="send")
+            request = DecodeRequest(request_id=name, tokens=tokens, prefill=prefills[prefill], send_prompt=True)
             readies = await asyncio.gather(*(engine.restore(request) for engine in engines))
             digests = prompt_digests(pack_tokens(tokens), decode.page_size)
             # Of the last page only the prompt's own tokens have content, but prefill fills it whole.
@@ -132,7 +132,7 @@ def test_engines_on_threads_of_their_own_decide_as_one(prefills: dict[str, str])
     with ThreadPoolExecutor(2) as starters:
         # Each start, and each end, waits for the other rank.
         list(starters.map(EngineThread.start, threads))
-        request = DecodeRequest(request_id="r", tokens=PROMPT, prefill=prefills["mha 4"], prompt="send")
+        request = DecodeRequest(request_id="r", tokens=PROMPT, prefill=prefills["mha 4"], send_prompt=True)
         for thread in threads:
             thread.submit(request)
         outcomes = [outcome for thread in threads for outcome in thread.poll(30.0)]

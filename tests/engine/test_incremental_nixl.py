@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.configs import engine_config
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     NixlTransport,
@@ -33,7 +33,7 @@ async def test_bytes_sent_are_the_pages_of_the_delta(tmp_path) -> None:
     async with (
         PrefillPeer(device=prefill_pool, transport=sending, on_room=prefill.serve) as peer,
         DecodeEngine(
-            EngineConfig(prefetch_threshold_tokens=0, fetch_run_pages=8),
+            engine_config(prefetch_threshold_tokens=0, fetch_run_pages=8),
             device=device,
             host=host,
             storage=open_storage(f"file:{tmp_path}?capacity=64MiB"),
@@ -44,7 +44,7 @@ async def test_bytes_sent_are_the_pages_of_the_delta(tmp_path) -> None:
         async def bytes_for(request_id: str, tokens: list[int]) -> tuple[int, dict[str, int]]:
             before = sending.statistics()["bytes_written"]
             ready = await engine.restore(
-                DecodeRequest(request_id=request_id, tokens=tokens, prefill=peer.address, prompt="send")
+                DecodeRequest(request_id=request_id, tokens=tokens, prefill=peer.address, send_prompt=True)
             )
             assert kv.verify(ready.pages.tolist(), prompt_digests(pack_tokens(tokens), PAGE_SIZE)) == []
             await engine.finish(ready, [ready.first_token])

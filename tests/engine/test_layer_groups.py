@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.configs import engine_config
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -59,7 +60,7 @@ class Worker:
     async def ask(self, request_id: str, prompt: list[int] = PROMPT) -> dict[str, int]:
         """Restore, verify every byte of every group, give back."""
         ready = await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.prefill, prompt="send")
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.prefill, send_prompt=True)
         )
         digests = prompt_digests(pack_tokens(prompt), SIZE)
         assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
@@ -100,7 +101,7 @@ async def worker(
             on_room=SyntheticPrefill(prefill_pool, chunk_pages=3).serve,
         ) as peer,
         DecodeEngine(
-            EngineConfig(prefetch_threshold_tokens=0, journal=None if journal is None else str(journal)),
+            engine_config(prefetch_threshold_tokens=0, journal_path=None if journal is None else str(journal)),
             device=device,
             host=host,
             storage=None if folder is None else open_storage(f"file:{folder}?capacity=64MB"),

@@ -125,7 +125,7 @@ async def test_every_counter_follows_from_the_journal(make_pair, tmp_path: Path)
     # How fast this machine is must not say what is fetched.
     limits["fetch_deadline_share"] = 0.0
     async with make_pair(
-        storage=storage, device_pages=24, journal=str(path), metrics_listen="127.0.0.1:0", **limits
+        storage=storage, device_pages=24, journal_path=str(path), metrics_listen="127.0.0.1:0", **limits
     ) as pair:
         await run_with_faults(pair, storage)
         families, live = scraped(await asyncio.to_thread(fetch_text, f"http://{pair.engine.metrics_address}/metrics"))

@@ -89,7 +89,7 @@ async def main(uri, prompts):
                      transport=LoopbackTransport("decode-0", network)) as engine,
     ):
         for number, (prompt, answer) in enumerate(prompts):
-            request = DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill="prefill", prompt="send")
+            request = DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill="prefill", send_prompt=True)
             ready = await engine.restore(request)
             engine.grow(ready, len(answer) - 1)
             digests = prompt_digests(pack_tokens([*prompt, *answer[:-1]]), 4) if answer[:-1] else []

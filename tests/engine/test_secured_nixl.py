@@ -54,7 +54,7 @@ async def workers(prefill_transport: NixlTransport, decode_transport: NixlTransp
         async def restore(request_id: str) -> list[int]:
             """Restore the prompt, and tell which pages are wrong."""
             ready = await engine.restore(
-                DecodeRequest(request_id=request_id, tokens=PROMPT, prefill=peer.address, prompt="send")
+                DecodeRequest(request_id=request_id, tokens=PROMPT, prefill=peer.address, send_prompt=True)
             )
             assert ready.sources["transfer"] == len(PROMPT)
             return SyntheticKV(device).verify(ready.pages.tolist(), prompt_digests(pack_tokens(PROMPT), 4))

@@ -95,7 +95,7 @@ async def test_tokens_of_the_embedder_name_the_pages_where_the_promise_brings_no
 
         async def restore_routed(name: str, tokens: bytes | None) -> None:
             request = pair.request(name, PROMPT)
-            object.__setattr__(request, "prompt", "routed")
+            object.__setattr__(request, "send_prompt", False)
             restoring = asyncio.create_task(pair.engine.restore(request))
             room = await pair.peer.room(name)
             assert room.tokens is None

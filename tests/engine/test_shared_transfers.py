@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
+from tests.support.configs import engine_config
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     NixlTransport,
@@ -44,12 +44,12 @@ async def test_the_bytes_of_a_common_prefix_leave_prefill_once(shares: bool) -> 
     async with (
         PrefillPeer(device=prefill_pool, transport=sending, on_room=prefill.serve) as peer,
         DecodeEngine(
-            EngineConfig(share_transfers=shares), device=device, host=host, transport=NixlTransport("decode-0")
+            engine_config(sharing_enabled=shares), device=device, host=host, transport=NixlTransport("decode-0")
         ) as engine,
     ):
         asked = prompts(PAGE_SIZE, PREFIX_PAGES)
         requests = [
-            DecodeRequest(request_id=f"r{number}", tokens=tokens, prefill=peer.address, prompt="send")
+            DecodeRequest(request_id=f"r{number}", tokens=tokens, prefill=peer.address, send_prompt=True)
             for number, tokens in enumerate(asked)
         ]
         ready = await asyncio.gather(*(engine.restore(request) for request in requests))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.configs import engine_config
 from tests.support.fault_hooks import GatedPoller
 from tests.support.fault_process import FaultProcess
 from tests.support.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
@@ -24,7 +25,6 @@ from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     NixlTransport,
@@ -59,7 +59,7 @@ class Decode:
 
     def request(self, request_id: str, tokens: Sequence[int], **options: Any) -> DecodeRequest:
         options.setdefault("prefill", self.prefills)
-        return DecodeRequest(request_id=request_id, tokens=tokens, prompt="send", **options)
+        return DecodeRequest(request_id=request_id, tokens=tokens, send_prompt=True, **options)
 
     def start(self, request_id: str, tokens: Sequence[int], **options: Any) -> asyncio.Task[ReadyRequest]:
         """Begin a restore that is verified when it is READY."""
@@ -148,9 +148,9 @@ async def open_decode(
     **config: Any,
 ) -> AsyncIterator[Decode]:
     device = DevicePool.allocate(LAYOUT, device_pages)
-    config = {**PATIENT, "prefetch_threshold_tokens": 0, "fetch_run_pages": 8, "hold_up_limit_s": 60.0} | config
+    config = {**PATIENT, "prefetch_threshold_tokens": 0, "fetch_run_pages": 8, "loop_stall_report_s": 60.0} | config
     engine = DecodeEngine(
-        EngineConfig(**config),
+        engine_config(**config),
         device=device,
         host=HostPool.allocate(LAYOUT, host_pages),
         components=components,
@@ -243,7 +243,7 @@ async def spawn_decode() -> AsyncIterator[Callable[..., Awaitable[FaultProcess]]
             device_pages=96,
             host_pages=96,
             storage=storage,
-            config=EngineConfig(**({**PATIENT, "prefetch_threshold_tokens": 0, "fetch_run_pages": 8} | config)),
+            config=engine_config(**({**PATIENT, "prefetch_threshold_tokens": 0, "fetch_run_pages": 8} | config)),
         )
         children.append(await FaultProcess.start(serve_decode, order))
         return children[-1]

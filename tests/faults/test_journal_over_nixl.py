@@ -30,7 +30,7 @@ async def test_run_with_a_killed_prefill_worker_replays_and_is_explained(
     path = tmp_path / "run.journal"
     first, second = await asyncio.gather(spawn_prefill(name="first"), spawn_prefill(name="second"))
     addresses = [first.ready.address, second.ready.address]
-    async with asyncio.timeout(LIMIT_S), decode_over_nixl(addresses, journal=str(path)) as decode:
+    async with asyncio.timeout(LIMIT_S), decode_over_nixl(addresses, journal_path=str(path)) as decode:
         await first.ask(Halt(after_checks=PAGES // 2), Done)
         waiting = {n: decode.start(f"r{n}", prompt(n, PAGES, tail=n)) for n in range(3)}
         await first.line.hear(Halted)

@@ -82,7 +82,7 @@ async def test_recording_whose_prefill_worker_is_killed_in_its_middle(
         assert await first.wait_ended() == -signal.SIGKILL
 
     storage = open_storage("memory:?capacity=64MiB")
-    opened = decode_over_nixl(addresses, device_pages=120, host_pages=150, storage=storage, journal=str(path))
+    opened = decode_over_nixl(addresses, device_pages=120, host_pages=150, storage=storage, journal_path=str(path))
     async with asyncio.timeout(LIMIT_S), opened as decode:
         with ComputeThread("decode") as compute:
             run = TraceRun(

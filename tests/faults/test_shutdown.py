@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import uvloop
 
+from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     LoopbackTransport,
@@ -95,7 +95,7 @@ async def open_peer(held: Held) -> AsyncIterator[PrefillPeer]:
 
 def make_engine(held: Held, **config: Any) -> DecodeEngine:
     return DecodeEngine(
-        EngineConfig(prefetch_threshold_tokens=0, query_deadline_s=60.0, prefetch_base_s=60.0, **config),
+        engine_config(prefetch_threshold_tokens=0, query_deadline_s=60.0, prefetch_base_s=60.0, **config),
         device=DevicePool.allocate(LAYOUT, 24),
         host=HostPool.allocate(LAYOUT, 32),
         storage=held.storage,  # type: ignore[arg-type]  # It passes on what it does not hold.
@@ -104,7 +104,7 @@ def make_engine(held: Held, **config: Any) -> DecodeEngine:
 
 
 def request(request_id: str, tokens: Sequence[int]) -> DecodeRequest:
-    return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", prompt="send")
+    return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", send_prompt=True)
 
 
 async def enter_state(engine: DecodeEngine, held: Held) -> asyncio.Task[Any]:

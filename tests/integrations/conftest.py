@@ -15,7 +15,8 @@ from types import ModuleType
 
 import pytest
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
+from tests.support.configs import engine_config
+from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 
@@ -75,7 +76,7 @@ async def _engine_on(uri: str, layout: KVLayout) -> AsyncIterator[Restored]:
     prefill_pool = DevicePool.allocate(layout, 32)
     device = DevicePool.allocate(layout, 64)
     engine = DecodeEngine(
-        EngineConfig(model="m", prefetch_threshold_tokens=1),
+        engine_config(model="m", prefetch_threshold_tokens=1),
         device=device,
         host=HostPool.allocate(layout, 64),
         storage=open_storage(uri),
@@ -91,7 +92,7 @@ async def _engine_on(uri: str, layout: KVLayout) -> AsyncIterator[Restored]:
 
         async def restored(tokens: list[int]) -> tuple[dict[str, int], list[bytes]]:
             ready = await engine.restore(
-                DecodeRequest(request_id=str(tokens[0]), tokens=tokens, prefill=peer.address, prompt="send")
+                DecodeRequest(request_id=str(tokens[0]), tokens=tokens, prefill=peer.address, send_prompt=True)
             )
             pages = [page.numpy().tobytes() for page in device.read_pages(ready.pages[:4])]
             await engine.finish(ready, [ready.first_token])

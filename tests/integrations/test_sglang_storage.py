@@ -11,7 +11,8 @@ from typing import Any  # SGLang's objects have no types.
 import pytest
 import torch
 
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
+from tests.support.configs import engine_config
+from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys import pack_tokens, page_digests
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.page_layouts import HostPages
@@ -278,7 +279,7 @@ async def test_a_decode_engine_hits_what_sglang_wrote_and_the_reverse(backend: M
     synthetic = SyntheticPrefill(prefill_pool, vocabulary=1000)
     device = DevicePool.allocate(layout, 64)
     engine = DecodeEngine(
-        EngineConfig(model="m", prefetch_threshold_tokens=1),
+        engine_config(model="m", prefetch_threshold_tokens=1),
         device=device,
         host=HostPool.allocate(layout, 64),
         storage=open_storage(uri),
@@ -289,7 +290,7 @@ async def test_a_decode_engine_hits_what_sglang_wrote_and_the_reverse(backend: M
 
         async def restored(request_id: str, tokens: list[int]) -> tuple[dict[str, int], list[bytes]]:
             ready = await engine.restore(
-                DecodeRequest(request_id=request_id, tokens=tokens, prefill=peer.address, prompt="send")
+                DecodeRequest(request_id=request_id, tokens=tokens, prefill=peer.address, send_prompt=True)
             )
             pages = [page.numpy().tobytes() for page in device.read_pages(ready.pages[:4])]
             await engine.finish(ready, [ready.first_token])

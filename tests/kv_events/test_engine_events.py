@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, NixlTransport, PrefillPeer
+from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys import page_digests
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.kv_events.messages import hash_of
@@ -38,7 +39,9 @@ def applied(held: dict[str, set[int]], events: list[dict[str, object]]) -> None:
 @pytest.mark.nixl
 async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> None:
     tokens = list(range(70))
-    config = EngineConfig(kv_events="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*", kv_events_topic="kv")
+    config = engine_config(
+        kv_events_endpoint="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*", kv_events_topic="kv"
+    )
     prefill_pool = DevicePool.allocate(LAYOUT, 32)
     synthetic = SyntheticPrefill(prefill_pool, vocabulary=1000)
     engine = DecodeEngine(
@@ -71,7 +74,9 @@ async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> Non
                 applied(held, msgspec.msgpack.decode(frames[3])[1])
             return held
 
-        ready = await engine.restore(DecodeRequest(request_id="r1", tokens=tokens, prefill=peer.address, prompt="send"))
+        ready = await engine.restore(
+            DecodeRequest(request_id="r1", tokens=tokens, prefill=peer.address, send_prompt=True)
+        )
         await engine.finish(ready, [ready.first_token])
         await engine.wait_settled()
         packed = b"".join(token.to_bytes(4, "little") for token in tokens)
@@ -92,7 +97,7 @@ async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> Non
 
 async def test_an_endpoint_that_cannot_be_bound_stops_the_start() -> None:
     engine = DecodeEngine(
-        EngineConfig(kv_events="nonsense"),
+        engine_config(kv_events_endpoint="nonsense"),
         device=DevicePool.allocate(LAYOUT, 4),
         transport=NixlTransport(name="decode-0"),
     )
@@ -102,7 +107,7 @@ async def test_an_endpoint_that_cannot_be_bound_stops_the_start() -> None:
 
 
 def test_wrong_settings_are_named() -> None:
-    with pytest.raises(InvalidConfig, match="kv_events_kept_batches must be at least 1"):
-        EngineConfig(kv_events_kept_batches=0)
-    with pytest.raises(InvalidConfig, match="kv_events_encoding must be map or array"):
-        EngineConfig(kv_events_encoding="json")
+    with pytest.raises(InvalidConfig, match="kept_batches must be a whole number, 1 or more, not 0"):
+        engine_config(kv_events_kept_batches=0)
+    with pytest.raises(InvalidConfig, match=r"kv_events\.replay needs kv_events\.endpoint"):
+        engine_config(kv_events_replay="tcp://*:5558")

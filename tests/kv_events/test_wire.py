@@ -105,25 +105,12 @@ def same(events: list[Any], kinds: Any) -> None:
     assert (removed.block_hashes, removed.medium) == ([1], "CPU")
 
 
-def test_arrays_are_what_is_documented() -> None:
-    payload = packed(EVENTS, at_s=1.5, rank=3, encoding="array")
-    batch = msgspec.msgpack.decode(payload, type=Contract.KVEventBatch)
-    assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
-    kinds = Contract.BlockStored | Contract.BlockRemoved | Contract.AllBlocksCleared
-    same(msgspec.convert(batch.events, list[kinds]), Contract)
-    without = msgspec.structs.replace(STORED, extra_keys=None)
-    (plain,) = msgspec.msgpack.decode(packed([without], at_s=1.5, rank=0, encoding="array"))[1]
-    assert plain == ["BlockStored", [1, -2], None, [5, 6, 7, 8], 2, None, "GPU", None]
-
-
 def test_maps_are_tagged_and_leave_out_what_says_nothing() -> None:
-    at_s, events, rank = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=0, encoding="map"))
+    at_s, events, rank = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=0))
     assert (at_s, rank) == (1.5, 0)
     assert [event["type"] for event in events] == ["AllBlocksCleared", "BlockStored", "BlockRemoved"]
     assert events[1]["extra_keys"] == [["tenant"], ["tenant"]]
-    (plain,) = msgspec.msgpack.decode(
-        packed([msgspec.structs.replace(STORED, extra_keys=None)], at_s=0.0, rank=0, encoding="map")
-    )[1]
+    (plain,) = msgspec.msgpack.decode(packed([msgspec.structs.replace(STORED, extra_keys=None)], at_s=0.0, rank=0))[1]
     assert "extra_keys" not in plain
 
 
@@ -145,7 +132,7 @@ def test_the_published_types_of_vllm_decode_it(modules: None) -> None:
             "vllm.v1.core.kv_cache_utils": {"ExternalBlockHash": bytes | int},
         },
     )
-    batch = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=3, encoding="map"), type=peer.KVEventBatch)
+    batch = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=3), type=peer.KVEventBatch)
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
     same(batch.events, peer)
     assert batch.events[1].extra_keys == [("tenant",), ("tenant",)]
@@ -166,7 +153,7 @@ def test_the_published_types_of_sglang_decode_it(modules: None) -> None:
             "sglang.srt.utils.network": {"NetworkAddress": object},
         },
     )
-    batch = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=3, encoding="map"), type=peer.KVEventBatch)
+    batch = msgspec.msgpack.decode(packed(EVENTS, at_s=1.5, rank=3), type=peer.KVEventBatch)
     assert (batch.ts, batch.attn_dp_rank) == (1.5, 3)
     same(batch.events, peer)
 

@@ -16,13 +16,13 @@ from typing import Protocol
 import pytest
 import torch
 
+from tests.support.configs import engine_config
 from tests.support.group_model import GroupModel, choices
 from tests.support.speculation import Answer
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     LoopbackTransport,
     NixlTransport,
@@ -128,7 +128,7 @@ class Rig:
     async def decode(self) -> AsyncIterator[Decode]:
         device = DevicePool.allocate(self.layout, PAGES)
         async with DecodeEngine(
-            EngineConfig(model="m", prefetch_threshold_tokens=0, bigram_keys=self.bigram_keys),
+            engine_config(model="m", prefetch_threshold_tokens=0, bigram_keys=self.bigram_keys),
             device=device,
             host=HostPool.allocate(self.layout, PAGES),
             storage=open_storage(f"file:{self.folder}?capacity=64MB"),
@@ -150,7 +150,7 @@ class Decode:
         """Answer a prompt; `zero`: what the restored pages hold in that group is lost before the model sees it."""
         request_id = f"r{next(self.rig.numbers)}"
         ready = await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.rig.address, prompt="send")
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.rig.address, send_prompt=True)
         )
         full = ready.pages[: len(prompt) // self.rig.layout.page_size].tolist()
         page_bytes = self.device.read_pages(full)

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from tests.support.component_model import ComponentModel, Held, ModelLayouts, layouts_of
+from tests.support.configs import engine_config
 from tests.support.group_model import CausalModel, choices
 from tidekv import (
     ComponentPools,
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     LoopbackTransport,
     NixlTransport,
@@ -185,7 +185,7 @@ class Decode:
         """
         request_id = f"r{next(self.numbers)}"
         ready = await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.address, prompt="send")
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.address, send_prompt=True)
         )
         if zero:
             for row in self.components[zero].device.rows:
@@ -266,7 +266,7 @@ async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterato
             on_room=serve,
         ) as peer,
         DecodeEngine(
-            EngineConfig(prefetch_threshold_tokens=0),
+            engine_config(prefetch_threshold_tokens=0),
             device=device,
             host=HostPool.allocate(layouts.full, PAGES),
             components=ours,

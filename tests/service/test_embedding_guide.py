@@ -117,7 +117,7 @@ def test_the_scheduler_snippet_answers_and_makes_way(guide: dict[str, Any], pref
         return {name: next_token(ready.prompt_tokens + len(since[name]) - 1) for name, ready in running.items()}
 
     requests = [
-        DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill=prefill, prompt="send")
+        DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill=prefill, send_prompt=True)
         for number, prompt in enumerate(PROMPTS)
     ]
     with EngineThread(EngineConfig(), **parts) as engine:
@@ -216,11 +216,11 @@ async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
         return token + 1
 
     async with with_components(guide, ours, theirs, serve) as engine:
-        ready = await engine.restore(DecodeRequest(request_id="r1", tokens=prompt, prefill="prefill", prompt="send"))
+        ready = await engine.restore(DecodeRequest(request_id="r1", tokens=prompt, prefill="prefill", send_prompt=True))
         said = await guide["go_on"](engine, ready, step, read_record, write_record, output)
         assert said == list(range(1, output + 1))
         whole = prompt + said
-        longer = DecodeRequest(request_id="r2", tokens=whole[:cached_tokens], prefill="prefill", prompt="send")
+        longer = DecodeRequest(request_id="r2", tokens=whole[:cached_tokens], prefill="prefill", send_prompt=True)
         ready = await engine.restore(longer)
         assert ready.sources["l1"] == cached_tokens
         seen = cached_tokens - len(prompt)

@@ -51,8 +51,14 @@ def test_errors_carry_their_fields_and_words_built_from_them() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"device_pages": 0}, "device_pages must be at least 1"), ({"host_pages": -1}, "host_pages must be at least 0")]
-    + [({name: 0.0}, f"{name} must be more than 0") for name in ("query_deadline_s", "copy_deadline_s", "ageing_s")],
+    [
+        ({"device_pages": 0}, "device_pages must be a whole number, 1 or more"),
+        ({"host_pages": -1}, "host_pages must be a whole number, 0 or more"),
+    ]
+    + [
+        ({name: 0.0}, f"{name} must be a number above 0")
+        for name in ("query_deadline_s", "copy_deadline_s", "ageing_s")
+    ],
 )
 def test_a_setting_out_of_range_is_named(wrong: dict[str, float], words: str) -> None:
     good = {"page_size": 1, "key_bytes": 1, "device_pages": 1}
@@ -165,6 +171,6 @@ def test_rooms_are_counted_and_listed() -> None:
 
 @pytest.mark.parametrize("ahead", [1.01, float("inf"), float("nan")])
 def test_no_more_than_the_whole_pool_is_written_back_ahead(ahead: float) -> None:
-    with pytest.raises(InvalidConfig, match="write_back_ahead must be at"):
+    with pytest.raises(InvalidConfig, match="write_back_ahead must be a number from 0 to 1"):
         StoragePolicy(write_back_ahead=ahead)
     assert StoragePolicy(write_back_ahead=1.0).write_back_ahead == 1.0

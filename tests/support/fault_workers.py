@@ -121,7 +121,7 @@ async def serve_decode(line: said.Line, order: DecodeOrder) -> None:
 
 
 async def _take_turn(line: said.Line, engine: DecodeEngine, kv: SyntheticKV, turn: said.Turn) -> None:
-    request = DecodeRequest(request_id=turn.request_id, tokens=turn.tokens, prefill=turn.prefill, prompt="send")
+    request = DecodeRequest(request_id=turn.request_id, tokens=turn.tokens, prefill=turn.prefill, send_prompt=True)
     try:
         ready = await engine.restore(request)
     except RequestFailed as failed:

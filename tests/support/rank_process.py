@@ -24,7 +24,7 @@ from tidekv.backends.host import HostPool
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.config import EngineConfig
+from tidekv.engine.config import EngineConfig, StorageOptions
 from tidekv.engine.decode_engine import DecodeEngine
 from tidekv.engine.prefill_peer import PrefillPeer
 from tidekv.engine.rank_group import RankGroup
@@ -156,7 +156,7 @@ class RankWorker:
         self._faults = RankFaults(plan.rank, plan.fault_rate)
         failing = FailingStorage(storage, self._faults)
         self.engine = DecodeEngine(
-            EngineConfig(prefetch_threshold_tokens=0, breaker_failures=0, close_deadline_s=5.0),
+            EngineConfig(storage=StorageOptions(prefetch_threshold_tokens=0, breaker_failures=0), close_deadline_s=5.0),
             device=self._device,
             host=HostPool.allocate(LAYOUT, plan.host_pages),
             storage=failing,  # type: ignore[arg-type]  # It passes everything else on to a real one.
@@ -207,7 +207,7 @@ class RankWorker:
                             request_id=f"s{work.seed}-{work.first + number}",
                             tokens=tokens,
                             prefill=self._prefill,
-                            prompt="send",
+                            send_prompt=True,
                         )
                     )
                     digests = prompt_digests(tokens, LAYOUT.page_size)

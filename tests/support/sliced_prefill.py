@@ -91,7 +91,7 @@ class SlicedPrefill:
     async def serve(self, room: Room) -> None:
         """One room, from its promise to its end."""
         if room.tokens is None:
-            raise InvalidRequest("send the request with prompt='send'")
+            raise InvalidRequest("send the request with send_prompt=True")
         digests = prompt_digests(room.tokens, self._page_size)
         async with self._turn:
             pages = page_ids(range(len(digests)))

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.configs import engine_config
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     InvalidRequest,
     KVLayout,
@@ -79,7 +79,7 @@ async def decode_engine(
 ) -> AsyncIterator[tuple[DecodeEngine, DevicePool]]:
     device = DevicePool.allocate(layout, l1)
     host = HostPool.allocate(layout, l2) if l2 else None
-    config = EngineConfig(prefetch_threshold_tokens=PAGE_SIZE)
+    config = engine_config(prefetch_threshold_tokens=PAGE_SIZE)
     storage = open_storage("memory:?capacity=64MB") if l2 else None
     transport = LoopbackTransport("decode-0", network)
     async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
@@ -191,8 +191,8 @@ async def test_a_wrong_prompt_fails_its_request_and_keeps_no_pages(llama: paged.
     ):
         for prompt in ([1] * 33, [10**6] * 9):  # Longer than the prefill pool; a token the model does not know.
             with pytest.raises(RequestFailed):
-                await engine.restore(DecodeRequest(request_id="r", tokens=prompt, prefill="prefill", prompt="send"))
-        ready = await engine.restore(DecodeRequest(request_id="r", tokens=[1] * 9, prefill="prefill", prompt="send"))
+                await engine.restore(DecodeRequest(request_id="r", tokens=prompt, prefill="prefill", send_prompt=True))
+        ready = await engine.restore(DecodeRequest(request_id="r", tokens=[1] * 9, prefill="prefill", send_prompt=True))
         await engine.finish(ready)
     assert pages.counts()["in_use"] == 0
 
@@ -245,7 +245,7 @@ async def test_a_replay_verifies_every_page(tmp_path: Path, compute: ComputeThre
         await engine.wait_settled()
         # What the last one said is cached as well, and has the bytes of its own prefix.
         said = requests[-1].prompt.packed(1000) + requests[-1].output(1000)
-        ready = await engine.restore(DecodeRequest(request_id="r", tokens=said, prefill="prefill", prompt="send"))
+        ready = await engine.restore(DecodeRequest(request_id="r", tokens=said, prefill="prefill", send_prompt=True))
         assert ready.sources["transfer"] <= PAGE_SIZE
         assert damage or SyntheticKV(device).verify(ready.pages.tolist(), prompt_digests(said, PAGE_SIZE)) == []
         await engine.finish(ready)

@@ -56,7 +56,7 @@ async def workers(
 
 
 def request(tokens: list[int]) -> DecodeRequest:
-    return DecodeRequest(request_id="r1", tokens=tokens, prefill="prefill", prompt="send")
+    return DecodeRequest(request_id="r1", tokens=tokens, prefill="prefill", send_prompt=True)
 
 
 class HeldWrites:
@@ -163,7 +163,7 @@ async def test_kept_prefixes_are_sent_without_being_filled_again(monkeypatch: py
         for number, (tokens, pages_filled) in enumerate(((PROMPT, 6), ([*PROMPT, *range(90, 96)], 2), (PROMPT, 1))):
             filled.clear()
             ready = await engine.restore(
-                DecodeRequest(request_id=f"r{number}", tokens=tokens, prefill="prefill", prompt="send", cache=False)
+                DecodeRequest(request_id=f"r{number}", tokens=tokens, prefill="prefill", send_prompt=True, cache=False)
             )
             digests = prompt_digests(pack_tokens(tokens), LAYOUT.page_size)
             assert SyntheticKV(device).verify(ready.pages.tolist(), digests) == []
@@ -177,7 +177,7 @@ async def test_kept_prefixes_are_sent_without_being_filled_again(monkeypatch: py
         await prefill.compute(pack_tokens(ahead))
         assert sum(filled) == 6
         ready = await engine.restore(
-            DecodeRequest(request_id="ahead", tokens=ahead, prefill="prefill", prompt="send", cache=False)
+            DecodeRequest(request_id="ahead", tokens=ahead, prefill="prefill", send_prompt=True, cache=False)
         )
         assert SyntheticKV(device).verify(ready.pages.tolist(), prompt_digests(pack_tokens(ahead), 4)) == []
         assert sum(filled) == 6 + 1

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.configs import engine_config
 from tidekv import (
     ComponentPools,
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     EngineThread,
     HostPool,
     KVLayout,
@@ -62,7 +62,7 @@ class Worker:
 
     async def restore(self, request_id: str, prompt: list[int], **fields: object) -> ReadyRequest:
         """Restore, and verify every byte of every pool."""
-        fields = {"prefill": "prefill", "prompt": "send", **fields}
+        fields = {"prefill": "prefill", "send_prompt": True, **fields}
         ready = await self.engine.restore(DecodeRequest(request_id=request_id, tokens=prompt, **fields))
         self.verify(ready, prompt)
         return ready
@@ -171,7 +171,7 @@ def worker() -> MakeWorker:
                 on_room=SyntheticPrefill(prefill_pool, chunk_pages=3, components=theirs).serve,
             ),
             DecodeEngine(
-                EngineConfig(journal=None if journal is None else str(journal), **settings),
+                engine_config(journal_path=None if journal is None else str(journal), **settings),
                 device=device,
                 host=HostPool.allocate(FULL, 48) if host_pages else None,
                 components=ours,

@@ -118,7 +118,7 @@ async def test_an_abort_gives_every_page_of_every_component_back(worker) -> None
         await made.answer("r1", PROMPT, OUTPUT)
         await made.restore("r2", KEPT)
         await made.engine.abort("r2")
-        waiting = DecodeRequest(request_id="r3", tokens=LONGER, prefill="nobody", prompt="send")
+        waiting = DecodeRequest(request_id="r3", tokens=LONGER, prefill="nobody", send_prompt=True)
         with pytest.raises(RequestFailed):
             await made.engine.restore(waiting)
         await made.engine.wait_settled()
@@ -130,7 +130,7 @@ async def test_pools_that_are_short_make_requests_wait_and_not_fail(worker) -> N
     async with worker(device_pages=8) as made:
         first, second = await made.restore("r1", PROMPT), await made.restore("r2", KEPT)
         third = made.engine.restore(
-            DecodeRequest(request_id="r3", tokens=LONGER, prefill="prefill", prompt="send", deadline_s=0.2)
+            DecodeRequest(request_id="r3", tokens=LONGER, prefill="prefill", send_prompt=True, deadline_s=0.2)
         )
         with pytest.raises(RequestFailed):
             await third

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S, PATIENT
 from tidekv import (
     ComponentPools,
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     LoopbackTransport,
@@ -67,7 +67,7 @@ class Rank:
     async def restore(self, request_id: str, prompt: list[int]) -> ReadyRequest:
         prefill = ",".join(f"prefill-{rank}" for rank in range(RANKS))
         ready = await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=prompt, prefill=prefill, prompt="send")
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill=prefill, send_prompt=True)
         )
         digests = prompt_digests(pack_tokens(prompt), SIZE)
         assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
@@ -95,7 +95,7 @@ async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
             ranks=RANKS,
         )
         engine = DecodeEngine(
-            EngineConfig(**PATIENT, close_deadline_s=2.0, prefetch_threshold_tokens=SIZE),
+            engine_config(**PATIENT, close_deadline_s=2.0, prefetch_threshold_tokens=SIZE),
             device=device,
             host=HostPool.allocate(FULL, 48),
             components=ours,

@@ -10,7 +10,7 @@ from tidekv import DecodeRequest, EngineConfig, EngineThread, Finished, InvalidR
 def test_a_scheduler_leaves_a_window_and_a_record(made_parts) -> None:
     parts, start_prefill = made_parts
     prompt = list(range(24))
-    request = {"tokens": prompt, "prefill": "prefill", "prompt": "send"}
+    request = {"tokens": prompt, "prefill": "prefill", "send_prompt": True}
     with EngineThread(EngineConfig(), **parts) as thread:
         stop_prefill = start_prefill(thread)
         try:

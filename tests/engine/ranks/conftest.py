@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S, PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     HostPool,
     KVLayout,
     LoopbackTransport,
@@ -99,12 +99,12 @@ class Rank:
         )
         group = {"silence_s": 30.0, "vote_timeout_s": 60.0, "hold_s": 60.0, "form_timeout_s": LIMIT_S, **fields}
         self.engine = DecodeEngine(
-            EngineConfig(
+            engine_config(
                 **PATIENT,
                 prefetch_threshold_tokens=0,
                 close_deadline_s=2.0,
                 metrics_listen="127.0.0.1:0" if metrics else None,
-                journal=f"{journals}/rank-{rank}.jsonl" if journals else None,
+                journal_path=f"{journals}/rank-{rank}.jsonl" if journals else None,
             ),
             device=self.device,
             host=HostPool.allocate(layout, host_pages),
@@ -125,7 +125,7 @@ class Rank:
     async def restore(self, request_id: str, tokens: Sequence[int], **options: object) -> ReadyRequest:
         ready = await self.engine.restore(
             DecodeRequest(
-                request_id=request_id, tokens=tokens, prefill=",".join(self.prefills), prompt="send", **options
+                request_id=request_id, tokens=tokens, prefill=",".join(self.prefills), send_prompt=True, **options
             )
         )
         digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)

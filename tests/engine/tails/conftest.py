@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.configs import engine_config
 from tidekv import (
     ComponentPools,
     DecodeEngine,
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     KVLayout,
     LoopbackTransport,
     NixlTransport,
@@ -73,7 +73,7 @@ class Worker:
 
     def request(self, request_id: str, tokens: Sequence[int], **options: Any) -> DecodeRequest:
         options.setdefault("prefill", self.peer.address)
-        return DecodeRequest(request_id=request_id, tokens=tokens, prompt="send", **options)
+        return DecodeRequest(request_id=request_id, tokens=tokens, send_prompt=True, **options)
 
     async def restore(self, request_id: str, tokens: Sequence[int], **options: Any) -> ReadyRequest:
         """Restore, and verify every byte of every page, of the window and of the record."""
@@ -141,7 +141,7 @@ async def open_worker(
             on_room=prefill.serve,
         ) as peer,
         DecodeEngine(
-            EngineConfig(prefetch_threshold_tokens=0, **config), device=device, components=here, transport=ends[1]
+            engine_config(prefetch_threshold_tokens=0, **config), device=device, components=here, transport=ends[1]
         ) as engine,
     ):
         yield Worker(engine, device, here, peer, prefill, network)

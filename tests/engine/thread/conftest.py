@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeRequest,
     DevicePool,
-    EngineConfig,
     EngineThread,
     HostPool,
     KVLayout,
@@ -42,7 +42,7 @@ class Rig:
     peer: PrefillPeer
 
     def request(self, request_id: str, tokens: Sequence[int] = PROMPT, **options: object) -> DecodeRequest:
-        return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", prompt="send", **options)
+        return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", send_prompt=True, **options)
 
     def outcome(self) -> object:
         """The next outcome, alone."""
@@ -116,7 +116,7 @@ def running_rig(
         on_room=SyntheticPrefill(pool, chunk_pages=3).serve if answers else ignore_room,
     )
     thread = EngineThread(
-        EngineConfig(**{"prefetch_threshold_tokens": 0, "close_deadline_s": 2.0, **config}),
+        engine_config(**{"prefetch_threshold_tokens": 0, "close_deadline_s": 2.0, **config}),
         device=device,
         host=HostPool.allocate(LAYOUT, host_pages) if host_pages else None,
         transport=LoopbackTransport("decode-0", network),

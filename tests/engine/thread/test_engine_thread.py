@@ -104,7 +104,7 @@ def test_what_is_wrong_with_a_call_is_raised_in_it_and_changes_nothing(running) 
             rig.thread.submit(rig.request("r1"))
         with pytest.raises(InvalidRequest, match="grow before writing"):
             rig.thread.finish(ready, list(range(50)))
-        with pytest.raises(InvalidRequest, match="cannot grow by -1"):
+        with pytest.raises(InvalidRequest, match="tokens must be a whole number, 0 or more, not -1"):
             rig.thread.grow(ready, -1)
         rig.thread.finish(ready)
         for call in (rig.thread.grow, rig.thread.finish, rig.thread.retract):

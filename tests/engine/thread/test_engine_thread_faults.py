@@ -13,11 +13,11 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S
 from tidekv import (
     DevicePool,
     EngineClosed,
-    EngineConfig,
     EngineThread,
     Failed,
     Finished,
@@ -36,7 +36,7 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", pag
 
 def make_thread(**config: object) -> EngineThread:
     return EngineThread(
-        EngineConfig(**config),
+        engine_config(**config),
         device=DevicePool.allocate(LAYOUT, 8),
         transport=LoopbackTransport("decode-0", LoopbackNetwork()),
     )
@@ -48,8 +48,8 @@ def threads_of_ours() -> set[str]:
 
 def test_errors_of_the_start_are_raised_in_the_caller_and_leave_no_thread() -> None:
     before = threads_of_ours()
-    thread = make_thread(metrics_listen="nowhere")
-    with pytest.raises(InvalidConfig, match="metrics_listen"):
+    thread = make_thread(metrics_listen="256.0.0.1:80")
+    with pytest.raises(InvalidConfig, match="metrics cannot be served"):
         thread.start()
     assert threads_of_ours() == before
     with pytest.raises(EngineClosed):

@@ -1,0 +1,203 @@
+"""Validation of what callers give: types with limits, and errors that name the field, the value and what is allowed.
+
+Every public structure, argument and option is checked by `check_fields` or `checked`. Both convert with msgspec and
+raise `InvalidRequest`, or `InvalidConfig` for settings, before anything is changed. Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import ipaddress
+import re
+import types
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from tidekv.states.errors import InvalidConfig, InvalidRequest
+
+COUNT_MAX: Final = 2**53 - 1
+SECONDS_MAX: Final = 365 * 86_400
+"""A year: longer waits are mistakes, and timers of event loops overflow not far beyond."""
+VALUE_CHARS_MAX: Final = 60
+"""Characters of a refused value that an error shows."""
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
+ByteCount: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
+SecondsOrZero: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
+Amount: TypeAlias = Annotated[float, Meta(ge=0, le=1e18)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Text: TypeAlias = Annotated[str, Meta(pattern=r"\A[^\ud800-\udfff]*\Z", description="UTF-8 text")]
+PlainText: TypeAlias = Annotated[
+    str,
+    Meta(pattern=r"\A[^\x00\ud800-\udfff]*\Z", description="UTF-8 text without NUL"),
+]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all settings: raises InvalidConfig for a field of another type, or beyond its limits."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, InvalidConfig)
+
+
+def check_fields(instance: object, error: type[InvalidRequest] = InvalidRequest, *, where: str = "") -> None:
+    """Raise `error` if a field of a structure or dataclass is not what its annotation allows.
+
+    `where` begins the text, such as "request 'r1': ".
+    """
+    form, classes = _checked_form(type(instance))
+    try:
+        msgspec.convert(instance, form, from_attributes=True)
+    except (msgspec.ValidationError, OverflowError):
+        # One conversion in C for all fields; only a refusal looks at each.
+        for name, kind in _hints(type(instance)).items():
+            checked(getattr(instance, name), kind, where + name, error)
+        raise error(f"{where}{short(instance)} cannot be used") from None
+    for name, kind in classes.items():
+        checked(getattr(instance, name), kind, where + name, error)
+
+
+def checked(value: object, kind: Any, what: str, error: type[InvalidRequest] = InvalidRequest) -> Any:
+    """Return a value as the type wants it, an int as a float for one. Raises `error`, which names `what`.
+
+    `Any`: a type expression, which typing cannot express as a parameter.
+    """
+    if _is_class(kind):
+        if isinstance(value, kind):
+            return value
+        raise refusal(value, kind, what, error)
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError):
+        raise refusal(value, kind, what, error) from None
+
+
+def refusal(value: object, kind: Any, what: str, error: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:
+    """The error for a value that is not of the kind."""
+    return error(f"{what} must be {allowed(kind)}, not {short(value)}")
+
+
+def unknown(
+    name: str, known: Collection[str], what: str, error: type[InvalidRequest] = InvalidRequest
+) -> InvalidRequest:
+    """The error for a name that does not exist, with the nearest that does, or all if none is near."""
+    return error(f"there is no {what} {short(name)}; {_nearest(name, known)}")
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    meant = difflib.get_close_matches(name, known, n=1)
+    if not meant:
+        # An option of another group: the last part of the path is right.
+        meant = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    return f"did you mean {meant[0]}?" if meant else f"allowed: {', '.join(known)}"
+
+
+def host_and_port(
+    address: object, what: str, error: type[InvalidRequest] = InvalidRequest, *, any_port: bool = False
+) -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port". Raises `error`; port 0 is refused unless `any_port`."""
+    parsed = _parsed_address(address) if isinstance(address, str) else None
+    if parsed is None or not (any_port or parsed[1]):
+        ports = "0 (any) to 65535" if any_port else "1 to 65535"
+        raise error(
+            f"{what} must be host:port such as 127.0.0.1:7000 or [::1]:7000, port {ports}, not {short(address)}"
+        )
+    return parsed
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed_address(address: str) -> tuple[str, int] | None:
+    # Cached: every request names the same few prefill workers.
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535 or not _is_host(host):
+        return None
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_host(host: str) -> bool:
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            ipaddress.IPv6Address(host[1:-1].partition("%")[0])
+        except ValueError:
+            return False
+        return True
+    try:
+        # Refuses empty and overlong labels as the resolver would, and what cannot be encoded.
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return re.search(r"[\s\x00-\x1f\[\]:/@,]", host) is None and host != ""
+
+
+def short(value: object) -> str:
+    """The value as an error shows it, cut if it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # A repr of the caller's own, or an int with more digits than Python prints.
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= VALUE_CHARS_MAX else f"{text[: VALUE_CHARS_MAX - 1]}…"
+
+
+@functools.cache
+def allowed(kind: Any) -> str:
+    """What a type allows, in words."""
+    if kind is None or kind is type(None):
+        return "none"
+    if get_origin(kind) is Annotated:
+        base, *notes = get_args(kind)
+        return _with_limits(allowed(base), [note for note in notes if isinstance(note, Meta)])
+    if get_origin(kind) is Literal:
+        *words, last = map(str, get_args(kind))
+        return f"{', '.join(words)} or {last}" if words else last
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(allowed(each) for each in get_args(kind))
+    if get_origin(kind) in (list, tuple, Sequence):
+        inner = [each for each in get_args(kind) if each is not Ellipsis]
+        return f"a list of {allowed(inner[0])}" if inner else "a list"
+    if get_origin(kind) in (dict, Mapping) or kind is dict:
+        return "a table"
+    known = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    return known.get(kind) or f"a {kind.__name__}"
+
+
+def _with_limits(words: str, notes: Iterable[Meta]) -> str:
+    for note in notes:
+        if note.description:
+            return note.description
+        if note.gt is not None:
+            words += f" above {note.gt:,}"
+        if note.ge is not None and note.le is not None and note.le < COUNT_MAX:
+            words += f" from {note.ge:,} to {note.le:,}"
+        elif note.ge is not None:
+            words += f", {note.ge:,} or more"
+        elif note.le is not None:
+            words += f", at most {note.le:,}"
+    return words
+
+
+def _is_class(kind: Any) -> bool:
+    """Whether instances are asked for, which msgspec would make of a mapping instead."""
+    return isinstance(kind, type) and kind not in (str, int, float, bool, dict, list, tuple)
+
+
+@functools.cache
+def _hints(owner: type) -> dict[str, Any]:
+    """The fields that are checked, with their types; those that are `Any` have a check of their own."""
+    names = getattr(owner, "__struct_fields__", None) or getattr(owner, "__dataclass_fields__", ())
+    hints = get_type_hints(owner, include_extras=True)
+    return {name: hints[name] for name in names if hints[name] is not Any}
+
+
+@functools.cache
+def _checked_form(owner: type) -> tuple[type[msgspec.Struct], dict[str, Any]]:
+    """A structure of the plain fields, since msgspec takes an instance of the owner as it is; and the other fields."""
+    hints = _hints(owner)
+    plain = [(name, kind) for name, kind in hints.items() if not _is_class(kind)]
+    form = msgspec.defstruct(f"Checked{owner.__name__}", plain, kw_only=True)
+    return form, {name: kind for name, kind in hints.items() if _is_class(kind)}
