@@ -1,4 +1,12 @@
-"""Copies between a device pool on a GPU and pinned host memory, in one of two forms (`tidekv.backends.copy_forms`).
+"""Copies between a device pool on a GPU and pinned host memory, in one of two forms.
+
+    kernel   one launch reads and writes the pinned host pages over the bus, piece by piece
+    async    each stretch of host pages crosses by one asynchronous copy, to or from staged pages on the device
+
+An asynchronous copy keeps the GPU's multiprocessors free and runs at the speed of the bus once it has begun. Its
+start-up cost is paid for each stretch of consecutive host pages, by the CPU (about 6 µs through torch) and by the copy
+engine (about 2 µs), so it needs long stretches: at 50 GB/s, 6 µs are 300 KiB. The kernel starts once, however scattered
+the pages are; but its programs occupy multiprocessors for as long as the bus takes.
 
 All are enqueued on the current stream; nothing here waits. Where layers are asked for one after the other, each is
 marked when it was enqueued, so that a forward can follow the first while others still come.
@@ -6,10 +14,12 @@ marked when it was enqueued, so that a forward can follow the first while others
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
-from tidekv.backends.copy_forms import CopyChoice, CopyForm
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.memory import PageIndex
@@ -18,6 +28,39 @@ from tidekv.backends.page_layout import group_offsets
 from tidekv.backends.piece_moves import IndexPieces, KernelPieces, Launch, PagePairs, layer_count, triton_launch
 from tidekv.backends.staged_copies import StagedMover, positions
 from tidekv.backends.streams import Mark, Streams, streams_of
+from tidekv.states.errors import InvalidConfig
+
+# Estimated from the costs above, with some distance; not measured yet. `benchmarks/gpu.py` measures both forms over
+# stretches of all sizes, and says where they meet.
+KERNEL_BELOW_BYTES: Final = 512 << 10
+
+
+class CopyForm(enum.Enum):
+    """How pages cross the bus."""
+
+    KERNEL = "kernel"
+    ASYNC = "async"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyChoice:
+    """Chooses the kernel for copies whose stretches of host memory have fewer bytes than this on average.
+
+    0 never chooses it. Raises InvalidConfig for a negative number.
+    """
+
+    kernel_below_bytes: int = KERNEL_BELOW_BYTES
+
+    def __post_init__(self) -> None:
+        if type(self.kernel_below_bytes) is not int or self.kernel_below_bytes < 0:
+            raise InvalidConfig(f"copies: kernel_below_bytes must be an int from 0, not {self.kernel_below_bytes!r}")
+
+    def form(self, *, total_bytes: int, stretch_count: int, has_kernel: bool) -> CopyForm:
+        """Return the form for a copy of `total_bytes` in `stretch_count` stretches."""
+        if has_kernel and total_bytes < stretch_count * self.kernel_below_bytes:
+            return CopyForm.KERNEL
+        return CopyForm.ASYNC
+
 
 Told = Callable[[Mark], None]
 """Takes the mark after each layer, from layer 0 on."""

@@ -24,7 +24,7 @@ from gpu_rig import ALWAYS, NEVER, SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, meeti
 from rich.console import Console
 from rich.table import Table
 
-from tidekv.backends.copy_forms import KERNEL_BELOW_BYTES, CopyChoice, CopyForm
+from tidekv.backends.cuda_copies import KERNEL_BELOW_BYTES, CopyChoice, CopyForm
 
 NO_GPU = "there was no GPU: the CUDA paths have not run"
 # NIXL and UCX may end the process that asks too much of them.

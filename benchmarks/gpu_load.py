@@ -18,7 +18,7 @@ from gpu_rig import SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, Shape
 
 from tidekv import NixlTransport
 from tidekv.backends.copies import PageCopier
-from tidekv.backends.copy_forms import CopyChoice
+from tidekv.backends.cuda_copies import CopyChoice
 from tidekv.backends.device import DevicePool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.shapes import page_ids

@@ -14,8 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tidekv.backends.copy_forms import CopyChoice, CopyForm
-from tidekv.backends.cuda_copies import CudaMover
+from tidekv.backends.cuda_copies import CopyChoice, CopyForm, CudaMover
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout

@@ -15,7 +15,7 @@ from typing import Final
 import xxhash
 from storage_baselines import Pages
 
-from tidekv.backends.storage.workers import worker_threads
+from tidekv.backends.storage.file import worker_threads
 
 # What fits in a processor's cache, so that summing it does not read memory again.
 PIECE_BYTES: Final = 512 << 10

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tidekv.backends.keys import component_namespace, storage_namespace
-from tidekv.backends.storage.siblings import Siblings
+from tidekv.backends.storage.base import Siblings
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 
@@ -111,7 +111,7 @@ class StorageInUse:
                 if not isinstance(storage, Siblings):
                     raise InvalidConfig(
                         f"{storage.uri} cannot hold component {name!r}: it makes no engine for pages of another size;"
-                        " see tidekv.backends.storage.siblings"
+                        " see tidekv.backends.storage.base.Siblings"
                     )
                 tails[name] = storage.sibling()
                 theirs = component_namespace(namespace, name)

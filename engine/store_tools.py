@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidekv.backends.storage import Storage, open_storage
-from tidekv.backends.storage.base import BufferOf
-from tidekv.backends.storage.census import Census, Holding
+from tidekv.backends.storage.base import BufferOf, Census, Holding
 from tidekv.backends.storage.uri import split_uri
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from tidekv.backends.base import Poller
 from tidekv.states.errors import InvalidConfig, InvalidRequest
@@ -103,6 +103,40 @@ class Storage(Protocol):
 
     def statistics(self) -> StorageStatistics:
         """Return what the engine holds and did."""
+
+
+@runtime_checkable
+class Siblings(Protocol):
+    """An engine that can be opened once more for the same place, for pages of another size.
+
+    An engine holds pages of one pool, all of one size. The pages of a sliding window and state snapshots have their own
+    sizes, so each component has its own engine and its own namespace beside the engine of the full pages. Nothing is
+    padded, and no engine has to know of components. All engines of a `file:` directory share its `capacity`; every
+    other engine has its own.
+    """
+
+    def sibling(self) -> Storage:
+        """Make another engine of the same place and options; its owner registers a pool with it, and closes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One namespace at a place. `page_bytes` is None if the place does not store it."""
+
+    namespace: bytes
+    page_bytes: int | None
+    pages: int
+
+
+@runtime_checkable
+class Census(Protocol):
+    """An engine that can list what it holds, for tools. Raises StorageFailed if the place does not answer."""
+
+    async def holdings(self) -> list[Holding]:
+        """Return every namespace at the engine's place; needs no pool."""
+
+    def listed(self) -> AsyncIterator[Sequence[bytes]]:
+        """Return the page keys of the engine's namespace, in parts; needs a pool. Pages may be removed meanwhile."""
 
 
 def check_namespace(namespace: bytes) -> None:

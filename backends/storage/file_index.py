@@ -12,6 +12,8 @@ block and belong to one thread.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +22,17 @@ from pathlib import Path
 from typing import Final
 
 from tidekv.backends.storage.base import KEY_BYTES
-from tidekv.backends.storage.change_tick import ChangeTick
 from tidekv.backends.storage.mirror import Mirror, SlotState
 from tidekv.backends.storage.records import Geometry
 from tidekv.backends.storage.schema import connect
-from tidekv.backends.storage.segments import INDEX_BITS, namespace_directory, segment_name, slot_runs
+from tidekv.backends.storage.segments import (
+    FILE_MODE,
+    INDEX_BITS,
+    NO_WAIT,
+    namespace_directory,
+    segment_name,
+    slot_runs,
+)
 from tidekv.backends.storage.writers import WriterLock
 
 INDEX_FILE: Final = "index.sqlite"
@@ -376,3 +384,42 @@ class FileIndex:
 def _bounds(slots: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first and the last of each run of neighbors in slots that are sorted."""
     return [(slots[run.first], slots[run.first + run.count - 1]) for run in slot_runs(slots)]
+
+
+TICK_FILE: Final = "tick"
+_TICK_BYTES: Final = 8
+
+
+class ChangeTick:
+    """The tick of the newest change, in a file of eight bytes: shows without a thread whether to ask SQLite.
+
+    The event loop reads the file without ever waiting. It only shows that something may have changed: a change writes
+    its tick before it is committed, so the tick is visible wherever the change is. A change that fails after that
+    costs other processes a query, nothing more. `write` requires the index's write lock.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._file = os.open(root / TICK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+
+    def write(self, seq: int) -> None:
+        """Say that a change of this tick is about to be committed.
+
+        If that cannot be said, others learn of the change later: that makes no change fail which the index can take.
+        """
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, seq.to_bytes(_TICK_BYTES, "little"), 0)
+
+    def is_at(self, seq: int) -> bool:
+        """True if nothing was changed since that tick. False also where it cannot be told without waiting."""
+        if not NO_WAIT:
+            return False
+        found = bytearray(_TICK_BYTES)
+        try:
+            os.preadv(self._file, [found], 0, NO_WAIT)
+        except OSError:
+            return False
+        return int.from_bytes(found, "little") == seq
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)

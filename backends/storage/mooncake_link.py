@@ -16,14 +16,12 @@ import sys
 import urllib.request
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tidekv.backends.storage import mooncake_child
+from tidekv.backends.storage.mooncake_options import MooncakeOptions
 from tidekv.backends.storage.remote import ServerTrouble
 from tidekv.states.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from tidekv.backends.storage.mooncake import MooncakeOptions
 
 # Busy: somebody stores the object just now. A lease that ran out means that the bytes may have been replaced while they
 # were read; a failed transfer, that the node that had them is gone. Both are as good as missing.

@@ -8,33 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import mmap
 import queue
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
-from tidekv.backends.storage.base import KEY_BYTES, BufferOf
-from tidekv.backends.storage.census import Holding, as_namespace
+from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
 from tidekv.backends.storage.ledger import Ledger
 from tidekv.backends.storage.mooncake_link import MooncakeLink
-from tidekv.backends.storage.remote import NO_SERVICE, ServerTrouble
+from tidekv.backends.storage.mooncake_options import MooncakeOptions, read_mooncake_options
+from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
-
-if TYPE_CHECKING:
-    from tidekv.backends.storage.mooncake import MooncakeOptions
 
 T = TypeVar("T")
 
 EVICT_PART: Final = 64  # When room is needed, this part of all pages goes at once.
 _BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
+
+
+def open_mooncake(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
+    """Make the engine of a `mooncake:` URI."""
+    if importlib.util.find_spec("mooncake") is None:
+        raise InvalidConfig("mooncake: storage needs mooncake-transfer-engine-non-cuda; install tidekv[mooncake]")
+    settings = read_mooncake_options(authority, path, options)
+    host, port = settings.master
+    limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=settings.chunk, lanes=settings.clients)
+    return RemoteStorage(f"mooncake://{host}:{port}?prefix={settings.prefix}", lambda: MooncakePages(settings), limits)
 
 
 class MooncakePages:

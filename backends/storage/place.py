@@ -16,9 +16,8 @@ from typing import Final
 
 from tidekv.backends.storage.file_index import INDEX_FILE, FileIndex
 from tidekv.backends.storage.file_options import FileOptions
-from tidekv.backends.storage.rebuild import rebuild
 from tidekv.backends.storage.records import BLOCK_BYTES, HEADER_BYTES, Geometry
-from tidekv.backends.storage.schema import connect, join_namespace, opening, prepare, set_aside
+from tidekv.backends.storage.schema import connect, join_namespace, opening, prepare, rebuild, set_aside
 from tidekv.backends.storage.segments import (
     DIRECTORY_MODE,
     SLOTS_PER_SEGMENT_MAX,

@@ -8,17 +8,15 @@ lets the interpreter go, can read into memory of ours, and works beside any loop
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import glide_sync
 from glide_shared import exceptions
 from glide_sync import ClusterScanCursor, GlideClient, GlideClusterClient
 
+from tidekv.backends.storage.redis_options import RedisOptions
 from tidekv.backends.storage.remote import ServerTrouble
 from tidekv.states.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from tidekv.backends.storage.redis import RedisOptions
 
 SCAN_KEYS: Final = 1000
 

@@ -13,29 +13,53 @@ hardly ever lacks one that is there; `verify` finds those, and lists them as the
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import queue
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from tidekv.backends.storage.base import BufferOf
-from tidekv.backends.storage.census import Holding, as_namespace
+from tidekv.backends.storage.base import BufferOf, Holding
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
-from tidekv.backends.storage.redis_index import RedisIndex, scan
-from tidekv.backends.storage.remote import NO_SERVICE, ServerTrouble
+from tidekv.backends.storage.options import read_authority
+from tidekv.backends.storage.redis_options import DEFAULT_PORT, RedisOptions, read_redis_options
+from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
 if TYPE_CHECKING:
-    from tidekv.backends.storage.redis import RedisOptions
     from tidekv.backends.storage.redis_link import RedisLink
 
 T = TypeVar("T")
 
 HALF_WRITTEN_MS: Final = b"60000"
 _BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
+
+
+def open_redis(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
+    """Make the engine of a `redis:` or `valkey:` URI."""
+    return _open(authority, path, options, tls=False)
+
+
+def open_redis_tls(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
+    """Make the engine of a `rediss:` or `valkeys:` URI."""
+    return _open(authority, path, options, tls=True)
+
+
+def _open(authority: str, path: str, options: Mapping[str, object], *, tls: bool) -> RemoteStorage:
+    if importlib.util.find_spec("glide_sync") is None:
+        raise InvalidConfig("redis: storage needs valkey-glide-sync; install tidekv[redis]")
+    where = read_authority("redis", authority, default_port=DEFAULT_PORT)
+    settings = read_redis_options(where, path, {"tls": tls, **options} if tls else options)
+    if tls and not settings.tls:
+        raise InvalidConfig("redis: a rediss:// or valkeys:// URI speaks TLS; leave tls=false out, or write redis://")
+    scheme = "rediss" if settings.tls else "redis"
+    uri = f"{scheme}://{where.text}/{settings.database}?prefix={settings.prefix}"
+    limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=settings.chunk, lanes=settings.connections)
+    return RemoteStorage(uri, lambda: RedisPages(settings), limits)
 
 
 class Worker:
@@ -383,3 +407,54 @@ class RedisPages:
 
 def _shown(value: object) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else repr(value)
+
+
+class RedisIndex:
+    """Page keys of a namespace in one sorted set for all processes, longest unused first.
+
+    Every method blocks and may raise ServerTrouble.
+    """
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+
+    def enter(self, link: RedisLink, keys: Sequence[bytes]) -> None:
+        """Put keys at the end of the queue of those that go."""
+        if keys:
+            # A clock that is wrong makes pages go sooner or later than they should, and nothing else.
+            link.call(b"ZADD", self.name, *_scored(repr(time.time()).encode(), keys))
+
+    def enter_strays(self, link: RedisLink, keys: Sequence[bytes]) -> None:
+        """Put those keys that are not there at the front of the queue."""
+        if keys:
+            link.call(b"ZADD", self.name, b"NX", *_scored(b"0", keys))
+
+    def leave(self, link: RedisLink, keys: Sequence[bytes]) -> None:
+        """Forget keys."""
+        if keys:
+            link.call(b"ZREM", self.name, *keys)
+
+    def take_oldest(self, link: RedisLink, count: int) -> list[bytes]:
+        """Forget, and return, the keys longest unused."""
+        return link.pop_least(self.name, count)
+
+    def clear(self, link: RedisLink) -> None:
+        """Forget all keys."""
+        link.call(b"UNLINK", self.name)
+
+    def count(self, link: RedisLink) -> int:
+        """Return how many keys there are."""
+        return cast(int, link.call(b"ZCARD", self.name))
+
+
+def scan(link: RedisLink, pattern: bytes) -> Iterator[list[bytes]]:
+    """Return the names of all values that fit a pattern, in parts."""
+    cursor, names = link.scan(pattern, None)
+    yield names
+    while cursor is not None:
+        cursor, names = link.scan(pattern, cursor)
+        yield names
+
+
+def _scored(score: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    return [word for key in keys for word in (score, key)]

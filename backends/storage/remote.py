@@ -13,6 +13,7 @@ from typing import Final, Protocol
 from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import (
     BufferOf,
+    Holding,
     StorageStatistics,
     Verdict,
     check_keys,
@@ -21,7 +22,6 @@ from tidekv.backends.storage.base import (
     check_pool,
 )
 from tidekv.backends.storage.calls import Call, Calls, all_settled
-from tidekv.backends.storage.census import Holding
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
@@ -323,3 +323,12 @@ class RemoteStorage:
                 raise EngineClosed(f"{self.uri} is closed")
             raise InvalidRequest(f"{self.uri} has no pool yet; register one first")
         return self._envelope
+
+
+def as_namespace(text: str) -> bytes | None:
+    """Parse a namespace from a name on a server; None if the name is not one."""
+    try:
+        namespace = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return namespace if len(namespace) == 32 else None

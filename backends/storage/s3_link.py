@@ -12,13 +12,13 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import S3Store
 
 from tidekv.backends.storage.remote import ServerTrouble
+from tidekv.backends.storage.s3_options import S3Options
 from tidekv.states.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta
     from obstore.store import ClientConfig, S3Config
 
-    from tidekv.backends.storage.s3 import S3Options
 
 LIST_OBJECTS: Final = 1000
 

@@ -9,27 +9,27 @@ An object is written at once or not at all, so no page is ever half there.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from tidekv.backends.storage.base import KEY_BYTES, BufferOf
+from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
 from tidekv.backends.storage.calls import all_settled
-from tidekv.backends.storage.census import Holding, as_namespace
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.envelope import Envelope
 from tidekv.backends.storage.ledger import Ledger
-from tidekv.backends.storage.remote import NO_SERVICE, ServerTrouble
+from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
+from tidekv.backends.storage.s3_options import S3Options, read_s3_options
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
 
-    from tidekv.backends.storage.s3 import S3Options
     from tidekv.backends.storage.s3_link import S3Link
 
 T = TypeVar("T")
@@ -39,6 +39,17 @@ DELETE_OBJECTS: Final = 1000
 LISTING_WAIT_S: Final = 2.0
 EVICT_PART: Final = 64  # When room is needed, this part of all pages goes by one request.
 _BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
+
+
+def open_s3(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
+    """Make the engine of an `s3:` URI."""
+    if importlib.util.find_spec("obstore") is None:
+        raise InvalidConfig("s3: storage needs obstore; install tidekv[s3]")
+    settings = read_s3_options(authority, path, options)
+    at = "" if settings.endpoint is None else f"?endpoint={settings.endpoint}"
+    # A page is a request, so a chunk is a page: the deadline of a call is looked at before each.
+    limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=1, lanes=settings.connections)
+    return RemoteStorage(f"s3://{settings.bucket}/{settings.prefix}{at}", lambda: S3Pages(settings), limits)
 
 
 class S3Pages:

@@ -1,4 +1,4 @@
-"""The tables of a directory's index, how it is opened, and what happens to one that cannot be read."""
+"""The database of a directory's index: its tables, opening and locking it, listing it, and rebuilding a lost one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.records import Geometry
-from tidekv.backends.storage.segments import FILE_MODE
+from tidekv.backends.storage.base import Holding
+from tidekv.backends.storage.records import BLOCK_BYTES, HEADER_BYTES, Geometry, keys_in, unpack_segment
+from tidekv.backends.storage.segments import FILE_MODE, SLOTS_PER_SEGMENT_MAX, namespace_directory, slot_of
 from tidekv.states.errors import InvalidConfig, StorageFailed
 
 SCHEMA_VERSION: Final = 1
@@ -106,3 +107,86 @@ def join_namespace(path: Path, wanted: Geometry, *, busy_timeout_s: float) -> tu
             f"{path.parent} holds this namespace with pages of {page_bytes} bytes; the pool has {wanted.page_bytes}"
         )
     return int(number), Geometry(namespace=wanted.namespace, page_bytes=page_bytes, slots=slots)
+
+
+def file_holdings(root: Path) -> list[Holding]:
+    """Return the namespaces of a directory of the `file:` engine. Blocks, and changes nothing."""
+    path = root / "index.sqlite"
+    if not path.is_file():
+        raise StorageFailed(
+            f"{root} is no storage directory: it has no index.sqlite; an engine that serves from it makes one anew"
+        )
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            rows = db.execute(
+                "SELECT n.digest, n.page_bytes, (SELECT COUNT(*) FROM slots s WHERE s.namespace=n.id AND s.state=2) "
+                "FROM namespaces n ORDER BY n.digest"
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise StorageFailed(f"{path} cannot be read: {error}") from error
+    return [Holding(namespace=digest, page_bytes=page_bytes, pages=pages) for digest, page_bytes, pages in rows]
+
+
+def rebuild(path: Path, *, busy_timeout_s: float) -> int:
+    """Fill a new index with the pages of the segment files beside it; returns how many.
+
+    Each slot's header names its key and is erased before the index forgets the page (see FileIndex), so a key in a
+    header was there when the index was lost. Only the order of use is lost. Whether a page is whole is not checked
+    here: reading it does that. A file without a valid record is left out, and swept up like any other that the index
+    does not know. Raises sqlite3.Error and OSError. No other process may open the directory meanwhile.
+    """
+    pages = 0
+    taken: set[tuple[int, bytes]] = set()
+    with contextlib.closing(connect(path, busy_timeout_s=busy_timeout_s)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        # The newest first: of a key that is in two places, for a writer was killed just then, that one stays.
+        for file in sorted(path.parent.glob("*/*.seg"), key=lambda file: file.name, reverse=True):
+            segment = int(file.stem) if file.stem.isdigit() else 0
+            read = _read(file) if segment else None
+            if read is None:
+                continue
+            geometry, keys = read
+            db.execute(
+                "INSERT INTO namespaces(digest, page_bytes, slots) VALUES(?, ?, ?) ON CONFLICT DO NOTHING",
+                (geometry.namespace, geometry.page_bytes, geometry.slots),
+            )
+            number, *cut = db.execute(
+                "SELECT id, page_bytes, slots FROM namespaces WHERE digest=?", (geometry.namespace,)
+            ).fetchone()
+            if cut != [geometry.page_bytes, geometry.slots]:
+                continue
+            known = db.execute(
+                "INSERT INTO segments(id, namespace, slots, bytes, retired, seq) VALUES(?, ?, ?, ?, 0, 1) "
+                "ON CONFLICT DO NOTHING",
+                (segment, number, geometry.slots, geometry.segment_bytes),
+            )
+            if not known.rowcount:
+                continue
+            rows = [(slot_of(segment, index), number, key) for index, key in keys.items() if (number, key) not in taken]
+            taken.update((number, key) for _, _, key in rows)
+            db.executemany(
+                "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) VALUES(?, ?, 2, 0, 1, 1, ?)", rows
+            )
+            pages += len(rows)
+        db.execute("UPDATE clock SET value=1")
+        db.execute("COMMIT")
+    return pages
+
+
+def _read(path: Path) -> tuple[Geometry, dict[int, bytes]] | None:
+    """Return a segment's geometry and the key of each of its slots that has one; None if it tells nothing."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        geometry = unpack_segment(os.pread(file, BLOCK_BYTES, 0))
+        if geometry is None or geometry.slots > SLOTS_PER_SEGMENT_MAX:
+            return None
+        if namespace_directory(path.parent.parent, geometry.namespace) != path.parent:
+            return None
+        return geometry, keys_in(os.pread(file, geometry.slots * HEADER_BYTES, geometry.header_offset(0)), geometry)
+    except OSError:
+        return None
+    finally:
+        os.close(file)

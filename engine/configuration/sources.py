@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from tidekv.backends.storage.extra_options import read_extra_options
+from tidekv.backends.storage.options import read_extra_options
 from tidekv.engine.configuration.options import PREFIX, all_options, refused, section_types
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import unknown

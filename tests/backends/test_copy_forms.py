@@ -16,8 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidekv.backends.copy_forms import KERNEL_BELOW_BYTES, CopyChoice, CopyForm
-from tidekv.backends.cuda_copies import CudaMover, KernelMover, LayerMover
+from tidekv.backends.cuda_copies import KERNEL_BELOW_BYTES, CopyChoice, CopyForm, CudaMover, KernelMover, LayerMover
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tidekv.backends.copies import PageCopier
-from tidekv.backends.copy_forms import CopyChoice
+from tidekv.backends.cuda_copies import CopyChoice
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
 from tidekv.backends.layout import KVLayout

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tidekv.backends.copies import PageCopier
+from tidekv.backends.copies import LayeredCopy, PageCopier
 from tidekv.backends.device import DevicePool
 from tidekv.backends.host import HostPool
-from tidekv.backends.layered_copy import LayeredCopy
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.stream_lane import StreamLane
 from tidekv.backends.streams import InlineMark, InlineStreams, Mark, Stream

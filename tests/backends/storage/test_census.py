@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tidekv.backends.storage.census import Census, Holding, file_holdings
+from tidekv.backends.storage.base import Census, Holding
+from tidekv.backends.storage.schema import file_holdings
 from tidekv.states.errors import InvalidConfig, StorageFailed
 
 # The rig and servers of conftest.py, which test modules cannot import.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tidekv.backends.storage import calls
-from tidekv.backends.storage.siblings import Siblings
+from tidekv.backends.storage.base import Siblings
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.shapes import PoolMemory, Segment, page_ids
 

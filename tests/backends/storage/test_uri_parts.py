@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tidekv.backends.storage import open_storage
-from tidekv.backends.storage.server_options import read_authority
+from tidekv.backends.storage.options import read_authority
 from tidekv.backends.storage.uri import UriParts, split_uri
 from tidekv.states.errors import InvalidConfig
 

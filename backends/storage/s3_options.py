@@ -10,16 +10,12 @@ of the namespace when it starts. Where many processes write, a lifecycle rule of
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.options import Number, Option, Size, read_options
-from tidekv.backends.storage.remote import Limits, RemoteStorage
-from tidekv.backends.storage.s3_pages import S3Pages
-from tidekv.backends.storage.server_options import File, Flag, Text
+from tidekv.backends.storage.options import File, Flag, Number, Option, Size, Text, read_options
 from tidekv.states.errors import InvalidConfig
 
 OPTIONS: Final[Mapping[str, Option]] = {
@@ -64,17 +60,6 @@ class S3Options:
     tls_insecure: bool = False
     connect_timeout_s: float = 2.0
     request_timeout_s: float = 5.0
-
-
-def open_s3(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
-    """Make the engine of an `s3:` URI."""
-    if importlib.util.find_spec("obstore") is None:
-        raise InvalidConfig("s3: storage needs obstore; install tidekv[s3]")
-    settings = read_s3_options(authority, path, options)
-    at = "" if settings.endpoint is None else f"?endpoint={settings.endpoint}"
-    # A page is a request, so a chunk is a page: the deadline of a call is looked at before each.
-    limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=1, lanes=settings.connections)
-    return RemoteStorage(f"s3://{settings.bucket}/{settings.prefix}{at}", lambda: S3Pages(settings), limits)
 
 
 def read_s3_options(bucket: str, path: str, given: Mapping[str, object]) -> S3Options:

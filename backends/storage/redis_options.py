@@ -9,16 +9,22 @@ processes together, and who stores a page removes what is beyond the bound. A se
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.options import Number, Option, Size, read_options
-from tidekv.backends.storage.redis_pages import RedisPages
-from tidekv.backends.storage.remote import Limits, RemoteStorage
-from tidekv.backends.storage.server_options import Authority, File, Flag, Name, Text, read_authority
+from tidekv.backends.storage.options import (
+    Authority,
+    File,
+    Flag,
+    Name,
+    Number,
+    Option,
+    Size,
+    Text,
+    read_options,
+)
 from tidekv.states.errors import InvalidConfig
 
 DEFAULT_PORT: Final = 6379
@@ -69,29 +75,6 @@ class RedisOptions:
     tls_insecure: bool = False
     connect_timeout_s: float = 2.0
     request_timeout_s: float = 2.0
-
-
-def open_redis(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
-    """Make the engine of a `redis:` or `valkey:` URI."""
-    return _open(authority, path, options, tls=False)
-
-
-def open_redis_tls(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
-    """Make the engine of a `rediss:` or `valkeys:` URI."""
-    return _open(authority, path, options, tls=True)
-
-
-def _open(authority: str, path: str, options: Mapping[str, object], *, tls: bool) -> RemoteStorage:
-    if importlib.util.find_spec("glide_sync") is None:
-        raise InvalidConfig("redis: storage needs valkey-glide-sync; install tidekv[redis]")
-    where = read_authority("redis", authority, default_port=DEFAULT_PORT)
-    settings = read_redis_options(where, path, {"tls": tls, **options} if tls else options)
-    if tls and not settings.tls:
-        raise InvalidConfig("redis: a rediss:// or valkeys:// URI speaks TLS; leave tls=false out, or write redis://")
-    scheme = "rediss" if settings.tls else "redis"
-    uri = f"{scheme}://{where.text}/{settings.database}?prefix={settings.prefix}"
-    limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=settings.chunk, lanes=settings.connections)
-    return RemoteStorage(uri, lambda: RedisPages(settings), limits)
 
 
 def read_redis_options(where: Authority, path: str, given: Mapping[str, object]) -> RedisOptions:

@@ -8,15 +8,11 @@ and keys make a replaced page a miss, not a wrong one, unless somebody means it;
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tidekv.backends.storage.mooncake_pages import MooncakePages
-from tidekv.backends.storage.options import Choice, Number, Option, Size, read_options
-from tidekv.backends.storage.remote import Limits, RemoteStorage
-from tidekv.backends.storage.server_options import Name, Text, read_authority
+from tidekv.backends.storage.options import Choice, Name, Number, Option, Size, Text, read_authority, read_options
 from tidekv.states.errors import InvalidConfig
 
 DEFAULT_PORT: Final = 50051
@@ -59,16 +55,6 @@ class MooncakeOptions:
     admin: str | None = None
     connect_timeout_s: float = 2.0
     request_timeout_s: float = 5.0
-
-
-def open_mooncake(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
-    """Make the engine of a `mooncake:` URI."""
-    if importlib.util.find_spec("mooncake") is None:
-        raise InvalidConfig("mooncake: storage needs mooncake-transfer-engine-non-cuda; install tidekv[mooncake]")
-    settings = read_mooncake_options(authority, path, options)
-    host, port = settings.master
-    limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=settings.chunk, lanes=settings.clients)
-    return RemoteStorage(f"mooncake://{host}:{port}?prefix={settings.prefix}", lambda: MooncakePages(settings), limits)
 
 
 def read_mooncake_options(authority: str, path: str, given: Mapping[str, object]) -> MooncakeOptions:
