@@ -113,6 +113,7 @@ class PrefillLink:
             link.send(ours)
             theirs = await hello.receive_hello(link)
             hello.judge_hello(ours, theirs)
+            link.greeted()
         except BaseException as error:
             await link.close(str(error))
             raise

@@ -18,6 +18,8 @@ from tidekv.transports import frames
 
 VERSION = 2
 FRAME_BYTES_MAX = 64 * 1024 * 1024
+JOIN_BYTES_MAX = 4096
+"""Maximum size of a frame before the leader has let a rank in."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -125,8 +127,8 @@ def encode(message: RankMessage) -> bytes:
     return frames.frame(_encoder.encode(message))
 
 
-async def read(reader: asyncio.StreamReader) -> AnyRankMessage:
+async def read(reader: asyncio.StreamReader, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> AnyRankMessage:
     """The next message. Raises RemoteProtocolError for what is no frame, IncompleteReadError at the end."""
     prefix = await reader.readexactly(frames.LENGTH.size)
-    length = frames.body_length(prefix, frame_bytes_max=FRAME_BYTES_MAX)
+    length = frames.body_length(prefix, frame_bytes_max=frame_bytes_max)
     return frames.decode(_decoder, await reader.readexactly(length))

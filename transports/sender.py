@@ -195,6 +195,7 @@ class Sender:
             theirs = await hello.receive_hello(link)
             hello.judge_hello(ours, theirs)
             target = await make_target(self._transport, ours=ours, theirs=theirs)
+            link.greeted()
         except (TransferFailed, RemoteProtocolError) as error:
             self.counts["hellos_refused"] += 1
             if is_offence(error):

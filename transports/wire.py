@@ -21,6 +21,8 @@ from tidekv.transports import frames
 
 VERSION = 3
 FRAME_BYTES_MAX = 8 * 1024 * 1024
+HELLO_BYTES_MAX = 1024 * 1024
+"""Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
 CAUSE_CHARACTERS_MAX = 2048
 NAME_CHARACTERS_MAX = 512
 LENGTH = frames.LENGTH
