@@ -184,6 +184,10 @@ class Transport(Protocol):
         """What an authenticated peer needs for `add_peer`."""
         ...
 
+    def check_metadata(self, instance: str, metadata: bytes) -> None:
+        """Judge the metadata of a peer at its Hello. Raises RemoteProtocolError unless it is whole and of `instance`."""
+        ...
+
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
     ) -> PeerMemory:

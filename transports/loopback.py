@@ -278,6 +278,11 @@ class LoopbackTransport:
         """See `Transport.metadata`."""
         return b"loopback " + self.instance.encode()
 
+    def check_metadata(self, instance: str, metadata: bytes) -> None:
+        """See `Transport.check_metadata`."""
+        if metadata != b"loopback " + instance.encode():
+            raise RemoteProtocolError(f"metadata is not of {instance}")
+
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
     ) -> LoopbackPeer:

@@ -29,7 +29,7 @@ from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, 
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.nixl_agent import NixlAgent
 from tidekv.transports.nixl_layout import check_ours
-from tidekv.transports.nixl_metadata import wrap
+from tidekv.transports.nixl_metadata import unwrap, wrap
 from tidekv.transports.nixl_peers import NixlPeer, NixlPeers
 from tidekv.transports.nixl_plan import WritePlan, paired_pages
 from tidekv.transports.nixl_presence import Presence
@@ -92,6 +92,8 @@ class NixlTransport:
         """
         if not 0 < len(name) <= NAME_CHARACTERS_MAX:
             raise InvalidConfig(f"a transport's name has 1 to {NAME_CHARACTERS_MAX} characters, got {len(name)}")
+        if not name.isprintable():
+            raise InvalidConfig(f"a transport's name is printable text, not {name!r}")
         if progress_delay_us < 1:
             raise InvalidConfig(f"progress_delay_us is {progress_delay_us}; without a pause it takes a whole core")
         if links_max < 1:
@@ -160,6 +162,10 @@ class NixlTransport:
         if not self._metadata:
             raise LocalProtocolError(f"transport {self.name} has no metadata before its pool is registered")
         return self._metadata
+
+    def check_metadata(self, instance: str, metadata: bytes) -> None:
+        """See `Transport.check_metadata`."""
+        unwrap(metadata, expected_name=instance)
 
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None

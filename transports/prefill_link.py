@@ -113,6 +113,7 @@ class PrefillLink:
             link.send(ours)
             theirs = await hello.receive_hello(link)
             hello.judge_hello(ours, theirs)
+            transport.check_metadata(theirs.instance, theirs.metadata)
             link.greeted()
         except BaseException as error:
             await link.close(str(error))

@@ -24,7 +24,8 @@ JOIN_BYTES_MAX = 4096
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-Cause = Annotated[str, msgspec.Meta(max_length=4096)]
+CAUSE_CHARACTERS_MAX = 4096
+Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
 
 
 class RankMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -96,6 +97,9 @@ class VoteFailed(RankMessage, frozen=True, tag="vote_failed"):
     turn: Count
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 class Lost(RankMessage, frozen=True, tag="lost"):
     """A rank of the group is out of reach: this epoch is over."""
@@ -104,17 +108,30 @@ class Lost(RankMessage, frozen=True, tag="lost"):
     rank: Rank
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 class Refused(RankMessage, frozen=True, tag="refused"):
     """The leader does not take this rank, and why."""
 
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 AnyRankMessage = Challenge | Join | Settled | Form | Formed | Turn | Wish | Beat | VoteFailed | Lost | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRankMessage] = msgspec.msgpack.Decoder(AnyRankMessage)
+
+
+def _clean_cause(message: VoteFailed | Lost | Refused) -> None:
+    """Make the cause fit for logs and for the frame, at both ends."""
+    clean = frames.one_line(message.cause, characters_max=CAUSE_CHARACTERS_MAX)
+    if clean != message.cause:
+        msgspec.structs.force_setattr(message, "cause", clean)
 
 
 def proof_of(secret: str, nonce: bytes, rank: int) -> bytes:

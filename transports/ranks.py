@@ -185,7 +185,7 @@ class RankChannel:
         for peer in self._peers.values():
             peer.is_settled = False
             if self._rank == LEADER:
-                peer.say(wire.Lost(self.epoch, rank, cause[:4000]))
+                peer.say(wire.Lost(self.epoch, rank, cause))
         self._owner.rank_lost(rank, cause)
 
     async def _name_culprit(self, epoch: int, turn: int, cause: str) -> None:

@@ -194,6 +194,7 @@ class Sender:
             link.send(ours)
             theirs = await hello.receive_hello(link)
             hello.judge_hello(ours, theirs)
+            self._transport.check_metadata(theirs.instance, theirs.metadata)
             target = await make_target(self._transport, ours=ours, theirs=theirs)
             link.greeted()
         except (TransferFailed, RemoteProtocolError) as error:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from tidekv.states.errors import InvalidRequest, LocalProtocolError
+from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
 from tidekv.transports import frames
 
@@ -192,12 +192,18 @@ class Refused(Message, frozen=True, tag="refused"):
     span: Count
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 class Failed(Message, frozen=True, tag="failed"):
     """This side gave the room up. Prefill says it at once, and Drained when no write is in flight any more."""
 
     room: Room
     cause: Cause
+
+    def __post_init__(self) -> None:
+        _clean_cause(self)
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -230,6 +236,9 @@ class Bye(Message, frozen=True, tag="bye"):
 
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 AnyMessage = (
     Hello | Promise | Extend | Chunk | TailSent | Aux | Refused | Failed | Abort | Drained | Received | Ping | Bye
@@ -258,8 +267,8 @@ def unpack_pages(packed: bytes) -> PageIds:
 
 
 def brief(cause: str) -> str:
-    """A cause that fits into a message."""
-    return cause if len(cause) <= CAUSE_CHARACTERS_MAX else cause[: CAUSE_CHARACTERS_MAX - 1] + "…"
+    """A cause that fits into a message, on one line."""
+    return frames.one_line(cause, characters_max=CAUSE_CHARACTERS_MAX)
 
 
 def check_name(name: str) -> None:
@@ -290,7 +299,30 @@ def body_length(prefix: bytes, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> int
 
 def decode_body(body: bytes) -> AnyMessage:
     """The message of one frame's body. Raises RemoteProtocolError, whatever the bytes are."""
-    return frames.decode(_decoder, body)
+    message = frames.decode(_decoder, body)
+    _check_names(message)
+    return message
+
+
+def _check_names(message: AnyMessage) -> None:
+    """Raise RemoteProtocolError for a name that would forge lines in a log. Our own are checked where they are made."""
+    match message:
+        case Ping() | Bye():
+            return
+        case Hello():
+            names = (message.instance, *message.components)
+        case _:
+            room = message.room
+            names = (room.instance, room.epoch, room.request_id)
+    for name in names:
+        if not name.isprintable():
+            raise RemoteProtocolError(f"peer sent {type(message).__name__} with a name that is not printable: {name!r}")
+
+
+def _clean_cause(message: Refused | Failed | Bye) -> None:
+    """Make the cause fit for logs, at both ends: it may quote anything, and the other end may be hostile."""
+    if (clean := brief(message.cause)) != message.cause:
+        msgspec.structs.force_setattr(message, "cause", clean)
 
 
 def _check_packed(packed: bytes) -> None:

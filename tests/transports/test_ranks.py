@@ -426,3 +426,13 @@ async def test_a_stranger_at_the_rank_channel_sends_small_frames_and_has_few_con
             await writer.wait_closed()
     finally:
         await leader.channel.close()
+
+
+def test_words_of_another_rank_are_one_printable_line() -> None:
+    for message in (
+        rank_wire.Lost(1, 2, "a\nb"),
+        rank_wire.Refused("a\nb"),
+        rank_wire.VoteFailed(1, 2, "a\nb" * 3000),
+    ):
+        assert message.cause.startswith("a\\nb")
+        assert len(message.cause) <= rank_wire.CAUSE_CHARACTERS_MAX

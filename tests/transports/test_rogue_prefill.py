@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tidekv.states import events
@@ -17,6 +18,8 @@ class Rogue:
     def __init__(self, world, address: str = "rogue:1") -> None:
         self.pool = world.Pool(8)
         self.identity = world.identity()
+        self.lies: dict[str, object] = {}
+        """Fields of its Hello that are not true."""
         self.transport = LoopbackTransport("rogue", world.network)
         self.address = address
         self.link = None
@@ -36,7 +39,8 @@ class Rogue:
         await self.transport.close()
 
     async def _serve(self, link) -> None:
-        link.send(hello.make_hello(self.transport, memory=self.pool.memory, identity=self.identity, lease_s=1.0))
+        greeting = hello.make_hello(self.transport, memory=self.pool.memory, identity=self.identity, lease_s=1.0)
+        link.send(msgspec.structs.replace(greeting, **self.lies))
         self.link = link
         self.opened.set()
         try:
@@ -171,3 +175,12 @@ async def test_a_peer_that_does_not_begin_with_hello_is_refused(world) -> None:
     assert "instead of Hello" in (await decode.wait(events.RoomFailed, settled=True)).cause
     await listener.close()
     await transport.close()
+
+
+async def test_a_prefill_with_metadata_of_another_agent_is_refused_at_hello(world, rogue) -> None:
+    decode = await world.decode()
+    rogue.lies = {"metadata": b"loopback prefill-0"}
+    decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2])
+    failed = await decode.wait(events.RoomFailed, request_id="r1")
+    assert failed.settled
+    assert f"metadata is not of {rogue.transport.instance}" in failed.cause
