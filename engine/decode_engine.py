@@ -137,6 +137,7 @@ class DecodeEngine:
         outcome = self._calls.begin(request, record, serial=serial)
         now_s = self._driver.clock()
         within_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
+        record.deadline_at_s = now_s + within_s
         self._driver.post(
             events.RequestArrived(
                 at_s=now_s,

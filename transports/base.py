@@ -185,7 +185,7 @@ class Transport(Protocol):
         ...
 
     def check_metadata(self, instance: str, metadata: bytes) -> None:
-        """Judge the metadata of a peer at its Hello. Raises RemoteProtocolError unless it is whole and of `instance`."""
+        """Judge the metadata of a peer at its Hello. Raises RemoteProtocolError unless it is whole, of `instance`."""
         ...
 
     async def add_peer(

@@ -6,16 +6,16 @@ pages are not laid out like ours: its writes would be bytes in wrong places.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 import msgspec
 
-from tidekv.states.errors import PeerMismatch, RemoteProtocolError, TransferFailed
+from tidekv.states.errors import PeerMismatch, RemoteProtocolError
 from tidekv.states.shapes import ComponentIdentity, GroupIdentity, Identity, PoolMemory
 from tidekv.transports import base, components, process, slices, wire
 
-HELLO_S = 10.0
+HELLO_S = 5.0
+"""Seconds in which a listener expects the Hello. A dialler waits no longer than for any other sign of life."""
 OF_ALL_GROUPS = ("groups", "page_bytes", "piece_bytes")
 """Fields of an identity that follow from all groups of a page: the group that is to blame is named before them."""
 
@@ -52,12 +52,8 @@ def make_hello(
 
 
 async def receive_hello(link: base.Link) -> wire.Hello:
-    """The peer's Hello, which must be its first message. Raises TransferFailed or RemoteProtocolError."""
-    try:
-        async with asyncio.timeout(HELLO_S):
-            message = await link.receive()
-    except TimeoutError as error:
-        raise TransferFailed(f"{link.peer_label} did not say Hello within {HELLO_S} s") from error
+    """The peer's Hello, which must be its first message. Raises LinkClosed or RemoteProtocolError."""
+    message = await link.receive()
     if not isinstance(message, wire.Hello):
         raise RemoteProtocolError(f"{link.peer_label} began with {type(message).__name__} instead of Hello")
     return message

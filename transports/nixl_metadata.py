@@ -13,7 +13,6 @@ import msgspec
 
 from tidekv.states.errors import RemoteProtocolError
 
-
 NIXL_START = b"nixlSerDes|Agent"
 """What the metadata of NIXL 1.5 begins with, before the length and the bytes of the agent's name."""
 NIXL_LENGTH = struct.Struct("<Q")

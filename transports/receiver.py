@@ -103,6 +103,8 @@ class Receiver:
 
     async def close(self) -> None:
         """Close all links; no event comes after that. Rooms that are not settled stay so: abort them first."""
+        for room in self._rooms.values():
+            room.end_patience()
         await self._tasks.close()
 
     def promise(
@@ -117,12 +119,14 @@ class Receiver:
         tokens: bytes | None = None,
         key_seed: bytes | None = None,
         tails: Iterable[TailPages] | None = None,
+        patience_s: float = math.inf,
     ) -> None:
         """Tell the prefill at `address` what not to send and where the rest goes → PromiseSent or RoomFailed.
 
         `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere. `tails` is what
-        is asked of components. Raises LocalProtocolError for a room that is open already, InvalidConfig where the heads
-        of the model cannot lie on so many prefill ranks.
+        is asked of components. A prefill that is not connected `patience_s` from now is given up for this room; others
+        may go on waiting for it. Raises LocalProtocolError for a room that is open already, InvalidConfig if the heads of
+        the model cannot lie on so many prefill ranks.
         """
         room_key = (request_id, generation)
         if room_key in self._rooms:
@@ -152,6 +156,9 @@ class Receiver:
         for leg in list(room.legs):
             if leg.link.theirs is not None and leg in room.legs:
                 self._open_leg(leg, leg.link.theirs)
+        if patience_s < math.inf and room_key in self._rooms and room.unconnected_legs:
+            lose = partial(self._lose_patience, room, patience_s)
+            room.patience = asyncio.get_running_loop().call_later(patience_s, lose)
 
     def _pause(self, addresses: list[str]) -> str:
         """Why one of these is not dialled now, in words."""
@@ -198,6 +205,8 @@ class Receiver:
         """Tell prefill that it may free its pages; the room is over."""
         room_key = (request_id, generation)
         room = self._rooms.pop(room_key, None)
+        if room is not None:
+            room.end_patience()
         for leg in [] if room is None else room.legs:
             leg.link.say(wire.Received(room=leg.room.key))
         for writer in [writer for writer, rooms in self._lost.items() if rooms.pop(room_key, None) and not rooms]:
@@ -302,10 +311,21 @@ class Receiver:
         """Nothing of a leg is waited for here any more; with the last of them its room is forgotten."""
         leg.room.legs.remove(leg)
         if not leg.room.legs:
+            leg.room.end_patience()
             del self._rooms[leg.room.room_key]
+
+    def _lose_patience(self, room: IncomingRoom, patience_s: float) -> None:
+        for leg in room.unconnected_legs:
+            self._fail_unsent(
+                leg,
+                f"{leg.link.address} was not connected within {patience_s:.3g} s, its share of the "
+                "time that the request has",
+            )
 
     def _open_leg(self, leg: Leg, theirs: wire.Hello) -> None:
         """Say what waited for the link."""
+        if not leg.room.unconnected_legs:
+            leg.room.end_patience()
         waiting, leg.waiting = leg.waiting, []
         try:
             if leg.place != (theirs.rank, theirs.ranks):

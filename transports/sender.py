@@ -192,7 +192,7 @@ class Sender:
         )
         try:
             link.send(ours)
-            theirs = await hello.receive_hello(link)
+            theirs = await self._receive_hello(link)
             hello.judge_hello(ours, theirs)
             self._transport.check_metadata(theirs.instance, theirs.metadata)
             target = await make_target(self._transport, ours=ours, theirs=theirs)
@@ -226,6 +226,13 @@ class Sender:
             await link.close(cause)
             if not peer.rooms:
                 await self._forget(peer)
+
+    async def _receive_hello(self, link: base.Link) -> wire.Hello:
+        try:
+            async with asyncio.timeout(hello.HELLO_S):
+                return await hello.receive_hello(link)
+        except TimeoutError as error:
+            raise TransferFailed(f"{link.peer_label} did not say Hello within {hello.HELLO_S} s") from error
 
     def _take(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
