@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError, TransferFailed
 from tidekv.transports import base, hello, wire
 from tidekv.transports.offenders import is_offence
 from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from tidekv.transports.incoming import Leg
 
 T = TypeVar("T")
 
@@ -31,6 +34,10 @@ class LinkOwner(Protocol):
 
     def link_refused(self, link: PrefillLink, cause: str) -> None:
         """It could not be opened: nothing was said. Nothing comes after this."""
+        ...
+
+    def rooms_of(self, link: PrefillLink) -> list[tuple[str, int]]:
+        """The rooms that prefill is to keep: request ids and generations."""
         ...
 
     def take(self, link: PrefillLink, message: wire.AnyMessage) -> None:
@@ -57,6 +64,8 @@ class PrefillLink:
     ) -> None:
         self.address = address
         self.theirs: wire.Hello | None = None
+        self.legs: dict[Leg, None] = {}
+        """Parts of rooms at this link, in the order of their promises. The owner keeps them."""
         self._owner = owner
         self._clock = clock
         self._heartbeat_s = heartbeat_s
@@ -163,7 +172,9 @@ class PrefillLink:
                 await link.close(cause)
                 return
             self._beats_missed += 1
-            self.say(wire.Ping(sent_at=self._clock()))
+            # A ping without rooms as well: it shows that this side lives.
+            for rooms in batches(self._owner.rooms_of(self), wire.ROOMS_NAMED_MAX) or [()]:
+                self.say(wire.Ping(sent_at=self._clock(), rooms=rooms))
             await asyncio.sleep(self._heartbeat_s)
 
     def _judge(self, error: TidekvError) -> None:
@@ -174,3 +185,8 @@ class PrefillLink:
         if not self._is_lost:
             self._is_lost = True
             self._owner.link_lost(self, cause)
+
+
+def batches(rooms: list[tuple[str, int]], size: int) -> list[tuple[tuple[str, int], ...]]:
+    """Rooms in tuples of at most `size`."""
+    return [tuple(rooms[first : first + size]) for first in range(0, len(rooms), size)]

@@ -19,7 +19,7 @@ from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProto
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
 from tidekv.transports import frames
 
-VERSION = 3
+VERSION = 4
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
@@ -31,7 +31,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Generation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # It grows with every request that decode takes.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
 Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+SECONDS_MAX = 1e9
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
+ROOMS_NAMED_MAX = 2048
+"""Maximum number of rooms in one Ping: with the longest ids it is half a frame."""
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 AuxFields: TypeAlias = dict[str, Any]  # The embedder's own msgpack values: logprobs, seeds; we only carry them.
 
@@ -85,7 +88,8 @@ class Hello(Message, frozen=True, tag="hello"):
 
     `kv_heads_total` is how many KV heads the model has; 0: as many as all ranks hold together. The identity says how
     many this rank holds. Ranks are counted stage by stage: with 2 `stages` of 4 ranks, the second has ranks 4 to 7.
-    `components` says where the pages of each component of the identity lie, by its name.
+    `components` says where the pages of each component of the identity lie, by its name. `lease_s` is how long prefill
+    keeps a room that decode does not name; the shorter one of both ends counts, and decode must ping more often.
     """
 
     version: Count
@@ -100,6 +104,7 @@ class Hello(Message, frozen=True, tag="hello"):
     kv_heads_total: Count = 0
     stages: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
     components: dict[Name, PoolMemory] = {}
+    heartbeat_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if (told := sorted(self.components)) != (named := [component.name for component in self.identity.components]):
@@ -226,9 +231,12 @@ class Received(Message, frozen=True, tag="received"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """This side lives; it renews the lease of all rooms of the link. `sent_at` is the speaker's own clock."""
+    """The sender lives; `sent_at` is its own clock. Decode names its live rooms at the other end by request id and
+    generation, in several pings if there are many: prefill renews their leases, and those of no others.
+    """
 
     sent_at: Annotated[float, msgspec.Meta(ge=0)]
+    rooms: Annotated[tuple[tuple[Name, Generation], ...], msgspec.Meta(max_length=ROOMS_NAMED_MAX)] = ()
 
 
 class Bye(Message, frozen=True, tag="bye"):

@@ -59,7 +59,8 @@ _EFFECTS: Final = {
     "components.",
     "share_wait_s": "A request that waits for another one's transfer alone waits so long while nothing of it lands; "
     "then its own prefill is asked.",
-    "lease_s": "Prefill keeps a room's pages for so long after the last sign of life of this worker.",
+    "lease_s": "Seconds for which prefill keeps a room's pages after the last ping of this worker that names it, if "
+    "its own `prefill.lease_s` is not shorter.",
     "heartbeat_s": "How often each peer is told that this worker lives.",
     "journal_segments_max": "So many of the newest files of a journal are kept; 0: all. Without the first, there is "
     "no replay.",

@@ -136,7 +136,9 @@ class PrefillSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     listen: str = "127.0.0.1:7000"
     """host:port at which decode workers find this one; port 0: any."""
     lease_s: float = 10.0
-    """A room's pages are kept for so long after the last sign of life of its decode worker."""
+    """Maximum seconds for which a room's pages are kept after the last ping of its decode worker that names it. Decode
+    may ask for less.
+    """
     close_deadline_s: float = 5.0
     """How long closing waits for writes in flight before the transport is closed under them."""
 

@@ -204,6 +204,7 @@ async def test_a_prefill_that_accepts_and_never_says_hello_is_given_up_like_one_
 
 async def test_a_room_waits_for_a_handshake_no_longer_than_its_share_and_others_go_on(world, rogue) -> None:
     rogue.says_hello.clear()
+    rogue.lies = {"lease_s": 60.0}
     decode = await world.decode(heartbeat_s=15.0, missed_s=60.0, lease_s=60.0)
     decode.promise(rogue.address, "hasty", tokens=16, promised=8, pages=[1, 2], patience_s=0.05)
     decode.promise(rogue.address, "patient", tokens=16, promised=8, pages=[3, 4], patience_s=60.0)

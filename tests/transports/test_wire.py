@@ -76,7 +76,11 @@ GOLDEN = {
     "abort": (wire.Abort(room=ROOM), "a561626f7274 94a164a165a17203"),
     "drained": (wire.Drained(room=ROOM, rank=1), "a7647261696e6564 94a164a165a17203 01"),
     "received": (wire.Received(room=ROOM), "a87265636569766564 94a164a165a17203"),
-    "ping": (wire.Ping(sent_at=1.0), "a470696e67 cb3ff0000000000000"),
+    "ping": (wire.Ping(sent_at=1.0), "a470696e67 cb3ff0000000000000 90"),
+    "ping with rooms": (
+        wire.Ping(sent_at=1.0, rooms=(("r", 3), ("s", 0))),
+        "a470696e67 cb3ff0000000000000 92 92a17203 92a17300",
+    ),
     "bye": (wire.Bye(cause="x"), "a3627965 a178"),
 }
 HELLO = wire.Hello(
@@ -139,6 +143,7 @@ def test_hello_keeps_its_fields_in_order() -> None:
         0,
         1,
         {},
+        0.0,
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
 
@@ -153,7 +158,7 @@ def test_a_hello_tells_each_component_and_where_its_pages_lie() -> None:
     hello = msgspec.structs.replace(HELLO, identity=identity, components={"w": HELLO.memory})
     told = msgspec.msgpack.decode(body(hello))
     assert told[3]["components"] == [of_component | {"groups": [group]}]
-    assert told[-1] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
+    assert told[-2] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
     assert wire.decode_body(body(hello)) == hello
 
 
