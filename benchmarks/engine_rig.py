@@ -145,7 +145,7 @@ class ScriptedTransport:
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    async def start(self, *, poller: Poller) -> None:
+    async def start(self, *, poller: Poller, listen: str = "") -> None:
         """See `Transport.start`."""
 
     async def register(self, memory: PoolMemory) -> None:

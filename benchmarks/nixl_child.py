@@ -132,6 +132,12 @@ class NixlChild:
         self.ready = ready
         return self
 
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        assert self._child.pid is not None
+        return self._child.pid
+
     async def ask(self, command: Command) -> Answer:
         """Give a command and wait for its answer."""
         self.tell(command)
@@ -148,8 +154,7 @@ class NixlChild:
 
     def signal(self, number: signal.Signals) -> None:
         """Stop, continue or kill the child."""
-        assert self._child.pid is not None
-        os.kill(self._child.pid, number)
+        os.kill(self.pid, number)
 
     def end(self) -> None:
         """Kill the child if it still lives, and reap it."""

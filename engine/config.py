@@ -65,7 +65,9 @@ class PeerOptions(Options, forbid_unknown_fields=True):
     """The links to prefill workers."""
 
     lease_s: Seconds = 10.0
-    """Time for which prefill keeps a room's pages after the last sign of life of this worker."""
+    """Seconds for which prefill keeps a room's pages after the last ping of this worker that names it, if its own
+    `prefill.lease_s` is not shorter.
+    """
     heartbeat_s: Seconds = 0.5
     """Interval between signs of life to each peer."""
     silence_s: Seconds = 2.0

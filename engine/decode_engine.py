@@ -142,6 +142,7 @@ class DecodeEngine:
         )
         within_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
         now_s = self._driver.clock()
+        record.deadline_at_s = now_s + within_s
         arrival = events.RequestArrived(
             at_s=now_s,
             request_id=request.request_id,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
@@ -42,6 +43,7 @@ class TokenRecord:
         "_seed",
         "address_list",
         "cache",
+        "deadline_at_s",
         "namespace",
         "packed",
         "sends_prompt",
@@ -67,6 +69,8 @@ class TokenRecord:
         self._seed = namespace_seed(namespace)
         self.address_list = addresses
         self.sends_prompt = sends_prompt
+        self.deadline_at_s = math.inf
+        """When the time of the request is up."""
         self._page_keys = page_keys
         self._digests: list[bytes] = []
         self._known = known
@@ -359,6 +363,8 @@ class Effects:
             tokens=record.packed if sends_prompt else None,
             key_seed=record.key_seed,
             tails=command.tails,
+            # A prefill that does not answer must leave the prefills behind it their share of the time.
+            patience_s=max(record.deadline_at_s - self._clock(), 0.0) / (len(record.address_list) - command.prefill),
         )
 
     def _extend(self, command: commands.SendExtend) -> None:

@@ -59,7 +59,8 @@ class PagePool(Protocol):
 class PrefillPeer:
     """Serves the KV of prompts to decode workers, for as long as the `async with` block lasts.
 
-        async with PrefillPeer(device=pool, transport=NixlTransport(name="prefill-0"), listen="0.0.0.0:7000") as peer:
+        transport = NixlTransport(name="prefill-0", secret=secret)
+        async with PrefillPeer(device=pool, transport=transport, listen="10.0.0.5:7000") as peer:
             room = await peer.room("r1")
             await room.send(pages, start_token=0)
             await room.finish(first_token=token, aux={})
@@ -175,7 +176,7 @@ class PrefillPeer:
                 stack.push_async_callback(poller.close)
             # Closing a transport that failed to start is harmless, and gives back what it had opened by then.
             stack.push_async_callback(self._transport.close)
-            await self._transport.start(poller=poller)
+            await self._transport.start(poller=poller, listen=self._listen)
             if self._store is not None:
                 # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
                 storage_poller = PollerThread(name="tidekv-storage-poller")

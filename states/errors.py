@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+VALUE_CHARACTERS_MAX: Final = 500
+"""Maximum length of a value in the text of PeerMismatch."""
+
 
 class TidekvError(Exception):
     """Root of all errors of this package."""
@@ -63,10 +68,16 @@ class PeerMismatch(RemoteProtocolError):
     """The peer's model, layout, page size, dtype or version is not ours; `field` names the first that differs."""
 
     def __init__(self, *, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"peer differs in {field}: ours is {ours!r}, theirs is {theirs!r}")
+        super().__init__(f"peer differs in {field}: ours is {_brief(ours)}, theirs is {_brief(theirs)}")
         self.field = field
         self.ours = ours
         self.theirs = theirs
+
+
+def _brief(value: object) -> str:
+    """A value as one bounded line: the peer chose it."""
+    text = repr(value)
+    return text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[:VALUE_CHARACTERS_MAX]}…"
 
 
 class IllegalEvent(TidekvError):

@@ -109,6 +109,10 @@ class Link(Protocol):
         """
         ...
 
+    def greeted(self) -> None:
+        """The Hello of the other end was accepted: from now on its frames may have the full size."""
+        ...
+
     def blame(self) -> None:
         """The peer broke the protocol on this link: a listener refuses its address for a growing while where that
         happens again and again. Counts once a link; `receive` does it by itself for a malformed frame.
@@ -129,8 +133,8 @@ class Listener(Protocol):
         ...
 
     def statistics(self) -> dict[str, int | float]:
-        """links_refused (failed before their first message), links_over_limit, links_in_pause (their address had
-        offended too often), offences.
+        """links_refused (failed before their first message), links_over_limit, links_over_quota (of their address),
+        links_in_pause (their address had offended too often), offences.
         """
         ...
 
@@ -168,8 +172,8 @@ class Transport(Protocol):
         """`name`, a dash, and what makes this start of the process unique."""
         ...
 
-    async def start(self, *, poller: Poller) -> None:
-        """Make ready; called once, before anything else."""
+    async def start(self, *, poller: Poller, listen: str = "") -> None:
+        """Make ready; called once, before anything else. `listen` is the address that will be listened on, if any."""
         ...
 
     async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
@@ -178,6 +182,10 @@ class Transport(Protocol):
 
     def metadata(self) -> bytes:
         """What an authenticated peer needs for `add_peer`."""
+        ...
+
+    def check_metadata(self, instance: str, metadata: bytes) -> None:
+        """Judge the metadata of a peer at its Hello. Raises RemoteProtocolError unless it is whole, of `instance`."""
         ...
 
     async def add_peer(

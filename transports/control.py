@@ -19,10 +19,12 @@ import secrets
 import socket
 import ssl
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from ipaddress import ip_address
 from typing import cast
 
 from tidekv.states.errors import (
@@ -46,6 +48,10 @@ PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
 CLOSE_S = 1.0
 BACKLOG = 128
+SMALL_FRAME_BYTES = 64 * 1024
+"""A frame up to this size fits into the buffer that each stream has anyway: no budget counts it."""
+FRAME_S = 30.0
+"""Seconds in which a larger frame must arrive, from its length to its last byte."""
 # Where the process has no descriptor left, those who wait to be accepted wait for so long.
 ACCEPT_PAUSE_S = 0.5
 
@@ -54,8 +60,10 @@ ACCEPT_PAUSE_S = 0.5
 class ControlOptions:
     """The secret and the limits of control links. The contexts turn TLS on for dialling and for listening.
 
-    `handshake_s` bounds all that comes before the first message: TLS and the challenge. `links_max` counts those who
-    are still in it, too.
+    `handshake_s` bounds all that comes before the first message: TLS and the challenge. `links_max`, and
+    `links_per_address_max` for one address, count the links that are still in it, too. Until the Hello of the other end
+    is accepted its frames have at most `hello_bytes_max`. A listener holds at most `greeting_bytes_max` of unfinished
+    frames of links in that phase, and `unfinished_bytes_max` of all others, beside `SMALL_FRAME_BYTES` of each link.
     """
 
     secret: str = ""
@@ -63,9 +71,62 @@ class ControlOptions:
     outgoing_bytes_max: int = 4 * wire.FRAME_BYTES_MAX
     handshake_s: float = 5.0
     links_max: int = 1024
+    links_per_address_max: int = 128
+    hello_bytes_max: int = wire.HELLO_BYTES_MAX
+    greeting_bytes_max: int = 16 * wire.HELLO_BYTES_MAX
+    unfinished_bytes_max: int = 16 * wire.FRAME_BYTES_MAX
+    allow_no_secret: bool = False
     offences: OffenceLimits = field(default_factory=OffenceLimits)
     dial_tls: ssl.SSLContext | None = None
     listen_tls: ssl.SSLContext | None = None
+
+
+class FrameBudget:
+    """Bytes of unfinished frames that the links of one listener may hold together. A link waits for its share."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_left = bytes_max
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def reserve(self, size: int) -> AsyncIterator[None]:
+        """Hold `size` bytes inside the block; waits, first come first served, until they are there."""
+        if self._waiting or size > self._bytes_left:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((size, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._give_back(size)
+                else:
+                    self._waiting.remove((size, turn))
+                    self._give_back(0)
+                raise
+        else:
+            self._bytes_left -= size
+        try:
+            yield
+        finally:
+            self._give_back(size)
+
+    def _give_back(self, size: int) -> None:
+        self._bytes_left += size
+        while self._waiting and self._waiting[0][0] <= self._bytes_left:
+            size, turn = self._waiting.popleft()
+            self._bytes_left -= size
+            turn.set_result(None)
+
+
+class FrameBudgets:
+    """The budgets of one listener: one for links before their Hello, one for all others, so that strangers cannot use
+    up what peers need.
+    """
+
+    def __init__(self, options: ControlOptions) -> None:
+        # A budget below the largest frame would never let that frame through.
+        self.greeting = FrameBudget(max(options.greeting_bytes_max, options.hello_bytes_max))
+        self.greeted = FrameBudget(max(options.unfinished_bytes_max, options.frame_bytes_max))
 
 
 class ControlLink:
@@ -79,14 +140,24 @@ class ControlLink:
         peer_label: str,
         options: ControlOptions,
         on_offence: Callable[[], None] | None = None,
+        budgets: FrameBudgets | None = None,
     ) -> None:
+        """`budgets`: those of the listener; a link that was dialled has its own."""
         self.peer_label = peer_label
+        self._budgets = budgets or FrameBudgets(options)
+        self._is_greeted = False
         self._on_offence = on_offence
         self._reader = reader
         self._writer = writer
         self._options = options
         self._cause: str | None = None
         self._outbox = Outbox(writer)
+
+    @property
+    def leaves_host(self) -> bool:
+        """Whether the other end is on another machine, as far as addresses tell."""
+        ours, theirs = (self._writer.get_extra_info(name) for name in ("sockname", "peername"))
+        return bool(theirs) and theirs[0] != ours[0] and not ip_address(theirs[0].partition("%")[0]).is_loopback
 
     def send(self, message: wire.Message) -> None:
         """See `Link.send`."""
@@ -104,6 +175,9 @@ class ControlLink:
             raise LinkClosed(self._cause)
         try:
             message = await self._read_message()
+        except TimeoutError as error:
+            self._end(f"{self.peer_label} did not finish a frame within {FRAME_S} s")
+            raise LinkClosed(self._cause) from error
         except (asyncio.IncompleteReadError, OSError) as error:
             said = str(error) if isinstance(error, OSError) else "without a word"
             self._end(f"{self.peer_label} closed the connection: {said}")
@@ -116,6 +190,10 @@ class ControlLink:
             self._end(f"{self.peer_label} closed the link: {message.cause}")
             raise LinkClosed(self._cause)
         return message
+
+    def greeted(self) -> None:
+        """See `Link.greeted`."""
+        self._is_greeted = True
 
     def blame(self) -> None:
         """See `Link.blame`."""
@@ -135,9 +213,16 @@ class ControlLink:
         await _wait_closed(self._writer)
 
     async def _read_message(self) -> wire.AnyMessage:
-        limit = self._options.frame_bytes_max
         prefix = await self._reader.readexactly(wire.LENGTH.size)
-        return wire.decode_body(await self._reader.readexactly(wire.body_length(prefix, frame_bytes_max=limit)))
+        options, is_greeted = self._options, self._is_greeted
+        limit = options.frame_bytes_max if is_greeted else min(options.hello_bytes_max, options.frame_bytes_max)
+        length = wire.body_length(prefix, frame_bytes_max=limit)
+        if length <= SMALL_FRAME_BYTES:
+            return wire.decode_body(await self._reader.readexactly(length))
+        budget = self._budgets.greeted if is_greeted else self._budgets.greeting
+        async with asyncio.timeout(FRAME_S), budget.reserve(length):
+            body = await self._reader.readexactly(length)
+        return wire.decode_body(body)
 
     def _end(self, cause: str) -> None:
         """Nothing more can be said: drop the connection with all that waits in it. The first cause stays."""
@@ -158,18 +243,23 @@ class ControlListener:
         self.address = ""
         self._on_link = on_link
         self._options = options
-        self._counts: Counter[str] = Counter(links_refused=0, links_over_limit=0, links_in_pause=0)
+        self._counts: Counter[str] = Counter(links_refused=0, links_over_limit=0, links_over_quota=0, links_in_pause=0)
+        self._links_by_address: Counter[str] = Counter()
+        self._budgets = FrameBudgets(options)
         self._offenders = Offenders(clock=time.monotonic, limits=options.offences)
         self._tasks = OwnedTasks("control listener")
         self._sockets: list[socket.socket] = []
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
 
     async def open(self, address: str) -> None:
-        """Start to listen on every address that the host has. Raises InvalidConfig."""
+        """Start to listen on every address that the host has. Raises InvalidConfig, also for an address of the network
+        at which every program could connect.
+        """
         host, port = parse_address(address)
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self._check_authentication(address, [where[0] for _, _, _, _, where in found])
             for family, where in dict.fromkeys((family, where) for family, _, _, _, where in found):
                 place = (where[0], port, *where[2:])
                 listening = socket.create_server(place, family=family, backlog=BACKLOG)
@@ -197,6 +287,16 @@ class ControlListener:
         """See `Listener.statistics`."""
         return {**self._counts, "offences": self._offenders.offences}
 
+    def _check_authentication(self, address: str, hosts: list[str]) -> None:
+        tls = self._options.listen_tls
+        asks_for_certificates = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
+        if self._options.secret or asks_for_certificates or self._options.allow_no_secret or _are_loopback(hosts):
+            return
+        raise InvalidConfig(
+            f"cannot listen on {address}: without a secret every program that reaches it could read and write this "
+            "worker's memory. Set a secret, require client certificates, listen on 127.0.0.1, or pass allow_no_secret"
+        )
+
     def _close_sockets(self) -> None:
         for listening in self._sockets:
             listening.close()
@@ -220,16 +320,26 @@ class ControlListener:
             self._accept(connection, str(where[0]), int(where[1]))
 
     def _accept(self, connection: socket.socket, host: str, port: int) -> None:
+        address = whose(host)
         if len(self._tasks) >= self._options.links_max:
             self._counts["links_over_limit"] += 1
-        elif self._offenders.pause_left_s(whose(host)) > 0:
+        elif self._offenders.pause_left_s(address) > 0:
             self._counts["links_in_pause"] += 1
+        elif self._links_by_address[address] >= self._options.links_per_address_max:
+            self._counts["links_over_quota"] += 1
         else:
+            self._links_by_address[address] += 1
             task = self._tasks.spawn(self._serve(connection, host, port), name="link")
-            # A task that is cancelled before its first step runs nothing, and somebody must close the socket.
-            task.add_done_callback(lambda _: connection.close())
+            # In the callback: a task that is cancelled before its first step runs nothing.
+            task.add_done_callback(lambda _: self._forget(connection, address))
             return
         connection.close()
+
+    def _forget(self, connection: socket.socket, address: str) -> None:
+        connection.close()
+        self._links_by_address[address] -= 1
+        if not self._links_by_address[address]:
+            del self._links_by_address[address]
 
     async def _serve(self, connection: socket.socket, host: str, port: int) -> None:
         writer: asyncio.StreamWriter | None = None
@@ -253,6 +363,7 @@ class ControlListener:
             peer_label=format_address(host, port),
             options=self._options,
             on_offence=partial(self._offenders.note, whose(host)),
+            budgets=self._budgets,
         )
         try:
             await self._on_link(link)
@@ -303,6 +414,24 @@ def parse_address(address: str) -> tuple[str, int]:
 def format_address(host: str, port: int) -> str:
     """The inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def is_loopback(address: str) -> bool:
+    """Whether `address` ("host:port") can be reached from this machine only. A name that does not resolve yet may be
+    anywhere. Raises InvalidConfig for what is not an address.
+    """
+    host, port = parse_address(address)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError):
+        return False
+    return _are_loopback([where[0] for _, _, _, _, where in found])
+
+
+def _are_loopback(hosts: Iterable[str]) -> bool:
+    return all(ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
 
 async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> None:

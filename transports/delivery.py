@@ -67,7 +67,7 @@ class Courier:
 
 
 class DecodePeer:
-    """A decode worker at the other end of one link; its rooms live as long as its lease.
+    """A decode worker at the other end of one link. `lease_s` is how long its rooms are kept that it does not name.
 
     `target` are its pools, None where we write nothing to it: it is a rank whose heads are not ours to send.
     """
@@ -77,13 +77,10 @@ class DecodePeer:
         self.hello = hello
         self.target = target
         self.lease_s = lease_s
-        self.lease_until_s = 0.0
         self.is_lost = False
         self.rooms = 0
-
-    def renew(self, at_s: float) -> None:
-        """It was heard of."""
-        self.lease_until_s = at_s + self.lease_s
+        self.deliveries: dict[tuple[str, int], Delivery] = {}
+        """Its live rooms, by request id and generation."""
 
 
 class Delivery:
@@ -95,6 +92,7 @@ class Delivery:
         self.key = promise.room
         self.peer = peer
         self.is_received = False
+        self.lease_until_s = courier.clock() + peer.lease_s
         self._courier = courier
         self._drained_link: base.Link | None = None
         self.state = SenderRoom(
@@ -142,8 +140,13 @@ class Delivery:
         if self.peer.target is not None:
             self.say(msgspec.structs.replace(told, room=self.key))
 
+    def renew(self, at_s: float) -> None:
+        """Decode named the room: it has not forgotten it."""
+        self.lease_until_s = at_s + self.peer.lease_s
+
     def extend(self, message: wire.Extend) -> None:
         """Decode wants more pages. Raises RemoteProtocolError."""
+        self.renew(self._courier.clock())
         if self.state.stopped is None:
             pages = wire.unpack_pages(message.pages)
             self._check(pages)

@@ -13,6 +13,8 @@ import msgspec
 from tidekv.states.errors import RemoteProtocolError
 
 LENGTH = struct.Struct("<I")
+ERROR_CHARACTERS_MAX = 300
+"""Maximum length of what a decoder says about a frame: it may quote the peer."""
 
 Message = TypeVar("Message")
 
@@ -32,9 +34,28 @@ def body_length(prefix: bytes, *, frame_bytes_max: int) -> int:
     return int(length)
 
 
+def one_line(text: str, *, characters_max: int) -> str:
+    """Text as one line for logs: what is not printable is escaped, and what is too long is cut. Text that went through
+    it is left as it is.
+
+    A peer chooses some of the words that we log: a newline in them would forge an entry, an escape sequence would
+    reach the terminal.
+    """
+    if not text.isprintable():
+        # Cut first: escapes are up to ten times as long.
+        text = "".join(
+            character if character.isprintable() else character.encode("unicode_escape").decode()
+            for character in text[:characters_max]
+        )
+    return text if len(text) <= characters_max else text[: characters_max - 1] + "…"
+
+
 def decode(decoder: msgspec.msgpack.Decoder[Message], body: bytes) -> Message:
     """The message of one frame's body. Raises RemoteProtocolError, whatever the bytes are."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise RemoteProtocolError(f"peer sent a frame of {len(body)} bytes that is no message: {error}") from error
+        raise RemoteProtocolError(
+            f"peer sent a frame of {len(body)} bytes that is no message: "
+            f"{one_line(str(error), characters_max=ERROR_CHARACTERS_MAX)}"
+        ) from error

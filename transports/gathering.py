@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from tidekv.states.pledges import Pledge, Pledges
@@ -23,14 +24,25 @@ class Gathering:
         self.difference = ""
         """Why the room will never open."""
         self._pledges = Pledges()
+        self._lease_until_s: dict[DecodePeer, float] = {}
+
+    @property
+    def lease_until_s(self) -> float:
+        """Until when all ranks that have promised must have named the room again."""
+        return min(self._lease_until_s.values())
+
+    def renew(self, peer: DecodePeer, at_s: float) -> None:
+        """A rank that has promised named the room."""
+        self._lease_until_s[peer] = at_s + peer.lease_s
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has promised."""
         return self._pledges.is_complete
 
-    def take(self, peer: DecodePeer, promise: wire.Promise) -> None:
+    def take(self, peer: DecodePeer, promise: wire.Promise, at_s: float) -> None:
         """Note a promise, and how it differs."""
+        self.renew(peer, at_s)
         self.promises.append((peer, promise))
         difference = self._pledges.take(
             Pledge(
@@ -63,11 +75,14 @@ class Gatherings:
         """The gathering that one rank's room is part of."""
         return self._by_key.get(key)
 
-    def take(self, peer: DecodePeer, promise: wire.Promise) -> Gathering:
+    def __iter__(self) -> Iterator[Gathering]:
+        return iter(list(self._by_name.values()))
+
+    def take(self, peer: DecodePeer, promise: wire.Promise, at_s: float) -> Gathering:
         """Note a promise; what came of it is left to the caller, who drops the gathering when it is over."""
         name = (promise.group, promise.room.request_id, promise.room.generation)
         gathering = self._by_name.setdefault(name, Gathering(name))
-        gathering.take(peer, promise)
+        gathering.take(peer, promise, at_s)
         self._by_key[promise.room] = gathering
         return gathering
 

@@ -6,16 +6,16 @@ pages are not laid out like ours: its writes would be bytes in wrong places.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 import msgspec
 
-from tidekv.states.errors import PeerMismatch, RemoteProtocolError, TransferFailed
+from tidekv.states.errors import PeerMismatch, RemoteProtocolError
 from tidekv.states.shapes import ComponentIdentity, GroupIdentity, Identity, PoolMemory
 from tidekv.transports import base, components, process, slices, wire
 
-HELLO_S = 10.0
+HELLO_S = 5.0
+"""Seconds in which a listener expects the Hello. A dialler waits no longer than for any other sign of life."""
 OF_ALL_GROUPS = ("groups", "page_bytes", "piece_bytes")
 """Fields of an identity that follow from all groups of a page: the group that is to blame is named before them."""
 
@@ -31,9 +31,10 @@ def make_hello(
     kv_heads_total: int = 0,
     stages: int = 1,
     component_memory: Mapping[str, PoolMemory] | None = None,
+    heartbeat_s: float = 0.0,
 ) -> wire.Hello:
     """Our Hello; `memory` and that of components must be registered with the transport already. `kv_heads_total`: see
-    `slices.holding`.
+    `slices.holding`. `heartbeat_s`: seconds between our pings, 0 if we only answer those of the other end.
     """
     return wire.Hello(
         version=wire.VERSION,
@@ -48,16 +49,13 @@ def make_hello(
         kv_heads_total=kv_heads_total,
         stages=stages,
         components=dict(component_memory or {}),
+        heartbeat_s=heartbeat_s,
     )
 
 
 async def receive_hello(link: base.Link) -> wire.Hello:
-    """The peer's Hello, which must be its first message. Raises TransferFailed or RemoteProtocolError."""
-    try:
-        async with asyncio.timeout(HELLO_S):
-            message = await link.receive()
-    except TimeoutError as error:
-        raise TransferFailed(f"{link.peer_label} did not say Hello within {HELLO_S} s") from error
+    """The peer's Hello, which must be its first message. Raises LinkClosed or RemoteProtocolError."""
+    message = await link.receive()
     if not isinstance(message, wire.Hello):
         raise RemoteProtocolError(f"{link.peer_label} began with {type(message).__name__} instead of Hello")
     return message
@@ -71,10 +69,27 @@ def judge_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
         raise RemoteProtocolError(
             f"peer says that it is rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages"
         )
+    _judge_lease(ours, theirs)
     _judge_pages(ours, theirs)
     _must_equal("kv_heads_total", slices.total_of(ours), slices.total_of(theirs))
     base.check_memory(theirs.memory)
     _judge_components(ours, theirs)
+
+
+def lease_of(ours: wire.Hello, theirs: wire.Hello) -> float:
+    """Seconds for which prefill keeps a room that decode does not name: neither end has to bear more than it said."""
+    return min(ours.lease_s, theirs.lease_s)
+
+
+def _judge_lease(ours: wire.Hello, theirs: wire.Hello) -> None:
+    """Each ping must come before the lease that the one before it renewed is over."""
+    lease_s = lease_of(ours, theirs)
+    if max(ours.heartbeat_s, theirs.heartbeat_s) >= lease_s:
+        raise PeerMismatch(
+            field=f"heartbeat_s, which must be less than the lease of {lease_s:g} s",
+            ours=ours.heartbeat_s,
+            theirs=theirs.heartbeat_s,
+        )
 
 
 def _judge_pages(ours: wire.Hello, theirs: wire.Hello, *, of: str = "") -> None:

@@ -17,6 +17,7 @@ from tidekv.states.receiving import ReceiverRoom
 from tidekv.transports import wire
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Iterable, Sequence
 
     from tidekv.states.components import TailPages
@@ -40,6 +41,8 @@ class IncomingRoom:
         """How many of its legs write."""
         self.is_told_sent = False
         self.is_told_failed = False
+        self.patience: asyncio.TimerHandle | None = None
+        """Ends the wait for links that are not open."""
         first = promise.decode_prefix_len // page_size
         count = len(promise.pages or b"") // 4
         self.legs: list[Leg] = []
@@ -56,6 +59,17 @@ class IncomingRoom:
     def room_key(self) -> RoomKey:
         """Its key among the rooms of this worker."""
         return (self.key.request_id, self.key.generation)
+
+    @property
+    def unconnected_legs(self) -> list[Leg]:
+        """Its legs whose links have not been opened yet."""
+        return [leg for leg in self.legs if leg.link.theirs is None]
+
+    def end_patience(self) -> None:
+        """Stop the wait for links."""
+        if self.patience is not None:
+            self.patience.cancel()
+            self.patience = None
 
     @property
     def has_one_writer(self) -> bool:

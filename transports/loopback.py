@@ -108,6 +108,7 @@ class LoopbackLink:
         self._owner = owner
         self._incoming: deque[bytes] = deque()
         self._incoming_bytes = 0
+        self._frame_bytes_max = wire.HELLO_BYTES_MAX
         self._arrived = asyncio.Event()
         self._cause: str | None = None
         self._ending: str | None = None
@@ -143,7 +144,7 @@ class LoopbackLink:
         frame = self._incoming.popleft()
         self._incoming_bytes -= len(frame)
         try:
-            wire.body_length(frame[: wire.LENGTH.size])
+            wire.body_length(frame[: wire.LENGTH.size], frame_bytes_max=self._frame_bytes_max)
             message = wire.decode_body(frame[wire.LENGTH.size :])
         except RemoteProtocolError as error:
             self.blame()
@@ -153,6 +154,10 @@ class LoopbackLink:
             self._close_with(f"{self.peer_label} closed the link: {message.cause}")
             raise LinkClosed(self._cause)
         return message
+
+    def greeted(self) -> None:
+        """See `Link.greeted`."""
+        self._frame_bytes_max = wire.FRAME_BYTES_MAX
 
     def blame(self) -> None:
         """See `Link.blame`; whoever is in this process is refused by nobody, but counted."""
@@ -214,7 +219,13 @@ class LoopbackListener:
 
     def statistics(self) -> dict[str, int | float]:
         """See `Listener.statistics`."""
-        return {"links_refused": 0, "links_over_limit": 0, "links_in_pause": 0, "offences": self.offences}
+        return {
+            "links_refused": 0,
+            "links_over_limit": 0,
+            "links_over_quota": 0,
+            "links_in_pause": 0,
+            "offences": self.offences,
+        }
 
     async def close(self) -> None:
         """See `Listener.close`."""
@@ -252,7 +263,7 @@ class LoopbackTransport:
         self._dead = False
         self._counts = {"bytes_written": 0, "pages_written": 0, "writes": 0, "writes_failed": 0}
 
-    async def start(self, *, poller: Poller) -> None:
+    async def start(self, *, poller: Poller, listen: str = "") -> None:
         """See `Transport.start`; a copy in memory needs no poller."""
         self.network.join(self)
 
@@ -266,6 +277,11 @@ class LoopbackTransport:
     def metadata(self) -> bytes:
         """See `Transport.metadata`."""
         return b"loopback " + self.instance.encode()
+
+    def check_metadata(self, instance: str, metadata: bytes) -> None:
+        """See `Transport.check_metadata`."""
+        if metadata != b"loopback " + instance.encode():
+            raise RemoteProtocolError(f"metadata is not of {instance}")
 
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None

@@ -13,11 +13,14 @@ NIXL cannot cancel. A write to a peer that hangs ends when the peer goes on, die
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import ssl
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Literal
 
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
 from tidekv.states.shapes import PageIds, PoolMemory
@@ -27,14 +30,18 @@ from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, 
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.nixl_agent import NixlAgent
 from tidekv.transports.nixl_layout import check_ours
-from tidekv.transports.nixl_metadata import wrap
+from tidekv.transports.nixl_metadata import unwrap, wrap
 from tidekv.transports.nixl_peers import NixlPeer, NixlPeers
 from tidekv.transports.nixl_plan import WritePlan, paired_pages
 from tidekv.transports.nixl_presence import Presence
 from tidekv.transports.nixl_write import Lane, PartedWrite
 from tidekv.transports.offenders import OffenceLimits
 
+LOG = logging.getLogger("tidekv.transports")
 UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
+# UCX checks no key on TCP: a process that reaches one of its ports reads and writes the memory of this one.
+UCX_ON_LOOPBACK = "NET_DEVICES=lo"
+UCX_DEVICES_VARIABLE = "UCX_NET_DEVICES"
 NAME_CHARACTERS_MAX = 256
 # Posting copies on shared memory: this much keeps the poller's thread for 8 to 13 ms. What is done between two copies
 # takes 0.2 ms there, with caches that the copies have emptied: of parts a fourth as large it would be 5 % of the time.
@@ -69,22 +76,37 @@ class NixlTransport:
         close_timeout_s: float = 5.0,
         links_max: int = 1024,
         offences: OffenceLimits | None = None,
+        data_network: Literal["auto", "loopback", "any"] = "auto",
+        dials: Iterable[str] = (),
+        allow_no_secret: bool = False,
     ) -> None:
-        """Raises InvalidConfig. `call_timeout_s` bounds each call that sets something up, such as a backend;
-        `close_timeout_s` is how long `close` waits for writes before it destroys the agent under them.
+        """Raises InvalidConfig. `data_network` says where UCX opens ports: "loopback" on this machine only, "any" on
+        every network device, RDMA included; "auto" "any" if this worker listens on an address of the network or one of
+        `dials`, the prefill workers that it will dial, is on another machine; otherwise "loopback". Devices named in
+        `UCX_NET_DEVICES` or in `backends` take precedence. `call_timeout_s` bounds each call that sets something up,
+        such as a backend; `close_timeout_s` is how long `close` waits for writes before it destroys the agent under
+        them.
 
-        A prefill worker takes at most `links_max` control links, and keeps those away for a while who break the
-        protocol more often than `offences` allows.
+        A prefill worker takes at most `links_max` control links, and refuses addresses for a while that break the
+        protocol more often than `offences` allows. Without a secret or required client certificates it listens on
+        loopback only, unless `allow_no_secret`.
         """
         if not 0 < len(name) <= NAME_CHARACTERS_MAX:
             raise InvalidConfig(f"a transport's name has 1 to {NAME_CHARACTERS_MAX} characters, got {len(name)}")
+        if not name.isprintable():
+            raise InvalidConfig(f"a transport's name is printable text, not {name!r}")
         if progress_delay_us < 1:
             raise InvalidConfig(f"progress_delay_us is {progress_delay_us}; without a pause it takes a whole core")
         if links_max < 1:
             raise InvalidConfig(f"links_max is {links_max}; with less than 1 nobody can connect")
+        if data_network not in ("auto", "loopback", "any"):
+            raise InvalidConfig(f"data_network is {data_network!r}; auto, loopback and any are allowed")
         self.name = name
         self.instance = f"{name}-{uuid.uuid4().hex}"
         self._backends = UCX_ONLY if backends is None else backends
+        self._data_network = data_network
+        self._dials = tuple(dials)
+        self._is_on_loopback = False
         self._progress_delay_us = progress_delay_us
         self._call_timeout_s = call_timeout_s
         self._close_timeout_s = close_timeout_s
@@ -94,6 +116,7 @@ class NixlTransport:
             listen_tls=listen_tls,
             links_max=links_max,
             offences=offences or OffenceLimits(),
+            allow_no_secret=allow_no_secret,
         )
         self._is_closed = False
         self._poller: Poller | None = None
@@ -104,14 +127,15 @@ class NixlTransport:
         self._writes: set[asyncio.Future[None]] = set()
         self._counts = dict.fromkeys(("bytes_written", "pages_written", "writes", "writes_failed", "links"), 0)
 
-    async def start(self, *, poller: Poller) -> None:
-        """Make the agent. Raises InvalidConfig where NIXL is missing, TransferFailed where a backend does not start or
-        hangs.
+    async def start(self, *, poller: Poller, listen: str = "") -> None:
+        """Make the agent. `listen` is the address that this worker is going to listen on, if it does. Raises
+        InvalidConfig if NIXL is missing, TransferFailed if a backend does not start or hangs.
         """
         if self._poller is not None or self._is_closed:
             raise LocalProtocolError(f"transport {self.name} is started twice, or after its end")
         self._poller = poller
-        make = partial(NixlAgent, self.instance, backends=self._backends, progress_delay_us=self._progress_delay_us)
+        backends = await self._choose_devices(listen)
+        make = partial(NixlAgent, self.instance, backends=backends, progress_delay_us=self._progress_delay_us)
         self._agent = await call_in_thread(make, what="making a NIXL agent", timeout_s=self._call_timeout_s)
 
     async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
@@ -139,6 +163,10 @@ class NixlTransport:
         if not self._metadata:
             raise LocalProtocolError(f"transport {self.name} has no metadata before its pool is registered")
         return self._metadata
+
+    def check_metadata(self, instance: str, metadata: bytes) -> None:
+        """See `Transport.check_metadata`."""
+        unwrap(metadata, expected_name=instance)
 
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
@@ -181,8 +209,14 @@ class NixlTransport:
         host_and_port(address, "prefill")
 
     async def dial(self, address: str) -> Link:
-        """See `control.dial`."""
+        """See `control.dial`. Raises InvalidConfig for a peer on another machine if UCX listens on loopback only."""
         link = await control.dial(address, self._control)
+        if self._is_on_loopback and link.leaves_host:
+            await link.close("the data plane of this worker listens on loopback only")
+            raise InvalidConfig(
+                f"{address} is on another machine, which cannot write here: UCX listens on loopback only. Pass "
+                f'NixlTransport(data_network="any"), or name the network devices in {UCX_DEVICES_VARIABLE}'
+            )
         self._counts["links"] += 1
         return link
 
@@ -236,6 +270,27 @@ class NixlTransport:
         """
         return {**self._counts, "writes_in_flight": len(self._writes)}
 
+    async def _choose_devices(self, listen: str) -> Mapping[str, Mapping[str, str]]:
+        """The backends, with UCX on loopback if nothing of the network has to reach it. NIXL reads the choice when it
+        makes the backend, so that several agents of one process can differ; the environment would be one for all.
+        """
+        options = self._backends.get("UCX")
+        if options is None or os.environ.get(UCX_DEVICES_VARIABLE) or _names_devices(options):
+            return self._backends
+        used = [one for address in (listen, *self._dials) if address for one in address.split(",")]
+        is_public = not all([await control.is_loopback(address) for address in used])
+        if self._data_network == "any" or (self._data_network == "auto" and is_public):
+            LOG.warning(
+                "%s is not set: UCX opens ports on every network device of this machine, and a program that reaches "
+                "one reads and writes the memory of this process without the secret. Name the devices of a private "
+                "network.",
+                UCX_DEVICES_VARIABLE,
+            )
+            return self._backends
+        self._is_on_loopback = True
+        configured = [entry for entry in (options.get("engine_config"), UCX_ON_LOOPBACK) if entry]
+        return {**self._backends, "UCX": {**options, "engine_config": ",".join(configured)}}
+
     async def _carry_out(self, plan: WritePlan, target: NixlPeer) -> int:
         """Let a write have its turns and wait for its end, accounting for what it wrote whichever way it ends; the
         bytes.
@@ -276,6 +331,11 @@ class NixlTransport:
     def _required_poller(self) -> Poller:
         assert self._poller is not None, "a started transport has a poller"
         return self._poller
+
+
+def _names_devices(options: Mapping[str, str]) -> bool:
+    """Whether options of the UCX backend say which network devices it uses."""
+    return bool(options.get("device_list")) or "NET_DEVICES=" in options.get("engine_config", "")
 
 
 def _stop(write: PartedWrite, lane: Lane, drive: Drive) -> None:

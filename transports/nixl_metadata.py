@@ -7,10 +7,15 @@ known of a blob is checked before NIXL sees it. This guards against mistakes; ag
 from __future__ import annotations
 
 import hashlib
+import struct
 
 import msgspec
 
 from tidekv.states.errors import RemoteProtocolError
+
+NIXL_START = b"nixlSerDes|Agent"
+"""What the metadata of NIXL 1.5 begins with, before the length and the bytes of the agent's name."""
+NIXL_LENGTH = struct.Struct("<Q")
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -27,7 +32,9 @@ def wrap(name: str, blob: bytes) -> bytes:
 
 
 def unwrap(metadata: bytes, *, expected_name: str) -> bytes:
-    """Return NIXL's blob. Raises RemoteProtocolError unless it is whole and of the expected agent."""
+    """Return NIXL's blob. Raises RemoteProtocolError unless it is whole, and both the envelope and the blob are of the
+    expected agent.
+    """
     try:
         envelope = msgspec.msgpack.decode(metadata, type=Envelope)
     except msgspec.DecodeError as error:
@@ -36,7 +43,20 @@ def unwrap(metadata: bytes, *, expected_name: str) -> bytes:
         raise RemoteProtocolError(f"metadata is of agent {envelope.name!r}, the peer says it is {expected_name!r}")
     if envelope.digest != _digest(envelope.name, envelope.blob):
         raise RemoteProtocolError(f"metadata of {expected_name} is damaged: its digest differs")
+    if (inner := agent_name(envelope.blob)) not in (None, expected_name):
+        # Loading it would give the peer of that name other addresses.
+        raise RemoteProtocolError(f"metadata of {expected_name} holds that of agent {inner!r}")
     return envelope.blob
+
+
+def agent_name(blob: bytes) -> str | None:
+    """The agent that NIXL's metadata is of; None for a format that is not known here, where the name that NIXL reports
+    after loading it has to do.
+    """
+    if not blob.startswith(NIXL_START) or len(blob) < (start := len(NIXL_START) + NIXL_LENGTH.size):
+        return None
+    (length,) = NIXL_LENGTH.unpack_from(blob, len(NIXL_START))
+    return blob[start : start + length].decode(errors="replace")
 
 
 def _digest(name: str, blob: bytes) -> bytes:

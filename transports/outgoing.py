@@ -7,6 +7,7 @@ when it has an outcome and no delivery has a write in flight.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -109,8 +110,8 @@ class Room:
 
     @property
     def lease_until_s(self) -> float:
-        """Until when all decode ranks may be silent."""
-        return min(delivery.peer.lease_until_s for delivery in self.deliveries)
+        """Until when all decode ranks that still need the room must have named it again."""
+        return min((each.lease_until_s for each in self.deliveries if not each.is_received), default=math.inf)
 
     async def send(self, pages: Iterable[int] | PageIds, *, start_token: int, end_token: int | None = None) -> None:
         """Hand over computed pages: ids of our pool for the tokens from `start_token` on, a multiple of the page size.
@@ -240,8 +241,8 @@ class Room:
 
     def expire(self) -> None:
         """The lease is over. Decode is told as well: it may live, and it is us who stood still."""
-        late = min((delivery.peer for delivery in self.deliveries), key=lambda peer: peer.lease_until_s)
-        self._give_up(RoomOutcome.LEASE_ENDED, f"{late.hello.instance} was not heard of for {late.lease_s} s")
+        late = min(self.deliveries, key=lambda delivery: delivery.lease_until_s).peer
+        self._give_up(RoomOutcome.LEASE_ENDED, f"{late.hello.instance} did not name the room for {late.lease_s:g} s")
 
     def advance(self) -> None:
         """Post what may be posted, and say what may be said; see whether all is settled."""

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
+from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError, TransferFailed
 from tidekv.transports import base, hello, wire
 from tidekv.transports.offenders import is_offence
 from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from tidekv.transports.incoming import Leg
+
+T = TypeVar("T")
 
 
 class LinkOwner(Protocol):
@@ -29,6 +34,10 @@ class LinkOwner(Protocol):
 
     def link_refused(self, link: PrefillLink, cause: str) -> None:
         """It could not be opened: nothing was said. Nothing comes after this."""
+        ...
+
+    def rooms_of(self, link: PrefillLink) -> list[tuple[str, int]]:
+        """The rooms that prefill is to keep: request ids and generations."""
         ...
 
     def take(self, link: PrefillLink, message: wire.AnyMessage) -> None:
@@ -55,6 +64,8 @@ class PrefillLink:
     ) -> None:
         self.address = address
         self.theirs: wire.Hello | None = None
+        self.legs: dict[Leg, None] = {}
+        """Parts of rooms at this link, in the order of their promises. The owner keeps them."""
         self._owner = owner
         self._clock = clock
         self._heartbeat_s = heartbeat_s
@@ -62,6 +73,8 @@ class PrefillLink:
         self._beats_missed = 0
         self._counts = counts
         self._link: base.Link | None = None
+        self._dialled: base.Link | None = None
+        """A link whose Hellos are not judged yet."""
         self._is_lost = False
 
     @property
@@ -72,11 +85,16 @@ class PrefillLink:
     async def run(self, transport: base.Transport, ours: wire.Hello, tasks: OwnedTasks) -> None:
         """Live: from dialling to the end of the link."""
         try:
-            link, theirs = await self._greet(transport, ours)
+            link, theirs = await self._within_silence(self._greet(transport, ours))
         except TidekvError as error:
             self._judge(error)
             self._owner.link_refused(self, str(error))
             return
+        except BaseException:
+            # Cancelled: the handshake may have ended in the same turn of the loop.
+            if self._dialled is not None:
+                await self._dialled.close("decode is shutting down")
+            raise
         self._link, self.theirs = link, theirs
         beat = tasks.spawn(self._beat(link), name=f"heartbeat to {self.address}")
         cause = "decode is shutting down"
@@ -107,12 +125,37 @@ class PrefillLink:
             raise LinkClosed(f"there is no link to {self.address} yet")
         self._link.send(message)
 
+    async def _within_silence(self, work: Coroutine[object, object, T]) -> T:
+        """Do `work` unless it takes longer than a peer may be silent. Raises TransferFailed then.
+
+        It counts beats like `_beat`, and for the same reason. A peer that accepts the connection and sends nothing must
+        not hold the requests that wait for it any longer than one that falls silent later.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            for _ in range(self._beats_max + 1):
+                await asyncio.wait([task], timeout=self._heartbeat_s)
+                if task.done():
+                    return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        if not task.cancelled():
+            # It ended while it was being cancelled: with a link, or with an error of its own.
+            return task.result()
+        raise TransferFailed(
+            f"{self.address} did not complete the handshake within {self._beats_max * self._heartbeat_s} s"
+        )
+
     async def _greet(self, transport: base.Transport, ours: wire.Hello) -> tuple[base.Link, wire.Hello]:
-        link = await transport.dial(self.address)
+        link = self._dialled = await transport.dial(self.address)
         try:
             link.send(ours)
             theirs = await hello.receive_hello(link)
             hello.judge_hello(ours, theirs)
+            transport.check_metadata(theirs.instance, theirs.metadata)
+            link.greeted()
         except BaseException as error:
             await link.close(str(error))
             raise
@@ -129,7 +172,9 @@ class PrefillLink:
                 await link.close(cause)
                 return
             self._beats_missed += 1
-            self.say(wire.Ping(sent_at=self._clock()))
+            # A ping without rooms as well: it shows that this side lives.
+            for rooms in batches(self._owner.rooms_of(self), wire.ROOMS_NAMED_MAX) or [()]:
+                self.say(wire.Ping(sent_at=self._clock(), rooms=rooms))
             await asyncio.sleep(self._heartbeat_s)
 
     def _judge(self, error: TidekvError) -> None:
@@ -140,3 +185,8 @@ class PrefillLink:
         if not self._is_lost:
             self._is_lost = True
             self._owner.link_lost(self, cause)
+
+
+def batches(rooms: list[tuple[str, int]], size: int) -> list[tuple[tuple[str, int], ...]]:
+    """Rooms in tuples of at most `size`."""
+    return [tuple(rooms[first : first + size]) for first in range(0, len(rooms), size)]

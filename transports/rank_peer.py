@@ -33,11 +33,11 @@ class RankPeer:
                 return
             self._writer.write(wire.encode(message))
 
-    async def hear(self) -> wire.AnyRankMessage:
+    async def hear(self, *, frame_bytes_max: int = wire.FRAME_BYTES_MAX) -> wire.AnyRankMessage:
         """The next frame. Raises LinkClosed at the end, and when the other end is silent for too long."""
         try:
             async with asyncio.timeout(self._silence_s):
-                message = await wire.read(self._reader)
+                message = await wire.read(self._reader, frame_bytes_max=frame_bytes_max)
         except TimeoutError:
             raise LinkClosed(f"silent for {self._silence_s:g} s") from None
         except (OSError, asyncio.IncompleteReadError) as error:
@@ -53,7 +53,7 @@ async def greet(peer: RankPeer, *, secret: str, ranks: int, settings: bytes) -> 
     """The leader's first words to whoever dialled. Raises RemoteProtocolError, having told it why."""
     nonce = secrets.token_bytes(32)
     peer.say(wire.Challenge(nonce))
-    join = await peer.hear()
+    join = await peer.hear(frame_bytes_max=wire.JOIN_BYTES_MAX)
     if not isinstance(join, wire.Join):
         raise RemoteProtocolError(f"a rank began with {type(join).__name__} instead of Join")
     cause = ""

@@ -18,11 +18,14 @@ from tidekv.transports import frames
 
 VERSION = 2
 FRAME_BYTES_MAX = 64 * 1024 * 1024
+JOIN_BYTES_MAX = 4096
+"""Maximum size of a frame before the leader has let a rank in."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-Cause = Annotated[str, msgspec.Meta(max_length=4096)]
+CAUSE_CHARACTERS_MAX = 4096
+Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
 
 
 class RankMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -94,6 +97,9 @@ class VoteFailed(RankMessage, frozen=True, tag="vote_failed"):
     turn: Count
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 class Lost(RankMessage, frozen=True, tag="lost"):
     """A rank of the group is out of reach: this epoch is over."""
@@ -102,17 +108,30 @@ class Lost(RankMessage, frozen=True, tag="lost"):
     rank: Rank
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 class Refused(RankMessage, frozen=True, tag="refused"):
     """The leader does not take this rank, and why."""
 
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 AnyRankMessage = Challenge | Join | Settled | Form | Formed | Turn | Wish | Beat | VoteFailed | Lost | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRankMessage] = msgspec.msgpack.Decoder(AnyRankMessage)
+
+
+def _clean_cause(message: VoteFailed | Lost | Refused) -> None:
+    """Make the cause fit for logs and for the frame, at both ends."""
+    clean = frames.one_line(message.cause, characters_max=CAUSE_CHARACTERS_MAX)
+    if clean != message.cause:
+        msgspec.structs.force_setattr(message, "cause", clean)
 
 
 def proof_of(secret: str, nonce: bytes, rank: int) -> bytes:
@@ -125,8 +144,8 @@ def encode(message: RankMessage) -> bytes:
     return frames.frame(_encoder.encode(message))
 
 
-async def read(reader: asyncio.StreamReader) -> AnyRankMessage:
+async def read(reader: asyncio.StreamReader, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> AnyRankMessage:
     """The next message. Raises RemoteProtocolError for what is no frame, IncompleteReadError at the end."""
     prefix = await reader.readexactly(frames.LENGTH.size)
-    length = frames.body_length(prefix, frame_bytes_max=FRAME_BYTES_MAX)
+    length = frames.body_length(prefix, frame_bytes_max=frame_bytes_max)
     return frames.decode(_decoder, await reader.readexactly(length))

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("tidekv.transports")
 REDIAL_S_MAX = 1.0
+STRANGERS_MAX = 64
+"""Maximum number of connections that the leader has not let in yet; further ones are closed at once."""
 
 
 class RankOwner(Protocol):
@@ -90,6 +92,7 @@ class RankChannel:
             self._thread.use(group)
         self._tasks = OwnedTasks(f"rank {rank}")
         self._peers: dict[int, RankPeer] = {}
+        self._strangers = 0
         self._server: asyncio.Server | None = None
         self._is_settled = False
         self._is_forming = False
@@ -182,7 +185,7 @@ class RankChannel:
         for peer in self._peers.values():
             peer.is_settled = False
             if self._rank == LEADER:
-                peer.say(wire.Lost(self.epoch, rank, cause[:4000]))
+                peer.say(wire.Lost(self.epoch, rank, cause))
         self._owner.rank_lost(rank, cause)
 
     async def _name_culprit(self, epoch: int, turn: int, cause: str) -> None:
@@ -207,13 +210,20 @@ class RankChannel:
     # --- The leader's side ---
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._strangers >= STRANGERS_MAX:
+            writer.transport.abort()
+            return
+        self._strangers += 1
         self._tasks.spawn(self._take(reader, writer), name="a rank")
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = RankPeer(reader, writer, silence_s=self._silence_s)
         rank = -1
         try:
-            join = await greet(peer, secret=self._secret, ranks=self._ranks, settings=self._settings)
+            try:
+                join = await greet(peer, secret=self._secret, ranks=self._ranks, settings=self._settings)
+            finally:
+                self._strangers -= 1
             rank = join.rank
             peer.epoch = join.epoch
             if (before := self._peers.get(rank)) is not None:

@@ -66,9 +66,10 @@ class Receiver:
         """`memory`, and that of each component by its name, must be registered before the first promise. `deliver_aux`
         gets request id, generation, first token and aux, before the AuxLanded that belongs to it.
         """
-        if not 0 < heartbeat_s <= missed_s <= lease_s:
+        if not (0 < heartbeat_s <= missed_s <= lease_s <= wire.SECONDS_MAX and heartbeat_s < lease_s):
             raise InvalidConfig(
-                f"heartbeat_s {heartbeat_s} ≤ missed_s {missed_s} ≤ lease_s {lease_s} does not hold, or is not positive"
+                f"heartbeat_s {heartbeat_s} ≤ missed_s {missed_s} ≤ lease_s {lease_s} ≤ {wire.SECONDS_MAX:g} and "
+                "heartbeat_s < lease_s do not all hold, or heartbeat_s is not positive"
             )
         self.counts: Counter[str] = Counter()
         self._transport = transport
@@ -83,7 +84,7 @@ class Receiver:
         self._ranks = ranks
         place = {"rank": rank, "ranks": ranks, "kv_heads_total": kv_heads_total, "stages": stages}
         say_hello = partial(hello.make_hello, transport, memory=memory, component_memory=component_memory)
-        self._make_hello = partial(say_hello, identity=identity, lease_s=lease_s, **place)
+        self._make_hello = partial(say_hello, identity=identity, lease_s=lease_s, heartbeat_s=heartbeat_s, **place)
         holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
         self._writers = cache(partial(slices.expected_writers, holding, rank=rank, stages=stages))
         self._group = group
@@ -103,6 +104,8 @@ class Receiver:
 
     async def close(self) -> None:
         """Close all links; no event comes after that. Rooms that are not settled stay so: abort them first."""
+        for room in self._rooms.values():
+            room.end_patience()
         await self._tasks.close()
 
     def promise(
@@ -117,11 +120,13 @@ class Receiver:
         tokens: bytes | None = None,
         key_seed: bytes | None = None,
         tails: Iterable[TailPages] | None = None,
+        patience_s: float = math.inf,
     ) -> None:
         """Tell the prefill at `address` what not to send and where the rest goes → PromiseSent or RoomFailed.
 
         `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere. `tails` is what
-        is asked of components. Raises LocalProtocolError for a room that is open already, InvalidConfig where the heads
+        is asked of components. A prefill that is not connected `patience_s` from now is given up for this room; others
+        may go on waiting for it. Raises LocalProtocolError for a room that is open already, InvalidConfig if the heads
         of the model cannot lie on so many prefill ranks.
         """
         room_key = (request_id, generation)
@@ -149,9 +154,14 @@ class Receiver:
         writers = self._writers(prefill_ranks=len(addresses))
         links = [self._links.get(one) or self._connect(one) for one in addresses]
         room = self._rooms[room_key] = IncomingRoom(promise, links, writers, page_size=self._identity.page_size)
+        for leg in room.legs:
+            leg.link.legs[leg] = None
         for leg in list(room.legs):
             if leg.link.theirs is not None and leg in room.legs:
                 self._open_leg(leg, leg.link.theirs)
+        if patience_s < math.inf and room_key in self._rooms and room.unconnected_legs:
+            lose = partial(self._lose_patience, room, patience_s)
+            room.patience = asyncio.get_running_loop().call_later(patience_s, lose)
 
     def _pause(self, addresses: list[str]) -> str:
         """Why one of these is not dialled now, in words."""
@@ -198,7 +208,10 @@ class Receiver:
         """Tell prefill that it may free its pages; the room is over."""
         room_key = (request_id, generation)
         room = self._rooms.pop(room_key, None)
+        if room is not None:
+            room.end_patience()
         for leg in [] if room is None else room.legs:
+            leg.link.legs.pop(leg, None)
             leg.link.say(wire.Received(room=leg.room.key))
         for writer in [writer for writer, rooms in self._lost.items() if rooms.pop(room_key, None) and not rooms]:
             del self._lost[writer]
@@ -222,6 +235,7 @@ class Receiver:
         """See `LinkOwner`: settle what an earlier link to this process left, and say what waited."""
         for room_key, leg in self._lost.pop(theirs.instance, {}).items():
             leg.link = link
+            link.legs[leg] = None
             room = self._rooms.setdefault(room_key, leg.room)
             room.legs.append(leg)
             self._stop(leg)
@@ -260,6 +274,10 @@ class Receiver:
             self._redialled.add(writer)
             self._tasks.spawn(self._reach_again(writer, link.address), name=f"redial {link.address}")
 
+    def rooms_of(self, link: PrefillLink) -> list[tuple[str, int]]:
+        """See `LinkOwner`."""
+        return [leg.room.room_key for leg in link.legs]
+
     def take(self, link: PrefillLink, message: wire.AnyMessage) -> None:
         """See `LinkOwner`."""
         match message:
@@ -296,16 +314,28 @@ class Receiver:
         return link
 
     def _legs_of(self, link: PrefillLink) -> list[Leg]:
-        return [leg for room in self._rooms.values() for leg in room.legs if leg.link is link]
+        return list(link.legs)
 
     def _forget(self, leg: Leg) -> None:
         """Nothing of a leg is waited for here any more; with the last of them its room is forgotten."""
         leg.room.legs.remove(leg)
+        leg.link.legs.pop(leg, None)
         if not leg.room.legs:
+            leg.room.end_patience()
             del self._rooms[leg.room.room_key]
+
+    def _lose_patience(self, room: IncomingRoom, patience_s: float) -> None:
+        for leg in room.unconnected_legs:
+            self._fail_unsent(
+                leg,
+                f"{leg.link.address} was not connected within {patience_s:.3g} s, its share of the "
+                "time that the request has",
+            )
 
     def _open_leg(self, leg: Leg, theirs: wire.Hello) -> None:
         """Say what waited for the link."""
+        if not leg.room.unconnected_legs:
+            leg.room.end_patience()
         waiting, leg.waiting = leg.waiting, []
         try:
             if leg.place != (theirs.rank, theirs.ranks):

@@ -56,9 +56,14 @@ class Sender:
         settings: RoomSettings | None = None,
         component_memory: Mapping[str, PoolMemory] | None = None,
     ) -> None:
-        """`component_memory`: where the pages of each component of the identity lie, by its name."""
-        if lease_s <= 0 or rooms_max < 1:
-            raise InvalidConfig(f"lease_s is {lease_s} and rooms_max is {rooms_max}; both must be positive")
+        """`component_memory`: where the pages of each component of the identity lie, by its name. `lease_s` bounds the
+        leases that decode workers ask for.
+        """
+        if not 0 < lease_s <= wire.SECONDS_MAX or rooms_max < 1:
+            raise InvalidConfig(
+                f"lease_s is {lease_s} and rooms_max is {rooms_max}; both must be positive, and lease_s at most "
+                f"{wire.SECONDS_MAX:g}"
+            )
         self.counts: Counter[str] = Counter()
         self._transport = transport
         self._memory = memory
@@ -171,8 +176,11 @@ class Sender:
         }
 
     def check_leases(self) -> None:
-        """End the rooms whose decode worker was not heard of for its lease."""
+        """End the rooms that their decode worker did not name for its lease."""
         now = self._clock()
+        for gathering in self._gatherings:
+            if now >= gathering.lease_until_s:
+                self._refuse_all(gathering, "a rank that had promised the room did not name it for its lease")
         for room in self._rooms:
             if now >= room.lease_until_s:
                 room.expire()
@@ -192,23 +200,23 @@ class Sender:
         )
         try:
             link.send(ours)
-            theirs = await hello.receive_hello(link)
+            theirs = await self._receive_hello(link)
             hello.judge_hello(ours, theirs)
+            self._transport.check_metadata(theirs.instance, theirs.metadata)
             target = await make_target(self._transport, ours=ours, theirs=theirs)
+            link.greeted()
         except (TransferFailed, RemoteProtocolError) as error:
             self.counts["hellos_refused"] += 1
             if is_offence(error):
                 link.blame()
             await link.close(str(error))
             return
-        peer = DecodePeer(link, theirs, target, lease_s=self._lease_s)
-        peer.renew(self._clock())
+        peer = DecodePeer(link, theirs, target, lease_s=hello.lease_of(ours, theirs))
         self._peers.add(peer)
         cause = "prefill is shutting down"
         try:
             while True:
                 message = await link.receive()
-                peer.renew(self._clock())
                 self._take(peer, message)
         except (LinkClosed, RemoteProtocolError) as error:
             cause = str(error)
@@ -225,9 +233,17 @@ class Sender:
             if not peer.rooms:
                 await self._forget(peer)
 
+    async def _receive_hello(self, link: base.Link) -> wire.Hello:
+        try:
+            async with asyncio.timeout(hello.HELLO_S):
+                return await hello.receive_hello(link)
+        except TimeoutError as error:
+            raise TransferFailed(f"{link.peer_label} did not say Hello within {hello.HELLO_S} s") from error
+
     def _take(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
             case wire.Ping():
+                self._renew(peer, message.rooms)
                 self._say(peer, wire.Ping(sent_at=message.sent_at))
             case wire.Promise() | wire.Extend() | wire.Abort() | wire.Received() | wire.Failed():
                 key = message.room
@@ -245,6 +261,18 @@ class Sender:
                     self._take_of_unknown(peer, message)
             case _:
                 raise RemoteProtocolError(f"{peer.hello.instance} sent {type(message).__name__}, which is ours to send")
+
+    def _renew(self, peer: DecodePeer, rooms: tuple[tuple[str, int], ...]) -> None:
+        """Renew the leases of the rooms that decode names; those that it has forgotten end with theirs."""
+        now = self._clock()
+        for name in rooms:
+            if (delivery := peer.deliveries.get(name)) is not None:
+                delivery.renew(now)
+        if len(self._gatherings):
+            named = set(rooms)
+            for gathering in self._gatherings.of_peer(peer):
+                if gathering.name[1:] in named:
+                    gathering.renew(peer, now)
 
     def _take_of_room(self, delivery: Delivery, peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
@@ -303,13 +331,15 @@ class Sender:
 
     def _gather(self, peer: DecodePeer, promise: wire.Promise) -> None:
         """Open the room of an instance of several ranks when all have promised the same; refuse it when they do not."""
-        gathering = self._gatherings.take(peer, promise)
+        gathering = self._gatherings.take(peer, promise, self._clock())
         if gathering.difference:
             self.counts["promises_differ"] += 1
             self._refuse_all(gathering, gathering.difference)
         elif gathering.is_complete:
             self._gatherings.drop(gathering)
             self._open_room(gathering.in_order(), gathering.extends)
+        else:
+            self._arm_leases()
 
     def _open_room(self, promises: list[tuple[DecodePeer, wire.Promise]], extends: list[wire.Extend]) -> None:
         try:
@@ -320,6 +350,7 @@ class Sender:
             return
         for delivery in room.deliveries:
             self._deliveries[delivery.key] = delivery
+            delivery.peer.deliveries[room.request_id, room.generation] = delivery
         self._newest[room.request_id] = room
         self._arm_leases()
         for waiter in self._waiting.pop(room.request_id, ()):
@@ -362,6 +393,7 @@ class Sender:
         for delivery in room.deliveries:
             if self._deliveries.get(delivery.key) is delivery:
                 del self._deliveries[delivery.key]
+                del delivery.peer.deliveries[room.request_id, room.generation]
         if self._newest.get(room.request_id) is room:
             del self._newest[room.request_id]
         for peer in {delivery.peer for delivery in room.deliveries}:
@@ -384,10 +416,11 @@ class Sender:
     def _arm_leases(self) -> None:
         """Look at the leases now and then while there are rooms; none, no timer."""
         if self._lease_timer is None and not self._is_closing:
-            self._lease_timer = asyncio.get_running_loop().call_later(self._lease_s / 4, self._look_at_leases)
+            lease_s = min((delivery.peer.lease_s for delivery in self._deliveries.values()), default=self._lease_s)
+            self._lease_timer = asyncio.get_running_loop().call_later(lease_s / 4, self._look_at_leases)
 
     def _look_at_leases(self) -> None:
         self._lease_timer = None
         self.check_leases()
-        if self._deliveries:
+        if self._deliveries or len(self._gatherings):
             self._arm_leases()

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import queue
+import socket
 import threading
 import traceback
 from collections.abc import Callable
@@ -86,7 +87,18 @@ class VoteThread:
 
     def _open_store(self) -> int:
         if self._store is None:
-            self._store = Store(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+            # Given no socket the store would listen on every interface, and it lets every program in.
+            family, _, _, _, where = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.create_server(where[:2], family=family) as listening:
+                port = listening.getsockname()[1]
+                self._store = Store(
+                    self._host,
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=self._timeout,
+                    master_listen_fd=os.dup(listening.fileno()),
+                )
         return self._store.port
 
     def _form(self, epoch: int, store_port: int) -> None:

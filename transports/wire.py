@@ -15,12 +15,14 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from tidekv.states.errors import InvalidRequest, LocalProtocolError
+from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
 from tidekv.transports import frames
 
-VERSION = 3
+VERSION = 4
 FRAME_BYTES_MAX = 8 * 1024 * 1024
+HELLO_BYTES_MAX = 1024 * 1024
+"""Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
 CAUSE_CHARACTERS_MAX = 2048
 NAME_CHARACTERS_MAX = 512
 LENGTH = frames.LENGTH
@@ -29,7 +31,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Generation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # It grows with every request that decode takes.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
 Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+SECONDS_MAX = 1e9
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
+ROOMS_NAMED_MAX = 2048
+"""Maximum number of rooms in one Ping: with the longest ids it is half a frame."""
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 AuxFields: TypeAlias = dict[str, Any]  # The embedder's own msgpack values: logprobs, seeds; we only carry them.
 
@@ -83,7 +88,8 @@ class Hello(Message, frozen=True, tag="hello"):
 
     `kv_heads_total` is how many KV heads the model has; 0: as many as all ranks hold together. The identity says how
     many this rank holds. Ranks are counted stage by stage: with 2 `stages` of 4 ranks, the second has ranks 4 to 7.
-    `components` says where the pages of each component of the identity lie, by its name.
+    `components` says where the pages of each component of the identity lie, by its name. `lease_s` is how long prefill
+    keeps a room that decode does not name; the shorter one of both ends counts, and decode must ping more often.
     """
 
     version: Count
@@ -98,6 +104,7 @@ class Hello(Message, frozen=True, tag="hello"):
     kv_heads_total: Count = 0
     stages: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
     components: dict[Name, PoolMemory] = {}
+    heartbeat_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if (told := sorted(self.components)) != (named := [component.name for component in self.identity.components]):
@@ -190,12 +197,18 @@ class Refused(Message, frozen=True, tag="refused"):
     span: Count
     cause: Cause
 
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
 
 class Failed(Message, frozen=True, tag="failed"):
     """This side gave the room up. Prefill says it at once, and Drained when no write is in flight any more."""
 
     room: Room
     cause: Cause
+
+    def __post_init__(self) -> None:
+        _clean_cause(self)
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -218,15 +231,21 @@ class Received(Message, frozen=True, tag="received"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """This side lives; it renews the lease of all rooms of the link. `sent_at` is the speaker's own clock."""
+    """The sender lives; `sent_at` is its own clock. Decode names its live rooms at the other end by request id and
+    generation, in several pings if there are many: prefill renews their leases, and those of no others.
+    """
 
     sent_at: Annotated[float, msgspec.Meta(ge=0)]
+    rooms: Annotated[tuple[tuple[Name, Generation], ...], msgspec.Meta(max_length=ROOMS_NAMED_MAX)] = ()
 
 
 class Bye(Message, frozen=True, tag="bye"):
     """The speaker closes the link, and why. Links use it themselves; their users never see it."""
 
     cause: Cause
+
+    def __post_init__(self) -> None:
+        _clean_cause(self)
 
 
 AnyMessage = (
@@ -256,8 +275,8 @@ def unpack_pages(packed: bytes) -> PageIds:
 
 
 def brief(cause: str) -> str:
-    """A cause that fits into a message."""
-    return cause if len(cause) <= CAUSE_CHARACTERS_MAX else cause[: CAUSE_CHARACTERS_MAX - 1] + "…"
+    """A cause that fits into a message, on one line."""
+    return frames.one_line(cause, characters_max=CAUSE_CHARACTERS_MAX)
 
 
 def check_name(name: str) -> None:
@@ -288,7 +307,30 @@ def body_length(prefix: bytes, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> int
 
 def decode_body(body: bytes) -> AnyMessage:
     """The message of one frame's body. Raises RemoteProtocolError, whatever the bytes are."""
-    return frames.decode(_decoder, body)
+    message = frames.decode(_decoder, body)
+    _check_names(message)
+    return message
+
+
+def _check_names(message: AnyMessage) -> None:
+    """Raise RemoteProtocolError for a name that would forge lines in a log. Our own are checked where they are made."""
+    match message:
+        case Ping() | Bye():
+            return
+        case Hello():
+            names = (message.instance, *message.components)
+        case _:
+            room = message.room
+            names = (room.instance, room.epoch, room.request_id)
+    for name in names:
+        if not name.isprintable():
+            raise RemoteProtocolError(f"peer sent {type(message).__name__} with a name that is not printable: {name!r}")
+
+
+def _clean_cause(message: Refused | Failed | Bye) -> None:
+    """Make the cause fit for logs, at both ends: it may quote anything, and the other end may be hostile."""
+    if (clean := brief(message.cause)) != message.cause:
+        msgspec.structs.force_setattr(message, "cause", clean)
 
 
 def _check_packed(packed: bytes) -> None:

@@ -219,6 +219,9 @@ def _transport(loaded: Loaded, name: str, *, listens: bool) -> Callable[[], Nixl
             progress_delay_us=section.progress_delay_us,
             call_timeout_s=section.call_timeout_s,
             close_timeout_s=section.close_timeout_s,
+            data_network=section.data_network,
+            dials=() if listens else loaded.configuration.decode.prefill,
+            allow_no_secret=section.allow_no_secret,
         )
 
     return make

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -71,7 +72,9 @@ class TransportSection(Options, forbid_unknown_fields=True):
     name: Text = ""
     """The worker's name in logs and at its peers; empty: prefill-0 or decode-0."""
     secret: Text = ""
-    """What both ends must know; empty: everybody may connect. Also by TIDEKV_SECRET."""
+    """What both ends must know, also by TIDEKV_SECRET. Empty: every program that reaches the port may connect, so that
+    prefill listens on loopback only.
+    """
     secret_file: Text = ""
     """A file that holds the secret, as secrets are mounted; instead of `secret`."""
     tls_certificate: Text = ""
@@ -83,6 +86,15 @@ class TransportSection(Options, forbid_unknown_fields=True):
     tls_authority: Text = ""
     """PEM file with the certificates that a peer's must be signed by. Decode dials under TLS if it is given; prefill
     then takes nobody without a certificate. Bulk data is not under TLS.
+    """
+    allow_no_secret: bool = False
+    """Let prefill listen on an address of the network without a secret and without client certificates: every program
+    that reaches the port may then read and write this worker's memory.
+    """
+    data_network: Literal["auto", "loopback", "any"] = "auto"
+    """Where UCX opens the ports of the bulk data, which check nothing: "loopback" on this machine only, "any" on every
+    network device, "auto" the latter if an address of this worker or of its prefill workers is on the network.
+    `UCX_NET_DEVICES` in the environment takes precedence.
     """
     backends: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"UCX": {}})
     """NIXL plugins to use, each with its own options."""
@@ -119,7 +131,9 @@ class PrefillSection(Options, forbid_unknown_fields=True):
     listen: str = "127.0.0.1:7000"
     """host:port at which decode workers find this one; port 0: any."""
     lease_s: Seconds = 10.0
-    """A room's pages are kept for so long after the last sign of life of its decode worker."""
+    """Maximum seconds for which a room's pages are kept after the last ping of its decode worker that names it. Decode
+    may ask for less.
+    """
     close_deadline_s: Seconds = 5.0
     """How long closing waits for writes in flight before the transport is closed under them."""
 

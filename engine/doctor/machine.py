@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +22,7 @@ FILES_WANTED: Final = 8192
 SHARED_WANTED_BYTES: Final = GIB
 PACKAGES: Final = ("tidekv", "torch", "numpy", "nixl", "uvloop", "msgspec", "xxhash", "transitions")
 STEADY_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "xen", "hyperv_clocksource_tsc_page")
+LISTENING: Final = "0A"  # TCP_LISTEN in /proc/net/tcp.
 CLOCK_UNSYNCHRONIZED: Final = 5  # TIME_ERROR of adjtimex.
 
 
@@ -133,6 +136,52 @@ def rdma(root: Path, *, environment: Mapping[str, str]) -> Finding:
     if not devices:
         return Finding("rdma", "warn", found, "Fine on one host; between hosts use RDMA, TCP is far slower.")
     return Finding("rdma", "ok", found)
+
+
+def listening(root: Path = Path("/"), *, pid: int | str = "self") -> list[str]:
+    """Addresses of the TCP sockets that a process listens on, as host:port."""
+    process = root / "proc" / str(pid)
+    targets = set()
+    for descriptor in (process / "fd").iterdir():
+        try:
+            targets.add(os.readlink(descriptor))
+        except OSError:
+            continue  # It was closed meanwhile.
+    found = []
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (process / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue  # A kernel without IPv6 has no such table.
+        for line in lines:
+            fields = line.split()
+            if fields[3] == LISTENING and f"socket:[{fields[9]}]" in targets:
+                found.append(_address(fields[1]))
+    return sorted(found)
+
+
+def data_plane(addresses: list[str], *, environment: Mapping[str, str]) -> Finding:
+    """Where UCX opens ports if a worker listens on an address of the network."""
+    devices = environment.get("UCX_NET_DEVICES", "")
+    told = f"UCX_NET_DEVICES={devices}" if devices else "UCX_NET_DEVICES is not set"
+    found = f"{told}; UCX listens on {', '.join(addresses) or 'no TCP port'}"
+    if devices or all(ip_address(address.rpartition(":")[0].strip("[]")).is_loopback for address in addresses):
+        return Finding("data plane", "ok", found)
+    advice = (
+        "Workers on loopback use lo only. For others set UCX_NET_DEVICES to the devices of a private network: a "
+        "program that reaches these ports reads and writes the worker's memory, without any secret."
+    )
+    return Finding("data plane", "warn", f"{found} if a worker is on the network", advice)
+
+
+def _address(hexadecimal: str) -> str:
+    """An address of /proc/net/tcp, whose words are in the byte order of this machine."""
+    packed, _, port = hexadecimal.partition(":")
+    words = bytes.fromhex(packed)
+    if sys.byteorder == "little":
+        words = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+    host = str(ip_address(words))
+    return f"[{host}]:{int(port, 16)}" if len(words) == 16 else f"{host}:{int(port, 16)}"
 
 
 def clock(root: Path, *, state: int) -> Finding:

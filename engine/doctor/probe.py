@@ -29,7 +29,8 @@ LAG_WANTED_S: Final = 0.002
 
 
 def nixl(_: str) -> list[Finding]:
-    """Make an agent, list its plugins, and start UCX as a worker does."""
+    """Make an agent, list its plugins, and start UCX as a worker does; list the ports that it opens."""
+    from tidekv.engine.doctor.machine import data_plane, listening
     from tidekv.states.errors import TidekvError
     from tidekv.transports.nixl_agent import NixlAgent
 
@@ -43,13 +44,16 @@ def nixl(_: str) -> list[Finding]:
     if "UCX" not in plugins:
         return [Finding("nixl", "bad", f"plugins: {listed}; UCX is missing", reinstall)]
     try:
-        NixlAgent(f"doctor-ucx-{os.getpid()}", backends={"UCX": {}}, progress_delay_us=20_000)
+        before = set(listening())
+        agent = NixlAgent(f"doctor-ucx-{os.getpid()}", backends={"UCX": {}}, progress_delay_us=20_000)
+        ports = data_plane([port for port in listening() if port not in before], environment=os.environ)
     except TidekvError as error:
         advice = "Unset UCX_TLS and UCX_NET_DEVICES, or name devices that exist."
         return [Finding("nixl", "bad", f"UCX does not start: {error}", advice)]
     if "POSIX" not in plugins:
-        return [Finding("nixl", "warn", f"plugins: {listed}; POSIX is missing", "Storage needs it with io=nixl only.")]
-    return [Finding("nixl", "ok", f"UCX starts; plugins: {listed}")]
+        advice = "Storage needs it with io=nixl only."
+        return [Finding("nixl", "warn", f"plugins: {listed}; POSIX is missing", advice), ports]
+    return [Finding("nixl", "ok", f"UCX starts; plugins: {listed}"), ports]
 
 
 def ucx(_: str) -> list[Finding]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from functools import partial
 from types import FrameType
@@ -102,7 +103,9 @@ async def serve(
             device=device,
             host=HostPool.allocate(served.layout, host_pages),
             storage=open_storage(storage) if storage else None,
-            transport=NixlTransport(name="decode-0"),
+            transport=NixlTransport(
+                name="decode-0", secret=os.environ.get("TIDEKV_SECRET", ""), dials=[prefill] if prefill else []
+            ),
         )
         pool = PagedModel(served.llama, device)
         async with decode_worker(

@@ -1,12 +1,14 @@
 """The prefill worker, a process of its own, and whoever keeps one running.
 
 On another machine: `python -m examples.service.prefill '{"listen": "0.0.0.0:7000"}'`, with the options of
-`PrefillOptions`; and `python -m examples.service --prefill HOST:7000`.
+`PrefillOptions`; and `python -m examples.service --prefill HOST:7000`. Both need the same TIDEKV_SECRET in their
+environment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from functools import partial
@@ -55,7 +57,7 @@ async def serve(options: PrefillOptions) -> None:
         # `on_room` runs for each prompt that decode asks for; ModelPrefill.serve shows what it does with a room.
         async with PrefillPeer(
             device=pool,
-            transport=NixlTransport(name="prefill-0"),
+            transport=NixlTransport(name="prefill-0", secret=os.environ.get("TIDEKV_SECRET", "")),
             listen=options.listen,
             model=model.fingerprint,
             on_room=worker.serve,

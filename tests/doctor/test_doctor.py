@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +101,23 @@ def test_an_rdma_device_that_cannot_be_opened_is_bad_and_none_is_a_warning(tmp_p
     assert (level(found), found.found) == ("ok", "devices: mlx5_0; UCX_TLS=rc")
 
 
+def test_ports_of_the_data_plane_on_the_network_are_a_warning_unless_devices_are_named() -> None:
+    loopback, network = ["127.0.0.1:4000", "[::1]:4000"], ["127.0.0.1:4000", "192.0.2.2:4001"]
+    assert level(machine.data_plane(loopback, environment={})) == "ok"
+    found = machine.data_plane(network, environment={})
+    assert level(found) == "warn"
+    assert "192.0.2.2:4001" in found.found
+    assert level(machine.data_plane(network, environment={"UCX_NET_DEVICES": "eth1"})) == "ok"
+
+
+def test_listening_sockets_of_a_process_are_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as v4, socket.create_server(("::1", 0), family=socket.AF_INET6) as v6:
+        wanted = {f"127.0.0.1:{v4.getsockname()[1]}", f"[::1]:{v6.getsockname()[1]}"}
+        assert wanted <= set(machine.listening())
+        assert wanted <= set(machine.listening(pid=os.getpid()))
+    assert not wanted & set(machine.listening())
+
+
 @pytest.mark.parametrize(
     ("source", "state", "wanted"), [("tsc", 0, "ok"), ("hpet", 0, "warn"), ("tsc", 5, "warn"), (None, 0, "ok")]
 )
@@ -171,3 +190,4 @@ def test_the_command_answers_in_json_with_a_code_that_says_whether_something_is_
     assert found["nixl"]["level"] == "ok", found["nixl"]
     assert "UCX" in found["nixl"]["found"]
     assert {"gpu", "ucx", "event loop", "versions"} <= set(found)
+    assert "UCX listens on" in found["data plane"]["found"]

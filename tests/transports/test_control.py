@@ -47,7 +47,10 @@ class Ends:
     async def pair(self, **options: object) -> tuple[control.ControlLink, Link]:
         listener = await self.listen(**options)
         ours = await self.dial(listener.address, **options)
-        return ours, await self.links.get()
+        theirs = await self.links.get()
+        ours.greeted()
+        theirs.greeted()
+        return ours, theirs
 
     async def close(self) -> None:
         for link in self.dialled:
@@ -365,3 +368,122 @@ def test_addresses_of_both_families_are_read_and_written() -> None:
     assert control.parse_address("10.0.0.5:7000") == ("10.0.0.5", 7000)
     assert control.parse_address("[::1]:7000") == ("::1", 7000)
     assert control.format_address("::1", 7000) == "[::1]:7000"
+
+
+def unfinished(length: int, *, sent: int) -> bytes:
+    return wire.LENGTH.pack(length) + bytes(sent)
+
+
+async def test_before_the_hello_is_accepted_only_small_frames_are_taken(ends: Ends) -> None:
+    listener = await ends.listen(hello_bytes_max=1000)
+    strangers = [await ends.dial(listener.address) for _ in range(2)]
+    for stranger, length in zip(strangers, (1001, 1000), strict=True):
+        stranger._writer.write(unfinished(length, sent=length))
+        link = await ends.links.get()
+        expected = "no message" if length == 1000 else "1001 bytes; 1 to 1000"
+        with pytest.raises(RemoteProtocolError, match=expected):
+            await link.receive()
+
+
+async def test_large_frames_wait_for_their_share_of_the_budget(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[tuple[str, int]] = []
+    reserve = control.FrameBudget.reserve
+    listener = await ends.listen()
+    budgets = listener._budgets
+
+    def noted(budget: control.FrameBudget, size: int):
+        reserved.append(("greeting" if budget is budgets.greeting else "greeted", size))
+        return reserve(budget, size)
+
+    monkeypatch.setattr(control.FrameBudget, "reserve", noted)
+    ours = await ends.dial(listener.address)
+    theirs = await ends.links.get()
+    large = wire.Aux(room=ROOM, rank=0, first_token=1, aux={"x": bytes(control.SMALL_FRAME_BYTES)})
+    size = len(wire.encode_frame(large)) - wire.LENGTH.size
+    ours.send(large)
+    assert await theirs.receive() == large
+    theirs.greeted()
+    ours.send(large)
+    ours.send(wire.Ping(sent_at=1.0))
+    assert await theirs.receive() == large
+    assert await theirs.receive() == wire.Ping(sent_at=1.0)
+    assert reserved == [("greeting", size), ("greeted", size)]
+
+
+async def test_a_budget_is_given_out_in_order_and_never_exceeded(watchdog: None) -> None:
+    budget = control.FrameBudget(10)
+    order: list[str] = []
+    gates = {name: asyncio.Event() for name in "abcd"}
+
+    async def hold(name: str, size: int) -> None:
+        async with budget.reserve(size):
+            order.append(name)
+            await gates[name].wait()
+
+    async def turns() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    tasks = {name: asyncio.create_task(hold(name, size)) for name, size in {"a": 6, "b": 5, "c": 10, "d": 1}.items()}
+    await turns()
+    assert order == ["a"]
+    tasks["b"].cancel()
+    await turns()
+    gates["a"].set()
+    await turns()
+    assert order == ["a", "c"]
+    gates["c"].set()
+    await turns()
+    assert order == ["a", "c", "d"]
+    tasks["d"].cancel()
+    await turns()
+    async with budget.reserve(10):
+        pass
+    await asyncio.wait(tasks.values())
+
+
+async def test_a_large_frame_must_be_finished_in_time(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "FRAME_S", 0.05)
+    ours, theirs = await ends.pair()
+    ours._writer.write(unfinished(control.SMALL_FRAME_BYTES + 1, sent=100))
+    with pytest.raises(LinkClosed, match="did not finish a frame"):
+        await theirs.receive()
+
+
+async def test_one_address_has_a_quota_of_links(ends: Ends) -> None:
+    listener = await ends.listen(links_per_address_max=2)
+    links = [await ends.dial(listener.address) for _ in range(2)]
+    with pytest.raises(TransferFailed):
+        await ends.dial(listener.address)
+    assert listener.statistics()["links_over_quota"] == 1
+    await links[0].close()
+    served = [await ends.links.get() for _ in range(2)]
+    gone = next(
+        link for link in served if link.peer_label.endswith(str(links[0]._writer.get_extra_info("sockname")[1]))
+    )
+    with pytest.raises(LinkClosed):
+        await gone.receive()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+async def test_an_address_of_the_network_needs_a_secret_or_certificates(ends: Ends, address: str) -> None:
+    async def nothing(link: Link) -> None:
+        await link.close()
+
+    with pytest.raises(InvalidConfig, match="without a secret every program that reaches it"):
+        await control.listen(address, nothing, ControlOptions())
+    listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with pytest.raises(InvalidConfig, match="allow_no_secret"):
+        await control.listen(address, nothing, ControlOptions(listen_tls=listening))
+    listening.verify_mode = ssl.CERT_REQUIRED
+    for options in ({"secret": "s"}, {"listen_tls": listening}, {"allow_no_secret": True}):
+        ends.listeners.append(await control.listen(address, nothing, ControlOptions(**options)))
+
+
+@pytest.mark.parametrize(
+    ("address", "is_loopback"),
+    [("127.0.0.1:1", True), ("127.8.0.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("0.0.0.0:1", False)],
+)
+async def test_addresses_of_this_machine_only_are_known(address: str, is_loopback: bool) -> None:
+    assert await control.is_loopback(address) is is_loopback
+    assert not await control.is_loopback("name.invalid:1")

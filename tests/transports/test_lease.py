@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tests.support.waits import LIMIT_S
-from tidekv.states.errors import InvalidConfig
-from tidekv.transports import wire
+from tidekv.states import events
+from tidekv.states.errors import InvalidConfig, LinkClosed
+from tidekv.transports import prefill_link, wire
 
 
 async def test_the_lease_ends_a_room_and_stops_its_writes(world, decode) -> None:
@@ -20,7 +22,7 @@ async def test_the_lease_ends_a_room_and_stops_its_writes(world, decode) -> None
     await room.send([30], start_token=0)
     assert isinstance(await decode.hear(link), wire.Chunk)
     now_s = 9.9
-    link.send(wire.Ping(sent_at=0.0))
+    link.send(wire.Ping(sent_at=0.0, rooms=(("r1", 0),)))
     assert isinstance(await decode.hear(link), wire.Ping)
     now_s = 19.8
     prefill.sender.check_leases()
@@ -117,5 +119,109 @@ async def test_received_over_another_link_ends_a_paused_room(world, decode) -> N
 
 
 async def test_a_lease_must_be_positive(world) -> None:
-    with pytest.raises(InvalidConfig, match="lease_s"):
-        await world.prefill(lease_s=0.0)
+    for lease_s in (0.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidConfig, match="lease_s"):
+            await world.prefill(lease_s=lease_s)
+        with pytest.raises(InvalidConfig, match="lease_s"):
+            await world.decode(lease_s=lease_s)
+    with pytest.raises(InvalidConfig, match="heartbeat_s < lease_s"):
+        await world.decode(heartbeat_s=1.0, missed_s=1.0, lease_s=1.0)
+
+
+async def test_a_room_that_decode_does_not_name_ends_with_its_lease_though_decode_lives(world, decode) -> None:
+    now_s = 0.0
+    prefill = await world.prefill(lease_s=10.0, clock=lambda: now_s)
+    link = await decode.dial(prefill.address)
+    for name in ("lost", "extended", "kept"):
+        link.send(decode.promise(decode.room(name)))
+    rooms = {name: await prefill.room(name) for name in ("lost", "extended", "kept")}
+    now_s = 9.0
+    link.send(decode.extend(decode.room("extended"), 1, 0))
+    # Another generation, and a room that there is not, renew nothing.
+    link.send(wire.Ping(sent_at=0.0, rooms=(("kept", 0), ("lost", 1), ("never", 0))))
+    assert isinstance(await decode.hear(link), wire.Ping)
+    now_s = 10.0
+    prefill.sender.check_leases()
+    assert {name: room.outcome for name, room in rooms.items()} == {
+        "lost": "lease ended",
+        "extended": None,
+        "kept": None,
+    }
+    failed = await decode.hear(link)
+    assert isinstance(failed, wire.Failed)
+    assert "did not name the room for 10 s" in failed.cause
+
+
+async def test_pages_of_a_room_whose_received_was_lost_are_given_back(world) -> None:
+    decode = await world.decode(heartbeat_s=0.01, missed_s=0.5, lease_s=0.6)
+    prefill = await world.prefill(lease_s=30.0)
+    for name in ("r1", "r2"):
+        decode.promise(prefill.address, name, tokens=8, promised=0, pages=[1, 2])
+    served, other = await prefill.serve("r1", [30, 31]), await prefill.room("r2")
+    await decode.wait_done("r1")
+    world.network.loses = lambda sender, message: isinstance(message, wire.Received)
+    decode.receiver.received("r1", 0)
+    async with asyncio.timeout(20):
+        assert await served.received() == "lease ended"
+    assert other.cause is None
+    assert prefill.sender.statistics()["rooms_finished"] == 0
+
+
+@pytest.mark.parametrize(("asked_s", "given_s"), [(4.0, 4.0), (40.0, 10.0)])
+async def test_the_lease_is_what_decode_asks_for_bounded_by_prefills_own(
+    world, decode, asked_s: float, given_s: float
+) -> None:
+    now_s = 0.0
+    prefill = await world.prefill(lease_s=10.0, clock=lambda: now_s)
+    link = await decode.dial(prefill.address, msgspec.structs.replace(decode.hello(), lease_s=asked_s))
+    link.send(decode.promise(decode.room()))
+    room = await prefill.room("r1")
+    now_s = given_s - 0.1
+    prefill.sender.check_leases()
+    assert room.outcome is None
+    now_s = given_s
+    prefill.sender.check_leases()
+    assert room.outcome == "lease ended"
+
+
+async def test_a_heartbeat_that_is_not_shorter_than_the_lease_is_refused_at_hello(world, decode) -> None:
+    prefill = await world.prefill(lease_s=2.0)
+    link = await decode.dial(prefill.address, msgspec.structs.replace(decode.hello(), heartbeat_s=2.0))
+    with pytest.raises(LinkClosed, match="heartbeat_s, which must be less than the lease of 2 s"):
+        await decode.hear(link)
+    receiving = await world.decode(name="decode-1", heartbeat_s=2.0, missed_s=4.0, lease_s=8.0)
+    receiving.promise(prefill.address, "r1", tokens=8, promised=0, pages=[1, 2])
+    failed = await receiving.wait(events.RoomFailed)
+    assert failed.settled
+    assert "heartbeat_s, which must be less than the lease of 2 s: ours is 2.0" in failed.cause
+    # It is configured in another way, and broke nothing: it is not kept away.
+    assert prefill.sender.statistics()["offences"] == 0
+
+
+async def test_a_room_that_waits_for_other_ranks_ends_with_its_lease(world, decode) -> None:
+    now_s = 0.0
+    prefill = await world.prefill(lease_s=10.0, clock=lambda: now_s)
+    link = await decode.dial(prefill.address, msgspec.structs.replace(decode.hello(), ranks=2, kv_heads_total=1))
+    for name in ("r1", "r2"):
+        link.send(msgspec.structs.replace(decode.promise(decode.room(name)), ranks=2, group="g"))
+    link.send(wire.Ping(sent_at=0.0))
+    assert isinstance(await decode.hear(link), wire.Ping)
+    now_s = 9.0
+    link.send(wire.Ping(sent_at=0.0, rooms=(("r2", 0),)))
+    assert isinstance(await decode.hear(link), wire.Ping)
+    assert prefill.sender.statistics()["rooms_gathering"] == 2
+    now_s = 10.0
+    prefill.sender.check_leases()
+    refused = await decode.hear(link)
+    assert isinstance(refused, wire.Refused)
+    assert refused.room.request_id == "r1"
+    assert prefill.sender.statistics()["rooms_gathering"] == 1
+
+
+def test_many_rooms_are_named_in_several_pings() -> None:
+    rooms = [(f"r{number}", number) for number in range(2 * wire.ROOMS_NAMED_MAX + 1)]
+    named = prefill_link.batches(rooms, wire.ROOMS_NAMED_MAX)
+    assert [len(batch) for batch in named] == [wire.ROOMS_NAMED_MAX, wire.ROOMS_NAMED_MAX, 1]
+    assert [room for batch in named for room in batch] == rooms
+    longest = tuple(("\U0001f600" * wire.NAME_CHARACTERS_MAX, 2**63 - 1) for _ in range(wire.ROOMS_NAMED_MAX))
+    assert len(wire.encode_frame(wire.Ping(sent_at=1.0, rooms=longest))) < wire.FRAME_BYTES_MAX

@@ -155,6 +155,7 @@ async def test_wrong_secrets_are_refused_for_a_while_without_a_word(links: async
         assert listener.statistics() == {
             "links_refused": 2,
             "links_over_limit": 0,
+            "links_over_quota": 0,
             "links_in_pause": 2,
             "offences": 2,
         }

@@ -17,8 +17,10 @@ import pytest
 from torch import distributed
 
 from tests.support.waits import LIMIT_S
+from tidekv.engine.doctor.machine import listening
 from tidekv.states.agreement import Opening
 from tidekv.states.errors import InvalidConfig, TransferFailed
+from tidekv.transports import rank_wire, ranks
 from tidekv.transports.ranks import RankChannel
 
 
@@ -388,3 +390,52 @@ async def test_a_group_of_the_embedder_is_voted_in_and_must_be_gloo_of_these_ran
             Member(0, 1, free_address(), group=world)
     finally:
         distributed.destroy_process_group()
+
+
+async def test_the_store_that_groups_are_formed_by_listens_on_the_host_of_the_ranks_only() -> None:
+    before = set(listening())
+    leader = Member(0, 2, free_address())
+    await leader.channel.start()
+    try:
+        opened = set(listening()) - before
+        assert len(opened) == 2  # The channel, and the store.
+        assert all(address.startswith("127.0.0.1:") for address in opened)
+    finally:
+        await leader.channel.close()
+
+
+async def test_a_stranger_at_the_rank_channel_sends_small_frames_and_has_few_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "STRANGERS_MAX", 2)
+    address = free_address()
+    leader = Member(0, 2, address, silence_s=30.0)
+    await leader.channel.start()
+    try:
+        async with asyncio.timeout(20):
+            host, _, port = address.rpartition(":")
+            first, second, third = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+            assert await third[0].read() == b""
+            for reader, writer in (first, second):
+                await rank_wire.read(reader)
+                writer.write(rank_wire.frames.LENGTH.pack(rank_wire.JOIN_BYTES_MAX + 1))
+                assert await reader.read() == b""
+            for _, writer in (first, second, third):
+                writer.close()
+            # The places of those two are free again.
+            reader, writer = await asyncio.open_connection(host, int(port))
+            assert isinstance(await rank_wire.read(reader), rank_wire.Challenge)
+            writer.close()
+            await writer.wait_closed()
+    finally:
+        await leader.channel.close()
+
+
+def test_words_of_another_rank_are_one_printable_line() -> None:
+    for message in (
+        rank_wire.Lost(1, 2, "a\nb"),
+        rank_wire.Refused("a\nb"),
+        rank_wire.VoteFailed(1, 2, "a\nb" * 3000),
+    ):
+        assert message.cause.startswith("a\\nb")
+        assert len(message.cause) <= rank_wire.CAUSE_CHARACTERS_MAX

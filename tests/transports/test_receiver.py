@@ -85,7 +85,7 @@ async def test_a_lease_that_ended_while_decode_lives_is_told_and_drained(world) 
     room = await prefill.room("r1")
     room.expire()
     assert await room.received() == "lease ended"
-    assert "not heard of" in (await decode.wait(events.RoomFailed, settled=False)).cause
+    assert "did not name the room" in (await decode.wait(events.RoomFailed, settled=False)).cause
     await decode.wait(events.RoomDrained)
 
 

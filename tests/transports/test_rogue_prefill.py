@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tests.support.waits import LIMIT_S
@@ -18,9 +19,14 @@ class Rogue:
     def __init__(self, world, address: str = "rogue:1") -> None:
         self.pool = world.Pool(8)
         self.identity = world.identity()
+        self.lies: dict[str, object] = {}
+        """Fields of its Hello that are not true."""
+        self.says_hello = asyncio.Event()
+        self.says_hello.set()
         self.transport = LoopbackTransport("rogue", world.network)
         self.address = address
         self.link = None
+        self.accepted = asyncio.Event()
         self.opened = asyncio.Event()
         self.heard: list[wire.Message] = []
         self._news = asyncio.Event()
@@ -37,7 +43,10 @@ class Rogue:
         await self.transport.close()
 
     async def _serve(self, link) -> None:
-        link.send(hello.make_hello(self.transport, memory=self.pool.memory, identity=self.identity, lease_s=1.0))
+        greeting = hello.make_hello(self.transport, memory=self.pool.memory, identity=self.identity, lease_s=1.0)
+        self.accepted.set()
+        await self.says_hello.wait()
+        link.send(msgspec.structs.replace(greeting, **self.lies))
         self.link = link
         self.opened.set()
         try:
@@ -172,3 +181,54 @@ async def test_a_peer_that_does_not_begin_with_hello_is_refused(world) -> None:
     assert "instead of Hello" in (await decode.wait(events.RoomFailed, settled=True)).cause
     await listener.close()
     await transport.close()
+
+
+async def test_a_prefill_with_metadata_of_another_agent_is_refused_at_hello(world, rogue) -> None:
+    decode = await world.decode()
+    rogue.lies = {"metadata": b"loopback prefill-0"}
+    decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2])
+    failed = await decode.wait(events.RoomFailed, request_id="r1")
+    assert failed.settled
+    assert f"metadata is not of {rogue.transport.instance}" in failed.cause
+
+
+async def test_a_prefill_that_accepts_and_never_says_hello_is_given_up_like_one_that_falls_silent(world, rogue) -> None:
+    rogue.says_hello.clear()
+    decode = await world.decode(heartbeat_s=0.05, missed_s=0.2)
+    decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2])
+    failed = await decode.wait(events.RoomFailed, request_id="r1")
+    assert failed.settled
+    assert "did not complete the handshake within 0.2 s" in failed.cause
+    assert not decode.of(events.PromiseSent)
+    assert decode.receiver.statistics()["links"] == 0
+
+
+async def test_a_room_waits_for_a_handshake_no_longer_than_its_share_and_others_go_on(world, rogue) -> None:
+    rogue.says_hello.clear()
+    rogue.lies = {"lease_s": 60.0}
+    decode = await world.decode(heartbeat_s=15.0, missed_s=60.0, lease_s=60.0)
+    decode.promise(rogue.address, "hasty", tokens=16, promised=8, pages=[1, 2], patience_s=0.05)
+    decode.promise(rogue.address, "patient", tokens=16, promised=8, pages=[3, 4], patience_s=60.0)
+    decode.promise(rogue.address, "without", tokens=16, promised=8, pages=[5, 6])
+    decode.promise(rogue.address, "aborted", tokens=16, promised=8, pages=[7, 8], patience_s=0.05)
+    decode.receiver.abort("aborted", 0)
+    failed = await decode.wait(events.RoomFailed)
+    assert (failed.request_id, failed.settled) == ("hasty", True)
+    assert "was not connected within 0.05 s" in failed.cause
+    rogue.says_hello.set()
+    await decode.wait(events.PromiseSent, count=2)
+    await rogue.hear(wire.Promise)
+    asked = [message.room.request_id for message in rogue.heard if isinstance(message, wire.Promise)]
+    assert asked == ["patient", "without"]
+    assert len(decode.of(events.RoomFailed)) == 1
+    assert all(room.patience is None for room in decode.receiver._rooms.values())
+
+
+async def test_closing_a_receiver_in_a_handshake_closes_the_link_and_tells_nothing(world, rogue) -> None:
+    rogue.says_hello.clear()
+    decode = await world.decode()
+    decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2], patience_s=0.05)
+    await rogue.accepted.wait()
+    await decode.receiver.close()
+    assert not decode.transport.links
+    assert decode.events == []

@@ -160,7 +160,7 @@ async def test_a_first_message_that_is_no_hello_is_refused(world, decode) -> Non
 @pytest.mark.parametrize(
     ("field", "said"),
     [
-        ("metadata", "not on this"),
+        ("metadata", "metadata is not of"),
         ("memory", "did not register"),
         ("overflow", "out of bounds"),
         ("pieces", "differs in memory pieces"),

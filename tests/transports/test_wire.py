@@ -76,7 +76,11 @@ GOLDEN = {
     "abort": (wire.Abort(room=ROOM), "a561626f7274 94a164a165a17203"),
     "drained": (wire.Drained(room=ROOM, rank=1), "a7647261696e6564 94a164a165a17203 01"),
     "received": (wire.Received(room=ROOM), "a87265636569766564 94a164a165a17203"),
-    "ping": (wire.Ping(sent_at=1.0), "a470696e67 cb3ff0000000000000"),
+    "ping": (wire.Ping(sent_at=1.0), "a470696e67 cb3ff0000000000000 90"),
+    "ping with rooms": (
+        wire.Ping(sent_at=1.0, rooms=(("r", 3), ("s", 0))),
+        "a470696e67 cb3ff0000000000000 92 92a17203 92a17300",
+    ),
     "bye": (wire.Bye(cause="x"), "a3627965 a178"),
 }
 HELLO = wire.Hello(
@@ -139,6 +143,7 @@ def test_hello_keeps_its_fields_in_order() -> None:
         0,
         1,
         {},
+        0.0,
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
 
@@ -153,7 +158,7 @@ def test_a_hello_tells_each_component_and_where_its_pages_lie() -> None:
     hello = msgspec.structs.replace(HELLO, identity=identity, components={"w": HELLO.memory})
     told = msgspec.msgpack.decode(body(hello))
     assert told[3]["components"] == [of_component | {"groups": [group]}]
-    assert told[-1] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
+    assert told[-2] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
     assert wire.decode_body(body(hello)) == hello
 
 
@@ -188,7 +193,7 @@ def test_a_promise_gives_pages_of_everything_or_of_nothing(pages: bytes | None, 
         )
 
 
-NAMES = st.text(min_size=1, max_size=20)
+NAMES = st.text(min_size=1, max_size=20).filter(str.isprintable)
 COUNTS = st.integers(0, 2**31 - 1)
 PAGES = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda ids: wire.pack_pages(array("i", ids)))
 ROOMS = st.builds(wire.Room, instance=NAMES, epoch=NAMES, request_id=NAMES, generation=COUNTS)
@@ -239,6 +244,50 @@ MESSAGES = st.one_of(
 @given(MESSAGES)
 def test_every_message_survives_the_wire(message: wire.Message) -> None:
     assert wire.decode_body(body(message)) == message
+
+
+@pytest.mark.parametrize("kind", [wire.Refused, wire.Failed, wire.Bye])
+@pytest.mark.parametrize(
+    ("said", "logged"),
+    [
+        ("disk full", "disk full"),
+        ("a\nERROR forged", "a\\nERROR forged"),
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"),
+        ("right\u202eleft", "right\\u202eleft"),
+        ("back\\n", "back\\n"),
+    ],
+)
+def test_words_of_a_peer_are_one_printable_line(kind: type[wire.AnyMessage], said: str, logged: str) -> None:
+    fields = {"room": ROOM, "span": 0, "cause": said}
+    names = kind.__struct_fields__
+    # What a hostile peer sends is not what our own constructor makes.
+    raw = msgspec.msgpack.encode([kind.__struct_config__.tag, *(fields[name] for name in names)])
+    assert wire.decode_body(raw).cause == logged
+    assert kind(**{name: fields[name] for name in names}).cause == logged
+
+
+def test_escaped_words_of_a_peer_are_still_bounded() -> None:
+    said = "\n" * wire.CAUSE_CHARACTERS_MAX
+    found = wire.decode_body(msgspec.msgpack.encode(["bye", said]))
+    assert len(found.cause) == wire.CAUSE_CHARACTERS_MAX
+    assert found.cause.isprintable()
+
+
+@pytest.mark.parametrize("field", ["instance", "epoch", "request_id"])
+def test_names_that_are_not_printable_are_refused(field: str) -> None:
+    room = msgspec.structs.replace(ROOM, **{field: "r\n1"})
+    with pytest.raises(RemoteProtocolError, match=r"not printable: 'r\\n1'"):
+        wire.decode_body(body(wire.Abort(room=room)))
+    with pytest.raises(RemoteProtocolError, match="not printable"):
+        wire.decode_body(body(msgspec.structs.replace(HELLO, instance="d\x1b-e")))
+
+
+def test_an_error_about_a_frame_quotes_the_peer_on_one_bounded_line() -> None:
+    raw = msgspec.msgpack.encode(["x\ny" * 1000, 1])
+    with pytest.raises(RemoteProtocolError) as refused:
+        wire.decode_body(raw)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 500
 
 
 def judged(raw: bytes) -> wire.Message | None:

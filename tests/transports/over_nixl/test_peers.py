@@ -37,7 +37,7 @@ async def test_metadata_that_is_not_the_peers_is_refused(pair: Any) -> None:
     with pytest.raises(RemoteProtocolError, match="our own name"):
         await writer.add_peer(writer.instance, writer.metadata(), pair.writer.pool.memory)
     # A well-made envelope around the blob of an agent with another name, which is a peer of ours already.
-    with pytest.raises(RemoteProtocolError, match="not authentic"):
+    with pytest.raises(RemoteProtocolError, match="holds that of agent"):
         await writer.add_peer("else-1", foreign, memory)
     await pair.write([7], [9])
     pair.check({9: 7})
@@ -47,7 +47,7 @@ async def test_a_foreign_blob_of_an_unknown_agent_leaves_nothing_behind(pair: An
     third = await start_worker("third", NumpyPool(2, PIECES, seed=9))
     blob = nixl_metadata.unwrap(third.transport.metadata(), expected_name=third.transport.instance)
     writer = pair.writer.transport
-    with pytest.raises(RemoteProtocolError, match="not authentic"):
+    with pytest.raises(RemoteProtocolError, match="holds that of agent"):
         await writer.add_peer("else-1", nixl_metadata.wrap("else-1", blob), third.pool.memory)
     peer = await writer.add_peer(third.transport.instance, third.transport.metadata(), third.pool.memory)
     await writer.write(peer, page_ids([4]), page_ids([1]))
@@ -111,3 +111,20 @@ async def test_cancelling_while_a_peer_is_added_undoes_it(pair: Any, start_worke
     peer = await pair.writer.transport.add_peer(*where)
     await pair.writer.transport.write(peer, page_ids([4]), page_ids([1]))
     assert third.pool.page(1) == pair.writer.pool.page(4)
+
+
+async def test_at_hello_metadata_of_another_agent_than_the_hello_names_is_refused(pair: Any) -> None:
+    target, writer = pair.target.transport, pair.writer.transport
+    blob = nixl_metadata.unwrap(target.metadata(), expected_name=target.instance)
+    assert nixl_metadata.agent_name(blob) == target.instance
+    writer.check_metadata(target.instance, target.metadata())
+    with pytest.raises(RemoteProtocolError, match=f"holds that of agent '{target.instance}'"):
+        writer.check_metadata("else-1", nixl_metadata.wrap("else-1", blob))
+    with pytest.raises(RemoteProtocolError, match="is of agent"):
+        writer.check_metadata("else-1", target.metadata())
+
+
+def test_metadata_of_an_unknown_format_is_left_to_nixl() -> None:
+    for blob in (b"", b"nixlSerDes|Agent", b"nixlSerDes2|Agent\x05"):
+        assert nixl_metadata.agent_name(blob) is None
+        assert nixl_metadata.unwrap(nixl_metadata.wrap("a-1", blob), expected_name="a-1") == blob
