@@ -1,9 +1,9 @@
-"""What a thread sleeps by until somebody has something for it: one lock, and so cheaper than a queue.
+"""Single-producer, single-consumer wake-up of a thread by one lock, which is cheaper than a queue.
 
-    ringing thread:   put it where it is found ──▶ ring
-    sleeping thread:  found nothing ──▶ wait ──▶ look again
+    producer:  append the item ──▶ ring
+    consumer:  found nothing ──▶ wait ──▶ look again
 
-A ring while nobody sleeps is kept, so nothing that was put before it is missed; a sleeper may wake for nothing.
+A ring while the consumer is awake is kept, so no item appended before it is missed. Wake-ups may be spurious.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import threading
 
 
 class Bell:
-    """Wakes one thread. Rung by one thread only, waited for by one only."""
+    """Wakes one thread. Exactly one thread rings and one thread waits."""
 
     def __init__(self) -> None:
         self._silence = threading.Lock()
         self._silence.acquire()
 
     def ring(self) -> None:
-        """Wake the other thread, or keep it from its next sleep."""
-        # Nobody else gives the lock up, so where it is free now nobody has heard the ring before.
+        """Wake the consumer, or make its next wait return at once."""
+        # Only this thread releases the lock. If it is free, an earlier ring has not been consumed yet and suffices.
         if self._silence.locked():
             self._silence.release()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep until the bell is rung, if it was not since the last time, or until the timeout has passed."""
+        """Sleep until the bell rings, or at once if it rang since the last wait, at most for the timeout."""
         self._silence.acquire(timeout=-1 if timeout_s is None else timeout_s)

@@ -1,12 +1,12 @@
-"""A decode engine for schedulers that are plain loops: it runs on a thread of its own, and is asked without waiting.
+"""Decode engine on a thread of its own, for schedulers that are plain loops and must not wait.
 
     scheduler's thread                                   engine's thread (uvloop)
     submit, resume, finish, retract, abort ── orders ──▶ DecodeEngine
     poll, eventfd, or on_done              ◀─ outcomes ─ one for every ticket
-    grow                                   takes pages that the request holds in reserve, and says so by an order
+    grow                                   takes pages from the request's reserve, and posts an order that notes it
 
-One wake-up of the loop serves all orders that were given meanwhile, in their order. Only `call` and what is built on
-it, and `grow` where the reserve is used up, wait for the engine's thread.
+One wake-up of the loop serves all orders posted meanwhile, in their order. Only `call` and the methods built on it, and
+`grow` if the reserve is used up, wait for the engine's thread.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ class EngineThread:
     """Restores prompts for a synchronous scheduler. A context manager: entering starts it, leaving closes it.
 
     Each of `submit`, `resume`, `finish` and `retract` returns a ticket, and each ticket gets one outcome: `Restored`,
-    `Retracted`, `Finished` or `Failed`. It comes by `poll`; or, where the call was given `on_done`, by that function
-    **on the engine's thread**, which it must not hold up, and then not by `poll`. What it raises goes to the logger of
-    the loop and is counted; it may call everything but `call` and what is built on that.
+    `Retracted`, `Finished` or `Failed`. `poll` returns it; if the call was given `on_done`, that function receives it
+    instead, **on the engine's thread**, which it must not block. What `on_done` raises is logged and counted. It may
+    call every method except `call` and those built on it.
 
-    Methods may be called on any thread. A READY request has one owner at a time: its `grow`, `finish`, `retract` and
-    `abort` are called by whoever computes on its pages. Once the engine is closed, broken or its thread dead, all calls
-    raise EngineClosed, `poll` as soon as nothing is left to take, and nothing waits. In a forked child there is no such
-    thread: every call raises EngineClosed there, and `close` does nothing. A spawned process cannot be given one.
+    Methods may be called on any thread. A READY request has one owner at a time, the computation on its pages, and only
+    that owner calls `grow`, `finish`, `retract` and `abort` for it. Once the engine is closed or broken, or its thread
+    has died, every call raises EngineClosed (`poll` as soon as no outcome is left), and no call blocks. A forked child
+    does not have the thread: every call raises EngineClosed there, and `close` does nothing. The object cannot be
+    pickled, so it cannot be passed to a spawned process.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class EngineThread:
         ranks: RankGroup | None = None,
         name: str = "tidekv-engine",
     ) -> None:
-        """Nothing is started. Parts and errors are those of `DecodeEngine`; `recompute` runs on the engine's loop. With
-        `ranks`, starting waits for the other ranks, which start in processes or threads of their own.
+        """Build the parts and start nothing. Parts and errors are those of `DecodeEngine`.
+
+        `recompute` runs on the engine's loop. With `ranks`, starting waits for the other ranks, which start in
+        processes or threads of their own.
         """
         self._engine = DecodeEngine(
             config,
@@ -106,11 +109,12 @@ class EngineThread:
             raise
 
     def close(self, *, drain: bool = False, timeout_s: float | None = None) -> list[str]:
-        """Abort what is live, stop, and join the thread; returns the ids of what was live. Again: harmless.
+        """Abort live requests, stop, and join the thread; returns the ids of the requests aborted. Idempotent.
 
-        `drain` first waits, at most `timeout_s`, until what is live was given back: by another thread, or by `on_done`.
-        A loop of one thread calls `drain(0)`, goes on until it has nothing left, and closes then. Raises what broke the
-        engine or its thread, once. Outcomes that nobody took can still be polled; the eventfd is closed.
+        `drain` first waits, at most `timeout_s`, until live requests are given back by another thread or by `on_done`.
+        A single-threaded scheduler instead calls `drain(0)`, continues until it has nothing left, and then closes.
+        Raises, once, what broke the engine or its thread. Outcomes not yet taken can still be polled; the eventfd is
+        closed.
         """
         if self._loop.is_forked:
             return []
@@ -121,7 +125,7 @@ class EngineThread:
             if self._loop.is_up:
                 left = self.drain(timeout_s if drain else 0)
         except EngineClosed:
-            pass  # It ended meanwhile: what it raises is raised below.
+            pass  # The engine ended meanwhile; its error is raised below.
         self._loop.stop()
         self._mailbox.close()
         error, self._loop.error = self._loop.error, None
@@ -144,16 +148,16 @@ class EngineThread:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """Raises TypeError: a thread does not go to another process."""
+        """Raises TypeError: a thread cannot be passed to another process."""
         raise TypeError("an EngineThread lives in the process that made it: make one where it is needed")
 
     # --- Requests ---
 
     def submit(self, request: DecodeRequest, *, on_done: OnDone | None = None) -> int:
-        """Restore a prompt, beside everything else; returns its ticket.
+        """Restore a prompt in the background; returns its ticket.
 
-        Raises InvalidRequest (bad tokens, an id that is live), EngineClosed (draining too); nothing was changed then.
-        All else that `DecodeEngine.restore` raises, CapacityError for one, comes as the outcome.
+        Raises InvalidRequest (bad tokens, an id that is live) or EngineClosed (also while draining), with nothing
+        changed. Other errors of `DecodeEngine.restore`, such as CapacityError, arrive as the outcome.
         """
         if self._is_draining:
             raise EngineClosed("the engine drains: it takes no new requests")
@@ -162,12 +166,12 @@ class EngineThread:
         return self._restore(request.request_id, lambda: self._engine.restore(packed), on_done)
 
     def resume(self, retracted: RetractedRequest, *, on_done: OnDone | None = None) -> int:
-        """Restore a retracted request, prompt and output so far; returns its ticket. Raises as `submit`."""
+        """Restore a retracted request with prompt and output so far; returns its ticket. Raises as `submit`."""
         checked(retracted, RetractedRequest, "retracted")
         return self._restore(retracted.request.request_id, lambda: self._engine.resume(retracted), on_done)
 
     def drop(self, retracted: RetractedRequest) -> None:
-        """Release what a retracted request that will not be resumed holds in host memory. Never waits."""
+        """Release the host memory of a retracted request that will not be resumed. Never waits."""
         checked(retracted, RetractedRequest, "retracted")
         self._loop.post(partial(self._engine.drop, retracted))
 
@@ -179,11 +183,11 @@ class EngineThread:
         tails: LeftTails | None = None,
         on_done: OnDone | None = None,
     ) -> int:
-        """Keep prompt and output in the cache, give everything back; returns its ticket. Never waits.
+        """Keep prompt and output in the cache and give everything back; returns its ticket. Never waits.
 
-        The pages are not the caller's from this call on. `tails`: see `DecodeEngine.finish`. Raises InvalidRequest,
-        having changed nothing, for a request that was given back or aborted, for output that it has no room for, and
-        for pages of components that are not its.
+        The caller loses the pages with this call. `tails`: see `DecodeEngine.finish`. Raises InvalidRequest, with
+        nothing changed, for a request that was given back or aborted, for output beyond its room, and for component
+        pages that do not belong to it.
         """
         output, left = self._checked(ready, output_tokens, tails)
         ticket = self._tickets.leave(ready, "finish", on_done)
@@ -201,7 +205,7 @@ class EngineThread:
         tails: LeftTails | None = None,
         on_done: OnDone | None = None,
     ) -> int:
-        """Give the device pages back, hold the KV in host memory for `resume`; returns its ticket. As `finish`."""
+        """Give the device pages back, keep the KV in host memory for `resume`; returns its ticket. Else as `finish`."""
         output, left = self._checked(ready, output_tokens, tails)
         ticket = self._tickets.leave(ready, "retract", on_done)
 
@@ -211,10 +215,10 @@ class EngineThread:
         return self._begin(ticket, work)
 
     def abort(self, request_id: str) -> bool:
-        """End a request; False where it is not live or is being given back. Never waits.
+        """End a request; False if it is not live or is being given back. Never waits.
 
-        Where its outcome was not taken yet, that is `Failed` with the cause "aborted". The pages of a READY request are
-        not the caller's from this call on, and no outcome tells its end: its id is free soon.
+        If its outcome was not taken yet, that is `Failed` with the cause "aborted". The caller loses the pages of a
+        READY request with this call; the end of such a request has no outcome, and its id becomes free soon after.
         """
         self._loop.check()
         checked(request_id, Text, "request_id")
@@ -226,9 +230,9 @@ class EngineThread:
     # --- Outcomes ---
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
-        """Take the outcomes there are, oldest first; waits for the first one for at most `timeout_s`.
+        """Take the available outcomes, oldest first; waits at most `timeout_s` for the first one.
 
-        Raises EngineClosed where there is none and none will come.
+        Raises EngineClosed if there is none and none will come.
         """
         mailbox = self._mailbox
         if timeout_s:
@@ -242,16 +246,16 @@ class EngineThread:
         return [self._tickets.as_told(outcome) for outcome in mailbox.take()]
 
     def fileno(self) -> int:
-        """The eventfd, for a selector: readable while `poll` has something to give or to raise."""
+        """The eventfd, for a selector: readable while `poll` would return an outcome or raise."""
         return self._mailbox.fd
 
     # --- Growth ---
 
     def grow(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
-        """Make room for `tokens` more tokens; returns the pages that this adds to `ready.pages`, mostly none.
+        """Make room for `tokens` more tokens; returns the pages that this adds to `ready.pages`, usually none.
 
-        Waits for the engine's thread only where the request's reserve is used up. Raises OutOfPages, having changed
-        nothing: retract or finish a request. InvalidRequest where the request was given back, aborted or lost.
+        Waits for the engine's thread only if the request's reserve is used up. Raises, with nothing changed, OutOfPages
+        (retract or finish a request), and InvalidRequest if the request was given back, aborted or lost.
         """
         self._loop.check()
         self._check_held(ready)
@@ -263,9 +267,9 @@ class EngineThread:
         return taken
 
     def grow_many(self, batch: Iterable[ReadyRequest], tokens: int = 1) -> list[ReadyRequest]:
-        """`grow` each request of a batch; returns those that there was no page for, all others have grown.
+        """`grow` each request of a batch; returns those for which no page was left. All others have grown.
 
-        One order and at most one wait for the whole batch. Raises InvalidRequest before anything is changed.
+        Posts one order and waits at most once for the whole batch. Raises InvalidRequest before anything is changed.
         """
         batch = list(batch)
         self._loop.check()
@@ -286,9 +290,10 @@ class EngineThread:
     # --- The whole ---
 
     def call(self, work: Callable[[DecodeEngine], Awaitable[T]]) -> T:
-        """Run `work(engine)` on the engine's loop, and wait for its result or error: for what has no method here.
+        """Run `work(engine)` on the engine's loop and wait for its result or error, for what has no method here.
 
-        `thread.call(lambda engine: engine.attach_storage("file:/fast"))`. InvalidRequest on the engine's own thread.
+        `thread.call(lambda engine: engine.attach_storage("file:/fast"))`. Raises InvalidRequest on the engine's own
+        thread, which would wait for itself.
         """
         return self._loop.ask_async(lambda: work(self._engine))
 
@@ -297,9 +302,9 @@ class EngineThread:
         return self.call(lambda engine: engine.flush(tiers))
 
     def drain(self, timeout_s: float | None = None) -> list[str]:
-        """Take no new requests from now on, and wait until what is live was given back, or the time is up.
+        """Accept no new requests from now on, and wait until live requests are given back or the time is up.
 
-        Returns the ids of the requests that are live still. Resuming is still possible.
+        Returns the ids of the requests that are still live. `resume` is still possible.
         """
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
         self._is_draining = True
@@ -310,7 +315,7 @@ class EngineThread:
         self.call(lambda engine: engine.wait_settled())
 
     def statistics(self) -> dict[str, object]:
-        """Those of the engine, and "thread": tickets without an outcome, outcomes not taken, callbacks that raised."""
+        """Those of the engine, and "thread": tickets without outcome, outcomes not taken, callbacks that raised."""
         thread = {
             "tickets": len(self._tickets),
             "outcomes_waiting": len(self._mailbox.waiting),
@@ -330,7 +335,7 @@ class EngineThread:
         return self._begin(ticket, work)
 
     def _checked(self, ready: ReadyRequest, output_tokens: Tokens, tails: LeftTails | None) -> tuple[bytes, LeftTails]:
-        """Copies of both, checked here, so that what is wrong is raised in the call and changes nothing."""
+        """Return copies of both. Checks on the caller's thread, so errors are raised in the call and change nothing."""
         self._loop.check()
         self._tickets.check(ready)
         packed = pack_output(output_tokens, vocabulary=self._vocabulary)
@@ -379,7 +384,7 @@ class EngineThread:
 
     async def _abort(self, live: Live) -> None:
         if not self._tickets.is_live(live):
-            return  # It ended by itself, and its id may be another request's.
+            return  # The request ended before this ran, and its id may belong to another request by now.
         was_ready = live.ready is not None
         await self._engine.abort(live.request_id)
         if was_ready:
@@ -397,7 +402,7 @@ class EngineThread:
         return True
 
     def _end(self) -> None:
-        """The thread takes no more orders: every ticket that is left gets its outcome."""
+        """Give every open ticket its outcome. Runs when the thread accepts no more orders."""
         for ticket in self._tickets.end("engine closed"):
             self._tell(ticket, ticket.failed(EngineClosed("the engine's thread has ended")))
         self._mailbox.end()

@@ -1,7 +1,7 @@
-"""The thread below an `EngineThread`: its uvloop loop, the engine that lives there, and the way to it from elsewhere.
+"""The thread below an `EngineThread`: its uvloop loop, the engine on it, and calls to it from other threads.
 
-It ends in one of three ways: it is told to stop; the engine cannot start; or something breaks it (an order or a task of
-ours raised, somebody stopped the loop or raised SystemExit on it). However it ends, whoever waits for it is told.
+It ends in one of three ways: `stop` is called; the engine cannot start; or something breaks it (an order or a task
+raised, the loop was stopped, or SystemExit was raised on it). In each case every waiting call gets an error.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class EngineLoop:
-    """Runs one engine on a thread of its own. Orders are taken in the order in which they are posted."""
+    """Runs one engine on its own thread. Orders run in the order in which they are posted."""
 
     def __init__(self, engine: DecodeEngine, *, name: str, on_end: Callable[[], None]) -> None:
-        """Nothing is started. `on_end` is called on the thread when it takes no more orders, as the last thing."""
+        """Start nothing. `on_end` is called on the thread as its last action, after it stopped accepting orders."""
         self.engine = engine
         self.error: BaseException | None = None
-        """What ended the thread, where it was not told to."""
+        """What ended the thread, if it was not `stop`."""
         self._on_end = on_end
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._pid = os.getpid()
@@ -53,7 +53,7 @@ class EngineLoop:
         try:
             self._started.result()
         except BaseException:
-            # The caller's own interruption, too: nobody would stop what goes on starting.
+            # KeyboardInterrupt of the caller included: otherwise the engine would go on starting with no owner.
             self.stop()
             self.error = None
             raise
@@ -79,11 +79,11 @@ class EngineLoop:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child of the one that has the thread."""
+        """Whether this process was forked from the one that has the thread."""
         return self._pid != os.getpid()
 
     def check(self) -> None:
-        """Raises EngineClosed, in words, where the engine takes no calls."""
+        """Raises EngineClosed, with the reason, if the engine takes no calls."""
         if self.is_forked:
             raise EngineClosed("the engine's thread is in the process that this one was forked from, and not here")
         if self._closed:
@@ -92,20 +92,21 @@ class EngineLoop:
             raise EngineClosed("the engine of this thread broke; closing it raises what broke it")
 
     def post(self, order: Callable[[], None]) -> None:
-        """Have the loop run this soon. Raises EngineClosed; never waits."""
+        """Schedule an order on the loop. Raises EngineClosed; never waits."""
         self.check()
         with self._lock:
             self._post(order)
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Have the loop run this, and wait for its result or error. Raises EngineClosed."""
+        """Run a function on the loop and wait for its result or error. Raises EngineClosed."""
         if self.is_here:
+            # Orders posted before this call run first, as they do for a call from another thread.
             self._take_orders()
             return question()
         return self._wait_for(lambda answer: _settle(answer, question))
 
     def ask_async(self, work: Callable[[], Awaitable[T]]) -> T:
-        """As `ask`, for what takes time. On the engine's own thread it would wait for itself: InvalidRequest."""
+        """As `ask`, for a coroutine. Raises InvalidRequest on the engine's thread, which would wait for itself."""
         if self.is_here:
             raise InvalidRequest("this call waits for the engine's thread, and was made on it: make it elsewhere")
 
@@ -120,7 +121,7 @@ class EngineLoop:
     def _wait_for(self, begin: Callable[[Future[T]], None]) -> T:
         self.check()
         answer: Future[T] = Future()
-        asked: set[Future[T]] = self._asked  # type: ignore[assignment]  # The set does not look at results.
+        asked: set[Future[T]] = self._asked  # type: ignore[assignment]  # The set never reads results.
         with self._lock:
             self._post(lambda: begin(answer))
             asked.add(answer)
@@ -141,7 +142,7 @@ class EngineLoop:
     # --- On the engine's thread ---
 
     def spawn(self, work: Coroutine[object, object, None], name: str) -> None:
-        """Run a coroutine as a task of this thread; it may raise EngineClosed only."""
+        """Run a coroutine as a task of this thread. It may raise only EngineClosed."""
         self._tasks.spawn(work, name=name)
 
     def _take_orders(self) -> None:
@@ -152,7 +153,7 @@ class EngineLoop:
             for order in orders:
                 order()
         except EngineClosed:
-            return  # It broke: whoever waits is told by it.
+            return  # The engine broke, and its end already fails every waiting call.
         except Exception as error:
             self._break(error)
 
@@ -188,11 +189,11 @@ class EngineLoop:
                     if not self._wants_stop:
                         await self._stop.wait()
                 finally:
-                    # However it ends: nobody may call a loop that is about to be closed.
+                    # In every case before the loop closes: no other thread may call a loop that is being closed.
                     self._close("the engine's thread is closing")
                 self._take_orders()
         finally:
-            # What waited for the engine has heard of its end by now; what is left are calls of the embedder's own.
+            # Calls that waited for the engine have failed by now; only the embedder's own coroutines are left.
             await self._tasks.close()
         if self.error is not None:
             raise self.error

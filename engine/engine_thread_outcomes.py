@@ -1,7 +1,7 @@
-"""How calls of an `EngineThread` end, and the way of their outcomes from its loop to the thread that polls.
+"""Outcomes of the calls of an `EngineThread`, and the mailbox that passes them to the polling thread.
 
-loop's thread ── put ──▶ Mailbox ── take ──▶ whoever polls
-                           └── eventfd: readable exactly while something waits, or nothing will come any more
+loop's thread ── put ──▶ Mailbox ── take ──▶ polling thread
+                           └── eventfd: readable exactly while an outcome waits, or once no more will come
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A `submit` or `resume` ended well: the pages are the caller's until finish, retract or abort."""
+    """Success of `submit` or `resume`: the caller owns the pages until finish, retract or abort."""
 
     ticket: int
     request_id: str
@@ -28,7 +28,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Retracted:
-    """A `retract` ended well: the device pages are back; `retracted` is what `resume` or `drop` takes."""
+    """Success of `retract`: the device pages are given back; `retracted` is the argument of `resume` or `drop`."""
 
     ticket: int
     request_id: str
@@ -37,7 +37,7 @@ class Retracted:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A `finish` ended well: everything is back, and `inserted` pages were new to the cache."""
+    """Success of `finish`: everything is given back, and `inserted` pages were new to the cache."""
 
     ticket: int
     request_id: str
@@ -46,13 +46,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A call ended with an error, and the request with it: it has no pages any more, and its id is free."""
+    """Failure of a call, which ends the request: it has no pages any more, and its id is free."""
 
     ticket: int
     request_id: str
     call: Literal["restore", "retract", "finish"]
     error: Exception
-    """RequestFailed with its cause, or what else the same call of `DecodeEngine` raises."""
+    """RequestFailed with its cause, or another error that the same call of `DecodeEngine` raises."""
 
 
 Outcome: TypeAlias = "Restored | Retracted | Finished | Failed"
@@ -60,25 +60,25 @@ OnDone: TypeAlias = "Callable[[Outcome], None]"
 
 
 class Mailbox:
-    """Outcomes that wait to be polled. Every method may be called on any thread."""
+    """Outcomes that wait for `poll`. Every method may be called on any thread."""
 
     def __init__(self) -> None:
         self.waiting: list[Outcome] = []
-        """Look whether it is empty, without a lock; take from it by `take`."""
+        """May be tested for emptiness without a lock; use `take` to take from it."""
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._ended = False
         self._closed = False
 
     def put(self, outcome: Outcome) -> None:
-        """Add an outcome. The first one wakes whoever waits for the eventfd."""
+        """Add an outcome. The first one makes the eventfd readable."""
         with self._lock:
             self.waiting.append(outcome)
             if len(self.waiting) == 1 and not self._ended and not self._closed:
                 os.eventfd_write(self.fd, 1)
 
     def take(self) -> list[Outcome]:
-        """Take all there is."""
+        """Take all outcomes."""
         with self._lock:
             taken, self.waiting = self.waiting, []
             if taken and not self._ended and not self._closed:
@@ -86,11 +86,11 @@ class Mailbox:
             return taken
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something waits, nothing will come any more, or the time is up."""
+        """Return once an outcome waits, no more will come, or the time is up."""
         with self._lock:
             if self._closed:
                 return
-            # Of our own: whoever closes meanwhile may give the number to another file.
+            # A duplicate: if `close` runs meanwhile, the number of the original may be given to another file.
             fd = os.dup(self.fd)
         try:
             poll = select.poll()
@@ -100,14 +100,14 @@ class Mailbox:
             os.close(fd)
 
     def end(self) -> None:
-        """Nothing will come any more: from now on the eventfd is readable, so that whoever selects comes and hears."""
+        """No more outcomes will come. Makes the eventfd readable for good, so a selecting thread calls `poll`."""
         with self._lock:
             if not self._ended and not self._closed:
                 self._ended = True
                 os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        """Give the eventfd back. What waits can still be taken."""
+        """Close the eventfd. Outcomes that wait can still be taken."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -1,7 +1,7 @@
-"""Which calls of an `EngineThread` have no outcome yet, and whose the pages of its requests are.
+"""Open calls of an `EngineThread`, and the ownership of the pages of its requests.
 
-A request goes WAITING → READY → LEAVING and is forgotten then; an abort marks it at once, on the thread that asks for
-it, so that no poll after that hands out pages that are about to go.
+A request goes WAITING → READY → LEAVING and is then forgotten. `abort` marks it at once, on the calling thread, so no
+later `poll` returns pages that are about to be released.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call: TypeAlias = Literal["restore", "retract", "finish"]
 
 
 class Stage(enum.Enum):
-    """Where a request is, as its caller sees it."""
+    """Stage of a request, as its caller sees it."""
 
     WAITING = "waiting"
     READY = "ready"
@@ -47,12 +47,12 @@ class Ticket:
     on_done: OnDone | None
 
     def failed(self, error: Exception) -> Failed:
-        """The outcome that says so."""
+        """Return the outcome that reports an error."""
         return Failed(self.number, self.live.request_id, self.call, error)
 
 
 class Tickets:
-    """All of them. Every method may be called on any thread."""
+    """Table of open tickets and live requests. Every method may be called on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,26 +62,28 @@ class Tickets:
         self._ended = ""
 
     def __len__(self) -> int:
-        """Calls without an outcome."""
+        """Number of calls without an outcome."""
         return len(self._open)
 
     def arrive(self, request_id: str, on_done: OnDone | None) -> Ticket:
-        """A request is submitted. Raises InvalidRequest for an id that is live."""
+        """Add a submitted request. Raises InvalidRequest for an id that is live."""
         with self._lock:
             if request_id in self._live:
-                raise InvalidRequest(f"request {request_id!r} is live already; an id is free when its end was told")
+                raise InvalidRequest(
+                    f"request {request_id!r} is live already; its id is free once its outcome was delivered"
+                )
             live = self._live[request_id] = Live(request_id)
             return self._issue("restore", live, on_done)
 
     def leave(self, ready: ReadyRequest, call: Call, on_done: OnDone | None) -> Ticket:
-        """A READY request is given back: its pages are not the caller's any more. Raises as `check`."""
+        """Mark a READY request as given back: the caller loses its pages. Raises as `check`."""
         with self._lock:
             live = self._held(ready)
             live.stage = Stage.LEAVING
             return self._issue(call, live, on_done)
 
     def abort(self, request_id: str) -> Live | None:
-        """Mark a request as aborted; None where it is not live, was aborted before, or is being given back."""
+        """Mark a request as aborted. None if it is not live, was aborted before, or is being given back."""
         with self._lock:
             live = self._live.get(request_id)
             if live is None or live.is_aborted or live.stage is Stage.LEAVING:
@@ -90,18 +92,18 @@ class Tickets:
             return live
 
     def became_ready(self, ticket: Ticket, ready: ReadyRequest) -> Restored:
-        """A restore has ended well: from now on its pages can be given back."""
+        """Mark a request as READY, whose pages can be given back from now on."""
         with self._lock:
             ticket.live.ready, ticket.live.stage = ready, Stage.READY
         return Restored(ticket.number, ticket.live.request_id, ready)
 
     def close(self, ticket: Ticket) -> None:
-        """The outcome of a ticket is on its way to the caller."""
+        """Close a ticket whose outcome is on its way to the caller."""
         with self._lock:
             self._open.pop(ticket.number, None)
 
     def withdraw(self, ticket: Ticket) -> bool:
-        """Take back a call that could not be begun; False where it has its outcome already."""
+        """Take back a call that could not be started. False if it has its outcome already."""
         with self._lock:
             is_open = self._open.pop(ticket.number, None) is not None
             if is_open and ticket.call == "restore":
@@ -109,22 +111,22 @@ class Tickets:
             return is_open
 
     def is_live(self, live: Live) -> bool:
-        """Whether a request is not over."""
+        """Whether a request has not ended."""
         return self._live.get(live.request_id) is live
 
     def forget(self, live: Live) -> None:
-        """A request is over, and its id free."""
+        """Forget a request that has ended; its id is free."""
         with self._lock:
             if self._live.get(live.request_id) is live:
                 del self._live[live.request_id]
 
     def check(self, ready: ReadyRequest) -> None:
-        """Raises InvalidRequest where a READY request was given back or aborted."""
-        # Without the lock, since growing asks this for every token: each of these reads is whole.
+        """Raises InvalidRequest if a READY request was given back or aborted."""
+        # Without the lock, because each growth by a token calls this. Each of the reads is atomic.
         self._held(ready)
 
     def as_told(self, outcome: Outcome) -> Outcome:
-        """The outcome as it is when the caller takes it: what was aborted since is no longer READY."""
+        """Return the outcome as of now: a request aborted since it became READY has failed."""
         if isinstance(outcome, Restored):
             live = self._live.get(outcome.request_id)
             if live is None or live.ready is not outcome.ready or live.is_aborted:
@@ -133,7 +135,7 @@ class Tickets:
         return outcome
 
     def end(self, cause: str) -> list[Ticket]:
-        """Nothing is live any more; returns the tickets that have no outcome."""
+        """Forget all requests; returns the tickets that have no outcome."""
         with self._lock:
             self._ended = cause
             left = list(self._open.values())

@@ -1,16 +1,16 @@
-"""The one thread that asks: is it done yet? It drives NIXL transfers, file I/O and CUDA events, which cannot call back.
+"""Poller thread: drives NIXL transfers, file I/O and CUDA events, none of which can call back.
 
-While nothing is in flight the thread blocks and costs nothing. While something is, it asks in rounds: without a pause
-for the first 200 µs after anything began or ended, and while a list that advances only when polled has rounds left;
-then with pauses that grow from 50 µs to 1 ms with the time waited, so that the delay stays a small part of the wait.
-A new operation ends a pause at once.
+The thread blocks while nothing is in flight. Otherwise it polls in rounds: without a pause for the first 200 µs after
+an operation began or ended, and while an operation that advances only when polled has rounds left; then with pauses
+that grow from 50 µs to 1 ms in proportion to the time waited, so the added delay stays a small part of the wait. A new
+operation ends a pause at once.
 
-    operations   each is posted, asked in every round, released at its end and told then
-    streams      are asked instead of their operations, of which they tell themselves, several at once; where a stream
-                 is all there is, its next turn follows at once, since a post on shared memory has emptied the caches
+    operations   each is posted, checked in every round, released at its end and its outcome delivered
+    streams      are polled instead of their operations and deliver outcomes themselves, several at once; while a stream
+                 is the only work, its next turn follows at once, since a post on shared memory evicts the CPU caches
 
-What is in flight cannot be cancelled, only settled: an operation stays here until it is over, whether or not somebody
-still waits for it, and is released only then. The thread must never touch the loop, except to hand it outcomes.
+An operation in flight cannot be cancelled: it stays here until it has ended, even if its future was cancelled, and only
+then is it released. The thread never touches the loop, except to deliver outcomes.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ PAUSE_MIN_S: Final = 50e-6
 PAUSE_MAX_S: Final = 1e-3
 # A pause is this part of the time waited so far, within the two bounds.
 PAUSE_SHARE: Final = 1 / 8
-# A thread that only spins hardly lets go of the interpreter; this short a sleep really does.
+# A thread that spins keeps the interpreter lock most of the time; this sleep is the shortest that releases it.
 YIELD_S: Final = 1e-6
-# Posting and checking can block for as long as a copy takes: this long, then others get their turn.
+# Posting and checking may block for as long as a copy takes: after this time other work gets its turn.
 TURN_S: Final = 1e-3
-# What has ended waits for others to be told with it until this long after the last ones were told.
+# Outcomes are collected for at most this long before they are delivered, in one wake-up of the loop.
 TELL_S: Final = 200e-6
-# How much longer than its deadline `close` waits for a thread that sits in a call.
+# Seconds beyond its deadline that `close` waits for a thread that is blocked in a call.
 STUCK_S: Final = 0.5
 PR_SET_TIMERSLACK: Final = 29
 
 
 @dataclass(frozen=True, slots=True)
 class PollerStatistics:
-    """What a poller did so far. `in_flight` is what was submitted and has not ended; `cpu_s` is its thread's CPU
-    time."""
+    """Counters of a poller. `in_flight` counts operations submitted and not ended; `cpu_s` is the thread's CPU time."""
 
     in_flight: int
     posted: int
@@ -71,7 +70,7 @@ class _Flight:
 
     @property
     def futures(self) -> tuple[asyncio.Future[None]]:
-        """Whoever waits for it."""
+        """The futures that wait for it."""
         return (self.future,)
 
 
@@ -81,15 +80,15 @@ class _Stop:
 
 
 class PollerThread:
-    """Drives `Pollable`s to their end and settles a future of the loop for each.
+    """Drives `Pollable`s to their end and resolves a future of the loop for each.
 
-    `start` and `close` it on the loop that it serves. It makes no other thread and holds no lock while it calls out.
+    Call `start` and `close` on the loop that it serves. It starts no other thread and holds no lock while it calls out.
     """
 
     def __init__(self, *, name: str = "tidekv-poller") -> None:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Not a queue: SimpleQueue's timed get may miss its deadline between two clock reads, and then waits for ever;
-        # that of Queue takes the way to and from the thread one and a half times as long.
+        # Not a queue: a timed get of SimpleQueue may miss its deadline between two clock reads and then waits for ever;
+        # one of Queue takes half as long again for a round trip to the thread.
         self._new: deque[_Flight | StreamDrive | _Stop] = deque()
         self._bell = Bell()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,14 +96,14 @@ class PollerThread:
         self._stopped: asyncio.Future[None] | None = None
         self._closing = False
         self._submitted = 0
-        # The thread alone writes these; anybody may read them.
+        # Written only by the thread; any thread may read them.
         self._posted = self._completed = self._failed = self._poll_rounds = 0
         self._cpu_s = 0.0
         self._pending: list[_Flight] = []
         self._drives: list[StreamDrive] = []
 
     def start(self) -> None:
-        """Bind to the running loop and start the thread. Once only."""
+        """Bind to the running loop and start the thread. Call it once."""
         assert self._loop is None, "a poller is started once"
         self._loop = asyncio.get_running_loop()
         self._outcomes = Outcomes(self._loop)
@@ -113,22 +112,22 @@ class PollerThread:
         self._thread.start()
 
     def submit(self, pollable: Pollable) -> asyncio.Future[None]:
-        """Start an operation and drive it to its end; see `tidekv.backends.base.Poller`. EngineClosed once closing."""
+        """Start an operation and drive it to its end; see `tidekv.backends.base.Poller`. EngineClosed after `close`."""
         flight = _Flight(pollable, self._begin(), pollable.rounds)
         self._new.append(flight)
         self._bell.ring()
         return flight.future
 
     def drive(self, stream: Stream) -> StreamDrive:
-        """Make a stream known; see `tidekv.transports.base.Poller`."""
+        """Register a stream; see `tidekv.transports.base.Poller`."""
         return StreamDrive(self, stream)
 
     async def close(self, *, timeout_s: float = 5.0) -> int:
-        """Wait until all that was submitted has ended, at most `timeout_s`; return how many operations have not.
+        """Wait at most `timeout_s` until every submitted operation has ended; returns how many have not.
 
-        Those are still in flight and may still write to memory: they are not released, and whoever waits for them gets
-        EngineClosed, which is no word about their bytes. A thread that sits in a call beyond the deadline is left to
-        end by itself.
+        Those are still in flight and may still write to memory: they are not released, and their futures raise
+        EngineClosed, which does not mean that they have stopped. A thread that is blocked in a call beyond the deadline
+        is left running.
         """
         if self._stopped is None:
             self._closing = True
@@ -145,7 +144,7 @@ class PollerThread:
         return self._submitted - self._completed - self._failed
 
     def statistics(self) -> PollerStatistics:
-        """Return counters and the thread's CPU time, taken when it last paused."""
+        """Return counters, and the thread's CPU time as of its last pause."""
         return PollerStatistics(
             in_flight=self._submitted - self._completed - self._failed,
             posted=self._posted,
@@ -156,7 +155,7 @@ class PollerThread:
         )
 
     def _begin(self) -> asyncio.Future[None]:
-        """A future that this poller answers for."""
+        """Return a new future that this poller resolves."""
         if self._loop is None or self._closing:
             raise EngineClosed("the poller is not running: start it first, and submit nothing after close")
         assert asyncio.get_running_loop() is self._loop, "submit on the loop that start() was called on"
@@ -164,21 +163,21 @@ class PollerThread:
         return self._loop.create_future()
 
     def _on_stopped(self, _: asyncio.Future[None]) -> None:
-        # Also where the thread died of a bug, which Python has reported by now: nobody may wait for it for ever.
+        # Also if the thread died of a defect, which Python has reported by now: no future may stay unresolved.
         self._closing = True
         self._abandon()
 
     def _abandon(self) -> None:
-        """Tell those who still wait that nobody will tell them."""
+        """Fail every future that is not resolved."""
         left = self._submitted - self._completed - self._failed
-        # Whoever waits is in one of both: a round leaves those in the list that have ended in it.
+        # Every open future is in one of the three: a round removes operations from `_pending` only after it ended.
         for item in (*self._pending, *self._drives, *self._new):
             for future in () if isinstance(item, _Stop) else list(item.futures):
                 if not future.done():
                     future.set_exception(EngineClosed(f"the poller ended with {left} operations in flight"))
 
     def _run(self) -> None:
-        # By default the kernel may round each sleep up by 50 µs, which would double the shortest one.
+        # By default the kernel may extend each sleep by 50 µs, which would double the shortest one.
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
         assert self._outcomes is not None
         assert self._stopped is not None
@@ -189,7 +188,7 @@ class PollerThread:
             self._outcomes.deliver([(self._stopped, None)])
 
     def _drive(self, outcomes: Outcomes) -> None:
-        """Rounds of: take what is new, ask all, hand over what ended; until stopped and empty, or past the deadline."""
+        """Run rounds of take, poll and deliver until stopped and empty, or past the deadline."""
         active_at_s = yielded_at_s = 0.0
         submitted = 0
         pause_s = math.inf
@@ -206,8 +205,8 @@ class PollerThread:
                 return
             pause_s = self._next_pause_s(now_s - active_at_s)
             if submitted != self._submitted:
-                # The loop has had the interpreter, while a call of this round blocked. To let go of it now, when it has
-                # just been told of something, would be to wait until all that comes of it is done.
+                # The loop held the interpreter lock while a call of this round blocked. Yielding now, just after an
+                # outcome was delivered, would wait until the loop has run everything that follows from it.
                 submitted = self._submitted
                 yielded_at_s = now_s
             if pause_s == 0 and now_s - yielded_at_s > SPIN_S:
@@ -224,9 +223,9 @@ class PollerThread:
         return min(max(quiet_s * PAUSE_SHARE, PAUSE_MIN_S), PAUSE_MAX_S)
 
     def _take(self, pause_s: float) -> tuple[bool, _Stop | None]:
-        """Wait up to `pause_s` for something new, then post what there is, for one turn. Say whether there was any."""
+        """Wait up to `pause_s` for a new item, then post new operations for one turn. True first if there were any."""
         if pause_s == math.inf:
-            # The bell may still ring for what was taken before it was heard: that is no reason for a round.
+            # The bell may ring for an item that was already taken: that starts no round.
             while not self._new:
                 self._bell.wait()
         elif pause_s > 0 and not self._new:
@@ -252,14 +251,14 @@ class PollerThread:
         return fresh, None
 
     def _ask_all(self, outcomes: Outcomes) -> bool:
-        """Ask each operation once, release those that are over and hand their outcomes to the loop."""
+        """Check each operation once, release those that ended and deliver their outcomes to the loop."""
         self._poll_rounds += 1
         ended: list[Outcome] = []
         any_ended = False
         rest: list[_Flight] = []
         tell_at_s = time.monotonic() + TELL_S
         for flight in self._pending:
-            # Before one is asked that may block, since it has work left or has done so already: the loop goes on
+            # Deliver before a check that may block (it has work left, or took long already): the loop then runs
             # beside it.
             if ended and (flight.pollable.rounds > 0 or time.monotonic() > tell_at_s):
                 outcomes.deliver(ended)
@@ -280,20 +279,20 @@ class PollerThread:
         return self._advance_streams() or any_ended if self._drives else any_ended
 
     def _advance_streams(self) -> bool:
-        """Give each stream its turn, and forget those that have nothing left. True if any has moved."""
+        """Give each stream its turn, and drop those that have nothing left. True if any has moved."""
         any_moved = False
         rest: list[StreamDrive] = []
         for drive in self._drives:
             turn = drive.advance()
             any_moved = any_moved or turn is not Turn.WAITING
-            # Where nobody else waits, the next turn is taken at once: each part of a round that was not run since the
-            # last copy is to be fetched from memory.
+            # If this stream is the only work, take its next turn at once: whatever code of a round did not run since
+            # the last copy would have to be fetched from memory again.
             while turn is Turn.MOVED and not (self._new or self._pending or self._drives[1:] or self._closing):
                 self._poll_rounds += 1
                 turn = drive.advance()
             if turn is Turn.EMPTY:
                 drive.is_driven = False
-                # Whoever came since it looked found it driven, and so the thread was not told.
+                # A wake between the turn and this line saw `is_driven` set and did not notify the thread: look again.
                 if drive.is_empty:
                     continue
                 drive.is_driven = True
@@ -304,7 +303,7 @@ class PollerThread:
     def _call(self, flight: _Flight, *, post: bool) -> None:
         try:
             flight.over = flight.pollable.post() if post else flight.pollable.check()
-        except BaseException as error:  # Whatever it is, it is this operation's outcome, and ends no other.
+        except BaseException as error:  # Whatever it is, it is the outcome of this operation and must not end others.
             flight.over = True
             flight.error = as_error(error)
 
@@ -322,7 +321,7 @@ class PollerThread:
             self._failed += 1
 
     def _tell(self, ended: Ended) -> None:
-        """Hand over what a stream says has ended; on the thread."""
+        """Deliver outcomes that a stream reports. Runs on the thread."""
         assert self._outcomes is not None, "streams advance on the thread of a poller that was started"
         failed = sum(error is not None for _, error in ended)
         self._posted += len(ended)
@@ -332,7 +331,7 @@ class PollerThread:
 
 
 class StreamDrive:
-    """A stream on a poller's thread: asked in each round, from when it is woken until it has nothing left."""
+    """A stream on a poller's thread, polled in each round from `wake` until it has nothing left."""
 
     def __init__(self, poller: PollerThread, stream: Stream) -> None:
         self.is_driven = False
@@ -348,7 +347,7 @@ class StreamDrive:
 
     def wake(self) -> None:
         """See `tidekv.transports.base.Drive`."""
-        # The thread takes this back before it looks for the last time, so whoever finds it set will be seen.
+        # The thread clears the flag before its last look, so an item added while the flag is set will be seen.
         if not self.is_driven:
             self.is_driven = True
             self._poller._new.append(self)
@@ -360,7 +359,7 @@ class StreamDrive:
         return self._stream.is_empty
 
     def advance(self) -> Turn:
-        """The stream's turn; on the poller's thread."""
+        """Give the stream its turn. Runs on the poller's thread."""
         return self._stream.advance(self._tell)
 
     def _tell(self, ended: Ended) -> None:

@@ -1,7 +1,7 @@
-"""The prefill worker's end of the hand-over: what an embedder of the prefill side holds.
+"""The prefill side of the hand-over: `PrefillPeer`, which an embedder of a prefill worker uses.
 
-It owns the transport's life, the poller where none is given, and the tasks of `on_room`. Which page goes where and when
-is decided by `tidekv.states.sending`; this file only opens, hands out rooms, and closes.
+It owns the life of the transport, the default poller and the tasks of `on_room`. It decides nothing about pages:
+`tidekv.states.sending` decides which page is written where and when.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Layout(Protocol):
     """The part of a layout that a peer needs."""
 
     def identity(self, model: str) -> Identity:
-        """What must be equal at both ends."""
+        """Return what must be equal at both ends."""
         ...
 
 
@@ -47,12 +47,12 @@ class PagePool(Protocol):
 
     @property
     def memory(self) -> PoolMemory:
-        """Where its pages lie."""
+        """Address and size of the pages in memory."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """How they are laid out."""
+        """Layout of the pages."""
         ...
 
 
@@ -66,13 +66,14 @@ class PrefillPeer:
             await room.finish(first_token=token, aux={})
             await room.received()
 
-    `on_room(room)` is run for each room as its promise comes, as a task of the peer; an exception of it fails that
-    room, and decode is told. The pool stays the caller's. Leaving the block fails the rooms that are open, and waits
-    for the writes in flight.
+    With `on_room`, `on_room(room)` runs as a task of the peer for each room once its promise has arrived. An exception
+    in it fails that room, and decode receives the cause. The caller keeps ownership of the pool. Leaving the block
+    fails the open rooms and waits for the writes in flight.
 
-    With `components`, the windows and states of the model, decode asks of each for the tail at the prompt's end, as far
-    as it has not got it: `room.tails` says which, and `await room.send_tail(name, pages)` hands it over before
-    `finish`. A room whose tails were not sent cannot finish. Decode workers must have the same components.
+    With `components` (sliding windows and state snapshots of the model), decode requests, for each component, the part
+    of its tail at the prompt's end that decode does not have. `room.tails` lists these parts;
+    `await room.send_tail(name, pages)` sends one. All of them must be sent before `finish`, which otherwise raises.
+    Decode workers must have the same components.
 
     With `storage`, the full pages of each finished prompt are written through to it, under the keys that decode workers
     of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come
@@ -104,23 +105,26 @@ class PrefillPeer:
         stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is opened yet. Raises InvalidConfig. Leaving the block waits `close_deadline_s` for writes, before it
-        closes the transport under them. `bigram_keys` is what decode workers have in their `EngineConfig`. Of
-        `components` the device pools alone are used.
+        """Check the arguments and open nothing. Raises InvalidConfig.
 
-        `rank` of `ranks`: its place among the tensor-parallel ranks of a prefill instance, each with a peer of its own.
-        Decode workers name all of them (`DecodeRequest(prefill="host:7000,host:7001")`), in order. A decode instance
-        may have another number of ranks: each pair exchanges the heads that both hold. A room opens on every prefill
-        rank when all ranks of the decode instance have promised the same. `kv_heads_total`: the KV heads of the model
-        where there are more ranks than heads; 0: as many as all ranks hold together. `stages`: pipeline stages that the
-        ranks make up, counted stage by stage; decode must have as many.
+        `close_deadline_s`: seconds that leaving the block waits for writes in flight before it closes the transport
+        under them. `bigram_keys` must equal the same option of the decode workers' `EngineConfig`. Of `components` only
+        the device pools are used.
+
+        `rank` of `ranks`: the place of this peer among the tensor-parallel ranks of a prefill instance, each of which
+        has a peer of its own. Decode workers list them in order (`DecodeRequest(prefill="host:7000,host:7001")`).
+        A decode instance may have another number of ranks: each pair of ranks exchanges the heads that both hold. A
+        room opens on every prefill rank once all ranks of the decode instance have sent the same promise.
+        `kv_heads_total`: KV heads of the model, needed if there are more ranks than heads; 0 means the sum of the heads
+        of all ranks. `stages`: number of pipeline stages that the ranks form, counted stage by stage; decode must have
+        as many.
         """
         if components:
             if not isinstance(device, DevicePool):
                 raise InvalidConfig(f"components go with a DevicePool, not with {type(device).__name__}")
             components = [dataclasses.replace(pools, host=None) for pools in components]
             check_components(components, device=device, host=host)
-        # Peers and NIXL know their addresses only: these references are what keeps the memory there.
+        # Remote peers and NIXL know only addresses: these references keep the memory alive.
         self._device = device
         self._components = tuple(components)
         self._transport = transport
@@ -162,8 +166,10 @@ class PrefillPeer:
         )
 
     async def __aenter__(self) -> Self:
-        """Start the transport, open storage and listen. Raises InvalidConfig, StorageFailed; then nothing stays
-        open. Raises EngineClosed for a peer that was entered before.
+        """Start the transport, open storage and listen.
+
+        Raises InvalidConfig or StorageFailed, with everything closed again, and EngineClosed if the peer was entered
+        before.
         """
         if self._was_entered:
             raise EngineClosed("this prefill peer was entered before: a peer lives once, make another one")
@@ -174,11 +180,11 @@ class PrefillPeer:
                 poller = PollerThread()
                 poller.start()
                 stack.push_async_callback(poller.close)
-            # Closing a transport that failed to start is harmless, and gives back what it had opened by then.
+            # Registered before the start: closing a transport whose start failed releases what it had opened by then.
             stack.push_async_callback(self._transport.close)
             await self._transport.start(poller=poller, listen=self._listen)
             if self._store is not None:
-                # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
+                # File I/O copies inside the call that posts it, which would delay transfers that share its poller.
                 storage_poller = PollerThread(name="tidekv-storage-poller")
                 storage_poller.start()
                 stack.push_async_callback(storage_poller.close)
@@ -199,30 +205,33 @@ class PrefillPeer:
 
     @property
     def address(self) -> str:
-        """Where decode workers find us, "host:port"."""
+        """The address that decode workers connect to, "host:port"."""
         return self._sender.address
 
     async def room(self, request_id: str) -> Room:
-        """The room of a request; waits until decode's promise has come, and may be asked for before or after it.
+        """Return the room of a request. Waits for decode's promise, so it may be called before or after that arrives.
 
-        Of several generations the newest is given; one that was finished or has ended is no longer given, and the next
-        is waited for: whoever is sent the same request again may be faster than decode's word that it has the first.
-        Raises EngineClosed when the peer closes, CapacityError when too many are waited for.
+        If there are several generations, the newest is returned. A room that has finished or ended is not returned
+        again; the call then waits for the next one, because the same request may be sent again before decode's
+        confirmation of the first attempt arrives. Raises EngineClosed if the peer closes, and CapacityError if too many
+        rooms are already waited for.
         """
         return await self._sender.room(request_id)
 
     def statistics(self) -> dict[str, int | float]:
-        """bytes_sent, pages_sent, rooms by state, store_… where there is storage, and counts of what was odd."""
+        """Return bytes_sent, pages_sent, rooms by state, store_… with storage, and counts of unexpected events."""
         return {**self._sender.statistics(), **({} if self._store is None else self._store.statistics())}
 
     async def wait_stored(self) -> None:
-        """Wait until all prompts finished so far are in storage, or were given up. At once without storage."""
+        """Wait until each prompt finished so far is stored or given up. Returns at once without storage."""
         if self._store is not None:
             await self._store.wait_stored()
 
     async def _end_rooms(self) -> None:
-        """End the tasks of `on_room`, the rooms and their writes. A write to a decode worker that hangs ends only with
-        the transport: after the deadline that is closed first.
+        """End the tasks of `on_room`, the rooms and their writes.
+
+        A write to a decode worker that hangs ends only with the transport. So once the deadline has passed the
+        transport is closed first.
         """
         ending = asyncio.get_running_loop().create_task(self._close_rooms(), name="end of a prefill peer's rooms")
         try:
@@ -250,7 +259,8 @@ class PrefillPeer:
         try:
             await on_room(room)
         except Exception as error:
-            # One request's trouble: its room fails, decode gets the words, and whoever runs this the trace.
+            # The failure concerns one request: only its room fails. Decode gets the message, the loop's exception
+            # handler the traceback.
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"on_room failed for request {room.request_id!r}", "exception": error}
             )

@@ -1,14 +1,14 @@
-"""What a prefill worker leaves in storage: the full pages of each prompt that it finished, under decode's own keys.
+"""Write-through of finished prompts from a prefill worker to storage, under the keys that decode workers use.
 
-A finished room lends its pages until they are copied to host memory, and no longer than `hold_s`: prefill gets them
-back soon however slow storage is. From there they are put, as far as storage does not have them yet. A cache tier never
-fails a request: what cannot be stored is dropped and counted. Room and put run beside each other:
+A finished room lends its pages until they are copied to host memory, for at most `hold_s`, so slow storage does not
+hold prefill's pages. From host memory they are put, except those that storage has already. A cache tier never fails a
+request: what cannot be stored is dropped and counted. Copies and puts overlap:
 
-    room.finish ──▶ ask what is there ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
+    room.finish ──▶ look up what is stored ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
                                                    └──▶ put the batch ──▶ host pages free again
 
-Storage that fails again and again is left alone by the same rule as on a decode worker (`tidekv.states.breaker`):
-prompts that finish meanwhile are not stored, and a probe finds out when it can be used again.
+The circuit breaker of decode workers (`tidekv.states.breaker`) applies: after repeated failures no prompt is stored
+until a probe of storage has succeeded.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("tidekv.engine")
 BOUNCE_PAGES = 256
-"""Host pages of a peer that was given no host pool, at most."""
+"""Maximum host pages of a peer that was given no host pool."""
 
 
 class PromptStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of what a prefill worker writes to storage. Durations are seconds."""
+    """Limits of what a prefill worker writes to storage. Durations are in seconds."""
 
     batch_pages: int = 32
-    """Pages of one put."""
+    """Pages per put."""
     rooms_max: int = 64
-    """Prompts on their way at once; one more is not stored."""
+    """Maximum prompts being stored at once; further ones are not stored."""
     hold_s: float = 1.0
-    """A room's pages are lent for so long at most; what is not in host memory by then is not stored."""
+    """Maximum seconds for which a room's pages are lent. Pages not in host memory by then are not stored."""
     put_timeout_s: float = 30.0
     breaker_failures: int = 8
-    """After so many failures of storage in a row nothing is stored until a probe has succeeded. 0: never."""
+    """Consecutive failures of storage after which nothing is stored until a probe succeeds. 0 disables the breaker."""
     breaker_backoff_s: float = 1.0
     breaker_backoff_max_s: float = 30.0
-    """The first probe comes after `breaker_backoff_s`, each further one after twice the time, up to this."""
+    """Maximum seconds between probes. The first follows after `breaker_backoff_s`, and each wait is twice the last."""
     close_wait_s: float = 2.0
-    """Closing waits for what is on its way for so long, and then for what cannot be stopped."""
+    """Maximum seconds that closing waits for prompts being stored. It then waits for running copies only."""
 
     def __post_init__(self) -> None:
         for name in ("batch_pages", "rooms_max", "hold_s", "put_timeout_s", "close_wait_s", *_BACKOFFS):
@@ -77,7 +77,7 @@ _BACKOFFS = ("breaker_backoff_s", "breaker_backoff_max_s")
 
 
 class PromptStore:
-    """Writes finished prompts through to one storage engine, by way of host pages of its own."""
+    """Writes finished prompts through to one storage engine, by way of its own host pages."""
 
     def __init__(
         self,
@@ -92,8 +92,9 @@ class PromptStore:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        """Nothing is opened yet. Every page of `host` is the store's. `components` are not stored, but are part of what
-        pages are known by. Raises InvalidConfig.
+        """Check the arguments and open nothing. Raises InvalidConfig.
+
+        The store owns every page of `host`. `components` are not stored, but are part of the namespace of the keys.
         """
         if not isinstance(device, DevicePool):
             raise InvalidConfig(f"storage needs a DevicePool, whose pages it can copy, not {type(device).__name__}")
@@ -116,18 +117,18 @@ class PromptStore:
         self._closing = False
 
     async def start(self, poller: Poller) -> None:
-        """Make storage ready. Raises InvalidConfig, StorageFailed; `close` then gives back what was opened by then."""
+        """Open storage and the copier. Raises InvalidConfig, StorageFailed; `close` then releases what was opened."""
         self._copier = PageCopier(self._device, self._host)
         self._copier.start()
         await self._storage.register(self._host.memory, self._host.page, namespace=self._namespace, poller=poller)
 
     async def wait_stored(self) -> None:
-        """Wait until every prompt finished so far is in storage, or was given up."""
+        """Wait until each prompt finished so far is stored or given up."""
         while self._rooms or self._bounce.free < self._bounce.total:
             await self._next_change()
 
     async def settle(self) -> None:
-        """Take no more prompts, wait a while for those on their way, and give every page back."""
+        """Accept no more prompts, wait up to `close_wait_s` for those under way, and give every page back."""
         self._closing = True
         try:
             async with asyncio.timeout(self.settings.close_wait_s):
@@ -137,7 +138,7 @@ class PromptStore:
         await self._tasks.close()
 
     async def close(self) -> None:
-        """Close storage, which is the store's, and the copies to its host pages."""
+        """Close storage, which the store owns, and the copier."""
         try:
             await self._storage.close()
         finally:
@@ -145,7 +146,7 @@ class PromptStore:
                 await self._copier.close()
 
     def statistics(self) -> dict[str, int]:
-        """Counts of pages and prompts, all named store_…."""
+        """Return counts of pages and prompts; all names begin with store_."""
         return {
             "store_rooms": self._rooms,
             "store_bounce_free": self._bounce.free,
@@ -154,7 +155,7 @@ class PromptStore:
         }
 
     def keep(self, room: Room) -> None:
-        """Store a finished prompt, beside everything else; raises nothing."""
+        """Start storing a finished prompt in the background. Raises nothing."""
         count = min(len(room.pages), self._page_keys.count(room.prompt_tokens))
         if self._closing or not count or room.key_seed is None:
             return
@@ -168,7 +169,7 @@ class PromptStore:
             self._rooms += 1
             room.borrow()
             task = self._tasks.spawn(self._keep(room, room.pages[:count]), name=f"store {room.request_id}")
-            # In a callback: a task that is cancelled before its first step runs nothing.
+            # In a done callback and not in the task: a task cancelled before its first step never runs its `finally`.
             task.add_done_callback(partial(self._give_room_back, room))
 
     async def _keep(self, room: Room, pages: PageIds) -> None:
@@ -196,7 +197,7 @@ class PromptStore:
             self.counts["store_pages_skipped"] += len(pages) - first
 
     async def _count_present(self, keys: list[bytes]) -> int:
-        """Ask how many of the pages, from the first on, are there. With no answer nothing is worth a try: all."""
+        """Return how many pages from the first on are stored. If the look-up fails, all: the rest is not tried then."""
         try:
             flags = await self._storage.exists(keys, timeout_s=self.settings.hold_s)
         except Exception as error:
@@ -209,7 +210,7 @@ class PromptStore:
         return present
 
     async def _take(self, count: int, until_s: float) -> PageIds | None:
-        """Host pages for one batch; None where there are not enough in time."""
+        """Take host pages for one batch. None if not enough become free in time."""
         try:
             async with asyncio.timeout_at(until_s):
                 while self._bounce.free < count:
@@ -219,7 +220,7 @@ class PromptStore:
         return self._bounce.take(count)
 
     async def _copy_and_put(self, keys: list[bytes], pages: PageIds, host_pages: PageIds) -> asyncio.Task[None] | None:
-        """Copy a batch to host pages, whose put then goes on by itself. They are free again whatever happens."""
+        """Copy a batch to host pages and start its put. The host pages are free again after the put or any failure."""
         assert self._copier is not None
         try:
             await _settled(self._copier.to_host(pages, host_pages))
@@ -248,11 +249,11 @@ class PromptStore:
     def _note_failure(self, count: int, error: Exception) -> None:
         self.counts["store_pages_failed"] += count
         if not isinstance(error, TidekvError):
-            # An engine's own failures are counted; anything else is a bug, whose traceback must not be lost.
+            # Failures of storage are only counted. Any other exception is a defect, and its traceback is logged.
             LOG.error("writing a prompt through to storage raised", exc_info=error)
 
     def _note_use(self, *, failed: bool) -> None:
-        """A call to storage has ended: too many failures in a row, and it is left alone until a probe succeeds."""
+        """Pass the result of a storage call to the breaker, and start probing if it opens."""
         was_open = self._breaker.is_open
         settings = self.settings
         self._breaker.note(failed=failed, failures_max=settings.breaker_failures, backoff_s=settings.breaker_backoff_s)
@@ -287,7 +288,7 @@ class PromptStore:
 
 
 async def _settled(copy: asyncio.Future[None]) -> None:
-    """Wait for a copy to its end, which nothing can stop; a cancellation is raised only then."""
+    """Wait for a copy to end, since it cannot be stopped. A cancellation is raised only after that."""
     cancelled: asyncio.CancelledError | None = None
     while not copy.done():
         try:

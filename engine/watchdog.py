@@ -1,7 +1,7 @@
-"""Watches the event loop while the engine has work: a callback that holds it up too long is reported with its stack.
+"""Detection of callbacks that stall the event loop while the engine has work, with the stack of the loop's thread.
 
-While work is in flight the loop beats, and a thread looks whether it still does; when it does not, the thread writes
-down where the loop's thread is. While the engine is idle there is neither beat nor look.
+While work is in flight a timer on the loop updates a time stamp, and a thread checks its age. If it is too old, the
+thread records the stack of the loop's thread. While the engine is idle neither of them runs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tidekv.engine.metrics.histogram import Histogram
 LOG = logging.getLogger("tidekv.engine")
 
 BEATS_PER_LIMIT = 5
-"""The loop beats so many times within the limit: a hold-up is noticed at most a beat too early or too late."""
+"""Time stamps per limit. A stall is detected with an error of at most one interval between them."""
 REPORTS_KEPT_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
 class HoldUp:
-    """A callback that held the loop up: for how long at least when it was seen, and where it was."""
+    """A stall of the loop: minimum duration at its detection, and the stack at that time."""
 
     at_s: float
     seconds: float
@@ -34,14 +34,14 @@ class HoldUp:
 
 
 class Watchdog:
-    """Reports callbacks of one loop that take longer than `limit_s`. Start it on the loop that it watches."""
+    """Reports callbacks of one loop that take longer than `limit_s`. Start it on the loop that it observes."""
 
     def __init__(self, *, limit_s: float, report: Callable[[HoldUp], None] | None = None) -> None:
         self.hold_ups: list[HoldUp] = []
-        """The first ones that were seen; `hold_up_count` counts them all."""
+        """The first REPORTS_KEPT_MAX stalls; `hold_up_count` counts all of them."""
         self.hold_up_count = 0
         self.lag = Histogram()
-        """How late the loop came to each beat."""
+        """Seconds by which the loop was late for each time stamp."""
         self._limit_s = limit_s
         self._report = report
         self._beat_at_s = 0.0
@@ -51,14 +51,14 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Watch the running loop from now on, whenever `set_busy(True)` was said."""
+        """Observe the running loop from now on, while `set_busy(True)` is in effect."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="tidekv-watchdog", daemon=True)
         self._thread.start()
 
     def set_busy(self, busy: bool) -> None:
-        """Say whether there is work in flight. Call it on the loop; saying the same again costs nothing."""
+        """Set whether work is in flight. Call it on the loop. Repeating the current value costs nothing."""
         if busy == self._busy.is_set() or self._closed.is_set():
             return
         if busy:
@@ -92,7 +92,7 @@ class Watchdog:
         while self._busy.wait() and not self._closed.wait(self._limit_s / BEATS_PER_LIMIT):
             beat_at_s, now_s = self._beat_at_s, time.monotonic()
             if now_s - beat_at_s > self._limit_s and beat_at_s != reported_beat_s and self._busy.is_set():
-                # One report a hold-up, with the stack as it is at the first look: that is the callback to blame.
+                # One report per stall, with the stack at its detection, which shows the callback that causes it.
                 reported_beat_s = beat_at_s
                 self._note(now_s, now_s - beat_at_s)
 

@@ -1,1 +1,1 @@
-"""`tidekv doctor`: is this machine fit for a worker, and what to do where it is not."""
+"""`tidekv doctor`: checks whether a machine is fit for a worker, with advice for each deficiency."""

@@ -1,4 +1,4 @@
-"""All checks at once: those that only read, and those in child processes, each until a deadline."""
+"""Runs all checks: those that only read in this process, the others in child processes with a deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILLED_S: Final = 1.0
 
 
 def probe_commands(storage: str | None) -> dict[str, list[str]]:
-    """What is run in processes of its own, by check. Without a directory storage is not looked at."""
+    """Commands of the checks that run in child processes, by check. `storage` is checked only with a directory."""
     names: dict[str, tuple[str, ...]] = {"nixl": (), "ucx": (), "gpu": (), "event loop": ()}
     if storage is not None:
         names["storage"] = (storage,)
@@ -29,12 +29,12 @@ def probe_commands(storage: str | None) -> dict[str, list[str]]:
 
 
 def examine(*, storage: str | None = None, deadline_s: float = DEADLINE_S) -> list[Finding]:
-    """Run every check and return what they found. Returns within the deadline and a second, whatever hangs."""
+    """Run every check and return the findings. Returns within the deadline plus a second, even if a check hangs."""
     return [*machine_findings(), *run_probes(probe_commands(storage), deadline_s=deadline_s)]
 
 
 def run_probes(commands: Mapping[str, Sequence[str]], *, deadline_s: float) -> list[Finding]:
-    """Run commands one after the other, so that they do not slow each other down; one that hangs is killed."""
+    """Run commands one after the other, so that they do not slow each other down. One that hangs is killed."""
     ends_at_s = time.monotonic() + deadline_s
     found: list[Finding] = []
     for check, command in commands.items():
@@ -51,18 +51,18 @@ def _answer(check: str, command: Sequence[str], timeout_s: float) -> list[Findin
         try:
             child.communicate(timeout=KILLED_S)
         except subprocess.TimeoutExpired:
-            # It is stuck in the kernel, on a disk or a driver; it ends when that does, and we do not wait.
+            # The child is stuck in the kernel, on a disk or a driver, and dies when that returns. Do not wait for it.
             for pipe in (child.stdout, child.stderr):
                 if pipe is not None:
                     pipe.close()
         advice = "Look at what it waits for: a driver, a network file system. Workers would hang there, too."
         return [Finding(check, "bad", f"gave no answer within {timeout_s:.0f} s", advice)]
     except BaseException:
-        child.kill()  # Ctrl-C: the doctor leaves nothing behind.
+        child.kill()  # Ctrl-C: leave no child behind.
         raise
     try:
         return msgspec.json.decode(said.strip().rpartition(b"\n")[2], type=list[Finding])
     except msgspec.MsgspecError:
-        lines = complained.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = complained.decode(errors="replace").strip().splitlines() or ["no output"]
         found = f"ended with exit code {child.returncode}: {lines[-1]}"
-        return [Finding(check, "bad", found, "Run again; if it stays, reinstall tidekv and what it needs.")]
+        return [Finding(check, "bad", found, "Run it again; if it still fails, reinstall tidekv and its dependencies.")]

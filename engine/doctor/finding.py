@@ -1,4 +1,4 @@
-"""What a check of the doctor says."""
+"""The result of one check of the doctor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Level = Literal["ok", "warn", "bad"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One answer. "warn": it works, but worse than it could; "bad": something of tidekv will not work.
+    """Result of a check. "warn": it works, but not as well as it could; "bad": some part of tidekv will not work.
 
-    `advice` is empty where all is well, and otherwise one thing to do, in plain words.
+    `advice` is one action in plain words, or empty if nothing needs to be done.
     """
 
     check: str
@@ -22,7 +22,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def in_bytes(count: int) -> str:
-    """Write a number of bytes as people read it."""
+    """Format a number of bytes with a binary unit."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:

@@ -27,7 +27,7 @@ CLOCK_UNSYNCHRONIZED: Final = 5  # TIME_ERROR of adjtimex.
 
 
 def machine_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Look at versions, CPUs, memory, limits, shared memory, clocks and devices. Takes milliseconds."""
+    """Check versions, CPUs, memory, limits, shared memory, clocks and devices. Takes milliseconds."""
     yield versions()
     yield cpus(root)
     yield memory(root)
@@ -41,7 +41,7 @@ def machine_findings(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def versions() -> Finding:
-    """Name the versions of what tidekv stands on."""
+    """List the versions of tidekv and its main dependencies."""
     found, missing = [], []
     for package in PACKAGES:
         try:
@@ -54,7 +54,10 @@ def versions() -> Finding:
 
 
 def cpus(root: Path) -> Finding:
-    """A worker needs a core for its loop and some of another for threads; a quota stops all of them at once."""
+    """Check the number of CPUs: a worker needs one for its loop and part of another for its threads.
+
+    A quota is worse than fewer CPUs, because it stops all threads at once.
+    """
     usable, quota = len(os.sched_getaffinity(0)), cpu_limit(root)
     found = f"{usable} usable" + (f", limited to {quota:g} by a control group" if quota is not None else "")
     if min(usable, quota or usable) < 2:
@@ -66,7 +69,7 @@ def cpus(root: Path) -> Finding:
 
 
 def memory(root: Path) -> Finding:
-    """How much there is for pools on the host."""
+    """Check the memory available for pools on the host."""
     there = host_memory(root)
     found = f"{in_bytes(there.free_bytes)} of {in_bytes(there.total_bytes)} free, bound by {there.bound_by}"
     if there.free_bytes < GIB:
@@ -75,7 +78,7 @@ def memory(root: Path) -> Finding:
 
 
 def locked_memory(limit: int, *, has_rdma: bool) -> Finding:
-    """Pinned pools and RDMA lock memory; the limit is `ulimit -l`."""
+    """Check `ulimit -l`: pinned pools and RDMA lock memory."""
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "unlimited")
     found = f"ulimit -l is {in_bytes(limit)}"
@@ -86,7 +89,7 @@ def locked_memory(limit: int, *, has_rdma: bool) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Each link, storage file and server connection is one."""
+    """Check `ulimit -n`: each link, storage file and server connection is an open file."""
     found = f"ulimit -n is {soft} (at most {hard})"
     if soft >= FILES_WANTED or soft == resource.RLIM_INFINITY:
         return Finding("open files", "ok", found)
@@ -95,7 +98,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def shared_memory(root: Path) -> Finding:
-    """UCX moves data between processes of one host through /dev/shm."""
+    """Check /dev/shm, by which UCX moves data between processes of one host."""
     folder = root / "dev/shm"
     if not folder.is_dir():
         return Finding("shared memory", "warn", "there is no /dev/shm", "Mount one: same-host transfers go by TCP.")
@@ -109,7 +112,7 @@ def shared_memory(root: Path) -> Finding:
 
 
 def same_host_copies(root: Path) -> Finding:
-    """Cross-memory attach lets one process write into another of the same user."""
+    """Check cross-memory attach, by which a process writes into another one of the same user."""
     scope = _first_line(root / "proc/sys/kernel/yama/ptrace_scope")
     if scope in ("", "0"):
         return Finding("same-host copies", "ok", "cross-memory attach is allowed")
@@ -118,13 +121,13 @@ def same_host_copies(root: Path) -> Finding:
 
 
 def rdma_devices(root: Path) -> list[str]:
-    """The names of InfiniBand and RoCE devices."""
+    """Return the names of InfiniBand and RoCE devices."""
     folder = root / "sys/class/infiniband"
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def rdma(root: Path, *, environment: Mapping[str, str]) -> Finding:
-    """Whether transfers between hosts can go by RDMA, and what the environment tells UCX."""
+    """Check for RDMA between hosts, and list the UCX settings of the environment."""
     devices = rdma_devices(root)
     told = ", ".join(f"{name}={environment[name]}" for name in sorted(environment) if name.startswith("UCX_"))
     found = (f"devices: {', '.join(devices)}" if devices else "no RDMA device: UCX uses TCP and shared memory") + (
@@ -185,21 +188,21 @@ def _address(hexadecimal: str) -> str:
 
 
 def clock(root: Path, *, state: int) -> Finding:
-    """Deadlines use the monotonic clock, which must be cheap; events and logs use the wall clock."""
+    """Check the clocks. Deadlines read the monotonic one, which must be cheap; events and logs the wall clock."""
     source = _first_line(root / "sys/devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
     if source not in (*STEADY_CLOCKS, "unknown"):
         advice = (
-            "Boot with a better clock source (tsc): each look at the clock is a system call that takes a microsecond."
+            "Boot with a better clock source (tsc): each reading of this one is a system call of about a microsecond."
         )
         return Finding("clock", "warn", f"clock source {source}", advice)
     if state == CLOCK_UNSYNCHRONIZED:
-        advice = "Run chrony or another time service: times of journals and events of several hosts do not compare."
+        advice = "Run chrony or another time service: otherwise times in journals of several hosts do not compare."
         return Finding("clock", "warn", f"clock source {source}; the wall clock is not synchronized", advice)
     return Finding("clock", "ok", f"clock source {source}")
 
 
 def _clock_state() -> int:
-    """Ask the kernel whether something keeps the wall clock right; asking changes nothing and needs no rights."""
+    """Return whether the kernel considers the wall clock synchronized. Changes nothing and needs no privileges."""
     question = ctypes.create_string_buffer(512)  # A struct timex with modes = 0.
     return int(ctypes.CDLL(None).adjtimex(question))
 

@@ -1,6 +1,6 @@
-"""Checks that could hang or crash, one a child process: `python -m tidekv.engine.doctor.probe NAME [ARGUMENT]`.
+"""Checks that could hang or crash, one per child process: `python -m tidekv.engine.doctor.probe NAME [ARGUMENT]`.
 
-Each prints its findings as JSON. The doctor kills those that do not answer in time, so nothing here has deadlines.
+Each prints its findings as JSON. The doctor kills a child that takes too long, so nothing here has a deadline.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ LAG_WANTED_S: Final = 0.002
 
 
 def nixl(_: str) -> list[Finding]:
-    """Make an agent, list its plugins, and start UCX as a worker does; list the ports that it opens."""
+    """Create an agent, list its plugins, and start UCX as a worker does."""
     from tidekv.engine.doctor.machine import data_plane, listening
     from tidekv.states.errors import TidekvError
     from tidekv.transports.nixl_agent import NixlAgent
 
-    reinstall = "Run: pip install --force-reinstall nixl==1.5.1, and look at what it says above."
+    reinstall = "Run: pip install --force-reinstall nixl==1.5.1, and read the messages of NIXL above."
     try:
         agent = NixlAgent(f"doctor-{os.getpid()}", backends={}, progress_delay_us=20_000)
         plugins = sorted(agent.plugins())
     except TidekvError as error:
-        return [Finding("nixl", "bad", f"no agent can be made: {error}", reinstall)]
+        return [Finding("nixl", "bad", f"no agent can be created: {error}", reinstall)]
     listed = ", ".join(plugins)
     if "UCX" not in plugins:
         return [Finding("nixl", "bad", f"plugins: {listed}; UCX is missing", reinstall)]
@@ -57,7 +57,7 @@ def nixl(_: str) -> list[Finding]:
 
 
 def ucx(_: str) -> list[Finding]:
-    """Name the transports of the UCX that NIXL brings along."""
+    """List the transports of the UCX that is bundled with NIXL."""
     found: set[str] = set()
     for package in ("nixl_cu13", "nixl_cu12"):
         spec = find_spec(package)
@@ -70,7 +70,7 @@ def ucx(_: str) -> list[Finding]:
 
 
 def gpu(_: str) -> list[Finding]:
-    """Name the GPUs that torch sees; none is no fault."""
+    """List the GPUs that torch sees. None is only a warning."""
     import torch
 
     if torch.cuda.is_available():
@@ -78,13 +78,13 @@ def gpu(_: str) -> list[Finding]:
         listed = ", ".join(f"{each.name} with {in_bytes(each.total_memory)}" for each in names)
         return [Finding("gpu", "ok", listed)]
     if Path("/dev/nvidia0").exists():
-        found = f"there is /dev/nvidia0, but torch {torch.__version__} sees no CUDA device"
+        found = f"/dev/nvidia0 exists, but torch {torch.__version__} sees no CUDA device"
         return [Finding("gpu", "bad", found, "Install torch's CUDA build that fits the driver (see nvidia-smi).")]
-    return [Finding("gpu", "warn", "none", 'Fine for tests with device = "cpu"; serving wants a GPU.')]
+    return [Finding("gpu", "warn", "none", 'Sufficient for tests with device = "cpu"; serving needs a GPU.')]
 
 
 def loop(_: str) -> list[Finding]:
-    """Measure how late an idle event loop is."""
+    """Measure the delay of timers of an idle event loop."""
     import uvloop
 
     async def lags() -> list[float]:
@@ -98,26 +98,26 @@ def loop(_: str) -> list[Finding]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         late = runner.run(lags())[197]
     if late > LAG_WANTED_S:
-        advice = "The machine is busy, or stops this process: leave it more CPUs, and pin them."
+        advice = "The machine is busy, or suspends this process: give it more CPUs, and pin them."
         return [Finding("event loop", "warn", f"{late * 1000:.1f} ms late at p99, idle", advice)]
     return [Finding("event loop", "ok", f"{late * 1000:.2f} ms late at p99, idle")]
 
 
 def storage(directory: str) -> list[Finding]:
-    """Write and read a file in a directory, past the page cache where that is possible. Leaves nothing behind."""
+    """Write and read a file in a directory, bypassing the page cache if possible. Leaves no file behind."""
     try:
         free = os.statvfs(directory)
         room = free.f_bavail * free.f_frsize
         if room < 2 * STORAGE_BYTES:
-            advice = "Make room, or name another directory: a cache that cannot hold anything helps nobody."
+            advice = "Free space, or use another directory: this one is too small for a cache."
             return [Finding("storage", "bad", f"{directory} has {in_bytes(room)} free", advice)]
         with tempfile.NamedTemporaryFile(dir=directory, prefix="tidekv-doctor-") as file:
             written, write_s = _write(file.fileno())
             read_s, direct = _read(Path(file.name), written)
     except OSError as error:
-        return [Finding("storage", "bad", f"{directory}: {error.strerror}", "Name a directory that this user may use.")]
+        return [Finding("storage", "bad", f"{directory}: {error.strerror}", "Use a directory this user can write.")]
     rates = (written / write_s, written / read_s)
-    how = "past the page cache" if direct else "maybe from the page cache"
+    how = "past the page cache" if direct else "possibly from the page cache"
     found = f"{directory}: writes {in_bytes(int(rates[0]))}/s, reads {in_bytes(int(rates[1]))}/s {how}, "
     found += f"{in_bytes(room)} free"
     if min(rates) < STORAGE_WANTED:
@@ -137,12 +137,12 @@ def _write(file: int) -> tuple[int, float]:
 
 
 def _read(path: Path, size: int) -> tuple[float, bool]:
-    """Return how long reading took, and whether it was surely the device that was read."""
+    """Return the seconds that reading took, and whether it certainly bypassed the page cache."""
     direct = True
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
-        direct = False  # As on tmpfs.
+        direct = False  # Not supported, for example on tmpfs.
         file = os.open(path, os.O_RDONLY)
     with contextlib.closing(mmap.mmap(-1, BLOCK_BYTES)) as buffer:
         try:
@@ -165,9 +165,9 @@ PROBES: Final[Mapping[str, Callable[[str], list[Finding]]]] = {
 }
 
 if __name__ == "__main__":
-    # NIXL and torch write to stdout as they like; only the last line is ours.
+    # NIXL and torch also write to stdout; the findings are the last line.
     answer = PROBES[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")
     sys.stdout.write(f"\n{msgspec.json.encode(answer).decode()}\n")
     sys.stdout.flush()
-    # Without finalizers: what hangs at exit would be taken for a check that hangs.
+    # Without finalizers: a library that hangs at exit would make the check look hung.
     os._exit(0)

@@ -1,1 +1,1 @@
-"""Other engines' interfaces, served by tidekv's parts. Each module needs the engine that it is for."""
+"""Storage interfaces of other engines, implemented with tidekv's parts. Each module needs the engine it is for."""

@@ -1,4 +1,4 @@
-"""Which host page holds which key: a bounded L2 of whole pages, least recently used first out.
+"""Bounded cache of host pages by key (L2) that evicts the least recently used page.
 
     free ──take──▶ lent ──keep under a key──▶ lent, found by its key
       ▲              │                          │ last receipt back
@@ -6,7 +6,7 @@
       ▲                                       idle, found by its key ──find──▶ lent again
       └──────────taken when no page is free─────┘
 
-It holds no bytes. Calls may come from any thread.
+It only accounts for pages and holds no bytes. Methods may be called on any thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tidekv.states.errors import BrokenInvariant, InvalidConfig
 
 
 class HostCache:
-    """The account of `page_count` host pages. Each `take` and `find` is given back once."""
+    """The account of `page_count` host pages. Each page from `take` and `find` must be given back once."""
 
     def __init__(self, page_count: int) -> None:
         if page_count < 1:
-            raise InvalidConfig(f"a host cache needs a page at least, not {page_count}")
+            raise InvalidConfig(f"a host cache needs at least one page, not {page_count}")
         self.page_count = page_count
         self._lock = threading.Lock()
         self._free = list(range(page_count - 1, -1, -1))
@@ -33,7 +33,7 @@ class HostCache:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def take(self, count: int) -> list[int]:
-        """Return up to `count` pages for new bytes, free ones first, then idle ones, whose keys are forgotten."""
+        """Take up to `count` pages for new bytes: free ones first, then idle ones, whose keys are forgotten."""
         with self._lock:
             taken: list[int] = []
             while len(taken) < count and (self._free or self._idle):
@@ -44,7 +44,7 @@ class HostCache:
             return taken
 
     def find(self, key: bytes) -> int | None:
-        """Return the page that has the bytes of `key`, which nobody overwrites until it is given back."""
+        """Return the page with the bytes of `key`, or None. It is not overwritten until it is given back."""
         with self._lock:
             page = self._page_of.get(key)
             if page is not None:
@@ -53,7 +53,7 @@ class HostCache:
             return page
 
     def keep(self, key: bytes, page: int) -> None:
-        """A lent page has the bytes of `key` now. Where another page has them already, nothing changes."""
+        """Record that a lent page has the bytes of `key`. No effect if another page has that key already."""
         with self._lock:
             if not self._receipts[page] or self._key_of[page] is not None:
                 raise BrokenInvariant(f"host page {page} is not lent for new bytes")
@@ -62,7 +62,7 @@ class HostCache:
                 self._key_of[page] = key
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """End one receipt of each page."""
+        """Return one receipt of each page."""
         with self._lock:
             for page in pages:
                 if not self._receipts[page]:
@@ -76,12 +76,12 @@ class HostCache:
                     self._idle[page] = None
 
     def available(self) -> int:
-        """How many pages `take` could return now."""
+        """Number of pages that `take` could return now."""
         with self._lock:
             return len(self._free) + len(self._idle)
 
     def cached(self) -> int:
-        """How many pages are found by a key."""
+        """Number of pages that have a key."""
         with self._lock:
             return len(self._page_of)
 

@@ -1,4 +1,4 @@
-"""An event loop and a poller on a thread of their own: what storage engines need where callers are no coroutines."""
+"""An event loop and a poller on a thread of their own, for storage engines whose callers are not coroutines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Owns the loop, its thread and the poller, until `close`. Calls may come from any thread but its own."""
+    """Owns the loop, its thread and the poller until `close`. Methods may be called on any thread except its own."""
 
     def __init__(self, name: str) -> None:
-        """Start the thread. `name` is what the thread is called."""
+        """Start the thread under this name, the loop and the poller."""
         self._is_closed = False
         self._name = name
         self._loop = asyncio.new_event_loop()
@@ -33,28 +33,28 @@ class LoopThread:
         return self._is_closed
 
     def start(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
-        """Run `work` on the loop; its future is the caller's. Raises EngineClosed once closed."""
+        """Run `work` on the loop; the caller owns its future. Raises EngineClosed once closed."""
         if self._is_closed:
             work.close()
             raise EngineClosed("this storage is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def post(self, step: Callable[[], object]) -> None:
-        """Call `step` on the loop, soon. Raises EngineClosed once closed."""
+        """Schedule a call of `step` on the loop. Raises EngineClosed once closed."""
         if self._is_closed:
             raise EngineClosed("this storage is closed")
         self._loop.call_soon_threadsafe(step)
 
     def call(self, work: Coroutine[object, object, T]) -> T:
-        """Run `work` on the loop, and return its result once it has ended. Raises EngineClosed once closed."""
+        """Run `work` on the loop and return its result. Raises EngineClosed once closed."""
         return self.start(work).result()
 
     def finish(self, work: Coroutine[object, object, T]) -> T:
-        """As `call`, while closing, too: for what the owner of the thread has to end."""
+        """As `call`, but also while closing: for the last steps of the thread's owner."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self, last: Coroutine[object, object, None]) -> None:
-        """Take no more calls, run `last` to its end, and stop. Only the first call does anything."""
+        """Accept no more calls, run `last` to its end, and stop. Idempotent."""
         if self._is_closed:
             last.close()
             return

@@ -1,4 +1,4 @@
-"""Pages of SGLang's host pools, seen as tidekv orders a page. Views only: nothing is copied here.
+"""Views of the pages of SGLang's host pools in tidekv's order of a page. No bytes are copied here.
 
 A tidekv page is layer 0 K, layer 0 V, layer 1 K, …, each [page_size, heads, head_dim]. SGLang keeps a page in one of
 several orders; permuting its axes gives a view that can be copied from and to.
@@ -13,7 +13,7 @@ import torch
 from tidekv.backends.layout import DTYPES, KVLayout
 from tidekv.states.errors import InvalidConfig
 
-# How to bring the axes of one page to [layer, K or V, token, head, element]; after the index, by layout.
+# Permutation of the axes of one page to [layer, K or V, token, head, element], by layout, after indexing the page.
 _MHA_AXES: Final = {
     "layer_first": (1, 0, 2, 3, 4),  # [K or V, layer, token, head, element]
     "page_first": (2, 0, 1, 3, 4),  # [K or V, token, layer, head, element]
@@ -31,7 +31,7 @@ class HostPages:
     """The pages of one of SGLang's host pools (`MHATokenToKVPoolHost`, `MLATokenToKVPoolHost`)."""
 
     def __init__(self, pool: Any, *, is_mla: bool) -> None:
-        """Raises InvalidConfig for a pool whose pages have no counterpart here."""
+        """Raises InvalidConfig if pages of this pool cannot be viewed as tidekv pages."""
         axes = (_MLA_AXES if is_mla else _MHA_AXES).get(pool.layout)
         if axes is None:
             raise InvalidConfig(f"SGLang's host layout {pool.layout!r} cannot be shared; use page_first or layer_first")
@@ -50,7 +50,7 @@ class HostPages:
         )
 
     def view(self, token_index: int) -> torch.Tensor:
-        """Return the page that begins at a token of the pool, in tidekv's order, writable and in place."""
+        """Return the page that begins at a token of the pool, in tidekv's order, as a writable view."""
         buffer: torch.Tensor = self._pool.kv_buffer
         size = self.layout.page_size
         if not self._is_mla:
@@ -62,7 +62,7 @@ class HostPages:
         return self._in_order(buffer[token_index // size])
 
     def flat_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a flat page, as `get_data_page` gives and `set_from_flat_data_page` takes it, in tidekv's order."""
+        """Return a flat page, as of `get_data_page` and `set_from_flat_data_page`, in tidekv's order."""
         shape = self.view(0).permute(*_inverse(self._axes)).shape
         return self._in_order(flat.view(self.layout.torch_dtype).view(shape))
 

@@ -1,12 +1,12 @@
-"""SGLang reads and writes the storage tier that tidekv's decode engines use: its `HiCacheStorage`, interface v1.
+"""`HiCacheStorage` for SGLang (interface v1) on the storage tier that tidekv's decode engines use.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
         '{"backend_name": "tidekv", "module_path": "tidekv.engine.integrations.sglang",
           "class_name": "TidekvHiCacheStorage", "interface_v1": 1,
           "uri": "file:/var/lib/tidekv?capacity=200GB", "model": "my-model"}'
 
-The model's name must be that of the engines' `EngineConfig(model=…)`, and page size, dtype and heads must be the same:
-keys are the same chain of hashes on both sides, and pages are put in tidekv's order on the way.
+The model's name must equal that of the engines' `EngineConfig(model=…)`, and page size, dtype and heads must be the
+same: both sides compute the same chain of hashes as keys, and pages are stored in tidekv's order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LOADERS: Final = ("backend_name", "module_path", "class_name", "interface_v1")
 
 
 class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types.
-    """One rank's storage. SGLang makes it, registers its host pool, and calls it from its own threads.
+    """Storage of one rank. SGLang creates it, registers its host pool, and calls it from its own threads.
 
-    A page that cannot be had is a miss, and storage that fails is one warning and misses: SGLang goes on without.
+    A page that cannot be read is a miss. A failure of storage is logged as a warning and counts as a miss.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, object] | None = None) -> None:
-        """Nothing is opened before a host pool is registered. Raises InvalidConfig, which names what is wrong."""
+        """Check the options. Storage is opened by `register_mem_pool_host`. Raises InvalidConfig."""
         given = dict(storage_config.extra_config or {})
         unknown = sorted(set(given) - {*OURS, *LOADERS})
         if unknown:
@@ -55,11 +55,11 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         self._store: StorageThread | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the storage for this host pool. Raises InvalidConfig for a pool whose pages cannot be shared."""
+        """Open the storage for a host pool. Raises InvalidConfig if its pages cannot be shared with tidekv."""
         super().register_mem_pool_host(mem_pool_host)
         is_mla = bool(self._config.is_mla_model)
         self._pages = HostPages(mem_pool_host, is_mla=is_mla)
-        # All ranks hold the same latent vectors: they share one copy.
+        # With MLA all ranks hold the same latent vectors, and share one copy.
         rank, ranks = (0, 1) if is_mla else (int(self._config.tp_rank), int(self._config.tp_size))
         self._store = StorageThread(
             open_storage(self._uri, self._options),
@@ -70,33 +70,33 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
             timeout_s=self._timeout_s,
         )
 
-    # --- Interface v1: pages in place, by the index of their first token ---
+    # --- Interface v1: pages in place, identified by the index of their first token ---
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Read pages into the host pool; True where the verified bytes are there."""
+        """Read pages into the host pool; True for each whose bytes were read and verified."""
         pages, starts = self._required_pages(), self._starts(keys, host_indices)
         return self._get(keys, lambda number, ours: _copy(ours, pages.view(starts[number])))
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Write pages of the host pool; True where they can be got."""
+        """Write pages of the host pool; True for each that storage has now."""
         pages, starts = self._required_pages(), self._starts(keys, host_indices)
         if not self._config.is_storage_writer:
             return [True] * len(keys)
         return self._put(keys, lambda number, ours: _copy_back(pages.view(starts[number]), ours))
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Return how many keys, from the first on, are probably there."""
+        """Return the number of keys, from the first on, that storage probably has."""
         try:
             return self._opened().leading(_digests(keys))
         except StorageFailed as error:
-            LOG.warning("storage cannot be asked, which counts as a miss: %s", error)
+            LOG.warning("storage look-up failed, which counts as a miss: %s", error)
             return 0
 
     def exists(self, key: str) -> bool:
-        """Tell whether a key is probably there."""
+        """Return whether storage probably has a key."""
         return self.batch_exists([key]) == 1
 
-    # --- The interface before it: flat pages ---
+    # --- The earlier interface: flat pages ---
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         """Read one page into the flat page `target_location`, or a new one."""
@@ -108,7 +108,7 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Read pages into flat pages; None for each that is not there."""
+        """Read pages into flat pages; None for each that is missing."""
         flats = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
         pages = self._required_pages()
         good = self._get(keys, lambda number, ours: _copy(ours, pages.flat_view(flats[number])))
@@ -121,7 +121,7 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write flat pages; True if all can be got."""
+        """Write flat pages; True if storage has all of them now."""
         if not self._config.is_storage_writer:
             return True
         pages = self._required_pages()
@@ -130,11 +130,11 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
     # --- The rest ---
 
     def clear(self) -> None:
-        """Forget every page of this model and layout."""
+        """Delete every page of this model and layout."""
         self._opened().clear()
 
     def close(self) -> None:
-        """Wait for what runs, and close the storage."""
+        """Wait for running calls, and close the storage."""
         if self._store is not None:
             self._store.close()
 
@@ -142,14 +142,14 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         try:
             return self._opened().get(_digests(keys), take)
         except StorageFailed as error:
-            LOG.warning("storage cannot be read, which counts as a miss: %s", error)
+            LOG.warning("storage read failed, which counts as a miss: %s", error)
             return [False] * len(keys)
 
     def _put(self, keys: Sequence[str], give: Any) -> list[bool]:
         try:
             return self._opened().put(_digests(keys), give)
         except StorageFailed as error:
-            LOG.warning("storage cannot be written: %s", error)
+            LOG.warning("storage write failed: %s", error)
             return [False] * len(keys)
 
     def _opened(self) -> StorageThread:
@@ -159,11 +159,11 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
 
     def _required_pages(self) -> HostPages:
         self._opened()
-        assert self._pages is not None, "it is made with the store"
+        assert self._pages is not None, "it is created with the store"
         return self._pages
 
     def _starts(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
-        """The first token of each page; the others follow it."""
+        """Return the first token index of each page; the page's other tokens follow it."""
         size = self._required_pages().layout.page_size
         if len(host_indices) != len(keys) * size:
             raise InvalidRequest(f"{len(keys)} pages of {size} tokens do not have {len(host_indices)} indices")
@@ -172,13 +172,13 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    """SGLang writes digests in hex."""
+    """Decode the keys, which SGLang passes as hex digests. Raises InvalidRequest."""
     try:
         digests = [bytes.fromhex(key) for key in keys]
     except ValueError as error:
-        raise InvalidRequest(f"a key is no digest in hex: {error}") from error
+        raise InvalidRequest(f"a key is not a hex digest: {error}") from error
     if any(len(digest) != KEY_BYTES for digest in digests):
-        raise InvalidRequest(f"a key is no digest of {KEY_BYTES} bytes")
+        raise InvalidRequest(f"a key is not a digest of {KEY_BYTES} bytes")
     return digests
 
 

@@ -1,4 +1,4 @@
-"""Storage that fails again and again is left alone, until a probe finds it well."""
+"""Circuit breaker for storage engines: after repeated failures they are not used until a probe succeeds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BACKOFF_MAX_S: Final = 30.0
 
 
 class StorageGuard:
-    """Hears how uses of some storage engines end, and says whether to use them. All on one loop."""
+    """Receives the results of storage calls and decides whether storage may be used. All calls on one loop."""
 
     def __init__(self, storages: Sequence[Storage], log: logging.Logger) -> None:
-        """The engines are the caller's; those that are added later count, too."""
+        """The caller owns the engines; the sequence is read at each probe, so engines added later are probed too."""
         self._storages = storages
         self._log = log
         self._breaker = Breaker()
@@ -30,15 +30,15 @@ class StorageGuard:
 
     @property
     def is_open(self) -> bool:
-        """Whether storage is to be left alone."""
+        """Whether the breaker is open: storage must not be used."""
         return self._breaker.is_open
 
     def succeeded(self) -> None:
-        """A use has ended well."""
+        """Record a successful call."""
         self._note(failed=False)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """A use has failed. Logged: with its traceback where it is no failure of storage but a bug."""
+        """Record and log a failed call. An exception that is not a TidekvError is a defect, logged with traceback."""
         if isinstance(error, TidekvError):
             self._log.warning("%s: %s", what, error)
         else:
@@ -46,7 +46,7 @@ class StorageGuard:
         self._note(failed=True)
 
     async def close(self) -> None:
-        """Probe no more."""
+        """Stop probing."""
         self._closing = True
         await self._tasks.close()
 
@@ -54,7 +54,7 @@ class StorageGuard:
         was_open = self._breaker.is_open
         self._breaker.note(failed=failed, failures_max=FAILURES_MAX, backoff_s=BACKOFF_S)
         if self._breaker.is_open and not was_open and not self._closing:
-            self._log.warning("storage is left alone until a probe succeeds")
+            self._log.warning("storage is not used until a probe succeeds")
             self._tasks.spawn(self._probe(), name="probe")
 
     async def _probe(self) -> None:

@@ -1,7 +1,7 @@
-"""A storage engine for callers that are no coroutines: a loop on a thread of its own, and pages to pass through.
+"""Blocking interface to a storage engine: a loop on its own thread, and staging pages for the bytes.
 
-Reads and writes go through staging pages, one set for each direction, so that a read never waits for a write. Calls
-may come from any thread; those of one direction wait for one another.
+Reads and writes use separate staging pages, so a read never waits for a write. Methods may be called on any thread;
+calls of the same direction run one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH_PAGES_MAX: Final = 128
 
 
 class StorageThread:
-    """Owns the storage, its poller, its loop and the staging pages, until `close`."""
+    """Owns the storage, its poller, its loop and the staging pages until `close`."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class StorageThread:
         ranks: int = 1,
         timeout_s: float = 30.0,
     ) -> None:
-        """Start the thread and register. Raises what the engine raises, with everything stopped again.
+        """Start the thread and register the pool. Raises what the engine raises, with everything stopped again.
 
-        Pages are shared with whoever has the same model, layout and rank: a decode engine with
+        Pages are shared with every user of the same model, layout and rank, such as a decode engine with
         `EngineConfig(model=…)`.
         """
         self.layout = layout
@@ -58,12 +58,15 @@ class StorageThread:
             raise
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the keys, from the first on, are probably there."""
+        """Return the number of keys, from the first on, that storage probably has."""
         found = self._loop.call(self._storage.exists(keys, timeout_s=self._timeout_s))
         return found.index(False) if False in found else len(found)
 
     def get(self, keys: Sequence[bytes], take: Callable[[int, torch.Tensor], None]) -> list[bool]:
-        """Read pages, and hand each verified one to `take`, by its number, as tensor [page_bytes] that is ours."""
+        """Read pages; calls `take(number, tensor)` for each verified one.
+
+        The tensor [page_bytes] belongs to the store and is valid only during the call.
+        """
         good: list[bool] = []
         with self._reading:
             for first in range(0, len(keys), self._batch):
@@ -77,7 +80,7 @@ class StorageThread:
         return good
 
     def put(self, keys: Sequence[bytes], give: Callable[[int, torch.Tensor], None]) -> list[bool]:
-        """Write pages; `give` fills the tensor [page_bytes] of each, by its number."""
+        """Write pages; `give(number, tensor)` fills the tensor [page_bytes] of each."""
         good: list[bool] = []
         with self._writing:
             for first in range(0, len(keys), self._batch):
@@ -89,10 +92,10 @@ class StorageThread:
         return good
 
     def clear(self) -> int:
-        """Forget every page of this namespace; returns how many there were."""
+        """Delete every page of this namespace; returns their number."""
         return self._loop.call(self._storage.clear())
 
     def close(self) -> None:
-        """Wait for the calls that run, and give everything back. Closing again does nothing."""
+        """Wait for running calls, and close everything. Idempotent."""
         with self._reading, self._writing:
             self._loop.close(self._storage.close())

@@ -1,8 +1,8 @@
 """The paged KV tensors of a vLLM worker, read and written as pages in tidekv's order.
 
-vLLM gives one tensor a layer, [block, head, token, element] whatever its strides; an element row is a token's K and V
-of one head, side by side, or a latent vector. A block that its kernels cut is [block · part, head, token of the part,
-element]. A tidekv page is `blocks_per_page` blocks:
+vLLM has one tensor per layer, [block, head, token, element] with any strides; an element row is K and V of one token
+and head side by side, or a latent vector. If kernels split blocks into parts, it is [block · part, head, token of the
+part, element]. A tidekv page is `blocks_per_page` blocks:
 
     vLLM     layer 0 [blocks, heads, tokens, K | V]          layer 1 …
     tidekv   layer 0 K [page tokens, heads, K] | layer 0 V [page tokens, heads, V] | layer 1 K …
@@ -18,16 +18,17 @@ import torch
 from tidekv.backends.layout import KVLayout
 from tidekv.states.errors import InvalidConfig
 
-# Bytes are moved as plain integers: torch has no scatter for every float of 8 bits.
+# Bytes are moved as integers, because torch has no scatter for every 8-bit float.
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PagedBlocks:
-    """All layers of one worker. Calls move whole batches, in the stream that is current where they are made."""
+    """KV tensors of all layers of one worker. Calls move whole batches, in the stream current in the caller."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, layout: KVLayout, block_size: int, num_blocks: int) -> None:
-        """`tensors` in the order of the layers; the worker's, and moved in place. Raises InvalidConfig, which names the
-        first tensor that is not as the layout says.
+        """`tensors` are in the order of the layers, belong to the worker, and are used in place.
+
+        Raises InvalidConfig, which names the first tensor that does not fit the layout.
         """
         self.layout = layout
         self.num_blocks = num_blocks
@@ -39,7 +40,7 @@ class PagedBlocks:
         self._layers = [self._whole_blocks(number, tensor).view(element) for number, tensor in enumerate(tensors)]
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Return the bytes of whole pages, uint8 [pages, page_bytes] on the device; `blocks` are those of the pages."""
+        """Return the bytes of whole pages, uint8 [pages, page_bytes] on the device. `blocks` are those of the pages."""
         index = self._index(blocks)
         pages = len(blocks) // self.blocks_per_page
         found = torch.empty((pages, *self._page_shape()), dtype=self._element, device=self.device)
@@ -51,13 +52,14 @@ class PagedBlocks:
         return found.view(pages, -1).view(torch.uint8)
 
     def write(self, page_bytes: torch.Tensor, blocks: Sequence[int], *, skip: int = 0) -> None:
-        """Overwrite blocks with whole pages, uint8 [pages, page_bytes] on the device. `blocks` are those of the pages,
-        in order, without the first `skip`; the last ones may be left out, too.
+        """Overwrite blocks with whole pages, uint8 [pages, page_bytes] on the device.
+
+        `blocks` are the blocks of the pages in order, without the first `skip`; some at the end may be missing, too.
         """
         index = self._index(blocks)
         pages = page_bytes.view(self._element).view(len(page_bytes), *self._page_shape())
         for number, layer in enumerate(self._layers):
-            # The way back: [page, block, head, part, token, K or V, element], and then as the layer has it.
+            # The reverse of `read`: [page, block, head, part, token, K or V, element], then the axes of the layer.
             rows = pages[:, number].permute(0, 2, 5, 3, 4, 1, 6).flatten(0, 1)[skip : skip + len(blocks)]
             if layer.dim() == 5:
                 rows = rows.permute(0, 2, 1, 3, 4, 5)
@@ -66,7 +68,7 @@ class PagedBlocks:
             layer.index_copy_(0, index, rows.flatten(-2))
 
     def _whole_blocks(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The layer with whole blocks first: [block, head, token, element] or [block, part, head, token, element]."""
+        """Return the layer as [block, head, token, element] or [block, part, head, token, element]."""
         layout, parts = self.layout, tensor.shape[0] // self.num_blocks if self.num_blocks else 0
         expected = (layout.num_kv_heads, self._block_size // max(parts, 1), layout.tensors_per_layer * layout.head_dim)
         if (
@@ -80,17 +82,17 @@ class PagedBlocks:
         ):
             raise InvalidConfig(
                 f"KV tensor of layer {number} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
-                f"{self.num_blocks} blocks of {self._block_size} tokens with {layout} on {self.device} are not that"
+                f"expected {self.num_blocks} blocks of {self._block_size} tokens with {layout} on {self.device}"
             )
         return tensor if parts == 1 else tensor.view(self.num_blocks, parts, *tensor.shape[1:])
 
     def _content(self, rows: torch.Tensor) -> torch.Tensor:
-        """From a layer's blocks to [page, block, head, part, token, K or V, element]."""
+        """Reshape blocks of a layer to [page, block, head, part, token, K or V, element]."""
         rows = rows.view(*rows.shape[:-1], self.layout.tensors_per_layer, self.layout.head_dim)
         return rows.transpose(2, 3) if rows.dim() == 7 else rows.unsqueeze(3)
 
     def _page_shape(self) -> tuple[int, ...]:
-        """[layer, K or V, block, part, token, head, element]."""
+        """Return the shape [layer, K or V, block, part, token, head, element]."""
         layout, layer = self.layout, self._layers[0]
         parts = layer.shape[1] if layer.dim() == 5 else 1
         tokens = (parts, self._block_size // parts, layout.num_kv_heads)
@@ -101,7 +103,7 @@ class PagedBlocks:
 
 
 def in_order(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors by the numbers in the names of their layers: "layers.10.attn" comes after "layers.9.attn"."""
+    """Return the tensors by the numbers in their layers' names: "layers.10.attn" comes after "layers.9.attn"."""
     return [tensors[name] for name in sorted(tensors, key=_numbers)]
 
 

@@ -1,8 +1,8 @@
 """Copies between a worker's host pages and its paged KV, in stream order on a GPU.
 
-What is saved is gathered in the stream that computed it, so vLLM may hand its blocks on at once: whatever overwrites
-them comes later in that stream. What is loaded waits for the work that the stream had when the load was started: nobody
-uses the blocks any more whose last writer may still run.
+Saves gather pages in the stream that computed them, so vLLM may reuse the blocks at once: a later write to them is
+later in that stream. Loads wait for all work that was in the stream when the load began, because a block's previous
+user may still be writing to it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tidekv.backends.host import HostPool
 from tidekv.engine.integrations.vllm_blocks import PagedBlocks
 
 Wait = Callable[[], int]
-"""Waits for a copy; returns how many pages it had."""
+"""Waits for a copy; returns how many pages were copied."""
 
 
 class BlockCopies:
-    """Moves whole pages both ways. `read` and `mark` belong to vLLM's thread, `write` to any other one."""
+    """Copies whole pages both ways. `read` and `mark` are called on vLLM's thread, `write` on any other one."""
 
     def __init__(self, blocks: PagedBlocks, host: HostPool) -> None:
         self._blocks = blocks
@@ -30,7 +30,7 @@ class BlockCopies:
             self._to_device = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]  # torch has no types for it.
 
     def read(self, blocks: Sequence[int], pages: Sequence[int]) -> Wait:
-        """Start to copy the pages that `blocks` make to host pages; the returned call waits until they are there."""
+        """Start copying the pages that `blocks` form to host pages. The returned call waits for the copy."""
         rows = self._blocks.read(blocks)
         if not self._on_cuda:
             self._host.buffer.index_copy_(0, torch.tensor(pages), rows)
@@ -50,7 +50,7 @@ class BlockCopies:
         return wait
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return the point that the current stream has reached, for `write` to wait for."""
+        """Return an event at the current position of the stream, for `write` to wait for."""
         if not self._on_cuda:
             return None
         reached = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it.
@@ -58,7 +58,7 @@ class BlockCopies:
         return reached
 
     def write(self, pages: Sequence[int], blocks: Sequence[int], *, skip: int, after: torch.cuda.Event | None) -> None:
-        """Copy host pages to the blocks they make, all but the first `skip`; returns once they are there."""
+        """Copy host pages to the blocks that they form, without the first `skip`. Returns after the copy."""
         if not self._on_cuda:
             self._blocks.write(self._host.buffer.index_select(0, torch.tensor(pages)), blocks, skip=skip)
             return

@@ -1,4 +1,4 @@
-"""What the two sides of a vLLM connector tell each other. Plain values: they go from one process to another."""
+"""Messages between the two sides of a vLLM connector. Plain values, since they pass between processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Bring pages into vLLM's blocks: `blocks` are those of the pages, without the first `skip`, which vLLM has."""
+    """Load of pages into vLLM's blocks. `blocks` are those of the pages, without the first `skip`, which are valid."""
 
     request_id: str
     keys: tuple[bytes, ...]
@@ -18,8 +18,9 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Keep the pages that whole blocks make. `is_last`: the request has finished, and vLLM holds its blocks until it is
-    told that they were read.
+    """Save of the pages that whole blocks form.
+
+    `is_last`: the request has finished, and vLLM holds its blocks until the connector reports that they were read.
     """
 
     request_id: str
@@ -30,23 +31,23 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """A load has ended, and nothing writes to its blocks any more. `failed_blocks` hold garbage: recompute them."""
+    """End of a load; nothing writes to its blocks any more. `failed_blocks` hold garbage and must be recomputed."""
 
     request_id: str
     failed_blocks: tuple[int, ...] = ()
 
 
 COUNTS: Mapping[str, str] = {
-    "lookups": "prompts that storage was asked for",
-    "lookups_late": "prompts that were scheduled without its answer",
-    "load_pages_host": "pages loaded that the worker's host memory had",
-    "load_pages_storage": "pages loaded that storage had",
-    "load_pages_missing": "pages that storage did not have any more, or not whole; they are recomputed",
+    "lookups": "prompts looked up in storage",
+    "lookups_late": "prompts scheduled before their look-up had ended",
+    "load_pages_host": "pages loaded from the worker's host memory",
+    "load_pages_storage": "pages loaded from storage",
+    "load_pages_missing": "pages that storage no longer had, or that were damaged; they are recomputed",
     "load_pages_late": "pages not loaded in time; they are recomputed",
     "load_pages_failed": "pages not loaded because storage or a copy failed; they are recomputed",
     "save_pages_stored": "pages written to storage",
     "save_pages_present": "pages that storage had already",
-    "save_pages_dropped": "pages not written because too many were on their way",
+    "save_pages_dropped": "pages not written because too many writes were under way",
     "save_pages_failed": "pages not written because storage or a copy failed",
 }
-"""What is counted on either side, by name, and what it means."""
+"""Counters of both sides, by name, with their meaning."""

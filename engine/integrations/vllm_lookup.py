@@ -1,7 +1,7 @@
-"""What storage has of a prompt, asked beside vLLM's scheduler: an answer is a future, and no answer is a miss.
+"""Look-up of prompts in storage beside vLLM's scheduler. Results are futures, and a failure counts as a miss.
 
-With tensor parallelism a page is there if every rank's slice of it is: each rank's namespace is asked, and the shortest
-prefix counts.
+With tensor parallelism a page is present if each rank's slice of it is: every rank's namespace is looked up, and the
+shortest prefix is the result.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LOG = logging.getLogger("tidekv.vllm")
 
 
 class PrefixLookup:
-    """Owns one storage engine for each rank's namespace, on a loop of its own, until `close`."""
+    """Owns one storage engine for each rank's namespace, on its own loop, until `close`."""
 
     def __init__(
         self, open_one: Callable[[], Storage], *, layout: KVLayout, model: str, ranks: int, timeout_s: float
     ) -> None:
-        """Open all. Raises what the engines raise, with everything stopped again."""
+        """Open all engines. Raises what they raise, with everything stopped again."""
         self._timeout_s = timeout_s
-        # Engines want a pool; nothing is read here.
+        # Engines need a pool to register, although nothing is read into it.
         self._pool = HostPool.allocate(layout, 1, pin=False)
         self._storages: list[Storage] = []
         self._guard = StorageGuard(self._storages, LOG)
@@ -48,11 +48,11 @@ class PrefixLookup:
             raise
 
     def ask(self, keys: Sequence[bytes]) -> concurrent.futures.Future[int]:
-        """Return the future count of keys, from the first on, that every rank probably has; 0 where storage fails."""
+        """Return a future: the number of keys, from the first on, that every rank probably has; 0 if storage fails."""
         return self._loop.start(self._count(keys))
 
     def close(self) -> None:
-        """Answer what was asked, and close the engines. Closing again does nothing."""
+        """Complete running look-ups, and close the engines. Idempotent."""
         self._loop.close(self._close())
 
     async def _count(self, keys: Sequence[bytes]) -> int:
@@ -65,7 +65,7 @@ class PrefixLookup:
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(one.exists(keys, timeout_s=self._timeout_s)) for one in self._storages]
         except* Exception as errors:
-            self._guard.failed("storage cannot be asked, which counts as a miss", errors.exceptions[0])
+            self._guard.failed("storage look-up failed, which counts as a miss", errors.exceptions[0])
             count = 0
         else:
             self._guard.succeeded()

@@ -1,10 +1,10 @@
-"""A worker's pages: between vLLM's blocks, a bounded host memory (L2) and storage (L3), beside the model.
+"""Movement of a worker's pages between vLLM's blocks, bounded host memory (L2) and storage (L3).
 
-    load   L2, or storage ──▶ host pages ──▶ blocks        ended with the blocks that could not be filled
-    save   blocks ──▶ host pages ──▶ storage               dropped where half of the host pages are on their way there
+    load   L2, or storage ──▶ host pages ──▶ blocks        ends with the list of blocks that could not be filled
+    save   blocks ──▶ host pages ──▶ storage               dropped while half of the host pages are in use by saves
 
-Jobs are started by vLLM's thread, which never waits for storage, and run on a loop of their own. Host pages keep what
-passed through them until others need them. Nothing fails a request: what is not loaded is recomputed by vLLM.
+vLLM's thread starts jobs and never waits for storage; they run on a loop of their own. Host pages keep their content
+until they are needed for other pages. No failure fails a request: vLLM recomputes what is not loaded.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 
 class WorkerPages:
-    """Owns the host pages, the storage engine and the loop of one worker, until `close`."""
+    """Owns the host pages, the storage engine and the loop of one worker until `close`."""
 
     def __init__(self, storage: Storage, *, blocks: PagedBlocks, shared: Shared) -> None:
-        """Open the storage. Raises what the engine raises, with everything stopped again; OutOfMemory."""
+        """Open the storage. Raises OutOfMemory, and what the engine raises, with everything stopped again."""
         layout, settings = shared.layout, shared.settings
-        # Half is for saves, so that loads find room however slow storage takes what it is given.
+        # Saves use at most half of the pages, so loads find free ones even if storage accepts writes slowly.
         count = max(2, settings.host_bytes // layout.page_bytes)
         self._host = HostPool.allocate(layout, count, pin=blocks.device.type == "cuda")
         self._cache = HostCache(count)
@@ -78,12 +78,12 @@ class WorkerPages:
     # --- For vLLM's thread ---
 
     def load(self, job: LoadJob) -> None:
-        """Start a load; `take_ended` has its outcome, exactly once."""
+        """Start a load. Its result is returned by `take_ended` exactly once."""
         after = self._copies.mark()
         self._loop.post(lambda: self._spawn(self._load(job, after), name=f"load {job.request_id}"))
 
     def save(self, job: SaveJob) -> None:
-        """Read the blocks into host pages, and start to store them. vLLM may have the blocks back when this returns."""
+        """Read the blocks into host pages, and start storing them. vLLM may reuse the blocks after the return."""
         for first in range(0, len(job.keys), self._batch):
             keys = job.keys[first : first + self._batch]
             self._save_batch(keys, job.blocks[first * self._per_page : (first + len(keys)) * self._per_page])
@@ -95,13 +95,13 @@ class WorkerPages:
         return ended
 
     def take_counts(self) -> dict[str, int]:
-        """Return what was counted since the last call, by the names of `COUNTS`."""
+        """Return the counts since the last call, by the names of `COUNTS`."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
 
     def close(self) -> None:
-        """Finish what was started, as far as storage lets it, and give everything back. Again: nothing."""
+        """Finish running jobs, within the timeout for saves, and close everything. Idempotent."""
         self._loop.close(self._close())
         self._writer.shutdown()
 
@@ -123,9 +123,9 @@ class WorkerPages:
         except TimeoutError:
             cause = "load_pages_late"
         except Exception as error:
-            self._guard.failed("pages could not be loaded, and are recomputed", error)
+            self._guard.failed("pages could not be loaded and are recomputed", error)
         finally:
-            # Also when cancelled: vLLM waits for this word.
+            # Also if the task was cancelled: vLLM waits until the load is reported as ended.
             failed = job.blocks[max(0, here * self._per_page - job.skip) :]
             with self._lock:
                 if here < len(job.keys):
@@ -133,7 +133,7 @@ class WorkerPages:
                 self._ended.append(LoadEnded(job.request_id, failed))
 
     async def _load_batch(self, job: LoadJob, first: int, keys: Sequence[bytes], after: torch.cuda.Event | None) -> int:
-        """Load pages into their blocks; returns how many, from the first on. At a deadline nothing writes to blocks."""
+        """Load pages into their blocks; returns how many, from the first on. After a timeout no block is written."""
         pages = [self._cache.find(key) for key in keys]
         lent = [page for page in pages if page is not None]
         missing = [at for at, page in enumerate(pages) if page is None]
@@ -148,7 +148,7 @@ class WorkerPages:
                 try:
                     found = await asyncio.shield(reading)
                 except asyncio.CancelledError:
-                    # Nothing stops a read: whoever gives up on it leaves the pages to it.
+                    # A read cannot be stopped, so the pages stay lent until it ends.
                     reading.add_done_callback(partial(self._give_back_later, lent))
                     lent = []
                     raise
@@ -163,11 +163,11 @@ class WorkerPages:
             self._give_back(lent)
 
     async def _read(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
-        """Read pages from storage. One that fails is a miss, as far as the load is concerned."""
+        """Read pages from storage. A failure of storage counts as a miss."""
         try:
             found = await self._storage.get_into(keys, page_ids(pages), timeout_s=self._settings.load_timeout_s)
         except Exception as error:
-            self._guard.failed("storage cannot be read, which counts as a miss", error)
+            self._guard.failed("storage read failed, which counts as a miss", error)
             return [False] * len(keys)
         self._guard.succeeded()
         for key, page, is_there in zip(keys, pages, found, strict=True):
@@ -176,7 +176,7 @@ class WorkerPages:
         return found
 
     async def _write(self, pages: Sequence[int], job: LoadJob, first: int, after: torch.cuda.Event | None) -> None:
-        """Copy pages to their blocks, to the end: nothing may write to blocks whose load was said to have ended."""
+        """Copy pages to their blocks, even if cancelled: no block may be written after its load is reported ended."""
         skip = max(0, job.skip - first * self._per_page)
         start = max(0, first * self._per_page - job.skip)
         blocks = job.blocks[start : (first + len(pages)) * self._per_page - job.skip]
@@ -209,7 +209,7 @@ class WorkerPages:
             self._loop.post(lambda: self._spawn(self._save(pairs, set(taken), wait), name="save"))
 
     def _read_blocks(self, at: Sequence[int], pages: Sequence[int], blocks: Sequence[int]) -> Wait:
-        """Start to copy the pages at these positions of a batch to host pages."""
+        """Start copying the pages at these positions of a batch to host pages."""
         wanted = [block for number in at for block in blocks[number * self._per_page : (number + 1) * self._per_page]]
         return self._copies.read(wanted, pages) if wanted else int
 
@@ -241,7 +241,7 @@ class WorkerPages:
     # --- Host pages ---
 
     async def _take(self, count: int) -> list[int]:
-        """Take host pages, all or none, in the order of asking."""
+        """Take host pages, all or none. Callers are served in order, so that a large batch cannot starve."""
         async with self._turn:
             while True:
                 taken = self._cache.take(count)
@@ -253,7 +253,7 @@ class WorkerPages:
 
     def _spawn(self, work: Coroutine[object, object, T], *, name: str) -> asyncio.Task[T]:
         task = self._tasks.spawn(work, name=name)
-        # After the one by which its owner forgets it.
+        # Added after the callback by which OwnedTasks removes the task, so a waiter sees the new number of tasks.
         task.add_done_callback(lambda _: self._changed.set())
         return task
 
@@ -276,7 +276,7 @@ class WorkerPages:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            LOG.warning("storage takes too long: what is on its way to it is given up")
+            LOG.warning("storage is too slow: pages still being written are given up")
         await self._guard.close()
         await self._tasks.close()
         await self._storage.close()

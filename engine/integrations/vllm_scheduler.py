@@ -1,10 +1,10 @@
-"""The scheduler's side of a vLLM connector: what to load for which request, and which pages are worth saving.
+"""Scheduler's side of a vLLM connector: decides what is loaded for which request, and which pages are saved.
 
-    arrived ──▶ storage is asked ──▶ matched: "not known yet", then so many tokens ──▶ allocated ──▶ a load job
-    each step: pages that are full when the step has run ──▶ save jobs
+    arrived ──▶ storage look-up ──▶ matched: None until it has ended, then a number of tokens ──▶ allocated ──▶ load job
+    each step: pages that will be full once the step has run ──▶ save jobs
     finished: pages that are full and not saved ──▶ a last save job, for which vLLM holds the blocks
 
-It reads vLLM's requests and changes nothing of them. All calls come from the scheduler's thread.
+It reads vLLM's requests and does not change them. All calls come from the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tidekv.engine.integrations.vllm_settings import Shared
 
 
 class Lookup(Protocol):
-    """What is asked for prefixes: `PrefixLookup`."""
+    """Looks up prefixes; `PrefixLookup` implements it."""
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
-        """Return the future count of keys, from the first on, that are probably there."""
+        """Return a future: the number of keys, from the first on, that storage probably has."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one request of vLLM. `stored`: pages, from the first on, that need not be saved."""
+    """State of one request of vLLM. `stored`: number of pages, from the first on, that need not be saved."""
 
     request: Any  # vLLM's.
     seed: bytes
@@ -47,7 +47,7 @@ class _Known:
 
 
 class SchedulerSide:
-    """Follows each request from its arrival to its end."""
+    """Tracks each request from its arrival to its end."""
 
     def __init__(self, shared: Shared, lookup: Lookup, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = shared
@@ -61,13 +61,13 @@ class SchedulerSide:
         self._reset_salt = ""
 
     def arrived(self, request: Any) -> None:
-        """A request is in vLLM's queue: ask storage for it, so that the answer is there when its turn comes."""
+        """Start the look-up of a request that entered vLLM's queue, so the result is there when it is scheduled."""
         known = self._know(request)
         if known is not None and self._shared.loads and not request.skip_reading_prefix_cache:
             self._ask(known)
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """Return how many tokens beyond `computed`, which ends a block, can be loaded; None: it is not known yet."""
+        """Return how many tokens beyond `computed`, which ends a block, can be loaded. None until the look-up ends."""
         known = self._know(request)
         if known is None or known.has_failed or not self._shared.loads or request.skip_reading_prefix_cache:
             return 0
@@ -82,13 +82,13 @@ class SchedulerSide:
         return tokens if tokens >= max(1, self._shared.settings.threshold_tokens) else 0
 
     def allocated(self, request: Any, blocks: Sequence[int], external_tokens: int) -> None:
-        """vLLM has blocks for a request; the tokens after those it had are to be loaded. 0: nothing is."""
+        """Plan the load of `external_tokens` tokens after the computed ones into the request's blocks."""
         known = self._known.get(request.request_id)
         if known is None:
             return
         if known.answer is not None:
             known.stored = (self._answered(known) or 0) if self._shared.loads else 0
-            # A request that comes back, after it was preempted, is looked up anew.
+            # A request that returns after a preemption is looked up again.
             known.answer = None
         if not external_tokens:
             return
@@ -108,7 +108,7 @@ class SchedulerSide:
     def jobs(
         self, scheduled: dict[str, int], blocks_of: Callable[[str], Sequence[int]]
     ) -> tuple[list[LoadJob], list[SaveJob]]:
-        """Return the jobs of this step: `scheduled` are its tokens by request. Asked once a step."""
+        """Return the jobs of a step with `scheduled` tokens by request. Call it once per step."""
         loads, self._loads = self._loads, []
         saves, self._last_saves = self._last_saves, []
         for request_id, count in scheduled.items():
@@ -116,17 +116,17 @@ class SchedulerSide:
             if known is None:
                 continue
             known.is_running = True
-            # Tokens that are only drafted, or not sampled yet, are in no page that anybody may find.
+            # Tokens that are only drafted, or not sampled yet, may still change, so their pages are not saved.
             full = min(known.request.num_computed_tokens + count, known.request.num_tokens) // self._page
             if self._shared.saves and full > known.stored:
                 saves.append(self._save(known, blocks_of(request_id), full))
         return loads, saves
 
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
-        """A request has ended. True: its blocks are to be held until its last save is said to have read them."""
+        """End a request. True if its blocks must be held until its last save is reported as read."""
         known = self._known.pop(request.request_id, None)
         if known is None or not known.is_running or not self._shared.saves:
-            # Blocks that are still loaded, or never were, hold nothing to save.
+            # Blocks that are still being loaded, or never were, hold nothing to save.
             return False
         full = min(request.num_computed_tokens, request.num_tokens) // self._page
         full = min(full, len(blocks) // self._shared.blocks_per_page)
@@ -136,12 +136,12 @@ class SchedulerSide:
         return True
 
     def heard(self, finished_loads: Iterable[str], invalid_blocks: Iterable[int]) -> None:
-        """The workers have spoken: loads that ended, and blocks that hold garbage, whose pages are to be saved anew."""
+        """Process ended loads, and blocks that hold garbage; the pages of the latter must be saved again."""
         invalid = set(invalid_blocks)
         for known in self._known.values() if invalid else ():
             bad = next((at for at, block in enumerate(known.loading) if block in invalid), None)
             if bad is not None:
-                # Not tried again: a page that cannot be read, and is said to be there, would hold its request for ever.
+                # Not retried: a page that exists but cannot be read would hold its request for ever.
                 known.has_failed = True
                 known.stored = min(known.stored, (known.loading_from + bad) // self._shared.blocks_per_page)
         for request_id in finished_loads:
@@ -149,18 +149,18 @@ class SchedulerSide:
                 self._known[request_id].loading = ()
 
     def reset(self) -> None:
-        """Find nothing any more of what was saved so far: keys are others from now on, until this process ends."""
+        """Make everything saved so far unfindable, by other keys from now on until this process ends."""
         self._reset_salt = uuid4().hex
         for known in self._known.values():
             known.seed, known.keys, known.answer, known.stored = self._seed(known.request), [], None, 0
 
     def take_counts(self) -> dict[str, int]:
-        """Return what was counted since the last call, by the names of `COUNTS`."""
+        """Return the counts since the last call, by the names of `COUNTS`."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 
     def _know(self, request: Any) -> _Known | None:
-        """What is known of a request; None if its KV is not that of its tokens alone."""
+        """Return the state of a request; None if its KV depends on more than its tokens."""
         known = self._known.get(request.request_id)
         if known is None and _is_of_tokens(request):
             known = self._known[request.request_id] = _Known(request, self._seed(request))
@@ -177,8 +177,8 @@ class SchedulerSide:
         self._counts["lookups"] += 1
 
     def _answered(self, known: _Known) -> int | None:
-        """Pages that storage has; none where it takes too long, None where it has time left."""
-        assert known.answer is not None, "it was asked"
+        """Return the pages that storage has; 0 after the timeout, None while there is time left."""
+        assert known.answer is not None, "its look-up was started"
         if known.answer.done():
             return known.answer.result()
         if self._clock() - known.asked_at_s < self._shared.settings.lookup_timeout_s:
@@ -189,11 +189,11 @@ class SchedulerSide:
         return 0
 
     def _pages_to_ask(self, request: Any) -> int:
-        """vLLM computes the last token itself, to sample the next one: the page that it ends is not asked for."""
+        """Number of pages to look up. vLLM computes the last token itself to sample from it, so its page is not."""
         return max(0, int(request.num_tokens) - 1) // self._page
 
     def _keys_to(self, known: _Known, count: int) -> list[bytes]:
-        """The keys of the first `count` pages; each is made once."""
+        """Return the keys of the first `count` pages; each is computed once."""
         have = len(known.keys)
         if count > have:
             tokens = known.request.all_token_ids[have * self._page : count * self._page]
@@ -212,7 +212,7 @@ class SchedulerSide:
 
 
 def _is_of_tokens(request: Any) -> bool:
-    """Whether tokens alone say what a request's KV is: no pictures, no embeddings, and none that change later."""
+    """Whether the tokens determine a request's KV: no images, no embeddings, and no tokens that change later."""
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None

@@ -1,6 +1,6 @@
-"""What a vLLM connector is configured with, and what of vLLM's own configuration has a counterpart here.
+"""Settings of a vLLM connector, and the translation of vLLM's configuration into tidekv's terms.
 
-Everything that cannot be shared is refused here, by name, before anything is opened.
+A configuration that cannot be shared is refused here, by name, before anything is opened.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tidekv.backends.storage.uri import split_uri
 from tidekv.states.errors import InvalidConfig
 
 HINT: Final = "kv_connector_extra_config"
-# Full-attention layers whose element row is a token's K and V of one head, and those with a latent vector. Others, such
-# as CPU_ATTN, pack a block in an order of their own.
+# Backends of full-attention layers whose element row is K and V of one token and head, and of layers with a latent
+# vector. Others, such as CPU_ATTN, pack a block in an order of their own.
 MHA_BACKENDS: Final = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
 MLA_BACKENDS: Final = ("FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
-# Ways to speculate that have no KV of their own.
+# Methods of speculative decoding without KV of their own.
 DRAFTS_WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
 UNSCALED: Final = (0, 1)  # KVQuantMode NONE and FP8_PER_TENSOR: no scales within a block.
 
@@ -30,23 +30,23 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The keys of `kv_connector_extra_config`."""
 
     uri: str
-    """The storage, such as "file:/var/lib/tidekv?capacity=200GB"."""
+    """URI of the storage, such as "file:/var/lib/tidekv?capacity=200GB"."""
     options: dict[str, object] | str | None = None
-    """Further options of its engine."""
+    """Further options of the storage engine."""
     model: str | None = None
-    """The fingerprint that decode engines have in `EngineConfig(model=…)`; without it vLLM's name of the model."""
+    """`EngineConfig(model=…)` of the decode engines. None uses vLLM's name of the model."""
     page_size: int | None = None
-    """Tokens of a page: a multiple of vLLM's block size, which it is by default."""
+    """Tokens per page, a multiple of vLLM's block size. None uses the block size."""
     host: int | str = "4GB"
-    """Host memory of each worker, in bytes: pages on their way, and those last used (L2)."""
+    """Bytes of host memory of each worker, for pages under way and those last used (L2)."""
     threshold_tokens: int = 0
-    """What would bring fewer tokens than this is not loaded."""
+    """Minimum number of tokens for which a load is worthwhile."""
     lookup_timeout_s: float = 0.5
-    """A request waits so long, at most, for the answer what storage has of it."""
+    """Maximum seconds that a request waits for its look-up."""
     load_timeout_s: float = 10.0
-    """What is not loaded by then is recomputed."""
+    """Maximum seconds of a load. Pages not loaded by then are recomputed."""
     save_timeout_s: float = 30.0
-    """How long one batch of writes may go on starting work."""
+    """Maximum seconds for which one batch of writes may start work."""
 
     def __post_init__(self) -> None:
         for name in ("lookup_timeout_s", "load_timeout_s", "save_timeout_s"):
@@ -58,17 +58,17 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise InvalidConfig(f"{HINT}: host must be a size such as 4GB or 512MiB, not {self.host!r}")
         if split_uri(self.uri).scheme == "memory":
             raise InvalidConfig(
-                f"{HINT}: memory: is known to one process, and vLLM's scheduler and workers are several"
+                f"{HINT}: memory: is local to one process, but vLLM's scheduler and workers are several"
             )
 
     @property
     def host_bytes(self) -> int:
-        """`host` as a number."""
+        """`host` in bytes."""
         return parse_size(self.host) or 0
 
 
 def read_settings(given: Mapping[str, object]) -> ConnectorSettings:
-    """Return the settings. Raises InvalidConfig, which names what is wrong."""
+    """Parse the settings. Raises InvalidConfig, which names the wrong option."""
     names = ConnectorSettings.__struct_fields__
     unknown = sorted(set(given) - set(names))
     if unknown:
@@ -85,9 +85,9 @@ def read_settings(given: Mapping[str, object]) -> ConnectorSettings:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What both sides of a connector know: how pages look, who they are shared with, and which way they go.
+    """What both sides of a connector have in common: page layout, namespace, and the directions that are enabled.
 
-    `ranks` counts the namespaces that pages are in: 1 where all ranks hold the same latent vectors.
+    `ranks` counts the namespaces that pages are in: 1 if all ranks hold the same latent vectors.
     """
 
     settings: ConnectorSettings
@@ -104,12 +104,12 @@ class Shared:
 
     @property
     def blocks_per_page(self) -> int:
-        """vLLM's blocks that make one page."""
+        """Number of vLLM blocks per page."""
         return self.layout.page_size // self.block_size
 
 
 def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
-    """Return what a connector made of these shares. Raises InvalidConfig for what has no counterpart in tidekv."""
+    """Derive the common part from vLLM's configuration. Raises InvalidConfig for what tidekv cannot share."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = read_settings(transfer.kv_connector_extra_config)
     if transfer.kv_load_failure_policy != "recompute":
@@ -122,7 +122,7 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
             raise InvalidConfig(f"pages of {name} {getattr(parallel, name)} cannot be shared; it must be 1")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
-        raise InvalidConfig(f"KV of a draft model ({speculative.method}) cannot be shared; without one, or with ngram")
+        raise InvalidConfig(f"KV of a draft model ({speculative.method}) cannot be shared; use none, or ngram")
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise InvalidConfig(
             "models with several groups of KV cannot be shared; only full attention or MLA in one group"
@@ -147,7 +147,7 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
 
 
 def check_backends(names: set[str], layout: KVLayout) -> None:
-    """Refuse attention backends whose blocks are in an order that is not known here (InvalidConfig)."""
+    """Raise InvalidConfig for attention backends whose order of a block is unknown."""
     known = MLA_BACKENDS if layout.kind == "mla" else MHA_BACKENDS
     unknown = sorted(names - set(known))
     if unknown:

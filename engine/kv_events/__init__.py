@@ -1,1 +1,1 @@
-"""KV events: telling prefix-aware routers what is cached here, in the format of vLLM, which SGLang and Dynamo share."""
+"""KV events: publish to prefix-aware routers what is cached here, in the format that vLLM, SGLang and Dynamo share."""

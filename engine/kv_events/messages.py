@@ -1,4 +1,4 @@
-"""The messages of vLLM's KV events, as bytes.
+"""Messages of vLLM's KV events, as bytes.
 
 A batch is an array: [time, events, data-parallel rank]. Its events are maps with the name of the kind under "type", as
 vLLM and SGLang write them. A page is named by its hash only: the first eight bytes of its storage key, signed, which is
@@ -17,9 +17,9 @@ HASH_BYTES: Final = 8
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Pages that hang together are in a medium now; `token_ids` are theirs, `block_size` tokens each.
+    """Consecutive pages that are in a medium now; `token_ids` are their tokens, `block_size` for each page.
 
-    `extra_keys` has one entry for each page: what besides tokens is in its hash, here the namespace; None: nothing.
+    `extra_keys` has one entry per page: the parts of its hash besides tokens, here the namespace. None means none.
     """
 
     block_hashes: list[int]
@@ -33,24 +33,24 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """These pages are no longer in that medium."""
+    """Pages that are no longer in a medium."""
 
     block_hashes: list[int]
     medium: Medium
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is cached here any more, in no medium."""
+    """The cache is empty in every medium."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def hash_of(digest: bytes) -> int:
-    """Return the hash that a page is published by, from its storage key."""
+    """Return the published hash of a page from its storage key."""
     return int.from_bytes(digest[:HASH_BYTES], "big", signed=True)
 
 
 def packed(events: Sequence[KVEvent], *, at_s: float, rank: int) -> bytes:
-    """Return one batch as a payload. `at_s` is the wall clock's time."""
+    """Return one batch as a payload. `at_s` is wall-clock time in seconds."""
     return msgspec.msgpack.encode([at_s, events, rank])

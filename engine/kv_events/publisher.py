@@ -1,10 +1,10 @@
-"""Sending KV events: a PUB socket for batches as they come, and a ROUTER socket for those that somebody missed.
+"""Publisher of KV events: a PUB socket for new batches, and a ROUTER socket that replays batches a consumer missed.
 
-A batch has three frames: topic, sequence number (8 bytes, big-endian), payload. Who sees a gap in the numbers sends the
-first missing one to the ROUTER socket, and gets each batch from there on as (empty, topic, number, payload), and then
-(empty, empty, -1, empty). What is no longer kept is not among them.
+A batch has three frames: topic, sequence number (8 bytes, big-endian), payload. A consumer that sees a gap in the
+numbers sends the first missing one to the ROUTER socket. It receives each batch from there on as (empty, topic, number,
+payload), and then (empty, empty, -1, empty). Batches that are no longer kept are left out.
 
-The loop's thread only appends to a queue. One thread does the rest; it sleeps while there is nothing to do.
+The loop's thread only appends to a queue. One thread does the rest, and sleeps while the queue is empty.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINGER_MS: Final = 200
 
 
 class KVEventPublisher:
-    """Binds at once. `address` and `replay_address` are where it listens, with real port numbers."""
+    """Publishes batches of KV events. `address` and `replay_address` have the port numbers that were bound."""
 
     def __init__(
         self,
@@ -42,8 +42,9 @@ class KVEventPublisher:
         kept_batches: int = 10_000,
         rank: int = 0,
     ) -> None:
-        """Endpoints are ZMQ's, such as tcp://*:5557 or ipc:///run/kv. Raises InvalidConfig without pyzmq, or for one
-        that cannot be bound.
+        """Bind the sockets and start the thread. Raises InvalidConfig without pyzmq, or if an endpoint cannot be bound.
+
+        Endpoints are those of ZMQ, such as tcp://*:5557 or ipc:///run/kv.
         """
         try:
             import zmq
@@ -55,7 +56,7 @@ class KVEventPublisher:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept_batches)
         self._waiting: deque[tuple[float, Callable[[], Sequence[KVEvent]]]] = deque()
         self._next = 0
-        # A context of its own: two engines in a process share nothing.
+        # A context of its own, so that two engines in a process share nothing.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.linger = LINGER_MS
         try:
@@ -77,11 +78,11 @@ class KVEventPublisher:
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer batches wait than may."""
+        """Whether the queue has a place for another batch."""
         return len(self._waiting) < BATCHES_WAITING_MAX
 
     def publish(self, make: Callable[[], Sequence[KVEvent]]) -> None:
-        """Queue a batch, whose events are made in the thread that sends them; none are no batch. Never blocks.
+        """Queue a batch, whose events are made in the sending thread; no events make no batch. Never blocks.
 
         Call it from one thread only.
         """
@@ -89,11 +90,11 @@ class KVEventPublisher:
         try:
             self._wake.send(b"", self._zmq.NOBLOCK)
         except self._zmq.Again:
-            return  # There are enough wakes under way.
+            return  # The wake-ups already under way suffice.
 
     def close(self) -> None:
-        """Send what waits, stop the thread, and close. Blocks for up to CLOSE_TIMEOUT_S."""
-        with contextlib.suppress(self._zmq.Again):  # The thread has failed: nobody reads.
+        """Send queued batches, stop the thread, and close. Blocks for at most CLOSE_TIMEOUT_S."""
+        with contextlib.suppress(self._zmq.Again):  # The thread has failed and reads no more.
             self._wake.send(b"end")
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -104,7 +105,7 @@ class KVEventPublisher:
 
     def _bound(self, kind: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
         found = self._context.socket(kind)
-        # Whoever has missed much is sent all that is kept, and the end.
+        # A replay sends at most every kept batch and the end mark, none of which may be dropped.
         found.set_hwm(max(2 * ((self._kept.maxlen or 0) + 1), 1000))
         try:
             found.bind(endpoint)
@@ -119,7 +120,7 @@ class KVEventPublisher:
         try:
             self._serve()
         except Exception:
-            LOG.exception("KV events are over: their thread failed")
+            LOG.exception("KV events stop: the publishing thread failed")
         finally:
             for each in sockets:
                 each.close()
@@ -151,9 +152,7 @@ class KVEventPublisher:
     def _replay(self, router: zmq.Socket[bytes]) -> None:
         frames = router.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            LOG.warning(
-                "somebody asked for KV events with %s frames; three, the last of 8 bytes, are right", len(frames)
-            )
+            LOG.warning("replay request of KV events has %s frames; expected three, the last of 8 bytes", len(frames))
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
         for number, payload in self._kept:

@@ -1,8 +1,7 @@
-"""From what nodes of the prefix index hold to KV events: the difference between what was told and what is.
+"""KV events from changed nodes of the prefix index: the difference between the published and the current content.
 
-It works on copies of what the loop's thread saw, in the order in which that was seen, so it may run in another thread.
-First comes what is new, then what is gone, so that a page that moved down a tier is never missing. The same copies give
-the same events.
+It works on copies taken on the loop's thread, in the order of the steps, so it may run in another thread. Additions
+precede removals, so a page that moves down a tier is never missing. Equal copies give equal events.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MEDIA: Final[tuple[Medium, ...]] = ("GPU", "CPU", "STORAGE")
 
 
 class Seen(NamedTuple):
-    """A node as it was after a step. `parent_id` is 0 below a root; `edge` is empty where it has left the tree."""
+    """A node as it was after a step. `parent_id` is 0 below a root; `edge` is empty if the node has left the tree."""
 
     node_id: int
     parent_id: int
@@ -31,7 +30,7 @@ class Seen(NamedTuple):
 
 
 class _Told:
-    """What was told of a node: the keys of its pages, the hashes they are published by, and where they are."""
+    """Published content of a node: the keys of its pages, their published hashes, and the media they are in."""
 
     __slots__ = ("digests", "hashes", "media")
 
@@ -42,8 +41,9 @@ class _Told:
 
 
 class KVEventTeller:
-    """Keeps what was told. All calls come from one thread; `key_bytes` is the width of a page's key, and `bigrams` how
-    it is made (see `PageKeys`).
+    """Keeps the published content and returns changes as events. Call it from one thread only.
+
+    `key_bytes` is the width of a page's key in bytes, and `bigrams` how it is built (see `PageKeys`).
     """
 
     def __init__(self, *, page_size: int, key_bytes: int, bigrams: bool = False) -> None:
@@ -52,12 +52,12 @@ class KVEventTeller:
         self._told: dict[int, _Told] = {}
 
     def anew(self, nodes: Sequence[Seen]) -> list[KVEvent]:
-        """Tell everything: who listens forgets what it knew of this engine, and of an earlier one at its place."""
+        """Return events that clear a consumer's knowledge of this engine, or of its predecessor, and list all nodes."""
         self._told.clear()
         return [AllBlocksCleared(), *self.changes(nodes)]
 
     def changes(self, nodes: Sequence[Seen]) -> list[KVEvent]:
-        """Tell what differs from what was told of these nodes; nothing else has changed."""
+        """Return the events for nodes that have changed. All other nodes must be unchanged since the last call."""
         before: dict[Medium, dict[int, None]] = {medium: {} for medium in MEDIA}
         for node in nodes:
             told = self._told.pop(node.node_id, None)
@@ -65,7 +65,7 @@ class KVEventTeller:
                 for medium in told.media:
                     before[medium].update(dict.fromkeys(told.hashes))
         events: list[KVEvent] = []
-        # Parents first: a page's hash needs that of the page before it, here and at whoever listens.
+        # Parents first: a page's hash needs the hash of the page before it, here and at the consumer.
         for node in sorted((node for node in nodes if node.edge), key=lambda node: node.depth_pages):
             told = self._told[node.node_id] = _Told(self._digests_of(node), node.media)
             for medium in told.media:
@@ -76,7 +76,7 @@ class KVEventTeller:
         return events
 
     def _stored(self, node: Seen, told: _Told, medium: Medium, before: dict[int, None]) -> Iterator[BlockStored]:
-        """Yield an event for each run of pages that were not told of; strike out those that were."""
+        """Yield an event for each run of pages that were not published, and remove those that were from `before`."""
         fresh = [before.pop(page_hash, False) is False for page_hash in told.hashes]
         first, count, width = 0, len(fresh), self._key_bytes
         while first < count:
@@ -101,7 +101,7 @@ class KVEventTeller:
         return self._page_keys.digests(self._page_keys.tokens_of(node.edge), prefix=above)
 
     def _tokens_of(self, keys: bytes) -> list[int]:
-        """The tokens of whole pages: not the one after the last of them, which a key may have as well."""
+        """Return the tokens of whole pages, without the one after the last page that a bigram key includes."""
         tokens: list[int] = np.frombuffer(self._page_keys.tokens_of(keys), dtype="<u4").tolist()
         return tokens[: len(keys) // self._key_bytes * self._page_keys.page_size]
 

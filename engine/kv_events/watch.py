@@ -1,8 +1,8 @@
-"""A watcher of the core's steps that hands over what has changed in the prefix index, to be told as KV events.
+"""Watcher of the core's steps that passes changes of the prefix index on as KV events.
 
-On the loop's thread it only copies what a few nodes hold: hashes, differences and bytes are made where the events are
-sent. "STORAGE" means that this engine has seen the page in storage; when the index forgets the page, so does whoever
-listens, although storage may still have it.
+On the loop's thread it only copies the content of the changed nodes: hashes, differences and bytes are made in the
+sending thread. "STORAGE" means that this engine has seen the page in storage. When the index forgets a page, consumers
+are sent its removal, although storage may still have it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MakeEvents = Callable[[], Sequence[KVEvent]]
 
 
 class Outlet(Protocol):
-    """Where events are made and sent, in the order of the calls."""
+    """Makes and sends events in the order of the calls."""
 
     @property
     def has_room(self) -> bool:
         """Whether `publish` may be called."""
 
     def publish(self, make: MakeEvents) -> None:
-        """Make events, later, and send them as one batch; none are no batch. Never blocks."""
+        """Make events later and send them as one batch; no events make no batch. Never blocks."""
 
 
 class KVEventWatcher:
-    """Give it the core of a live run before its first step, and `stepped` every step."""
+    """Publishes the changes of one core. Create it before the core's first step, and call `stepped` for every step."""
 
     def __init__(
         self, core: Core, outlet: Outlet, *, teller: KVEventTeller | None = None, bigrams: bool = False
@@ -48,18 +48,19 @@ class KVEventWatcher:
             page_size=settings.page_size, key_bytes=settings.key_bytes, bigrams=bigrams
         )
         self._is_behind = True
-        """What was told is not what was: nothing at first, or changes were lost because too many waited."""
+        """Published and current content differ by unknown changes: at the start, or after changes were dropped because
+        the queue was full."""
         self._catch_up()
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """Hand over what the step has changed."""
+        """Publish what the step has changed."""
         touched = self._touched
         if self._is_behind:
             touched.clear()
             self._catch_up()
             return
         if self._attachment != self._tree.attachment:
-            # Another storage, or none: of no page it is known that it is there.
+            # Another storage, or none: no page is known to be stored any more.
             self._attachment = self._tree.attachment
             touched.update(dict.fromkeys(self._tree.nodes()))
         if not touched:
@@ -71,14 +72,14 @@ class KVEventWatcher:
         touched.clear()
 
     def _catch_up(self) -> None:
-        """Tell all that there is, as soon as there is room for it."""
+        """Publish the whole content, as soon as the queue has a place."""
         if self._outlet.has_room:
             self._is_behind = False
             self._attachment = self._tree.attachment
             self._outlet.publish(partial(self._teller.anew, [self._seen(node) for node in self._tree.nodes()]))
 
     def _seen(self, node: Node) -> Seen:
-        """Copy what a node holds: pages count not while a load still fills them, nor where they drain."""
+        """Copy the content of a node. Pages that a load still fills, or that drain, do not count."""
         parent = node.parent
         if parent is None:
             return Seen(node.node_id, 0, 0, "", b"", ())

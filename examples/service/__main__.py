@@ -2,8 +2,8 @@
 
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
 
-This process is the HTTP server and the decode worker; the prefill worker is a child of it, or runs elsewhere
-(`--prefill HOST:PORT`). SIGTERM drains: what was accepted is answered, what comes is told to go elsewhere.
+This process is the HTTP server and the decode worker. The prefill worker is a child of it, or runs elsewhere
+(`--prefill HOST:PORT`). SIGTERM drains: accepted requests are answered, new ones are refused with status 503.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tidekv.engine.workload.model import PagedModel
 
 
 class DrainingServer(uvicorn.Server):
-    """Stops when the worker has drained; a second signal stops it as uvicorn does by itself."""
+    """Stops once the worker has drained. A second signal stops it at once, as in uvicorn."""
 
     def __init__(self, config: uvicorn.Config, worker: DecodeWorker, *, drain_timeout_s: float) -> None:
         super().__init__(config)
@@ -50,13 +50,13 @@ class DrainingServer(uvicorn.Server):
         self._is_told = asyncio.Event()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called in place of uvicorn's own signal handler."""
+        """Start draining; replaces uvicorn's own signal handler."""
         if self._is_told.is_set():
             self.should_exit = self.force_exit = True
         self._loop.call_soon_threadsafe(self._is_told.set)
 
     async def run_until_drained(self, listener: socket.socket) -> None:
-        """Serve until a signal has come and all is answered."""
+        """Serve until a signal arrives and every accepted request is answered."""
         async with asyncio.TaskGroup() as tasks:
             draining = tasks.create_task(self._stop_when_drained(), name="draining")
             await self.serve(sockets=[listener])
@@ -83,12 +83,12 @@ async def serve(
     drain_timeout_s: float,
     journal: str,
 ) -> None:
-    """Run the service until it is told to stop and has drained."""
+    """Run the service until a signal arrives and the worker has drained."""
     listener = socket.create_server((host, port))
     options = PrefillOptions(model=model, page_size=page_size, num_pages=4 * device_pages)
     prefill_worker = DistantPrefill(prefill) if prefill else PrefillChild(options)
     async with asyncio.TaskGroup() as tasks:
-        # It loads the model while we do.
+        # The child loads its copy of the model while this process loads its own.
         keeping = tasks.create_task(prefill_worker.run(), name="prefill")
         served = await asyncio.to_thread(partial(load, model, page_size=page_size))
         device = DevicePool.allocate(served.layout, device_pages)
@@ -121,17 +121,17 @@ async def serve(
 
 
 def main(
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0: any.")] = 8000,
-    model: Annotated[str, typer.Option(help="A model directory; empty: a tiny Llama with random weights.")] = "",
-    prefill: Annotated[str, typer.Option(help="Address of a running prefill worker; empty: one of our own.")] = "",
-    page_size: Annotated[int, typer.Option(help="Tokens a page; both workers must have the same.")] = 16,
-    device_pages: Annotated[int, typer.Option(help="Pages of L1, device memory.")] = 256,
-    host_pages: Annotated[int, typer.Option(help="Pages of L2, host memory.")] = 1024,
-    storage: Annotated[str, typer.Option(help="URI of L3, such as file:/var/lib/tidekv?capacity=20GB.")] = "",
-    batch_max: Annotated[int, typer.Option(help="Requests that one step computes at most.")] = 16,
-    queue_max: Annotated[int, typer.Option(help="Requests that wait for admission at most; one more gets 429.")] = 64,
-    drain_timeout_s: Annotated[float, typer.Option(help="How long SIGTERM waits for what was accepted.")] = 30.0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on. 0 uses any free port.")] = 8000,
+    model: Annotated[str, typer.Option(help="Model directory. Empty uses a tiny Llama with random weights.")] = "",
+    prefill: Annotated[str, typer.Option(help="Address of a running prefill worker. Empty starts one.")] = "",
+    page_size: Annotated[int, typer.Option(help="Tokens per page, the same in both workers.")] = 16,
+    device_pages: Annotated[int, typer.Option(help="Pages of device memory (L1).")] = 256,
+    host_pages: Annotated[int, typer.Option(help="Pages of host memory (L2).")] = 1024,
+    storage: Annotated[str, typer.Option(help="URI of storage (L3), such as file:/var/lib/tidekv?capacity=20GB.")] = "",
+    batch_max: Annotated[int, typer.Option(help="Maximum requests computed in one step.")] = 16,
+    queue_max: Annotated[int, typer.Option(help="Maximum requests that wait for admission; others get 429.")] = 64,
+    drain_timeout_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for accepted requests.")] = 30.0,
     journal: Annotated[str, typer.Option(help="Write every event of the engine to this file.")] = "",
 ) -> None:
     """Serve completions until SIGTERM or Ctrl-C."""

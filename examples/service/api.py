@@ -1,4 +1,4 @@
-"""The HTTP side: completions as OpenAI's API has them, and what an operator looks at."""
+"""HTTP interface: OpenAI's completions API, and endpoints for operators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Api:
         self._started_at = int(time.time())
 
     def app(self) -> Starlette:
-        """The ASGI application."""
+        """Return the ASGI application."""
         return Starlette(
             routes=[
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -49,7 +49,7 @@ class Api:
     # --- Completions ---
 
     async def completions(self, request: Request) -> Response | EventStream:
-        """Answer one or several prompts, whole or as a stream of events."""
+        """Answer one or several prompts, as one response or as a stream of events."""
         worker = self._worker
         if worker.is_draining or not worker.engine.is_running:
             return _refusal(503, "the service is shutting down", "unavailable")
@@ -68,7 +68,7 @@ class Api:
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
                 events = answers[0].events(with_usage=usage)
-                # What goes wrong before the first token still has a status of its own.
+                # Awaited here, so that an error before the first token still gets its own HTTP status.
                 first = await _unless_disconnected(request.receive, anext(events))
                 is_streamed = True
                 return EventStream(first, events, generations[0])
@@ -84,20 +84,20 @@ class Api:
                     generation.cancel()
 
     async def models(self, request: Request) -> Response:
-        """The one model there is."""
+        """Return the one model that is served."""
         model = {"id": self._worker.model.name, "object": "model", "created": self._started_at, "owned_by": "tidekv"}
         return JSONResponse({"object": "list", "data": [model]})
 
     # --- For operators ---
 
     async def metrics(self, request: Request) -> Response:
-        """The engine's metrics, and this service's counts, for Prometheus."""
+        """Return the engine's metrics and the counts of this service, in Prometheus format."""
         text = await asyncio.to_thread(_fetch, f"http://{self._worker.engine.metrics_address}/metrics")
         counts = [f"service_{name}_total {count}\n" for name, count in sorted(self._worker.counts.items())]
         return Response(text + "".join(counts), media_type="text/plain; version=0.0.4")
 
     async def health(self, request: Request) -> Response:
-        """200 while new requests are taken: for load balancers and start scripts."""
+        """Return 200 while new requests are accepted, for load balancers and start scripts."""
         worker = self._worker
         status = "draining" if worker.is_draining else "ok" if worker.prefill.is_up.is_set() else "no prefill worker"
         if not worker.engine.is_running:
@@ -107,7 +107,7 @@ class Api:
         return JSONResponse(answer, status_code=200 if status == "ok" else 503)
 
     async def requests(self, request: Request) -> Response:
-        """Every live request: where it is in the engine's state machine, and what it has so far."""
+        """Return every live request with its state in the engine and its progress."""
         worker = self._worker
         states = worker.engine.states()
         now_s = time.monotonic()
@@ -115,7 +115,7 @@ class Api:
             {
                 "id": generation.request_id,
                 "phase": generation.phase,
-                # Between two restores a request is not in the machine: its KV is held in host memory.
+                # Between two restores a request has no state in the engine: its KV is held in host memory.
                 "state": states.get(generation.request_id, "RETRACTED" if generation.retractions else "ARRIVING"),
                 "age_s": round(now_s - generation.arrived_at_s, 3),
                 "prompt_tokens": len(generation.prompt),
@@ -133,7 +133,7 @@ class Api:
         return JSONResponse({"requests": live, "pools": pools, "counts": worker.counts, "queue": core["queue"]})
 
     async def status_page(self, request: Request) -> Response:
-        """A page that shows `/requests`."""
+        """Return the page that shows `/requests`."""
         return HTMLResponse(PAGE.read_text())
 
 
@@ -143,7 +143,7 @@ async def _all_of(answers: list[Answer]) -> None:
 
 
 class EventStream:
-    """The response that sends a stream. Its generation is cancelled when the client goes away."""
+    """Response that sends a stream, and cancels its generation if the client disconnects."""
 
     def __init__(self, first: str, events: AsyncIterator[str], generation: Generation) -> None:
         self._first = first
@@ -151,11 +151,11 @@ class EventStream:
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Be an ASGI application for one request."""
+        """Serve one ASGI request."""
         try:
             await _unless_disconnected(receive, self._send(send))
         except ClientDisconnect:
-            pass  # There is nobody to tell.
+            pass  # No client is left to answer.
         finally:
             self._generation.cancel()
 
@@ -167,7 +167,7 @@ class EventStream:
             async for event in self._events:
                 await self._send_event(send, event)
         except (TidekvError, TimeoutError) as error:
-            # The status is out already: the words come as an event, as OpenAI's own service does it.
+            # The status was sent already, so the error is sent as an event, as OpenAI's service does.
             answer = {"error": {"message": str(error), "type": "server_error"}}
             await self._send_event(send, f"data: {msgspec.json.encode(answer).decode()}\n\n")
         await send({"type": "http.response.body", "body": b""})
@@ -177,7 +177,7 @@ class EventStream:
 
 
 async def _unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await something; raises ClientDisconnect where the client goes away first, with the work cancelled."""
+    """Await `work`. If the client disconnects first, cancel it and raise ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,4 +1,4 @@
-"""Completions in OpenAI's words: what a request may ask for, and how its answer is told, whole or token by token."""
+"""Requests and responses of OpenAI's completions API, whole or token by token."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tidekv import InvalidRequest
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What else a stream is to tell."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a completion request that this service knows. `cache_salt` and `cache` are its own."""
+    """Fields of a completion request that this service supports. `cache_salt` and `cache` are its own."""
 
     prompt: str | list[int | str | list[int]]
     model: str = ""
@@ -33,21 +33,23 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     suffix: str | None = None
     cache_salt: str = ""
-    """Nothing is shared between requests with different salts."""
+    """Requests with different salts share no cache."""
     cache: bool = True
-    """False: nothing of this request is kept."""
+    """False keeps nothing of this request in the cache."""
 
     def check(self, model: str) -> None:
-        """Raises InvalidRequest for what would silently be another answer than was asked for."""
+        """Raises InvalidRequest for an option that would otherwise be ignored silently and change the answer."""
         if self.model and self.model != model:
             raise InvalidRequest(f"the model {self.model!r} does not exist; this service has {model!r}")
         unknown = [name for name in ("best_of", "echo", "logprobs", "stop", "suffix") if getattr(self, name)]
         unknown += ["n"] * (self.n not in (None, 1)) + ["temperature"] * bool(self.temperature)
         if unknown:
-            raise InvalidRequest(f"this service answers greedily, once; it does not know: {', '.join(unknown)}")
+            raise InvalidRequest(
+                f"this service decodes greedily, one answer per prompt; unsupported: {', '.join(unknown)}"
+            )
 
     def prompts(self, worker: DecodeWorker) -> list[list[int]]:
-        """Each prompt as tokens: text, tokens, or a list of either."""
+        """Return each prompt as tokens. The field is text, tokens, or a list of either."""
         encode = worker.model.tokenizer.encode
         if isinstance(self.prompt, str):
             return [encode(self.prompt)]
@@ -55,14 +57,14 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
         if len(tokens) == len(self.prompt):
             return [tokens]
         if tokens:
-            raise InvalidRequest("a prompt is text, a list of tokens, or a list of such prompts, not a mixture")
+            raise InvalidRequest("a prompt must be text, a list of tokens, or a list of such prompts, not a mixture")
         return [
             encode(item) if isinstance(item, str) else list(item) for item in self.prompt if not isinstance(item, int)
         ]
 
 
 class Answer:
-    """One prompt's answer in OpenAI's words."""
+    """The response to one prompt, in the format of OpenAI's API."""
 
     def __init__(self, generation: Generation, worker: DecodeWorker, index: int) -> None:
         self.generation = generation
@@ -72,16 +74,16 @@ class Answer:
         self._head = {"object": "text_completion", "created": int(time.time()), "model": worker.model.name}
 
     async def read(self) -> None:
-        """Wait for its end. Raises what ended it."""
+        """Wait for the end of the generation. Raises its error."""
         async for _ in self.generation:
             pass
 
     async def events(self, *, with_usage: bool) -> AsyncIterator[str]:
-        """Server-sent events: one a token, the usage where it is wanted, and the end."""
+        """Yield server-sent events: one per token, the usage if requested, and the end mark."""
         seen: list[int] = []
         async for token in self.generation:
             seen.append(token)
-            # The generation may be ahead of whoever reads it.
+            # The generation may be ahead of the stream, so its end is not yet the end of the stream.
             is_last = bool(self.generation.finish_reason) and len(seen) == len(self.generation.output)
             yield self._event([self._choice(self._new_text(seen, is_last=is_last), [token], is_last=is_last)])
         if with_usage:
@@ -89,12 +91,12 @@ class Answer:
         yield "data: [DONE]\n\n"
 
     def whole(self) -> dict[str, object]:
-        """All of it as one choice."""
+        """Return the whole output as one choice."""
         output = self.generation.output
         return self._choice(self._tokenizer.decode(output), output, is_last=True)
 
     def usage(self) -> dict[str, object]:
-        """Token counts; `sources` says where the prompt's KV came from."""
+        """Return token counts; `sources` lists where the prompt's KV came from."""
         generation = self.generation
         sources = generation.sources
         return {
@@ -107,7 +109,7 @@ class Answer:
         }
 
     def head(self) -> dict[str, object]:
-        """What every message begins with."""
+        """Return the fields that every message has."""
         return {"id": self.generation.request_id, **self._head}
 
     def _event(self, choices: list[dict[str, object]], **more: object) -> str:
@@ -118,7 +120,7 @@ class Answer:
         return {"index": self._index, "text": text, "token_ids": token_ids, "logprobs": None, "finish_reason": reason}
 
     def _new_text(self, seen: list[int], *, is_last: bool) -> str:
-        """What the last token added; half a character is kept back until it is whole, or the end has come."""
+        """Return the text that the last token added. An incomplete character is held back until it is complete."""
         text = self._tokenizer.decode(seen)
         if not is_last:
             text = text.rstrip("\ufffd")

@@ -1,10 +1,10 @@
-"""The decode worker: embeds `DecodeEngine`, and generates for all requests that are READY in one batch, step by step.
+"""Decode worker that embeds `DecodeEngine`, and generates for all READY requests in one batch, step by step.
 
-    restore ──▶ grow ──▶ step ──▶ … ──▶ finish          one task a request; a step is computed for all that want one
+    restore ──▶ grow ──▶ step ──▶ … ──▶ finish          one task per request; a step computes all that wait for one
                  │ OutOfPages
-                 └──▶ retract ──▶ resume ──▶ …           what it has goes to host memory, and it waits for admission
+                 └──▶ retract ──▶ resume ──▶ …           its KV goes to host memory, and it waits for admission again
 
-A request that nobody wants any more is a cancelled task: it aborts, and its pages come back.
+A request whose client has disconnected is a cancelled task: it aborts, and its pages are given back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FULL_PAUSE_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One prompt on its way to its answer. Iterate over it to get its tokens; `cancel` it when nobody listens."""
+    """One prompt and its output. Iterate over it to get the tokens; `cancel` ends it early."""
 
     request_id: str
     prompt: Sequence[int]
@@ -57,19 +57,19 @@ class Generation:
     task: asyncio.Task[None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """The tokens as they come. Raises what ended the request."""
+        """Yield the tokens as they are generated. Raises the error that ended the request."""
         while (item := await self.told.get()) is not None:
             if isinstance(item, Exception):
                 raise item
             yield item
 
     def cancel(self) -> None:
-        """Abort it, if it is not over."""
+        """Abort the request unless it has ended."""
         if self.task is not None:
             self.task.cancel()
 
     def say(self, token: int, *, end_tokens: frozenset[int]) -> None:
-        """One more token."""
+        """Append a generated token, and set the finish reason if it is the last one."""
         self.output.append(token)
         self.told.put_nowait(token)
         if token in end_tokens:
@@ -79,7 +79,7 @@ class Generation:
 
 
 class Batch:
-    """Computes the steps that are waiting, all at once, again and again."""
+    """Computes waiting steps in batches."""
 
     def __init__(self, model: PagedModel, compute: ComputeThread, *, batch_max: int) -> None:
         self._model = model
@@ -89,8 +89,9 @@ class Batch:
         self._wanted = asyncio.Event()
 
     async def step(self, step: DecodeStep) -> int:
-        """Compute one token; its KV is written when this returns. A cancelled caller waits for that too: until then
-        the step may be writing to the caller's pages.
+        """Compute one token; its KV is written when this returns.
+
+        A cancelled caller waits for that too, because until then the step may write to the caller's pages.
         """
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((step, done))
@@ -113,7 +114,7 @@ class Batch:
 
 
 class DecodeWorker:
-    """Serves prompts. Made by `decode_worker`, on whose loop all of it is called."""
+    """Serves prompts. Created by `decode_worker`; all calls come from that loop."""
 
     def __init__(
         self,
@@ -137,13 +138,13 @@ class DecodeWorker:
         self._serial = 0
 
     def start(self, prompt: Sequence[int], max_tokens: int, *, cache: bool = True, namespace: str = "") -> Generation:
-        """Begin to serve a prompt. Raises InvalidRequest for what never fits."""
+        """Start serving a prompt. Raises InvalidRequest if it can never fit."""
         page_size = self.model.layout.page_size
         total = len(prompt) + max_tokens
         if max_tokens < 1 or not prompt:
             raise InvalidRequest("a request needs a prompt and at least one token of output")
         if total > self.model.context_tokens or -(-total // page_size) + 1 > self._device_pages:
-            raise InvalidRequest(f"{len(prompt)} + {max_tokens} tokens are more than this worker can ever hold")
+            raise InvalidRequest(f"{len(prompt)} + {max_tokens} tokens are more than this worker can hold")
         if max(prompt) >= self.model.vocabulary or min(prompt) < 0:
             raise InvalidRequest(f"tokens must be from 0 to {self.model.vocabulary - 1}")
         self._serial += 1
@@ -155,9 +156,9 @@ class DecodeWorker:
         return generation
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new requests, and wait until the live ones have ended; those that are late are cancelled.
+        """Accept no new requests, and wait until the live ones have ended; those left after the timeout are cancelled.
 
-        `DecodeEngine.drain` would do where nothing can be between two restores, as what was retracted is here.
+        `DecodeEngine.drain` does not suffice: a retracted request that waits for `resume` is not live in the engine.
         """
         self.is_draining = True
         tasks = [generation.task for generation in self.live.values() if generation.task is not None]
@@ -167,14 +168,14 @@ class DecodeWorker:
                 task.cancel()
 
     def _ended(self, generation: Generation, task: asyncio.Task[None]) -> None:
-        # Not in the task itself: one that is cancelled before its first step runs no line of its own.
+        # In a done callback and not in the task: a task cancelled before its first step runs none of its code.
         del self.live[generation.request_id]
         if task.cancelled():
             self.counts["cancelled"] += 1
             generation.told.put_nowait(EngineClosed("the request was cancelled"))
 
     async def _serve(self, generation: Generation) -> None:
-        """One request, from its restore to its end, whatever that is."""
+        """Serve one request from its restore to its end."""
         try:
             await self._generate(generation)
             self.counts["finished"] += 1
@@ -183,14 +184,14 @@ class DecodeWorker:
             self.counts["refused" if isinstance(error, CapacityError) else "failed"] += 1
             generation.told.put_nowait(error)
         finally:
-            # Not there any more where it was finished or has failed: that is no error.
+            # After `finish` or a failure the engine no longer has this id, and `abort` has no effect.
             if self.engine.is_running:
                 await self.engine.abort(generation.request_id)
 
     async def _generate(self, generation: Generation) -> None:
         ready = await self._restore(generation)
         generation.sources = dict(ready.sources)
-        since = [ready.first_token]  # Output since `ready`: what came before is part of its prompt.
+        since = [ready.first_token]  # Output since the last restore; earlier output is part of its prompt.
         generation.say(since[-1], end_tokens=self.model.end_tokens)
         while not generation.finish_reason:
             generation.phase = "decoding"
@@ -207,7 +208,7 @@ class DecodeWorker:
         await self.engine.finish(ready, since)
 
     async def _restore(self, generation: Generation) -> ReadyRequest:
-        """Restore prompt and output so far. Where a prefill worker is lost, the next one is waited for."""
+        """Restore prompt and output so far. If the prefill worker is lost, wait for its successor."""
         tries = 0
         while True:
             generation.phase = "restoring"
@@ -226,7 +227,8 @@ class DecodeWorker:
             try:
                 return await self.engine.restore(request)
             except CapacityError:
-                # Who has begun to answer waits; who has not is told to come again.
+                # A request with output waits and tries again; a new one is refused, so that its client can retry
+                # elsewhere.
                 if not generation.output:
                     raise
                 await asyncio.sleep(FULL_PAUSE_S)
@@ -238,7 +240,7 @@ class DecodeWorker:
                 await asyncio.sleep(FULL_PAUSE_S * 2**tries)
 
     async def _make_way(self, generation: Generation, ready: ReadyRequest, since: list[int]) -> ReadyRequest:
-        """Give the pages to others, and come back when there is room."""
+        """Retract to free the pages for other requests, and resume once there is room."""
         generation.phase = "retracted"
         generation.retractions += 1
         self.counts["retractions"] += 1
@@ -247,7 +249,7 @@ class DecodeWorker:
             try:
                 return await self.engine.resume(retracted)
             except CapacityError:
-                # The queue is full of new requests; what is held in host memory stays held.
+                # The queue is full of new requests. The KV stays in host memory until the next try.
                 try:
                     await asyncio.sleep(FULL_PAUSE_S)
                 except asyncio.CancelledError:
@@ -267,7 +269,7 @@ async def decode_worker(
     device_pages: int,
     batch_max: int,
 ) -> AsyncIterator[DecodeWorker]:
-    """A decode worker for as long as the block lasts; what is live at its end is aborted."""
+    """Run a decode worker for the duration of the block. Requests live at its end are aborted."""
     with ComputeThread("decode") as compute:
         batch = Batch(pool, compute, batch_max=batch_max)
         async with engine, asyncio.TaskGroup() as tasks:
@@ -280,6 +282,7 @@ async def decode_worker(
                 for task in ending:
                     task.cancel()
                 if ending:
-                    # They wait for their steps: the batch goes on until the last of them has ended.
+                    # A cancelled task still waits for its running step, so the batch must run until all tasks have
+                    # ended.
                     await asyncio.wait(ending)
                 computing.cancel()

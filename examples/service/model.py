@@ -1,4 +1,4 @@
-"""The model that both workers serve: small random weights by default, or a directory as `transformers` saves it."""
+"""The model of both workers: small random weights by default, or a directory as saved by `transformers`."""
 
 from __future__ import annotations
 
@@ -15,50 +15,53 @@ from tidekv.engine.workload.model import Llama, ModelShape, build_llama
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Conversion between text and tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
+        """Return the tokens of a prompt."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of an answer."""
+        """Return the text of an answer."""
         ...
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8: for the random model, which was never taught any other."""
+    """One token per byte of UTF-8, for the random model."""
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See `Tokenizer`. What is no UTF-8 becomes U+FFFD."""
+        """See `Tokenizer`. Bytes that are not valid UTF-8 become U+FFFD."""
         return bytes(tokens).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """A model on this process's device, and what the engine must know of it."""
+    """A model on this process's device, with the properties that the engine needs."""
 
     name: str
     llama: Llama
     tokenizer: Tokenizer
     layout: KVLayout
     fingerprint: str
-    """Equal in both workers exactly where their KV can be exchanged: a hand-over compares it."""
+    """Equal in both workers if and only if their KV can be exchanged. Compared at each hand-over."""
     context_tokens: int
     end_tokens: frozenset[int]
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens in the vocabulary."""
         return int(self.llama.config.vocab_size)
 
 
 def load(directory: str, *, page_size: int) -> ServedModel:
-    """Load a model directory; without one, make the random model: equal in every process, float64, 0.6 M parameters."""
+    """Load a model directory.
+
+    Without one, build the random model: equal in every process, float64, 0.6 M parameters.
+    """
     if directory:
         return _from_directory(Path(directory), page_size)
     shape = ModelShape(vocab_size=256)
@@ -69,11 +72,11 @@ def _from_directory(directory: Path, page_size: int) -> ServedModel:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (directory / "config.json").is_file():
-        raise InvalidConfig(f"{directory} is no model directory: it has no config.json")
+        raise InvalidConfig(f"{directory} is not a model directory: it has no config.json")
     llama = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     llama = llama.eval().requires_grad_(False)
     tokenizer = _DirectoryTokenizer(AutoTokenizer.from_pretrained(directory, local_files_only=True))
-    # Names and sizes of the weights stand for their bytes, which take too long to read twice.
+    # Names and sizes of the weights stand for their content, which would take too long to read twice.
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for weights in sorted(directory.glob("*.safetensors")):
         digest.update(f"{weights.name} {weights.stat().st_size}\n".encode())

@@ -1,4 +1,4 @@
-"""The prefill worker, a process of its own, and whoever keeps one running.
+"""Prefill worker, a process of its own, and its supervision.
 
 On another machine: `python -m examples.service.prefill '{"listen": "0.0.0.0:7000"}'`, with the options of
 `PrefillOptions`; and `python -m examples.service --prefill HOST:7000`. Both need the same TIDEKV_SECRET in their
@@ -29,14 +29,14 @@ CHUNK_PAGES = 4
 
 
 class PrefillOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill worker is told, as one JSON argument."""
+    """Options of a prefill worker, passed as one JSON argument."""
 
     model: str = ""
     listen: str = "127.0.0.1:0"
     num_pages: int = 1024
     page_size: int = 16
     ends_with_stdin: bool = False
-    """Stop when whoever started us closes our stdin: also when that dies of a kill -9."""
+    """Stop when stdin is closed. This also happens if the parent process is killed by SIGKILL."""
 
 
 async def serve(options: PrefillOptions) -> None:
@@ -54,7 +54,7 @@ async def serve(options: PrefillOptions) -> None:
         worker = ModelPrefill(
             PagedModel(model.llama, pool), prefixes, compute, chunk_tokens=CHUNK_PAGES * options.page_size
         )
-        # `on_room` runs for each prompt that decode asks for; ModelPrefill.serve shows what it does with a room.
+        # `on_room` runs for each prompt that decode requests; see ModelPrefill.serve for the use of a room.
         async with PrefillPeer(
             device=pool,
             transport=NixlTransport(name="prefill-0", secret=os.environ.get("TIDEKV_SECRET", "")),
@@ -67,7 +67,7 @@ async def serve(options: PrefillOptions) -> None:
 
 
 class PrefillChild:
-    """Keeps one prefill worker running: when it dies, the next one is started at the same address."""
+    """Keeps one prefill worker running: if it dies, another one is started on the same address."""
 
     def __init__(self, options: PrefillOptions) -> None:
         self.address = ""
@@ -77,7 +77,7 @@ class PrefillChild:
         self._options = options
 
     async def run(self) -> None:
-        """Start workers until cancelled, one after the other; the last one is stopped then."""
+        """Start workers one after the other until cancelled, and then stop the last one."""
         while True:
             listen = self.address or self._options.listen
             options = msgspec.structs.replace(self._options, listen=listen, ends_with_stdin=True)
@@ -93,17 +93,17 @@ class PrefillChild:
                     self.starts += 1
                     self.is_up.set()
                 code = await process.wait()
-                print(f"the prefill worker ended with {code}; the next one is started", file=sys.stderr, flush=True)
+                print(f"prefill worker exited with {code}; starting another one", file=sys.stderr, flush=True)
             finally:
                 self.is_up.clear()
-                # It ends by itself when its stdin is closed.
+                # Closing stdin makes the worker exit.
                 process.stdin.close()
                 await process.wait()
             await asyncio.sleep(RESTART_PAUSE_S)
 
 
 class DistantPrefill:
-    """A prefill worker that somebody else keeps running."""
+    """A prefill worker that is started and supervised elsewhere."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -112,7 +112,7 @@ class DistantPrefill:
         self.is_up.set()
 
     async def run(self) -> None:
-        """Nothing to do."""
+        """Return at once: there is nothing to supervise."""
 
 
 if __name__ == "__main__":

@@ -217,9 +217,9 @@ def test_wrong_calls_change_nothing(backend: ModuleType, tmp_path: Path) -> None
         unopened.exists("00" * 32)
     unopened.close()
     with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:
-        with pytest.raises(InvalidRequest, match="no digest in hex"):
+        with pytest.raises(InvalidRequest, match="not a hex digest"):
             storage.exists("page-0")
-        with pytest.raises(InvalidRequest, match="no digest of 32 bytes"):
+        with pytest.raises(InvalidRequest, match="not a digest of 32 bytes"):
             storage.exists("00")
         with pytest.raises(InvalidRequest, match="1 pages of 8 tokens do not have 9 indices"):
             storage.batch_get_v1(["00" * 32], torch.arange(9))

@@ -193,7 +193,7 @@ def test_pages_longest_unused_go_first() -> None:
 
 def test_host_pages_are_given_back_once() -> None:
     cache = HostCache(1)
-    with pytest.raises(InvalidConfig, match="needs a page at least"):
+    with pytest.raises(InvalidConfig, match="needs at least one page"):
         HostCache(0)
     (page,) = cache.take(1)
     cache.give_back([page])

@@ -171,7 +171,7 @@ def _configured(uri: str, role: KVConnectorRole) -> tuple[Any, KVConnectorRole, 
     [
         ({"extra": {"uri": None}}, 'needs "uri"'),
         ({"extra": {"capasity": 1}}, "no option 'capasity'"),
-        ({"extra": {"uri": "memory:?capacity=1MB"}}, "memory: is known to one process"),
+        ({"extra": {"uri": "memory:?capacity=1MB"}}, "memory: is local to one process"),
         ({"extra": {"host": "much"}}, "host must be a size"),
         ({"extra": {"load_timeout_s": 0}}, "load_timeout_s must be more than 0"),
         ({"extra": {"threshold_tokens": -1}}, "threshold_tokens must be at least 0"),
@@ -215,9 +215,9 @@ def test_blocks_in_an_order_that_is_not_known_are_refused(
 
 def test_calls_for_the_other_side_are_refused(connector: ModuleType, uri: str) -> None:
     worker = connector.TidekvConnector(*_configured(uri, KVConnectorRole.WORKER))
-    with pytest.raises(InvalidRequest, match="for the scheduler's"):
+    with pytest.raises(InvalidRequest, match="only the scheduler's"):
         worker.on_new_request(request_of(PROMPT))
-    with pytest.raises(InvalidRequest, match="register_kv_caches comes before"):
+    with pytest.raises(InvalidRequest, match="register_kv_caches must precede"):
         worker.get_finished(set())
     assert worker.get_kv_connector_stats() is None
     worker.shutdown()

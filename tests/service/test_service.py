@@ -162,7 +162,7 @@ def test_more_than_the_queue_holds_is_told_to_come_again(service, generate) -> N
         ({"prompt": [256]}, "from 0 to 255"),
         ({"prompt": [1, [2]]}, "mixture"),
         ({"max_tokens": 0}, "at least one token"),
-        ({"max_tokens": 900}, "more than this worker can ever hold"),
+        ({"max_tokens": 900}, "more than this worker can hold"),
         ({"temperature": 0.7}, "temperature"),
         ({"n": 2, "stop": "."}, "stop, n"),
         ({"model": "another"}, "does not exist"),
