@@ -13,7 +13,7 @@ from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
+    from tidekv.states.core_state import CoreState
     from tidekv.states.loads import Loads
     from tidekv.states.lookahead import AheadRun
     from tidekv.states.node import Node
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 class Adoption:
     """Turns reads ahead into loads, and back."""
 
-    def __init__(self, books: Books, loads: Loads) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, loads: Loads) -> None:
+        self._state = state
         self._loads = loads
 
     def adopt(self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float) -> Load:
         """Make a read a load of a new child of `parent`, into `pages`, the caller's until now. `disown` undoes it."""
-        books = self._books
+        state = self._state
         load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
         with Undo() as undo:
             undo.callback(self.disown, load, run)
-            load.nodes.append(books.index.insert_pending(parent, run.request.namespace, keys, pages, load))
+            load.nodes.append(state.index.insert_pending(parent, run.request.namespace, keys, pages, load))
             load.host_pages = run.host_pages
             self._loads.hold(load)
             if run.is_landed:
@@ -40,16 +40,16 @@ class Adoption:
             else:
                 load.op = run.op
                 load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
-                books.operations[load.op] = load
-                books.remind(load, books.now_s + deadline_s, op=load.op)
-                books.storage.fetching[load] = len(pages)
+                state.operations[load.op] = load
+                state.set_deadline(load, state.now_s + deadline_s, op=load.op)
+                state.storage.fetching[load] = len(pages)
             undo.keep()
         return load
 
     def disown(self, load: Load, run: AheadRun) -> None:
         """Undo an adoption, in the step that it was made in: the read is its request's again."""
         load.host_pages = page_ids()
-        self._books.storage.fetching.pop(load, None)
+        self._state.storage.fetching.pop(load, None)
         self._loads.abandon(load)
         if not run.is_landed:
-            self._books.operations[run.op] = run
+            self._state.operations[run.op] = run

@@ -32,9 +32,9 @@ PLANNED = (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 
 def audit_core(core: Core) -> None:
     """Raise BrokenInvariant, in words, at the first contradiction found."""
-    core.books.index.check()
-    core.books.device.check()
-    core.books.host.check()
+    core.state.index.check()
+    core.state.device.check()
+    core.state.host.check()
     loads = _loads_of(core)
     _check_components(core)
     _check_device_pages(core)
@@ -42,18 +42,25 @@ def audit_core(core: Core) -> None:
     _check_receipts(core, loads)
     _check_loads(core, loads)
     _check_operations(core, loads)
-    progressed = steps.Progressed(at_s=core.books.now_s)
-    for request in core.books.requests.values():
+    progressed = steps.Progressed(at_s=core.state.now_s)
+    for request in core.state.requests.values():
         _check_request(core, request)
         can_move = any(guard(core, request, progressed) for guard in PROGRESS_GUARDS[request.state])
         _require(not can_move, f"{request} could move on, and was not looked at")
-    books = core.books
+    state = core.state
     _require(
-        not (books.dirty or books.homeless or books.unfilled or books.settled_loads or books.ahead_over or books.out)
-        and not books.landing,
+        not (
+            state.dirty
+            or state.preempted
+            or state.failed_loads
+            or state.reclaimable_loads
+            or state.ahead_over
+            or state.out
+        )
+        and not state.progressed_loads,
         "a step left work",
     )
-    waiting = {request for request in core.books.requests.values() if request.state is State.PREALLOC}
+    waiting = {request for request in core.state.requests.values() if request.state is State.PREALLOC}
     _require(set(core.queue) == waiting and len(core.queue) == len(waiting), "the queue is not who waits for admission")
 
 
@@ -65,35 +72,35 @@ def _require(condition: object, words: str) -> None:
 def _loads_of(core: Core) -> dict[Load, None]:
     """Every load that still holds something: live, or void and waiting for a writer or for what lies below it."""
     loads = dict.fromkeys(core.loads)
-    loads.update(dict.fromkeys(owner for owner in core.books.operations.values() if isinstance(owner, Load)))
+    loads.update(dict.fromkeys(owner for owner in core.state.operations.values() if isinstance(owner, Load)))
     loads.update(dict.fromkeys(load for draining in core.rooms.quarantine for load in draining.loads))
     loads.update(dict.fromkeys(core.loads.settled_voids))
     return loads
 
 
 def _runs_of(core: Core) -> list[AheadRun]:
-    return [run for request in core.books.requests.values() if request.ahead is not None for run in request.ahead.runs]
+    return [run for request in core.state.requests.values() if request.ahead is not None for run in request.ahead.runs]
 
 
 def _check_device_pages(core: Core) -> None:
     owned, draining = page_ids(), page_ids()
-    for request in core.books.requests.values():
+    for request in core.state.requests.values():
         owned += request.own + request.reserve
-    for owner in core.books.operations.values():
+    for owner in core.state.operations.values():
         if isinstance(owner, LateRecompute):
             owned += owner.device_pages
     for left in core.rooms.quarantine:
         draining += left.pages
-    for node in core.books.index.nodes():
+    for node in core.state.index.nodes():
         if node.void and node.device is not None:
             draining += node.device
-    _check_pages(core.books.device, owned, draining)
+    _check_pages(core.state.device, owned, draining)
 
 
 def _tails_of(core: Core) -> list[RequestTails]:
     """The tails of requests, and those that requests have left while something still writes to them."""
-    tails = {request.tails: None for request in core.books.requests.values()}
-    for owner in core.books.operations.values():
+    tails = {request.tails: None for request in core.state.requests.values()}
+    for owner in core.state.operations.values():
         if isinstance(owner, RequestTails):
             tails[owner] = None
         elif isinstance(owner, TailFetch | LateRecompute):
@@ -102,18 +109,18 @@ def _tails_of(core: Core) -> list[RequestTails]:
 
 
 def _check_components(core: Core) -> None:
-    components = core.books.components
+    components = core.state.components
     if components is None:
         return
     components.check()
-    operations = core.books.operations.values()
+    operations = core.state.operations.values()
     copies = Counter(owner for owner in operations if isinstance(owner, RequestTails))
     copies += Counter(owner.tails for owner in operations if isinstance(owner, TailFetch))
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _tails_of(core):
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of its tails")
         waiting = [fetch for fetch in held.fetches if fetch.stage is not TailStage.RESERVED]
-        _require(all(core.books.operations.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
+        _require(all(core.state.operations.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
     backups = [owner for owner in operations if isinstance(owner, TailBackup)]
     for name in components.components:
         owned, draining, on_host = page_ids(), page_ids(), page_ids()
@@ -136,14 +143,14 @@ def _check_host_pages(core: Core, loads: dict[Load, None]) -> None:
     owned = page_ids()
     for load in loads:
         owned += load.host_pages
-    for owner in core.books.operations.values():
+    for owner in core.state.operations.values():
         if isinstance(owner, LateFetch) and not owner.component:
             owned += owner.host_pages
     for backup in core.backups:
         owned += backup.host_pages
     for run in _runs_of(core):
         owned += run.host_pages
-    _check_pages(core.books.host, owned, page_ids())
+    _check_pages(core.state.host, owned, page_ids())
 
 
 def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> None:
@@ -160,13 +167,13 @@ def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> Non
 
 def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
     receipts: list[Receipt | None] = list(core.backups.held)
-    for request in core.books.requests.values():
+    for request in core.state.requests.values():
         receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
     for holder in (*loads, *core.backups):
         receipts += (holder.lock, holder.pin)
     for tails in _tails_of(core):
         receipts += [part.full for part in (tails.lock, tails.pin) if part is not None]
-    for owner in core.books.operations.values():
+    for owner in core.state.operations.values():
         if isinstance(owner, TailBackup):
             receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
         elif isinstance(owner, TailPut) and owner.pin is not None:
@@ -176,7 +183,7 @@ def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
     _require(len(set(map(id, held))) == len(held), "a receipt has two holders")
     device: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "device")
     host: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "host")
-    index = core.books.index
+    index = core.state.index
     for node in (*index.nodes(), *index.tree.roots.values()):
         _require(node.anchored == device.pop(node, 0), f"{node} has device receipts that nobody holds, or lacks some")
         _require(node.host_anchored == host.pop(node, 0), f"{node} has host receipts that nobody holds, or lacks some")
@@ -186,7 +193,7 @@ def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
 def _check_loads(core: Core, loads: dict[Load, None]) -> None:
     under = Counter[Load]()
     void: set[Node] = set()
-    for node in core.books.index.nodes():
+    for node in core.state.index.nodes():
         if node.load is not None:
             _require(node.load in loads and node in node.load.nodes, f"{node} is under a load that does not know it")
             under[node.load] += 1
@@ -216,9 +223,9 @@ def _check_loads(core: Core, loads: dict[Load, None]) -> None:
 
 def _check_operations(core: Core, loads: dict[Load, None]) -> None:
     backups, runs = set(core.backups), set(_runs_of(core))
-    for op, owner in core.books.operations.items():
+    for op, owner in core.state.operations.items():
         if isinstance(owner, Request):
-            _require(core.books.requests.get(owner.request_id) is owner, f"an operation is of {owner}, which is gone")
+            _require(core.state.requests.get(owner.request_id) is owner, f"an operation is of {owner}, which is gone")
             _require(op in (owner.query_op, owner.recompute_op), f"{owner} does not know of its question")
         elif isinstance(owner, Load):
             _require(owner in loads and owner.op == op, "an operation is of a load that does not know it")
@@ -228,29 +235,29 @@ def _check_operations(core: Core, loads: dict[Load, None]) -> None:
             _require(owner in runs and owner.op == op, "an operation is of a read ahead that does not know it")
             _require(not owner.is_landed, "a read ahead has landed, and is waited for")
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
-    tails = [owner for owner in core.books.operations.values() if isinstance(owner, TailFetch)]
+    tails = [owner for owner in core.state.operations.values() if isinstance(owner, TailFetch)]
     of_tails = {fetch for fetch in tails if fetch.stage is TailStage.FETCHING}
-    _require(set(core.books.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
+    _require(set(core.state.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
     reading = [run for run in runs if not run.is_landed]
-    late = [owner for owner in core.books.operations.values() if isinstance(owner, LateFetch)]
+    late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
     in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_tails)
     in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
-    storage = core.books.storage
+    storage = core.state.storage
     _require(storage.ahead_in_flight == len(reading), f"{len(reading)} reads ahead are under way")
     _require(storage.pages_in_flight == in_flight, f"{in_flight} pages are fetched, not {storage.pages_in_flight}")
-    taken = sum(request.ahead.taken for request in core.books.requests.values() if request.ahead is not None)
+    taken = sum(request.ahead.taken for request in core.state.requests.values() if request.ahead is not None)
     _require(core.lookahead.pages == taken, f"{taken} host pages were taken ahead, not {core.lookahead.pages}")
     for run in reading:
-        _require(core.books.operations.get(run.op) is run, "a read ahead waits for an operation that is over")
+        _require(core.state.operations.get(run.op) is run, "a read ahead waits for an operation that is over")
     for load in core.loads:
         if load.stage in (Stage.FETCHING, Stage.COPYING):
-            _require(core.books.operations.get(load.op) is load, "a load waits for an operation that is over")
+            _require(core.state.operations.get(load.op) is load, "a load waits for an operation that is over")
 
 
 def _check_request(core: Core, request: Request) -> None:
     holds = request.lock is not None
     _require(holds == (request.state is not State.PREALLOC), f"{request} has no lock, or one before its grant")
-    has_tails = holds and core.books.components is not None
+    has_tails = holds and core.state.components is not None
     _require(has_tails == (request.tails is not None), f"{request} has tails without a grant, or none with one")
     early = request.state in (State.PREALLOC, State.MATCH)
     _require(early or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
@@ -263,7 +270,7 @@ def _check_request(core: Core, request: Request) -> None:
         _require(not request.own and not request.reserve and not request.loads, f"{request} waits and holds pages")
     if request.lock is None or request.state is State.READY:
         return
-    path = core.books.index.path(request.lock.node)
+    path = core.state.index.path(request.lock.node)
     shared = Counter[Load]()
     for node in path:
         _require(not node.void, f"the path of {request} runs through void pages")

@@ -30,8 +30,8 @@ from tidekv.states.tail_storage import WITHOUT_HOST, WITHOUT_STORAGE, WITHOUT_TA
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
     from tidekv.states.component_index import ComponentIndex, Reserved, TailReceipt
+    from tidekv.states.core_state import CoreState
     from tidekv.states.events import TailLeft
     from tidekv.states.found import Match
     from tidekv.states.node import Node, TierName
@@ -82,12 +82,12 @@ class RequestTails:
         self.own = {name: without(pages, remote.get(name, ())) for name, pages in self.own.items()}
         return remote
 
-    def distrust(self, books: Books, limit: int, cause: str) -> None:
+    def distrust(self, state: CoreState, limit: int, cause: str) -> None:
         """Something did not come: whose tails these are starts over, on other pages, and with less."""
         request = self.request
-        if request is not None and request not in books.homeless:
+        if request is not None and request not in state.preempted:
             request.tail_limit = max(request.tail_limit + 1, limit)
-            books.homeless[request] = cause
+            state.preempted[request] = cause
 
     @property
     def table(self) -> tuple[TailTable, ...]:
@@ -98,16 +98,16 @@ class RequestTails:
 class Tails:
     """The steps of requests with components."""
 
-    def __init__(self, books: Books, index: ComponentIndex) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, index: ComponentIndex) -> None:
+        self._state = state
         self._index = index
-        self.storage = TailStorage(books, index)
+        self.storage = TailStorage(state, index)
 
     # --- The grant ---
 
     def match(self, request: Request) -> Match:
         """What the index and all components have of the prompt; once it is granted, no more than was reserved for."""
-        width = self._books.settings.key_bytes
+        width = self._state.settings.key_bytes
         if request.tails is not None:
             return self._index.index.match(request.namespace, request.keys[: request.tails.boundary * width])
         request.stored_end = self.storage.boundary(request)
@@ -119,7 +119,7 @@ class Tails:
 
     def reserve(self, request: Request, match: Match) -> bool:
         """Take what the request needs of every component, or nothing and False."""
-        page_size = self._books.settings.page_size
+        page_size = self._state.settings.page_size
         components = self._index.components
         spare = {name: c.live_pages(page_size) if c.is_shared else 0 for name, c in components.items()}
         needed = self.storage.needed_from(request)
@@ -179,7 +179,7 @@ class Tails:
         tails = request.tails
         assert tails is not None
         if end < tails.boundary:
-            tails.distrust(self._books, WITHOUT_STORAGE, "not all that storage has can be fetched")
+            tails.distrust(self._state, WITHOUT_STORAGE, "not all that storage has can be fetched")
         return end >= tails.boundary
 
     def begin(self, request: Request, node: Node, undo: Undo) -> None:
@@ -200,10 +200,10 @@ class Tails:
     ) -> None:
         if not pages[0]:
             return
-        op = self._books.begin(tails, deadline_s=self._books.settings.copy_deadline_s)
-        undo.callback(self._books.operations.pop, op)
+        op = self._state.start_operation(tails, deadline_s=self._state.settings.copy_deadline_s)
+        undo.callback(self._state.operations.pop, op)
         tails.copies += 1
-        self._books.say(
+        self._state.emit(
             CopyTail(
                 op=op, component=name, source=source, source_pages=pages[0], target="device", target_pages=pages[1]
             )
@@ -235,17 +235,17 @@ class Tails:
         """A copy is over."""
         tails.copies -= 1
         if error:
-            self._books.count("copies_failed")
-            tails.distrust(self._books, WITHOUT_HOST, "a copy of a component failed")
+            self._state.count("copies_failed")
+            tails.distrust(self._state, WITHOUT_HOST, "a copy of a component failed")
         if tails.request is not None:
-            self._books.dirty[tails.request] = None
+            self._state.dirty[tails.request] = None
         elif not tails.copies:
             self.give_up(tails)
 
     def is_late(self, tails: RequestTails) -> None:
         """A copy did not end in time: who has waited for it starts over on other pages."""
-        self._books.count("copies_late")
-        tails.distrust(self._books, WITHOUT_HOST, "a copy of a component did not end in time")
+        self._state.count("copies_late")
+        tails.distrust(self._state, WITHOUT_HOST, "a copy of a component did not end in time")
 
     # --- The ends ---
 
@@ -298,7 +298,7 @@ class Tails:
             self._index.unlock(tails.lock)
             tails.lock = None
         self._let_go_of_sources(tails)
-        self._books.pages_freed = True
+        self._state.pages_freed = True
 
     def _let_go_of_sources(self, tails: RequestTails) -> None:
         if tails.pin is not None:

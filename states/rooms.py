@@ -17,8 +17,8 @@ from tidekv.states.shapes import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tidekv.states.books import Books
     from tidekv.states.components import TailPages
+    from tidekv.states.core_state import CoreState
     from tidekv.states.events import ChunkLanded
     from tidekv.states.load import Load
     from tidekv.states.request import Request
@@ -127,8 +127,8 @@ class Draining:
 class Rooms:
     """All rooms of a core, live and draining."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
         self._live: dict[RoomKey, Room] = {}
         self._draining: dict[RoomKey, Draining] = {}
         self._pace = FetchPace()
@@ -143,7 +143,7 @@ class Rooms:
     def way(self) -> Way:
         """How fast prefill brings pages, and how many are under way from there."""
         missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
-        return Way(self._pace.page_s(self._books.now_s), missing)
+        return Way(self._pace.page_s(self._state.now_s), missing)
 
     @property
     def quarantine(self) -> list[Draining]:
@@ -165,13 +165,13 @@ class Rooms:
         """Open the room of a planned request: what is promised is not sent, its own pages are span 0."""
         room = Room(request, prefill=request.attempts % request.prefill_count)
         room.spans.append(self._span(promised, len(own), None))
-        self._books.say(
+        self._state.emit(
             SendPromise(
                 request_id=request.request_id,
                 generation=request.generation,
                 prefill=room.prefill,
                 prompt_tokens=request.prompt_tokens,
-                promised_tokens=min(promised * self._books.settings.page_size, request.prompt_tokens),
+                promised_tokens=min(promised * self._state.settings.page_size, request.prompt_tokens),
                 pages=own,
                 renewed=request.generation != request.first_generation,
                 tails=tails,
@@ -182,7 +182,7 @@ class Rooms:
 
     def extend(self, room: Room, load: Load) -> None:
         """Take back a part of the promise: the pages of `load`, which no local writer touches any more."""
-        self._books.say(
+        self._state.emit(
             SendExtend(
                 request_id=room.request.request_id,
                 generation=room.generation,
@@ -192,13 +192,13 @@ class Rooms:
             )
         )
         room.spans.append(self._span(load.first, load.page_count, load))
-        self._books.count("extends")
+        self._state.count("extends")
 
     def _span(self, first: int, count: int, load: Load | None) -> Span:
-        if self._books.settings.prefetch != "soonest" or not count:
+        if self._state.settings.prefetch != "soonest" or not count:
             # Nobody asks how fast it is, or it says nothing of that.
             return Span(first, count, load)
-        return Span(first, count, load, asked_at_s=self._books.now_s, queued_pages=self.way.queued_pages + count)
+        return Span(first, count, load, asked_at_s=self._state.now_s, queued_pages=self.way.queued_pages + count)
 
     def load_filled_by(self, room: Room, event: ChunkLanded) -> Load | None:
         """Tell the load that this chunk, once it is noted, completes."""
@@ -216,29 +216,29 @@ class Rooms:
         """
         span = room.span_of(event)
         if span is None:
-            self._books.count("chunks_foreign")
+            self._state.count("chunks_foreign")
         elif not span.continues(event):
-            self._books.count("chunks_repeated")
+            self._state.count("chunks_repeated")
         else:
             end = span.cursors[event.rank] = event.first + event.count
             if event.last and end == span.first + span.count:
                 span.ended.add(event.rank)
                 if len(span.ended) == room.ranks and span.queued_pages:
-                    taken_s = self._books.now_s - span.asked_at_s
-                    self._pace.note(taken_s=taken_s, pages=span.queued_pages, now_s=self._books.now_s)
+                    taken_s = self._state.now_s - span.asked_at_s
+                    self._pace.note(taken_s=taken_s, pages=span.queued_pages, now_s=self._state.now_s)
             elif event.last:
-                self._books.count("chunks_foreign")
+                self._state.count("chunks_foreign")
 
     def land_aux(self, room: Room, rank: int) -> None:
         """Note the first token from one rank; a rank that the room does not have is counted and changes nothing."""
         if 0 <= rank < room.ranks:
             room.aux_from.add(rank)
         else:
-            self._books.count("frames_foreign")
+            self._state.count("frames_foreign")
 
     def receive(self, room: Room) -> None:
         """All of the room is here: prefill may free its pages."""
-        self._books.say(SendReceived(request_id=room.request.request_id, generation=room.generation))
+        self._state.emit(SendReceived(request_id=room.request.request_id, generation=room.generation))
         del self._live[room.key]
         room.request.room = None
 
@@ -248,21 +248,21 @@ class Rooms:
         """
         request = room.request
         if not settled and not room.is_aborted:
-            self._books.say(SendAbort(request_id=request.request_id, generation=room.generation))
+            self._state.emit(SendAbort(request_id=request.request_id, generation=room.generation))
             room.is_aborted = True
         if settled or room.is_written:
-            if request.tails is not None and self._books.components is not None:
-                self._books.components.give_back(request.tails.remote)
+            if request.tails is not None and self._state.components is not None:
+                self._state.components.give_back(request.tails.remote)
                 request.tails.give_up_remote()
-            self._books.device.give_back(request.own)
-            self._books.settled_loads.extend(room.lost)
-            self._books.pages_freed = True
+            self._state.device.give_back(request.own)
+            self._state.reclaimable_loads.extend(room.lost)
+            self._state.pages_freed = True
         else:
             draining = self._draining.setdefault(room.key, Draining(room))
-            if request.tails is not None and self._books.components is not None:
-                self._books.components.drain(request.tails.remote)
+            if request.tails is not None and self._state.components is not None:
+                self._state.components.drain(request.tails.remote)
                 draining.tails.update(request.tails.give_up_remote())
-            self._books.device.drain(request.own)
+            self._state.device.drain(request.own)
             draining.pages = request.own
         request.own = page_ids()
         request.room = None
@@ -272,10 +272,10 @@ class Rooms:
         """A writer has confirmed. With the last of them the pages are free."""
         draining = self._draining.get((request_id, generation))
         if draining is None:
-            self._books.count("frames_late")
+            self._state.count("frames_late")
             return
         if draining.ranks and not 0 <= rank < draining.ranks:
-            self._books.count("frames_foreign")
+            self._state.count("frames_foreign")
             return
         draining.drained.add(rank)
         if len(draining.drained) >= draining.ranks:
@@ -307,10 +307,10 @@ class Rooms:
 
     def _settle(self, key: RoomKey) -> None:
         draining = self._draining[key]
-        if self._books.components is not None:
-            self._books.components.settle(draining.tails)
+        if self._state.components is not None:
+            self._state.components.settle(draining.tails)
             draining.tails = {}
-        self._books.device.settle(draining.pages)
+        self._state.device.settle(draining.pages)
         del self._draining[key]
-        self._books.settled_loads.extend(draining.loads)
-        self._books.pages_freed = True
+        self._state.reclaimable_loads.extend(draining.loads)
+        self._state.pages_freed = True

@@ -17,8 +17,8 @@ from tidekv.states.tail_puts import TailPuts
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
     from tidekv.states.component_index import ComponentIndex, TailReceipt
+    from tidekv.states.core_state import CoreState
     from tidekv.states.node import Node
 
 
@@ -42,10 +42,10 @@ class TailBackup:
 class TailBackups:
     """All backups of components under way are operations; this file knows how they begin and end."""
 
-    def __init__(self, books: Books, index: ComponentIndex) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, index: ComponentIndex) -> None:
+        self._state = state
         self._index = index
-        self.puts = TailPuts(books, index)
+        self.puts = TailPuts(state, index)
 
     def begin(self, leaf: Node) -> None:
         """Copy to the host what it lacks of the tails at the end of `leaf`, whose full pages are in both tiers."""
@@ -74,9 +74,9 @@ class TailBackups:
             undo.callback(self._index.give_back, {name: pages}, "host")
             backup.fresh, fresh = pages, iter(pages)
             backup.table = page_ids(host[at] if at in host else next(fresh) for at in range(first, leaf.depth_pages))
-            op = self._books.begin(backup, deadline_s=self._books.settings.copy_deadline_s)
-            undo.callback(self._books.operations.pop, op)
-            self._books.say(
+            op = self._state.start_operation(backup, deadline_s=self._state.settings.copy_deadline_s)
+            undo.callback(self._state.operations.pop, op)
+            self._state.emit(
                 CopyTail(
                     op=op,
                     component=name,
@@ -91,12 +91,12 @@ class TailBackups:
     def ended(self, backup: TailBackup, error: str) -> None:
         """The copy is over; with an error its pages are garbage and given back."""
         if error:
-            self._books.count("backups_failed")
+            self._state.count("backups_failed")
         else:
             _, unused = self._index.insert("host", backup.component, backup.node, backup.first, backup.table)
             backup.fresh = unused
             # Its pin kept full pages from being looked at before they are evicted.
-            self._books.write_due = True
+            self._state.write_due = True
         self.give_up(backup)
 
     def give_up(self, backup: TailBackup) -> None:
@@ -107,7 +107,7 @@ class TailBackups:
             self._index.unlock(backup.lock)
             backup.lock = None
         self._index.unpin(backup.pin)
-        self._books.pages_freed = True
+        self._state.pages_freed = True
 
     def _insist_on_giving_up(self, backup: TailBackup) -> None:
         try:
@@ -115,9 +115,9 @@ class TailBackups:
         except BrokenInvariant:
             raise
         except Exception:
-            self._books.count("transitions_raised")
+            self._state.count("transitions_raised")
             self.give_up(backup)
 
     def is_late(self) -> None:
         """A copy is late: it keeps what it holds until it ends, and is counted."""
-        self._books.count("backups_late")
+        self._state.count("backups_late")

@@ -19,8 +19,8 @@ from tidekv.states.undo import Undo
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidekv.states.books import Books
     from tidekv.states.component_index import ComponentIndex, TailReceipt
+    from tidekv.states.core_state import CoreState
     from tidekv.states.node import Node
 
 STORE_DEADLINE_S = 60.0
@@ -43,8 +43,8 @@ class TailPut:
 class TailPuts:
     """All puts of components under way are operations; this file knows how they begin and end."""
 
-    def __init__(self, books: Books, index: ComponentIndex) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, index: ComponentIndex) -> None:
+        self._state = state
         self._index = index
         self.waiting: dict[TailPut, None] = {}
         """Puts that give way to fetches, in order."""
@@ -54,7 +54,7 @@ class TailPuts:
         the full pages. Raises nothing but BrokenInvariant: a cache tier never fails a request.
         """
         try:
-            if self._books.storage.is_usable and self._books.index.tree.is_stored(leaf):
+            if self._state.storage.is_usable and self._state.index.tree.is_stored(leaf):
                 for name in components or self._index.components:
                     first, pages = self._index.tail("host", name, leaf)
                     if len(pages) == leaf.depth_pages - first:
@@ -63,55 +63,55 @@ class TailPuts:
         except BrokenInvariant:
             raise
         except Exception:
-            self._books.count("transitions_raised")
+            self._state.count("transitions_raised")
 
     def _start(self, put: TailPut) -> None:
-        books = self._books
+        state = self._state
         with Undo() as undo:
             put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
             undo.callback(self._index.unpin, put.pin)
-            if books.settings.put_wait_s and books.storage.holds_puts:
-                put.op = books.begin(put, deadline_s=books.settings.put_wait_s)
+            if state.settings.put_wait_s and state.storage.holds_puts:
+                put.op = state.start_operation(put, deadline_s=state.settings.put_wait_s)
                 self.waiting[put] = None
             else:
                 self._put(put)
             undo.keep()
 
     def _put(self, put: TailPut) -> None:
-        books = self._books
+        state = self._state
         with Undo() as undo:
-            op = books.begin(put, deadline_s=STORE_DEADLINE_S)
-            undo.callback(books.operations.pop, op)
-            books.say(StoreTail(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
+            op = state.start_operation(put, deadline_s=STORE_DEADLINE_S)
+            undo.callback(state.operations.pop, op)
+            state.emit(StoreTail(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
             undo.keep()
         put.op = op
 
     @property
     def next_waiting(self) -> TailPut | None:
         """Whose put may begin, since no fetch is under way any more."""
-        return next(iter(self.waiting)) if self.waiting and not self._books.storage.holds_puts else None
+        return next(iter(self.waiting)) if self.waiting and not self._state.storage.holds_puts else None
 
     def put_now(self, put: TailPut) -> None:
         """Wait for fetches no longer. After a raise, `give_up` ends it."""
         self.waiting.pop(put, None)
-        self._books.operations.pop(put.op, None)
-        if self._books.storage.is_usable:
+        self._state.operations.pop(put.op, None)
+        if self._state.storage.is_usable:
             self._put(put)
         else:
             self.give_up(put)
 
     def is_late(self, put: TailPut) -> None:
         """A put is late: it keeps its pin until it ends, and is counted."""
-        self._books.count("backups_late")
-        self._books.storage.note(failed=True)
+        self._state.count("backups_late")
+        self._state.storage.note(failed=True)
 
     def ended(self, put: TailPut, stored: int) -> None:
         """Storage has the first `stored` of the pages that it was given. After a raise, `give_up` ends it."""
-        self._books.count("tail_pages_stored", max(0, min(stored, len(put.host_pages))))
+        self._state.count("tail_pages_stored", max(0, min(stored, len(put.host_pages))))
         self.give_up(put)
 
     def give_up(self, put: TailPut) -> None:
         """Nothing reads its pages any more: let go of them. Can be called again where it raised."""
         assert put.pin is not None
         self._index.unpin(put.pin)
-        self._books.pages_freed = True
+        self._state.pages_freed = True

@@ -34,9 +34,9 @@ from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
     from tidekv.states.component_index import ComponentIndex
     from tidekv.states.components import Ranges
+    from tidekv.states.core_state import CoreState
     from tidekv.states.events import StoredTail
     from tidekv.states.request import Request
     from tidekv.states.request_tails import RequestTails
@@ -105,25 +105,25 @@ class Reach(msgspec.Struct, frozen=True):
 class TailStorage:
     """What storage does for tails."""
 
-    def __init__(self, books: Books, index: ComponentIndex) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, index: ComponentIndex) -> None:
+        self._state = state
         self._index = index
 
     # --- The question ---
 
     def ask(self, request: Request) -> None:
         """Ask storage for full pages and tails beyond what the caches can go on from, unless that is too little."""
-        books = self._books
-        settings = books.settings
+        state = self._state
+        settings = state.settings
         here = sum(self._index.peek(request.namespace, request.keys))
         gain = request.full_pages - here
         if gain < 1 or gain * settings.page_size < settings.prefetch_threshold_tokens:
             return
-        first = sum(books.index.peek(request.namespace, request.keys))
+        first = sum(state.index.peek(request.namespace, request.keys))
         longest = max(component.tail_pages(settings.page_size) for component in self._index.components.values())
-        request.query_op = books.begin(request, deadline_s=settings.query_deadline_s)
+        request.query_op = state.start_operation(request, deadline_s=settings.query_deadline_s)
         request.stored_first, request.stored_found, request.stored_tails = first, 0, ()
-        books.say(
+        state.emit(
             QueryTails(
                 op=request.query_op,
                 request_id=request.request_id,
@@ -138,7 +138,7 @@ class TailStorage:
         those that it told of have left the caches; each time for more, so that this comes to an end.
         """
         may_ask = not request.query_op and request.stored_found and self._is_allowed(request)
-        if may_ask and sum(self._books.index.peek(request.namespace, request.keys)) < request.stored_first:
+        if may_ask and sum(self._state.index.peek(request.namespace, request.keys)) < request.stored_first:
             self.ask(request)
         return request.query_op > 0
 
@@ -146,7 +146,7 @@ class TailStorage:
 
     def boundary(self, request: Request) -> int:
         """The boundary to go on from with what storage has; 0 where the caches do as well without, or nearly so."""
-        books = self._books
+        state = self._state
         request.stored_cause = "storage_left_alone"
         if not (request.stored_found or request.stored_tails) or not self._is_allowed(request):
             return 0
@@ -154,7 +154,7 @@ class TailStorage:
             request.namespace, request.keys, request.stored_first, request.stored_found, request.stored_tails
         )
         found = self._longest(request, reach)
-        if (found - reach.here) * books.settings.page_size >= max(books.settings.prefetch_threshold_tokens, 1):
+        if (found - reach.here) * state.settings.page_size >= max(state.settings.prefetch_threshold_tokens, 1):
             return found
         return 0
 
@@ -163,23 +163,23 @@ class TailStorage:
         pages of components.
         """
         here = sum(self._index.peek(namespace, keys))
-        full = sum(self._books.index.peek(namespace, keys))
-        pages = len(keys) // self._books.settings.key_bytes
+        full = sum(self._state.index.peek(namespace, keys))
+        pages = len(keys) // self._state.settings.key_bytes
         end = full if full < first else max(full, min(first + max(found, 0), pages))
         stored = {tail.component: _positions(tail.ranges, pages) for tail in tails}
         return Reach(here, full, end, self._index.served(namespace, keys, full, stored))
 
     def _is_allowed(self, request: Request) -> bool:
-        return self._books.storage.is_usable and not (request.restore_limit or request.tail_limit)
+        return self._state.storage.is_usable and not (request.restore_limit or request.tail_limit)
 
     def _longest(self, request: Request, reach: Reach) -> int:
         """The longest boundary for which no more is to be fetched than limits and host pages allow; that of the caches
         where there is none beyond it.
         """
-        books = self._books
+        state = self._state
         request.stored_cause = "no_tail"
-        left_s = request.deadline_at_s - books.now_s
-        room = books.host.free + books.index.host_evictable
+        left_s = request.deadline_at_s - state.now_s
+        room = state.host.free + state.index.host_evictable
         full, limit = reach.full, reach.end
         for _ in range(BOUNDARIES_TRIED_MAX):
             end = reach.longest(limit)
@@ -189,7 +189,7 @@ class TailStorage:
             count = pages + self._index.count_only_stored(
                 request.namespace, request.keys, end, in_index=min(end, full), needed_from=self.needed_from(request)
             )
-            fitting = books.storage.allowance(count, books.settings.prefetch_deadline_s(count, left_s))
+            fitting = state.storage.allowance(count, state.settings.prefetch_deadline_s(count, left_s))
             if fitting >= count and pages <= room:
                 return end
             request.stored_cause = "limit" if fitting < count else "no_host_page"
@@ -198,7 +198,7 @@ class TailStorage:
 
     def needed_from(self, request: Request) -> dict[str, int]:
         """By component, the first position that a request needs at the end of its prompt."""
-        page_size = self._books.settings.page_size
+        page_size = self._state.settings.page_size
         components = self._index.components.items()
         return {name: component.needed_from(request.prompt_tokens, page_size) for name, component in components}
 
@@ -218,13 +218,13 @@ class TailStorage:
 
     def begin(self, request: Request, tails: RequestTails, undo: Undo) -> None:
         """Start the fetches. `undo` takes all of it back."""
-        books = self._books
+        state = self._state
         count = tails.fetched_pages + sum(len(fetch.positions) for fetch in tails.fetches)
-        deadline_s = books.settings.prefetch_deadline_s(count, request.deadline_at_s - books.now_s)
+        deadline_s = state.settings.prefetch_deadline_s(count, request.deadline_at_s - state.now_s)
         for fetch in tails.fetches:
             undo.callback(self._unbegin, fetch)
-            fetch.op = books.begin(fetch, deadline_s=deadline_s)
-            books.say(
+            fetch.op = state.start_operation(fetch, deadline_s=deadline_s)
+            state.emit(
                 FetchTail(
                     op=fetch.op,
                     request_id=request.request_id,
@@ -236,16 +236,16 @@ class TailStorage:
             )
             fetch.stage = TailStage.FETCHING
             tails.copies += 1
-            books.storage.take(len(fetch.positions))
-            books.storage.fetch_began(fetch, len(fetch.positions))
-            fetch.begun_at_s, fetch.queued_pages = books.now_s, books.storage.pages_in_flight
+            state.storage.take(len(fetch.positions))
+            state.storage.fetch_began(fetch, len(fetch.positions))
+            fetch.begun_at_s, fetch.queued_pages = state.now_s, state.storage.pages_in_flight
 
     def _unbegin(self, fetch: TailFetch) -> None:
-        books = self._books
-        books.operations.pop(fetch.op, None)
+        state = self._state
+        state.operations.pop(fetch.op, None)
         if fetch.stage is TailStage.FETCHING:
-            books.storage.fetch_over(fetch)
-            books.storage.take(-len(fetch.positions))
+            state.storage.fetch_over(fetch)
+            state.storage.take(-len(fetch.positions))
             fetch.stage = TailStage.RESERVED
 
     # --- Outcomes ---
@@ -254,17 +254,17 @@ class TailStorage:
         """The fetch ended with its first `good` pages verified: a tail is whole or of no use. After a raise, `failed`
         ends it.
         """
-        books = self._books
+        state = self._state
         count = len(fetch.positions)
         if good < count:
-            books.count("l3_pages_short", count - max(good, 0))
+            state.count("l3_pages_short", count - max(good, 0))
             self.failed(fetch)
             return
-        books.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        state.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         with Undo() as undo:
-            op = books.begin(fetch, deadline_s=books.settings.copy_deadline_s)
-            undo.callback(books.operations.pop, op)
-            books.say(
+            op = state.start_operation(fetch, deadline_s=state.settings.copy_deadline_s)
+            undo.callback(state.operations.pop, op)
+            state.emit(
                 CopyTail(
                     op=op,
                     component=fetch.component,
@@ -277,24 +277,24 @@ class TailStorage:
             undo.keep()
         fetch.op = op
         fetch.stage = TailStage.COPYING
-        books.storage.fetch_over(fetch)
+        state.storage.fetch_over(fetch)
         request = fetch.tails.request
         assert request is not None, "who leaves gives up what is being fetched"
-        books.dirty[request] = None
+        state.dirty[request] = None
 
     def failed(self, fetch: TailFetch) -> None:
         """Nothing of it is of use, and nothing writes to its pages: the request starts over. Can be called again."""
-        self._books.storage.fetch_over(fetch)
+        self._state.storage.fetch_over(fetch)
         self.copied(fetch)
         fetch.tails.copies -= 1
-        fetch.tails.distrust(self._books, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
+        fetch.tails.distrust(self._state, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
 
     def is_late(self, fetch: TailFetch) -> None:
         """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
-        self._books.count("l3_fetches_late")
-        self._books.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        self._state.count("l3_fetches_late")
+        self._state.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._give_up(fetch)
-        fetch.tails.distrust(self._books, WITHOUT_STORAGE, "storage did not bring a component's tail in time")
+        fetch.tails.distrust(self._state, WITHOUT_STORAGE, "storage did not bring a component's tail in time")
 
     def copied(self, fetch: TailFetch) -> None:
         """The copy to the device is over, well or not, or there will be none. Can be called again where it raised."""
@@ -316,8 +316,8 @@ class TailStorage:
             self.copied(fetch)
 
     def _give_up(self, fetch: TailFetch) -> None:
-        self._books.storage.fetch_over(fetch)
-        self._books.storage.fetch_given_up(fetch.op, fetch.host_pages, fetch.component)
+        self._state.storage.fetch_over(fetch)
+        self._state.storage.fetch_given_up(fetch.op, fetch.host_pages, fetch.component)
         del fetch.tails.fetches[fetch]
         fetch.tails.copies -= 1
 

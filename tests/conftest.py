@@ -255,7 +255,7 @@ def pages_of() -> Callable[[DecodeEngine, str], list[int]]:
         request = core.request(request_id)
         assert request is not None and request.lock is not None
         # What is shared while it is on its way belongs to the tree, the rest to the request.
-        return [*core.books.index.device_path(request.lock.node), *request.own]
+        return [*core.state.index.device_path(request.lock.node), *request.own]
 
     return pages_before_ready
 

@@ -81,7 +81,7 @@ class _Purposes:
         """Note the operations that a step has begun."""
         for command in given:
             if isinstance(command, Operation):
-                kind = (type(command).__name__, _requests_of(core.books.operations.get(command.op)))
+                kind = (type(command).__name__, _requests_of(core.state.operations.get(command.op)))
                 purpose = (*kind, self._seen[kind])
                 self._seen[kind] += 1
                 self.of_op[command.op] = purpose

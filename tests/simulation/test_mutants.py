@@ -9,7 +9,7 @@ import pytest
 
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.states.backups import Backup, Backups
-from tidekv.states.books import Books
+from tidekv.states.core_state import CoreState
 from tidekv.states.index import Node
 from tidekv.states.load import Load, Stage
 from tidekv.states.loads import Loads
@@ -100,13 +100,13 @@ def an_outcome_counts_each_time_it_is_told(patch: pytest.MonkeyPatch) -> None:
         def pop(self, op: int, default: object = None) -> Any:  # Any: the owner of an operation.
             return self.get(op, default)
 
-    original = Books.__init__
+    original = CoreState.__init__
 
-    def init(self: Books, settings: Any) -> None:  # Any: handed on.
+    def init(self: CoreState, settings: Any) -> None:  # Any: handed on.
         original(self, settings)
         self.operations = Forever()
 
-    patch.setattr(Books, "__init__", init)
+    patch.setattr(CoreState, "__init__", init)
 
 
 @mutant
@@ -184,7 +184,7 @@ def a_failed_load_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def who_waits_is_not_woken_by_freed_pages(patch: pytest.MonkeyPatch) -> None:
-    class Deaf(Books):
+    class Deaf(CoreState):
         @property
         def pages_freed(self) -> bool:
             return False
@@ -193,7 +193,7 @@ def who_waits_is_not_woken_by_freed_pages(patch: pytest.MonkeyPatch) -> None:
         def pages_freed(self, freed: bool) -> None:
             pass
 
-    patch.setattr("tidekv.states.core.Books", Deaf)
+    patch.setattr("tidekv.states.core.CoreState", Deaf)
 
 
 @mutant

@@ -52,7 +52,7 @@ def who_waits_is_forgotten_when_the_sender_leaves(patch: pytest.MonkeyPatch) -> 
     def fail(self: Loads, load: Load) -> None:
         original(self, load)
         if load.cause == "sender_left":
-            self._books.unfilled.pop(load, None)
+            self._state.failed_loads.pop(load, None)
 
     original = Loads.fail
     patch.setattr(Loads, "fail", fail)

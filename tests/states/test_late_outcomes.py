@@ -60,7 +60,7 @@ def test_late_puts_open_the_breaker_like_failed_ones() -> None:
     rig.finish("b", b"xy")
     rig.copied(rig.take(commands.CopyToHost))
     another = rig.take(commands.StorePages)
-    assert not rig.core.books.storage.is_open
+    assert not rig.core.state.storage.is_open
     rig.wait_until(10_000.0)
     statistics = rig.core.statistics()
     assert (statistics["backups_late"], statistics["l3_breaker_opened"]) == (2, 1)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Owner: TypeAlias = Request | AheadRun | Load | LateFetch | LateRecompute | Backup | StorageUse | OfTails
 
 
-class Books:
+class CoreState:
     """The state that rules share. One per core."""
 
     def __init__(self, settings: CoreSettings) -> None:
@@ -50,13 +50,13 @@ class Books:
         self.requests: dict[str, Request] = {}
         self.dirty: dict[Request, None] = {}
         """Requests that may be able to move on, in the order in which they were touched."""
-        self.homeless: dict[Request, str] = {}
+        self.preempted: dict[Request, str] = {}
         """Requests whose pages are lost to somebody else's writer, with the cause: they go back to the queue."""
-        self.unfilled: dict[Load, None] = {}
+        self.failed_loads: dict[Load, None] = {}
         """Failed loads that somebody is to extend into, or that nobody needs any more."""
-        self.landing: dict[Load, None] = {}
+        self.progressed_loads: dict[Load, None] = {}
         """Loads of shared transfers of which something may have landed that others wait for."""
-        self.settled_loads: list[Load] = []
+        self.reclaimable_loads: list[Load] = []
         """Void loads that nobody writes to any more: their pages can be freed."""
         self.pages_freed = True
         """Whether something happened that may let a waiting request in."""
@@ -77,18 +77,18 @@ class Books:
         """Add to a counter of what happened."""
         self.counters[name] = self.counters.get(name, 0) + by
 
-    def say(self, command: Command) -> None:
+    def emit(self, command: Command) -> None:
         """Give a command."""
         self.out.append(command)
 
-    def begin(self, owner: Owner, *, deadline_s: float) -> int:
+    def start_operation(self, owner: Owner, *, deadline_s: float) -> int:
         """Number a new operation of `owner`, whose outcome is due within `deadline_s`."""
         self._operation += 1
         self.operations[self._operation] = owner
-        self.remind(owner, self.now_s + deadline_s, op=self._operation)
+        self.set_deadline(owner, self.now_s + deadline_s, op=self._operation)
         return self._operation
 
-    def remind(self, owner: Owner, at_s: float, *, op: int = 0) -> None:
+    def set_deadline(self, owner: Owner, at_s: float, *, op: int = 0) -> None:
         """Let `owner` know when `at_s` has come; with `op`, only while that operation is in flight."""
         if at_s != float("inf"):
             self._deadline_number += 1
