@@ -13,15 +13,18 @@ from tidekv.states import steps
 from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.backups import Backup
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
-from tidekv.states.lookahead import AheadRun
-from tidekv.states.request import Request, State
-from tidekv.states.request_tails import RequestTails
+from tidekv.states.loads import LoadCopy, LoadFetch
+from tidekv.states.lookahead import AheadRead
+from tidekv.states.request import AheadRun, Load, Request, RequestTails, Stage, State, TailStage
+from tidekv.states.request_tails import TailCopy
+from tidekv.states.restore import LateRecomputation, Recomputation
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.shared_transfers import ShareWatch
+from tidekv.states.storage_use import LateFetch, StorageQuery
 from tidekv.states.table import PROGRESS_GUARDS
 from tidekv.states.tail_moves import TailBackup
 from tidekv.states.tail_puts import TailPut
-from tidekv.states.tail_storage import TailFetch, TailStage
+from tidekv.states.tail_storage import StoredTailCopy, TailRead
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -72,7 +75,8 @@ def _require(condition: object, words: str) -> None:
 def _loads_of(core: Core) -> dict[Load, None]:
     """Every load that still holds something: live, or void and waiting for a writer or for what lies below it."""
     loads = dict.fromkeys(core.loads)
-    loads.update(dict.fromkeys(owner for owner in core.state.operations.values() if isinstance(owner, Load)))
+    operations = core.state.operations.values()
+    loads.update(dict.fromkeys(one.load for one in operations if isinstance(one, LoadFetch | LoadCopy | ShareWatch)))
     loads.update(dict.fromkeys(load for draining in core.rooms.quarantine for load in draining.loads))
     loads.update(dict.fromkeys(core.loads.settled_voids))
     return loads
@@ -87,7 +91,7 @@ def _check_device_pages(core: Core) -> None:
     for request in core.state.requests.values():
         owned += request.own + request.reserve
     for owner in core.state.operations.values():
-        if isinstance(owner, LateRecompute):
+        if isinstance(owner, LateRecomputation):
             owned += owner.device_pages
     for left in core.rooms.quarantine:
         draining += left.pages
@@ -101,10 +105,10 @@ def _tails_of(core: Core) -> list[RequestTails]:
     """The tails of requests, and those that requests have left while something still writes to them."""
     tails = {request.tails: None for request in core.state.requests.values()}
     for owner in core.state.operations.values():
-        if isinstance(owner, RequestTails):
-            tails[owner] = None
-        elif isinstance(owner, TailFetch | LateRecompute):
+        if isinstance(owner, TailCopy | LateRecomputation):
             tails[owner.tails] = None
+        elif isinstance(owner, TailRead | StoredTailCopy):
+            tails[owner.fetch.tails] = None
     return [held for held in tails if held is not None]
 
 
@@ -114,13 +118,14 @@ def _check_components(core: Core) -> None:
         return
     components.check()
     operations = core.state.operations.values()
-    copies = Counter(owner for owner in operations if isinstance(owner, RequestTails))
-    copies += Counter(owner.tails for owner in operations if isinstance(owner, TailFetch))
+    copies = Counter(owner.tails for owner in operations if isinstance(owner, TailCopy))
+    copies += Counter(owner.fetch.tails for owner in operations if isinstance(owner, TailRead | StoredTailCopy))
+    fetches = {op: one.fetch for op, one in core.state.operations.items() if isinstance(one, TailRead | StoredTailCopy)}
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _tails_of(core):
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of its tails")
         waiting = [fetch for fetch in held.fetches if fetch.stage is not TailStage.RESERVED]
-        _require(all(core.state.operations.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
+        _require(all(fetches.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
     backups = [owner for owner in operations if isinstance(owner, TailBackup)]
     for name in components.components:
         owned, draining, on_host = page_ids(), page_ids(), page_ids()
@@ -224,34 +229,41 @@ def _check_loads(core: Core, loads: dict[Load, None]) -> None:
 def _check_operations(core: Core, loads: dict[Load, None]) -> None:
     backups, runs = set(core.backups), set(_runs_of(core))
     for op, owner in core.state.operations.items():
-        if isinstance(owner, Request):
-            _require(core.state.requests.get(owner.request_id) is owner, f"an operation is of {owner}, which is gone")
-            _require(op in (owner.query_op, owner.recompute_op), f"{owner} does not know of its question")
-        elif isinstance(owner, Load):
-            _require(owner in loads and owner.op == op, "an operation is of a load that does not know it")
+        if isinstance(owner, StorageQuery | Recomputation):
+            request = owner.request
+            _require(core.state.requests.get(request.request_id) is request, f"an operation is of {request}, now gone")
+            _require(op in (request.query_op, request.recompute_op), f"{request} does not know of its question")
+        elif isinstance(owner, LoadFetch | LoadCopy | ShareWatch):
+            _require(owner.load in loads and owner.load.op == op, "an operation is of a load that does not know it")
         elif isinstance(owner, Backup):
             _require(owner in backups, "an operation is of a backup that is over")
-        elif isinstance(owner, AheadRun):
-            _require(owner in runs and owner.op == op, "an operation is of a read ahead that does not know it")
-            _require(not owner.is_landed, "a read ahead has landed, and is waited for")
+        elif isinstance(owner, AheadRead):
+            run = owner.run
+            _require(run in runs and run.op == op, "an operation is of a read ahead that does not know it")
+            _require(not run.is_landed, "a read ahead has landed, and is waited for")
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
-    tails = [owner for owner in core.state.operations.values() if isinstance(owner, TailFetch)]
-    of_tails = {fetch for fetch in tails if fetch.stage is TailStage.FETCHING}
-    _require(set(core.state.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
+    operations = core.state.operations
+    of_tails = {one.fetch for one in operations.values() if isinstance(one, TailRead)}
+    _require(all(fetch.stage is TailStage.FETCHING for fetch in of_tails), "a tail that is read is not FETCHING")
+    _require(set(core.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
     reading = [run for run in runs if not run.is_landed]
     late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
     in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_tails)
     in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
-    storage = core.state.storage
+    storage = core.storage
     _require(storage.ahead_in_flight == len(reading), f"{len(reading)} reads ahead are under way")
     _require(storage.pages_in_flight == in_flight, f"{in_flight} pages are fetched, not {storage.pages_in_flight}")
     taken = sum(request.ahead.taken for request in core.state.requests.values() if request.ahead is not None)
     _require(core.lookahead.pages == taken, f"{taken} host pages were taken ahead, not {core.lookahead.pages}")
     for run in reading:
-        _require(core.state.operations.get(run.op) is run, "a read ahead waits for an operation that is over")
+        read = operations.get(run.op)
+        _require(isinstance(read, AheadRead) and read.run is run, "a read ahead waits for an operation that is over")
     for load in core.loads:
         if load.stage in (Stage.FETCHING, Stage.COPYING):
-            _require(core.state.operations.get(load.op) is load, "a load waits for an operation that is over")
+            kind = LoadFetch if load.stage is Stage.FETCHING else LoadCopy
+            under_way = operations.get(load.op)
+            is_its_own = isinstance(under_way, kind) and under_way.load is load
+            _require(is_its_own, "a load waits for an operation that is over")
 
 
 def _check_request(core: Core, request: Request) -> None:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRetracted
-from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tail_puts import TailPut
 from tidekv.states.undo import Undo
@@ -26,8 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
     from tidekv.states.index import Node, Receipt
     from tidekv.states.request import Request
+    from tidekv.states.storage_use import StorageUse
     from tidekv.states.tail_moves import TailBackups
 
 STORE_DEADLINE_S = 60.0
@@ -36,11 +37,12 @@ AHEAD_MAX = 4
 
 
 class Backup:
-    """What is under way for the path of one finished or retracted request, or (no request) of a leaf that is about to
-    be evicted.
+    """Operation: what is under way for the path of one finished or retracted request, or (no request) of a leaf that is
+    about to be evicted: a copy to the host, a put to storage, or the wait before a put.
     """
 
     __slots__ = (
+        "_backups",
         "brought",
         "copies_ahead",
         "first",
@@ -55,7 +57,8 @@ class Backup:
         "storing",
     )
 
-    def __init__(self, request: Request | None, leaf: Node, *, retracts: bool = False) -> None:
+    def __init__(self, backups: Backups, request: Request | None, leaf: Node, *, retracts: bool = False) -> None:
+        self._backups = backups
         self.request_id = "" if request is None else request.request_id
         self.serial = 0 if request is None else request.serial
         self.leaf = leaf
@@ -71,12 +74,28 @@ class Backup:
         self.host_pages: PageIds = page_ids()
         self.storing = False
 
+    def ended(self, event: Outcome, error: str) -> None:
+        """The pages are on the host, and go on to storage; or they are in storage."""
+        if self.storing:
+            self._backups.stored(self, self._backups.storage.put_ended(event))
+        else:
+            self._backups.copied(self, error)
+
+    def late(self) -> None:
+        """A put that waited for fetches waits no more; a copy or put under way is counted."""
+        self._backups.is_late(self)
+
+    def abandon(self) -> None:
+        """The backup ends as it is."""
+        self._backups.abandon(self)
+
 
 class Backups:
     """All backups of a core, and what retracted requests hold in host memory."""
 
-    def __init__(self, state: CoreState, tails: TailBackups | None) -> None:
+    def __init__(self, state: CoreState, storage: StorageUse, tails: TailBackups | None) -> None:
         self._state = state
+        self.storage = storage
         self._tails = tails
         self._live: dict[Backup, None] = {}
         self.waiting: dict[Backup, None] = {}
@@ -107,7 +126,7 @@ class Backups:
             self._state.renew_write_credit()
             self._state.emit(ForgetTokens(serial=request.serial))
             return
-        backup = Backup(request, leaf, retracts=retracts)
+        backup = Backup(self, request, leaf, retracts=retracts)
         if retracts:
             self._retracting[request.request_id] = backup
         self._start(backup, self._begin)
@@ -126,14 +145,14 @@ class Backups:
             return
         if any(head in self._state.index.path(backup.leaf) for backup in ahead):
             return
-        backup = Backup(None, leaf)
+        backup = Backup(self, None, leaf)
         backup.copies_ahead = True
         self._start(backup, self._begin)
 
     def put_ahead(self, leaf: Node) -> None:
         """Put the path to `leaf`, all of which is on the host, in storage, unless too much is under way already."""
         if sum(not (backup.serial or backup.copies_ahead) for backup in self._live) < AHEAD_MAX:
-            self._start(Backup(None, leaf), self._begin_put)
+            self._start(Backup(self, None, leaf), self._begin_put)
 
     def keys_put(self, op: int) -> tuple[str, bytes]:
         """Namespace and keys, from the first page on, of what the put `op` of no request, or of a tail, puts."""
@@ -143,14 +162,8 @@ class Backups:
 
     def _start(self, backup: Backup, begin: Callable[[Backup], None]) -> None:
         self._live[backup] = None
-        try:
-            begin(backup)
-        except BrokenInvariant:
-            raise
-        except Exception:
-            # A cache tier never fails a request.
-            self._state.count("transitions_raised")
-            self.abandon(backup)
+        # A cache tier never fails a request.
+        self._state.run_guarded(partial(begin, backup), recover=backup.abandon)
 
     def _begin_put(self, backup: Backup) -> None:
         self._pin(backup, backup.leaf)
@@ -222,24 +235,18 @@ class Backups:
             return
         self._state.count("backups_late")
         if backup.storing:
-            self._state.storage.note(failed=True)
+            self.storage.note(failed=True)
 
     @property
     def next_waiting(self) -> Backup | None:
         """Whose put may begin, since no fetch is under way any more."""
-        return next(iter(self.waiting)) if self.waiting and not self._state.storage.holds_puts else None
+        return next(iter(self.waiting)) if self.waiting and not self.storage.holds_puts else None
 
     def put_now(self, backup: Backup) -> None:
         """Wait for fetches no longer."""
         del self.waiting[backup]
         self._state.operations.pop(backup.op, None)
-        try:
-            self._put(backup)
-        except BrokenInvariant:
-            raise
-        except Exception:
-            self._state.count("transitions_raised")
-            self.abandon(backup)
+        self._state.run_guarded(partial(self._put, backup), recover=backup.abandon)
 
     # --- Steps ---
 
@@ -276,7 +283,7 @@ class Backups:
             self._tails.begin(host_leaf)
         if backup.retracts:
             self._tell_retracted(backup, host_leaf)
-        puts = state.storage.is_usable and state.settings.write != "back"
+        puts = self.storage.is_usable and state.settings.write != "back"
         self._pin(backup, host_leaf if puts else None)
         self._unlock(backup)
         if backup.pin is None:
@@ -288,7 +295,7 @@ class Backups:
 
     def _put_in_turn(self, backup: Backup) -> None:
         state = self._state
-        if state.settings.put_wait_s and state.storage.holds_puts and self._without_storage(backup.leaf)[1]:
+        if state.settings.put_wait_s and self.storage.holds_puts and self._without_storage(backup.leaf)[1]:
             self.waiting[backup] = None
             backup.op = state.start_operation(backup, deadline_s=state.settings.put_wait_s)
         else:
@@ -297,7 +304,7 @@ class Backups:
     def _put(self, backup: Backup) -> None:
         state = self._state
         backup.first, pages = self._without_storage(backup.leaf)
-        if not pages or not state.storage.is_usable:
+        if not pages or not self.storage.is_usable:
             self._end(backup)
             return
         backup.op = state.start_operation(backup, deadline_s=STORE_DEADLINE_S)

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, TypeVar
 
 from transitions import MachineError
 
-from tidekv.states import events, outcomes, steps
+from tidekv.states import events, steps
 from tidekv.states.audit import audit_core
 from tidekv.states.backups import Backups
 from tidekv.states.core_state import CoreState
 from tidekv.states.errors import BrokenInvariant, IllegalEvent
 from tidekv.states.events import Event
-from tidekv.states.load import Load
 from tidekv.states.loads import Loads
 from tidekv.states.lookahead import Lookahead
 from tidekv.states.queue import Queue
-from tidekv.states.request import Request, State
+from tidekv.states.request import Load, Request, State
 from tidekv.states.request_tails import Tails
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
 from tidekv.states.shared_transfers import SharedTransfers
 from tidekv.states.statistics import count_core
+from tidekv.states.storage_use import StorageUse
 from tidekv.states.table import MOVES_ON, TRANSITIONS, build_machine
 from tidekv.states.tail_moves import TailBackups
 from tidekv.states.write_back import WriteBack
@@ -56,16 +56,19 @@ class Core:
         self.settings = settings
         self.state = CoreState(settings)
         self.queue = Queue(settings)
+        self.storage = StorageUse(self.state)
         self.rooms = Rooms(self.state)
-        self.loads = Loads(self.state, self.rooms)
+        self.loads = Loads(self.state, self.storage, self.rooms)
         self.shared_transfers = SharedTransfers(self.state, self.loads)
         components = self.state.components
-        self.tails = None if components is None else Tails(self.state, components)
-        self.tail_backups = None if components is None else TailBackups(self.state, components)
-        self.backups = Backups(self.state, self.tail_backups)
-        self.write_back = WriteBack(self.state, self.backups)
-        self.lookahead = Lookahead(self.state)
-        self.restore = Restore(self.state, self.rooms, self.loads, self.shared_transfers, self.lookahead, self.tails)
+        self.tails = None if components is None else Tails(self.state, self.storage, components)
+        self.tail_backups = None if components is None else TailBackups(self.state, self.storage, components)
+        self.backups = Backups(self.state, self.storage, self.tail_backups)
+        self.write_back = WriteBack(self.state, self.storage, self.backups)
+        self.lookahead = Lookahead(self.state, self.storage)
+        self.restore = Restore(
+            self.state, self.storage, self.rooms, self.loads, self.shared_transfers, self.lookahead, self.tails
+        )
         self.serving = Serving(self.state, self.restore, self.backups)
         self.moves: list[tuple[str, State]] = []
         """The changes of state that the last step made, in order: request and where it is now."""
@@ -82,10 +85,10 @@ class Core:
             events.RetractRequested: self._to_request,
             events.RetractedDropped: self._retracted_dropped,
             events.FlushRequested: self._flush_requested,
-            events.StorageChanged: self.state.storage.changed,
-            events.PolicyChanged: self.state.storage.policy_changed,
-            events.ClockAdvanced: partial(outcomes.time_passed, self),
-            **dict.fromkeys(outcomes.OUTCOMES, partial(outcomes.operation_ended, self)),
+            events.StorageChanged: self.storage.changed,
+            events.PolicyChanged: self.storage.policy_changed,
+            events.ClockAdvanced: self._time_passed,
+            **dict.fromkeys(events.Outcome.__args__, self._operation_ended),
             events.PromiseSent: self._promise_sent,
             events.ChunkLanded: self._to_room,
             events.AuxLanded: self._to_room,
@@ -121,7 +124,7 @@ class Core:
     @property
     def operations_in_flight(self) -> int:
         """Operations that somebody waits for: all but the breaker's own."""
-        return len(self.state.operations) - self.state.storage.is_open
+        return len(self.state.operations) - self.storage.is_open
 
     @property
     def is_idle(self) -> bool:
@@ -184,11 +187,29 @@ class Core:
             self.fire(request, event)
 
     def _retracted_dropped(self, event: events.RetractedDropped) -> None:
-        self.run_guarded(lambda: self.backups.release_retracted(event.request_id))
+        self.state.run_guarded(lambda: self.backups.release_retracted(event.request_id))
         self.state.pages_freed = True
 
     def _flush_requested(self, event: events.FlushRequested) -> None:
-        self.run_guarded(lambda: self.serving.flush(event))
+        self.state.run_guarded(lambda: self.serving.flush(event))
+
+    def _operation_ended(self, event: events.Outcome) -> None:
+        # Popped first: an outcome that comes twice, or after its operation was given up, changes nothing.
+        operation = self.state.operations.pop(event.op, None)
+        if operation is None:
+            self.state.count("outcomes_late")
+            return
+        error = (event.detail or "raised") if isinstance(event, events.CommandRaised) else event.error
+        self.state.run_guarded(partial(operation.ended, event, error), recover=operation.abandon)
+
+    def _time_passed(self, event: events.ClockAdvanced) -> None:
+        while (due := self.state.pop_due()) is not None:
+            if not isinstance(due, Request):
+                self.state.run_guarded(due.late)
+            elif due.state is not State.READY:
+                self.fire(due, steps.DeadlinePassed(at_s=event.at_s))
+            # All that follows from one deadline comes before the next one.
+            self.settle()
 
     def _promise_sent(self, event: events.PromiseSent) -> None:
         room = self.rooms.live(event.request_id, event.generation)
@@ -206,11 +227,11 @@ class Core:
 
     def _room_failed(self, event: events.RoomFailed) -> None:
         if event.settled:
-            self.run_guarded(lambda: self.rooms.settle_unsent(event.request_id, event.generation))
+            self.state.run_guarded(lambda: self.rooms.settle_unsent(event.request_id, event.generation))
         self._to_room(event)
 
     def _room_drained(self, event: events.RoomDrained) -> None:
-        self.run_guarded(lambda: self.rooms.drained(event.request_id, event.generation, event.rank))
+        self.state.run_guarded(lambda: self.rooms.drained(event.request_id, event.generation, event.rank))
 
     def _writer_lost(self, event: events.WriterLost) -> None:
         for room in self.rooms.of_writer(event.writer):
@@ -220,7 +241,7 @@ class Core:
     def _writer_dead(self, event: events.WriterDead) -> None:
         # Who is dead is out of reach: its live rooms end first, and what they leave in the quarantine is free at once.
         self._writer_lost(events.WriterLost(at_s=event.at_s, writer=event.writer, cause="its process is gone"))
-        self.run_guarded(lambda: self.rooms.writer_dead(event.writer))
+        self.state.run_guarded(lambda: self.rooms.writer_dead(event.writer))
 
     # --- Consequences ---
 
@@ -256,21 +277,14 @@ class Core:
             # The request goes on, with fewer tiers; what the event said must not be lost.
             self.fire(request, event)
 
-    def run_guarded(self, rule: Callable[[], None], recover: Callable[[], None] | None = None) -> None:
-        """Run a rule that is of no single request; if it raises, run `recover`, or the rule once more."""
-        try:
-            rule()
-        except BrokenInvariant:
-            raise
-        except Exception:
-            self.state.count("transitions_raised")
-            (recover or rule)()
-
     def settle(self) -> None:
         """Draw all consequences until there are none left."""
         state = self.state
         while True:
-            if state.preempted:
+            if state.answers:
+                request, event = state.answers.popitem()
+                self.fire(request, event)
+            elif state.preempted:
                 request, cause = next(iter(state.preempted.items()))
                 del state.preempted[request]
                 self.fire(request, steps.PagesLost(at_s=state.now_s, cause=cause))
@@ -281,7 +295,7 @@ class Core:
             elif state.progressed_loads:
                 load = next(iter(state.progressed_loads))
                 del state.progressed_loads[load]
-                self.run_guarded(partial(self.shared_transfers.take_landed, load))
+                self.state.run_guarded(partial(self.shared_transfers.take_landed, load))
             elif state.dirty:
                 request = next(iter(state.dirty))
                 del state.dirty[request]
@@ -290,10 +304,10 @@ class Core:
                 self.backups.put_now(backup)
             elif self.tail_backups is not None and (put := self.tail_backups.puts.next_waiting) is not None:
                 puts = self.tail_backups.puts
-                self.run_guarded(partial(puts.put_now, put), partial(puts.give_up, put))
+                self.state.run_guarded(partial(puts.put_now, put), partial(puts.give_up, put))
             elif state.pages_freed or state.reclaimable_loads:
                 if state.reclaimable_loads or self.loads.has_settled:
-                    self.run_guarded(self.loads.free_settled_voids)
+                    self.state.run_guarded(self.loads.free_settled_voids)
                 state.pages_freed = False
                 self._admit()
             elif state.ahead_over or state.ahead_due or state.write_due:
@@ -306,19 +320,19 @@ class Core:
         state = self.state
         while state.ahead_over:
             request, _ = state.ahead_over.popitem()
-            self.run_guarded(partial(self.lookahead.drop, request))
+            self.state.run_guarded(partial(self.lookahead.drop, request))
         if state.ahead_due:
             state.ahead_due = False
             for request in self.queue.candidates(state.now_s) if state.settings.lookahead_pages_max else ():
-                self.run_guarded(partial(self.lookahead.start, request), partial(self.lookahead.abandon, request))
+                self.state.run_guarded(partial(self.lookahead.start, request), partial(self.lookahead.abandon, request))
         if state.write_due:
-            self.run_guarded(self.write_back.look)
+            self.state.run_guarded(self.write_back.look)
 
     def _fill(self, load: Load) -> None:
         """Have a sharer of a failed load extend into it. A raise is the sharer's that was to."""
         filler = self.loads.filler_of(load)
         if filler is None:
-            self.run_guarded(lambda: self.loads.fill(load))
+            self.state.run_guarded(lambda: self.loads.fill(load))
             return
         try:
             self.loads.fill(load)
@@ -346,7 +360,7 @@ class Core:
                 # That was the last word: nothing that it waits for has come since. (A plan that raised is due again.)
                 self.state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
-                self.run_guarded(partial(self.shared_transfers.watch, request))
+                self.state.run_guarded(partial(self.shared_transfers.watch, request))
 
     def _ask(self, request: Request, question: Callable[[Request], Answer]) -> Answer | None:
         """Ask `restore` about a request that waits for admission. A raise is that request's own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.load import Load
+from tidekv.states.request import Load
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:

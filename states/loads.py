@@ -26,27 +26,74 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
-from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
 from tidekv.states.load_parts import cut_load, publish_host
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.request import Load, Request, Stage
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
     from tidekv.states.index import Node
-    from tidekv.states.request import Request
     from tidekv.states.rooms import Rooms
+    from tidekv.states.storage_use import StorageUse
 
-__all__ = ["LateFetch", "LateRecompute", "Load", "Loads", "Stage"]
+
+class LoadFetch:
+    """Operation: storage brings the pages of a load to host memory."""
+
+    __slots__ = ("_loads", "_storage", "load")
+
+    def __init__(self, loads: Loads, storage: StorageUse, load: Load) -> None:
+        self._loads = loads
+        self._storage = storage
+        self.load = load
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Copy what is good to the device; the rest has failed."""
+        self._loads.fetched(self.load, self._storage.fetch_ended(event))
+
+    def late(self) -> None:
+        """The load has failed; the fetch goes on without it."""
+        self._storage.call_is_late()
+        self._storage.note_pace(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
+        self._loads.fetch_is_late(self.load)
+
+    def abandon(self) -> None:
+        """The load has failed."""
+        self._loads.outcome_raised(self.load)
+
+
+class LoadCopy:
+    """Operation: a copy brings the pages of a load from host memory to the device."""
+
+    __slots__ = ("_loads", "load")
+
+    def __init__(self, loads: Loads, load: Load) -> None:
+        self._loads = loads
+        self.load = load
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """The pages are in place, or the load has failed."""
+        self._loads.copied(self.load, error)
+
+    def late(self) -> None:
+        """The load is void: the copy may still write to its pages."""
+        self._loads.copy_is_late(self.load)
+
+    def abandon(self) -> None:
+        """The load has failed."""
+        self._loads.outcome_raised(self.load)
 
 
 class Loads:
     """All loads of a core."""
 
-    def __init__(self, state: CoreState, rooms: Rooms) -> None:
+    def __init__(self, state: CoreState, storage: StorageUse, rooms: Rooms) -> None:
         self._state = state
+        self._storage = storage
         self._rooms = rooms
         self._live: dict[Load, None] = {}
         self._settled_voids: list[Load] = []
@@ -95,7 +142,7 @@ class Loads:
             load.nodes.append(state.index.insert_pending(parent, request.namespace, keys, pages, load))
             load.host_pages = state.host.take(len(pages))
             self.hold(load)
-            load.op = state.start_operation(load, deadline_s=deadline_s)
+            load.op = state.start_operation(LoadFetch(self, self._storage, load), deadline_s=deadline_s)
             state.emit(
                 FetchPages(
                     op=load.op,
@@ -105,8 +152,8 @@ class Loads:
                     timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
                 )
             )
-            state.storage.fetch_began(load, len(pages))
-            load.begun_at_s, load.queued_pages = state.now_s, state.storage.pages_in_flight
+            self._storage.fetch_began(load, len(pages))
+            load.begun_at_s, load.queued_pages = state.now_s, self._storage.pages_in_flight
         except BaseException:
             self.abandon(load)
             raise
@@ -116,7 +163,7 @@ class Loads:
         """Undo the begin of a load in the step that it began in: its device pages are the caller's again."""
         state = self._state
         self._live.pop(load, None)
-        state.storage.fetch_over(load)
+        self._storage.fetch_over(load)
         state.operations.pop(load.op, None)
         self._let_go_of_source(load)
         self._unlock(load)
@@ -147,10 +194,10 @@ class Loads:
             for node in load.nodes:
                 assert node.host is not None
                 source += node.host
-        load.op = self._state.start_operation(load, deadline_s=self._state.settings.copy_deadline_s)
+        load.op = self._state.start_operation(LoadCopy(self, load), deadline_s=self._state.settings.copy_deadline_s)
         self._state.emit(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
         load.stage = Stage.COPYING
-        self._state.storage.fetch_over(load)
+        self._storage.fetch_over(load)
         for request in load.sharers:
             self._state.dirty[request] = None
 
@@ -160,7 +207,7 @@ class Loads:
         """The fetch ended with its first `good` pages verified; the rest, if any, has failed."""
         good = max(0, min(good, load.page_count))
         if good == load.page_count:
-            self._state.storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
+            self._storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
         else:
             self._state.count("l3_pages_short", load.page_count - good)
             rest = load if good == 0 else self.split(load, good)
@@ -190,7 +237,7 @@ class Loads:
             self._cut_fetch(load)
 
     def _cut_fetch(self, load: Load) -> None:
-        self._state.storage.fetch_given_up(load.op, load.host_pages)
+        self._storage.fetch_given_up(load.op, load.host_pages)
         load.host_pages = page_ids()
         self.fail(load)
 
@@ -305,7 +352,7 @@ class Loads:
         """Nobody fills it any more: it waits for a sharer to extend into it."""
         load.stage = Stage.FAILED
         self._fills_no_longer(load)
-        self._state.storage.fetch_over(load)
+        self._storage.fetch_over(load)
         self._state.failed_loads[load] = None
         for request in load.sharers:
             self._state.dirty[request] = None
@@ -322,7 +369,7 @@ class Loads:
                 self._state.index.set_void(node)
         self._unlock(load)
         load.stage = Stage.VOID
-        self._state.storage.fetch_over(load)
+        self._storage.fetch_over(load)
         self._state.count("loads_void")
         for request in load.sharers:
             self._state.preempted.setdefault(request, cause)

@@ -20,54 +20,54 @@ nothing; those that are held cannot be evicted until the request is admitted or 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.request import Ahead, AheadRun, Request
+from tidekv.states.shapes import page_ids
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
-    from tidekv.states.node import Node, Receipt
-    from tidekv.states.request import Request
+    from tidekv.states.events import Outcome
+    from tidekv.states.node import Node
+    from tidekv.states.storage_use import StorageUse
 
 
-class AheadRun:
-    """One read ahead: `host_pages` are the run's until they join the tree."""
+class AheadRead:
+    """Operation: one read ahead."""
 
-    __slots__ = ("begun_at_s", "first", "host_pages", "is_landed", "op", "queued_pages", "request")
+    __slots__ = ("_lookahead", "_state", "_storage", "run")
 
-    def __init__(self, request: Request, *, first: int) -> None:
-        self.request = request
-        self.first = first
-        self.host_pages: PageIds = page_ids()
-        self.op = 0
-        self.is_landed = False
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
+    def __init__(self, state: CoreState, lookahead: Lookahead, storage: StorageUse, run: AheadRun) -> None:
+        self._state = state
+        self._lookahead = lookahead
+        self._storage = storage
+        self.run = run
 
+    def ended(self, event: Outcome, error: str) -> None:
+        """What is good joins the tree on the host."""
+        self._lookahead.landed(self.run, self._storage.fetch_ended(event))
 
-class Ahead:
-    """What is fetched ahead for one request that waits."""
+    def late(self) -> None:
+        """The read goes on without its request."""
+        self._storage.call_is_late()
+        # Guarded by itself: a second try must not count the call as late twice.
+        self._state.run_guarded(partial(self._lookahead.is_late, self.run))
 
-    __slots__ = ("attachment", "first", "joined", "pin", "runs", "taken")
-
-    def __init__(self, *, first: int, attachment: int) -> None:
-        self.first = first
-        self.joined = first
-        self.attachment = attachment
-        self.pin: Receipt | None = None
-        self.runs: list[AheadRun] = []
-        self.taken = 0
-        """Pages of the common bound that it uses."""
+    def abandon(self) -> None:
+        """Its request goes on as if storage had nothing."""
+        self._lookahead.abandon(self.run.request)
 
 
 class Lookahead:
     """All that is fetched ahead."""
 
-    def __init__(self, state: CoreState) -> None:
+    def __init__(self, state: CoreState, storage: StorageUse) -> None:
         self._state = state
+        self._storage = storage
         self.pages = 0
         """Host pages that are held, or under way, for requests that wait."""
 
@@ -86,7 +86,7 @@ class Lookahead:
             or left * settings.page_size < threshold
         ):
             return
-        if not state.storage.is_usable or request.restore_limit or state.components is not None:
+        if not self._storage.is_usable or request.restore_limit or state.components is not None:
             # With components, how far a plan reaches is not known before everything is reserved.
             return
         match = state.index.match(request.namespace, request.keys)
@@ -97,7 +97,7 @@ class Lookahead:
         if self._is_under_way(request, first):
             return
         deadline_s = settings.prefetch_deadline_s(wanted, request.deadline_at_s - state.now_s)
-        allowed = state.storage.allowance(wanted, deadline_s)
+        allowed = self._storage.allowance(wanted, deadline_s)
         if allowed * settings.page_size < threshold:
             return
         ahead = request.ahead = Ahead(first=first, attachment=state.index.tree.attachment)
@@ -115,7 +115,7 @@ class Lookahead:
         with Undo() as undo:
             run.host_pages = state.host.take(count)
             undo.callback(state.host.give_back, run.host_pages)
-            run.op = state.start_operation(run, deadline_s=deadline_s)
+            run.op = state.start_operation(AheadRead(state, self, self._storage, run), deadline_s=deadline_s)
             undo.callback(state.operations.pop, run.op)
             state.emit(
                 FetchPages(
@@ -130,10 +130,10 @@ class Lookahead:
         ahead.runs.append(run)
         ahead.taken += count
         self.pages += count
-        state.storage.take(count)
-        state.storage.ahead_in_flight += 1
-        state.storage.pages_in_flight += count
-        run.begun_at_s, run.queued_pages = state.now_s, state.storage.pages_in_flight
+        self._storage.take(count)
+        self._storage.ahead_in_flight += 1
+        self._storage.pages_in_flight += count
+        run.begun_at_s, run.queued_pages = state.now_s, self._storage.pages_in_flight
 
     def _is_under_way(self, request: Request, first: int) -> bool:
         """Whether the same page is being fetched ahead for another request."""
@@ -160,7 +160,7 @@ class Lookahead:
         count = len(run.host_pages)
         good = max(0, min(good, count))
         if good == count:
-            state.storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
+            self._storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
         else:
             state.count("l3_pages_short", count - good)
             # Where nothing has come, the run itself is of no use either.
@@ -176,7 +176,7 @@ class Lookahead:
         """A read is late: it keeps its host pages until it ends, and what follows it is of no use."""
         state = self._state
         state.count("l3_fetches_late")
-        state.storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
+        self._storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
         ahead = run.request.ahead
         assert ahead is not None
         self._cut(ahead, ahead.runs.index(run))
@@ -216,13 +216,13 @@ class Lookahead:
 
     def usable_runs(self, request: Request) -> list[AheadRun]:
         """What the plan of a request may go on with: reads under way, and pages that have landed behind one."""
-        return list(request.ahead.runs) if request.ahead is not None and self._state.storage.is_usable else []
+        return list(request.ahead.runs) if request.ahead is not None and self._storage.is_usable else []
 
     def adopted(self, request: Request, count: int) -> None:
         """The first `count` runs are loads of the request's plan now."""
         if request.ahead is not None:
             # Their pages are in flight as before, for a load.
-            self._state.storage.ahead_in_flight -= sum(not run.is_landed for run in request.ahead.runs[:count])
+            self._storage.ahead_in_flight -= sum(not run.is_landed for run in request.ahead.runs[:count])
             del request.ahead.runs[:count]
 
     def drop(self, request: Request) -> None:
@@ -250,8 +250,8 @@ class Lookahead:
         state = self._state
         while len(ahead.runs) > at:
             run = ahead.runs[-1]
-            if state.operations.get(run.op) is run:
-                state.storage.fetch_given_up(run.op, run.host_pages)
+            if not run.is_landed:
+                self._storage.fetch_given_up(run.op, run.host_pages)
                 self._is_over(run)
             else:
                 state.host.give_back(run.host_pages)
@@ -259,5 +259,5 @@ class Lookahead:
 
     def _is_over(self, run: AheadRun) -> None:
         """The run waits for its read no longer."""
-        self._state.storage.ahead_in_flight -= 1
-        self._state.storage.pages_in_flight -= len(run.host_pages)
+        self._storage.ahead_in_flight -= 1
+        self._storage.pages_in_flight -= len(run.host_pages)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import QueryStorage
 from tidekv.states.planner import pages_to_fetch
+from tidekv.states.storage_use import StorageQuery
 
 if TYPE_CHECKING:
     from tidekv.states.adoption import Adoption
@@ -25,14 +26,24 @@ if TYPE_CHECKING:
     from tidekv.states.plan import Plan
     from tidekv.states.request import Request
     from tidekv.states.rooms import Rooms
+    from tidekv.states.storage_use import StorageUse
     from tidekv.states.undo import Undo
 
 
 class PlanFetches:
     """The part of a restore that asks storage and fetches from there."""
 
-    def __init__(self, state: CoreState, rooms: Rooms, loads: Loads, lookahead: Lookahead, adoption: Adoption) -> None:
+    def __init__(
+        self,
+        state: CoreState,
+        storage: StorageUse,
+        rooms: Rooms,
+        loads: Loads,
+        lookahead: Lookahead,
+        adoption: Adoption,
+    ) -> None:
         self._state = state
+        self._storage = storage
         self._rooms = rooms
         self._loads = loads
         self._lookahead = lookahead
@@ -45,7 +56,8 @@ class PlanFetches:
         count = request.full_pages - first
         if count < 1 or count * state.settings.page_size < state.settings.prefetch_threshold_tokens:
             return
-        request.query_op = state.start_operation(request, deadline_s=state.settings.query_deadline_s)
+        query = StorageQuery(state, self._storage, request)
+        request.query_op = state.start_operation(query, deadline_s=state.settings.query_deadline_s)
         request.stored_first, request.stored_found = first, 0
         state.emit(QueryStorage(op=request.query_op, request_id=request.request_id, first=first, count=count))
 
@@ -60,8 +72,7 @@ class PlanFetches:
             if run.first != plan.end or keys[:width] in plan.node.children:
                 break
             deadline_s = self._state.settings.prefetch_deadline_s(count, left_s)
-            load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s)
-            undo.callback(self._adoption.disown, load, run)
+            load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s, undo=undo)
             plan.add(load, load.nodes[-1], count)
             adopted += 1
         return adopted
@@ -76,7 +87,7 @@ class PlanFetches:
         found_to = request.stored_first + request.stored_found
         count = found_to - plan.end if request.stored_first <= plan.end else 0
         deadline_s = settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
-        allowed = state.storage.allowance(count, deadline_s) if state.storage.is_usable else 0
+        allowed = self._storage.allowance(count, deadline_s) if self._storage.is_usable else 0
         threshold = max(settings.prefetch_threshold_tokens, 1)
         if count * settings.page_size < threshold:
             beyond = request.stored_found if request.stored_first > plan.end else 0
@@ -84,12 +95,12 @@ class PlanFetches:
             return
         if allowed * settings.page_size < threshold:
             state.count("l3_declined_pages", count)
-            request.declined = ("limit" if state.storage.is_usable else "storage_left_alone", count)
+            request.declined = ("limit" if self._storage.is_usable else "storage_left_alone", count)
             return
         cause = "limit"
         if settings.prefetch == "soonest":
             rest = request.page_count - plan.end - allowed
-            sooner = pages_to_fetch(allowed, rest, storage=state.storage.way, link=self._rooms.way)
+            sooner = pages_to_fetch(allowed, rest, storage=self._storage.way, link=self._rooms.way)
             if sooner < allowed:
                 cause, allowed = "slower", sooner if sooner * settings.page_size >= threshold else 0
         if allowed < count:
@@ -126,6 +137,6 @@ class PlanFetches:
             keys = request.keys[plan.end * width : (plan.end + pages) * width]
             load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)
             undo.callback(self._loads.abandon, load)
-            state.storage.take(pages)
-            undo.callback(state.storage.take, -pages)
+            self._storage.take(pages)
+            undo.callback(self._storage.take, -pages)
             plan.add(load, load.nodes[-1], pages)

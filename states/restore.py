@@ -18,23 +18,72 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.adoption import Adoption
 from tidekv.states.commands import Recompute, TellReady
+from tidekv.states.events import Recomputed
 from tidekv.states.found import Match
-from tidekv.states.load import LateRecompute, Load, Stage
 from tidekv.states.plan import Plan
 from tidekv.states.plan_fetches import PlanFetches
+from tidekv.states.request import Load, Request, RequestTails, Stage
 from tidekv.states.shapes import page_ids
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import TailLeft
+    from tidekv.states.events import Outcome, TailLeft
     from tidekv.states.index import Node, Receipt
     from tidekv.states.loads import Loads
     from tidekv.states.lookahead import Lookahead
-    from tidekv.states.request import Request
     from tidekv.states.request_tails import Tails
     from tidekv.states.rooms import Rooms
+    from tidekv.states.shapes import PageIds
     from tidekv.states.shared_transfers import SharedTransfers
+    from tidekv.states.storage_use import StorageUse
+
+
+class Recomputation:
+    """Operation: the caller computes the rest of a prompt. Its end is an event of the request."""
+
+    __slots__ = ("_state", "request")
+
+    def __init__(self, state: CoreState, request: Request) -> None:
+        self._state = state
+        self.request = request
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """The rest of the prompt is in place, or never will be."""
+        self._state.answers[self.request] = Recomputed(at_s=event.at_s, op=event.op, error=error)
+
+    def late(self) -> None:
+        """It has no deadline but the request's."""
+
+    def abandon(self) -> None:
+        """It holds nothing: the pages are the request's."""
+
+
+class LateRecomputation:
+    """Operation: a caller's computation whose request has left. It keeps its device pages until it has ended."""
+
+    __slots__ = ("_rules", "_state", "device_pages", "tails")
+
+    def __init__(self, state: CoreState, rules: Tails | None, request: Request) -> None:
+        self._state = state
+        self._rules = rules
+        self.device_pages: PageIds = request.own
+        self.tails: RequestTails | None = request.tails
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Nothing writes to the pages any more."""
+        self.abandon()
+
+    def late(self) -> None:
+        """It has no deadline."""
+
+    def abandon(self) -> None:
+        """Free the pages. Can be called again if it raises."""
+        self._state.device.give_back(self.device_pages)
+        self.device_pages = page_ids()
+        if self.tails is not None and self._rules is not None:
+            self._rules.give_up(self.tails)
+        self._state.pages_freed = True
 
 
 class Restore:
@@ -43,6 +92,7 @@ class Restore:
     def __init__(
         self,
         state: CoreState,
+        storage: StorageUse,
         rooms: Rooms,
         loads: Loads,
         shared: SharedTransfers,
@@ -50,9 +100,10 @@ class Restore:
         tails: Tails | None,
     ) -> None:
         self._state = state
+        self._storage = storage
         self._shared = shared
         self._lookahead = lookahead
-        self._fetches = PlanFetches(state, rooms, loads, lookahead, Adoption(state, loads))
+        self._fetches = PlanFetches(state, storage, rooms, loads, lookahead, Adoption(state, storage, loads))
         self._rooms = rooms
         self._loads = loads
         self._tails = tails
@@ -62,7 +113,7 @@ class Restore:
 
     def ask_storage(self, request: Request) -> None:
         """Ask storage for what neither device nor host has, while the request waits, unless that is too little."""
-        if not self._state.storage.is_usable or request.restore_limit or request.query_op:
+        if not self._storage.is_usable or request.restore_limit or request.query_op:
             return
         if self._tails is None:
             self._fetches.ask(request)
@@ -182,7 +233,7 @@ class Restore:
             self._rooms.open(request, promised=plan.end, own=plan.own, tails=tails)
             return 0
         with Undo() as undo:
-            op = state.start_operation(request, deadline_s=float("inf"))
+            op = state.start_operation(Recomputation(state, request), deadline_s=float("inf"))
             undo.callback(state.operations.pop, op)
             state.emit(
                 Recompute(
@@ -331,7 +382,7 @@ class Restore:
             self._rooms.leave(request.room, settled=settled)
         elif request.recompute_op:
             # The caller's own computation writes to these pages until it says that it has ended.
-            state.operations[request.recompute_op] = LateRecompute(request.own, request.tails)
+            state.operations[request.recompute_op] = LateRecomputation(state, self._tails, request)
             request.own, request.recompute_op, request.tails = page_ids(), 0, None
         else:
             state.device.give_back(request.own)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
 from tidekv.states.pace import FetchPace
 from tidekv.states.planner import Way
+from tidekv.states.request import Load, Request, Room, Span
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -20,92 +21,7 @@ if TYPE_CHECKING:
     from tidekv.states.components import TailPages
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import ChunkLanded
-    from tidekv.states.load import Load
-    from tidekv.states.request import Request
-
-    RoomKey = tuple[str, int]
-
-
-class Span:
-    """Pages [first, first + count) of the prompt that a room asked for; the cursor of each rank only grows."""
-
-    __slots__ = ("asked_at_s", "count", "cursors", "ended", "first", "load", "queued_pages")
-
-    def __init__(
-        self, first: int, count: int, load: Load | None, *, asked_at_s: float = 0.0, queued_pages: int = 0
-    ) -> None:
-        self.asked_at_s = asked_at_s
-        """When it was asked for, with so many pages under way from prefill, its own included."""
-        self.queued_pages = queued_pages
-        self.first = first
-        self.count = count
-        self.load = load
-        self.cursors: dict[int, int] = {}
-        self.ended: set[int] = set()
-
-    def continues(self, event: ChunkLanded) -> bool:
-        """Whether a chunk begins at its rank's cursor and ends within the span."""
-        cursor = self.cursors.get(event.rank, self.first)
-        return (
-            event.first == cursor
-            and 0 <= event.count <= self.first + self.count - cursor
-            and event.rank not in self.ended
-        )
-
-    def landed(self, ranks: int) -> int:
-        """Up to which page of the prompt it has come from every rank."""
-        return self.first + self.count - self.pages_missing(ranks)
-
-    def pages_missing(self, ranks: int) -> int:
-        """Pages that have not come from every rank."""
-        if not ranks:
-            return self.count
-        return self.first + self.count - min(self.cursors.get(rank, self.first) for rank in range(ranks))
-
-
-class Room:
-    """One hand-over of one generation of a request."""
-
-    __slots__ = ("aux_from", "generation", "is_aborted", "lost", "prefill", "ranks", "request", "spans", "writer")
-
-    def __init__(self, request: Request, *, prefill: int) -> None:
-        self.request = request
-        self.generation = request.generation
-        self.prefill = prefill
-        self.ranks = 0
-        self.writer = ""
-        self.spans: list[Span] = []
-        self.aux_from: set[int] = set()
-        self.is_aborted = False
-        self.lost: list[Load] = []
-        """Loads that it was filling when its request left."""
-
-    @property
-    def key(self) -> RoomKey:
-        """What frames of this room carry, beside this process's own instance and epoch."""
-        return (self.request.request_id, self.generation)
-
-    def span_of(self, event: ChunkLanded) -> Span | None:
-        """The span that a chunk is for; None where this room asked for no such span, or not from that rank."""
-        known = 0 <= event.span < len(self.spans) and 0 <= event.rank < self.ranks
-        return self.spans[event.span] if known else None
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the last chunk of every span has come from every rank: nobody writes to its pages any more."""
-        # Every guard asks this: a plain loop takes half of what `all` does.
-        ranks = self.ranks
-        if not ranks:
-            return False
-        for span in self.spans:  # noqa: SIM110
-            if len(span.ended) != ranks:
-                return False
-        return True
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the room has brought all that was asked for, aux included."""
-        return len(self.aux_from) == self.ranks and self.is_written
+    from tidekv.states.request import RoomKey
 
 
 class Draining:

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from tidekv.states import events, steps
 from tidekv.states.commands import TellDropped, TellFailed
-from tidekv.states.load import Stage
 from tidekv.states.planner import fetches_to_keep
+from tidekv.states.request import Request, Stage
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.request import Request
 
 # --- Questions ---
 
@@ -138,11 +137,11 @@ def _stop_waiting(core: Core, request: Request) -> None:
 
 def _fetches_to_keep(core: Core, request: Request) -> int:
     """How many of its fetches bring their pages sooner than prefill would now."""
-    now_s, page_s = core.state.now_s, core.state.storage.way.page_s
+    now_s, page_s = core.state.now_s, core.storage.way.page_s
     fetches = request.fetches
     if fetches and page_s and now_s - fetches[0].begun_at_s > fetches[0].queued_pages * page_s:
         # The first was to have landed by now: storage is no faster than that, for us and for the plans that follow.
-        core.state.storage.note_pace(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
+        core.storage.note_pace(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
         page_s = (now_s - fetches[0].begun_at_s) / fetches[0].queued_pages
     lands_s = [max(load.begun_at_s + load.queued_pages * page_s - now_s, load.page_count * page_s) for load in fetches]
     pages = [load.page_count for load in fetches]

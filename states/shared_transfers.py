@@ -29,14 +29,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.load import Load, Stage
+from tidekv.states.request import Load, Request, Stage
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
     from tidekv.states.loads import Loads
     from tidekv.states.plan import Plan
-    from tidekv.states.request import Request
     from tidekv.states.undo import Undo
+
+
+class ShareWatch:
+    """Operation: the wait for a load that another request's room fills. It ends by its deadline."""
+
+    __slots__ = ("_shared", "load")
+
+    def __init__(self, shared: SharedTransfers, load: Load) -> None:
+        self._shared = shared
+        self.load = load
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """No command was given, so no outcome comes."""
+
+    def late(self) -> None:
+        """See whether the load has moved meanwhile."""
+        self._shared.is_late(self.load)
+
+    def abandon(self) -> None:
+        """It holds nothing."""
 
 
 class SharedTransfers:
@@ -198,7 +218,7 @@ class SharedTransfers:
     def _watch(self, load: Load, wait_s: float) -> None:
         assert load.filler is not None and load.filler.room is not None and load.span is not None
         load.landed = load.span.landed(load.filler.room.ranks)
-        load.op = self._state.start_operation(load, deadline_s=wait_s)
+        load.op = self._state.start_operation(ShareWatch(self, load), deadline_s=wait_s)
 
     @staticmethod
     def waits_for(request: Request) -> Load | None:

@@ -34,7 +34,7 @@ def count_core(core: Core) -> dict[str, int]:
         "lookahead_pages": core.lookahead.pages,
         "backups": len(core.backups),
         "operations": core.operations_in_flight,
-        "l3_breaker_open": int(state.storage.is_open),
+        "l3_breaker_open": int(core.storage.is_open),
         "rooms": len(core.rooms),
         "rooms_draining": core.rooms.draining_rooms,
         "requests_retracted": core.backups.retracted_requests,

@@ -8,10 +8,10 @@ its source and a pin of the place where it is to go, until it has ended. From th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyTail
-from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tail_puts import TailPuts
 from tidekv.states.undo import Undo
@@ -19,15 +19,20 @@ from tidekv.states.undo import Undo
 if TYPE_CHECKING:
     from tidekv.states.component_index import ComponentIndex, TailReceipt
     from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
     from tidekv.states.node import Node
+    from tidekv.states.storage_use import StorageUse
 
 
 class TailBackup:
-    """A copy of one component's tail to the host."""
+    """Operation: a copy of one component's tail to the host."""
 
-    __slots__ = ("component", "first", "fresh", "lock", "node", "pin", "table")
+    __slots__ = ("_backups", "component", "first", "fresh", "lock", "node", "pin", "table")
 
-    def __init__(self, component: str, node: Node, first: int, lock: TailReceipt, pin: TailReceipt) -> None:
+    def __init__(
+        self, backups: TailBackups, component: str, node: Node, first: int, lock: TailReceipt, pin: TailReceipt
+    ) -> None:
+        self._backups = backups
         self.component = component
         self.node = node
         self.first = first
@@ -38,14 +43,28 @@ class TailBackup:
         self.table: PageIds = page_ids()
         """Host pages of the whole tail, from position `first` on."""
 
+    def ended(self, event: Outcome, error: str) -> None:
+        """The tail is on the host, from where it goes on to storage."""
+        self._backups.ended(self, error)
+        self._backups.puts.begin(self.node, (self.component,))
+
+    def late(self) -> None:
+        """A late copy keeps what it holds until it ends, and is counted."""
+        self._backups.is_late()
+
+    def abandon(self) -> None:
+        """Give back what the copy holds; what reached the host goes on to storage."""
+        self._backups.give_up(self)
+        self._backups.puts.begin(self.node, (self.component,))
+
 
 class TailBackups:
     """All backups of components under way are operations; this file knows how they begin and end."""
 
-    def __init__(self, state: CoreState, index: ComponentIndex) -> None:
+    def __init__(self, state: CoreState, storage: StorageUse, index: ComponentIndex) -> None:
         self._state = state
         self._index = index
-        self.puts = TailPuts(state, index)
+        self.puts = TailPuts(state, storage, index)
 
     def begin(self, leaf: Node) -> None:
         """Copy to the host what it lacks of the tails at the end of `leaf`, whose full pages are in both tiers."""
@@ -65,11 +84,11 @@ class TailBackups:
             pin = self._index.pin(leaf, boundary=leaf.depth_pages)
             undo.callback(self._index.unpin, pin)
             pages = self._index.take_host(name, len(sources))
-            backup = TailBackup(name, leaf, first, lock, pin)
+            backup = TailBackup(self, name, leaf, first, lock, pin)
             if pages is None:
                 # What the tail has on the host already was all that could be evicted for the rest of it.
                 undo.keep()
-                self._insist_on_giving_up(backup)
+                self._state.run_guarded(partial(self.give_up, backup))
                 return
             undo.callback(self._index.give_back, {name: pages}, "host")
             backup.fresh, fresh = pages, iter(pages)
@@ -108,15 +127,6 @@ class TailBackups:
             backup.lock = None
         self._index.unpin(backup.pin)
         self._state.pages_freed = True
-
-    def _insist_on_giving_up(self, backup: TailBackup) -> None:
-        try:
-            self.give_up(backup)
-        except BrokenInvariant:
-            raise
-        except Exception:
-            self._state.count("transitions_raised")
-            self.give_up(backup)
 
     def is_late(self) -> None:
         """A copy is late: it keeps what it holds until it ends, and is counted."""

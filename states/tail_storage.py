@@ -22,7 +22,7 @@ is waited for until its deadline. A fetch that nobody waits for keeps its host p
 
 from __future__ import annotations
 
-import enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,58 +30,24 @@ import msgspec
 from tidekv.states.commands import CopyTail, FetchTail, QueryTails
 from tidekv.states.components import longest_boundary
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.request import Request, RequestTails, TailFetch, TailStage
+from tidekv.states.shapes import page_ids
+from tidekv.states.storage_use import StorageQuery
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tidekv.states.component_index import ComponentIndex
     from tidekv.states.components import Ranges
-    from tidekv.states.core_state import CoreState
-    from tidekv.states.events import StoredTail
-    from tidekv.states.request import Request
-    from tidekv.states.request_tails import RequestTails
+    from tidekv.states.core_state import CoreState, Operation
+    from tidekv.states.events import Outcome, StoredTail
+    from tidekv.states.storage_use import StorageUse
 
 WITHOUT_STORAGE, WITHOUT_HOST, WITHOUT_TAILS = 1, 2, 3
 """What a request's `tail_limit` says that it does not use: cached tails of storage, those of the host too, all."""
 BOUNDARIES_TRIED_MAX = 16
 """So many boundaries that limits on fetches forbid are tried before a request does without storage."""
-
-
-class TailStage(enum.Enum):
-    """Where a tail from storage is on its way."""
-
-    RESERVED = "RESERVED"
-    FETCHING = "FETCHING"
-    COPYING = "COPYING"
-
-
-class TailFetch:
-    """Pages of one component that a request gets from storage. The host pages are its own, the device pages the
-    request's.
-    """
-
-    __slots__ = (
-        "begun_at_s",
-        "component",
-        "device_pages",
-        "host_pages",
-        "op",
-        "positions",
-        "queued_pages",
-        "stage",
-        "tails",
-    )
-
-    def __init__(self, tails: RequestTails, component: str, positions: PageIds, device_pages: PageIds) -> None:
-        self.tails = tails
-        self.component = component
-        self.positions = positions
-        self.host_pages: PageIds = page_ids()
-        self.device_pages = device_pages
-        self.op = 0
-        self.stage = TailStage.RESERVED
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -102,11 +68,77 @@ class Reach(msgspec.Struct, frozen=True):
         return found if found > self.here else 0
 
 
+def distrust(state: CoreState, tails: RequestTails, limit: int, cause: str) -> None:
+    """Something did not come: the request of these tails starts over, on other pages, and with less."""
+    request = tails.request
+    if request is not None and request not in state.preempted:
+        request.tail_limit = max(request.tail_limit + 1, limit)
+        state.preempted[request] = cause
+
+
+class TailRead:
+    """Operation: storage brings a tail to host memory."""
+
+    __slots__ = ("_storage", "_tails", "fetch")
+
+    def __init__(self, tails: TailStorage, storage: StorageUse, fetch: TailFetch) -> None:
+        self._tails = tails
+        self._storage = storage
+        self.fetch = fetch
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Copy the tail to the device if all of it is good."""
+        self._tails.fetched(self.fetch, self._storage.fetch_ended(event))
+
+    def late(self) -> None:
+        """The request starts over; the read goes on without it."""
+        self._storage.call_is_late()
+        self._tails.is_late(self.fetch)
+
+    def abandon(self) -> None:
+        """The request starts over."""
+        self._tails.failed(self.fetch)
+
+
+class StoredTailCopy:
+    """Operation: a copy brings a tail that storage has brought from the host to the device."""
+
+    __slots__ = ("_copy", "_state", "_tails", "fetch")
+
+    def __init__(self, state: CoreState, tails: TailStorage, copy: Operation, fetch: TailFetch) -> None:
+        self._state = state
+        self._tails = tails
+        self._copy = copy
+        self.fetch = fetch
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Free the host pages; the rest is as for any copy of the request's tails."""
+        self._state.run_guarded(partial(self._tails.copied, self.fetch))
+        self._copy.ended(event, error)
+
+    def late(self) -> None:
+        """As for any copy of the request's tails."""
+        self._copy.late()
+
+    def abandon(self) -> None:
+        """As for any copy of the request's tails."""
+        self._copy.abandon()
+
+
 class TailStorage:
     """What storage does for tails."""
 
-    def __init__(self, state: CoreState, index: ComponentIndex) -> None:
+    def __init__(
+        self,
+        state: CoreState,
+        storage: StorageUse,
+        index: ComponentIndex,
+        copy_of: Callable[[RequestTails], Operation],
+    ) -> None:
+        """`copy_of` makes the operation of a copy into a request's tails."""
         self._state = state
+        self._storage = storage
+        self._copy_of = copy_of
         self._index = index
 
     # --- The question ---
@@ -121,7 +153,8 @@ class TailStorage:
             return
         first = sum(state.index.peek(request.namespace, request.keys))
         longest = max(component.tail_pages(settings.page_size) for component in self._index.components.values())
-        request.query_op = state.start_operation(request, deadline_s=settings.query_deadline_s)
+        query = StorageQuery(state, self._storage, request)
+        request.query_op = state.start_operation(query, deadline_s=settings.query_deadline_s)
         request.stored_first, request.stored_found, request.stored_tails = first, 0, ()
         state.emit(
             QueryTails(
@@ -170,7 +203,7 @@ class TailStorage:
         return Reach(here, full, end, self._index.served(namespace, keys, full, stored))
 
     def _is_allowed(self, request: Request) -> bool:
-        return self._state.storage.is_usable and not (request.restore_limit or request.tail_limit)
+        return self._storage.is_usable and not (request.restore_limit or request.tail_limit)
 
     def _longest(self, request: Request, reach: Reach) -> int:
         """The longest boundary for which no more is to be fetched than limits and host pages allow; that of the caches
@@ -189,7 +222,7 @@ class TailStorage:
             count = pages + self._index.count_only_stored(
                 request.namespace, request.keys, end, in_index=min(end, full), needed_from=self.needed_from(request)
             )
-            fitting = state.storage.allowance(count, state.settings.prefetch_deadline_s(count, left_s))
+            fitting = self._storage.allowance(count, state.settings.prefetch_deadline_s(count, left_s))
             if fitting >= count and pages <= room:
                 return end
             request.stored_cause = "limit" if fitting < count else "no_host_page"
@@ -223,7 +256,7 @@ class TailStorage:
         deadline_s = state.settings.prefetch_deadline_s(count, request.deadline_at_s - state.now_s)
         for fetch in tails.fetches:
             undo.callback(self._unbegin, fetch)
-            fetch.op = state.start_operation(fetch, deadline_s=deadline_s)
+            fetch.op = state.start_operation(TailRead(self, self._storage, fetch), deadline_s=deadline_s)
             state.emit(
                 FetchTail(
                     op=fetch.op,
@@ -236,16 +269,16 @@ class TailStorage:
             )
             fetch.stage = TailStage.FETCHING
             tails.copies += 1
-            state.storage.take(len(fetch.positions))
-            state.storage.fetch_began(fetch, len(fetch.positions))
-            fetch.begun_at_s, fetch.queued_pages = state.now_s, state.storage.pages_in_flight
+            self._storage.take(len(fetch.positions))
+            self._storage.fetch_began(fetch, len(fetch.positions))
+            fetch.begun_at_s, fetch.queued_pages = state.now_s, self._storage.pages_in_flight
 
     def _unbegin(self, fetch: TailFetch) -> None:
         state = self._state
         state.operations.pop(fetch.op, None)
         if fetch.stage is TailStage.FETCHING:
-            state.storage.fetch_over(fetch)
-            state.storage.take(-len(fetch.positions))
+            self._storage.fetch_over(fetch)
+            self._storage.take(-len(fetch.positions))
             fetch.stage = TailStage.RESERVED
 
     # --- Outcomes ---
@@ -260,9 +293,10 @@ class TailStorage:
             state.count("l3_pages_short", count - max(good, 0))
             self.failed(fetch)
             return
-        state.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        self._storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         with Undo() as undo:
-            op = state.start_operation(fetch, deadline_s=state.settings.copy_deadline_s)
+            copy = StoredTailCopy(state, self, self._copy_of(fetch.tails), fetch)
+            op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
             undo.callback(state.operations.pop, op)
             state.emit(
                 CopyTail(
@@ -277,24 +311,24 @@ class TailStorage:
             undo.keep()
         fetch.op = op
         fetch.stage = TailStage.COPYING
-        state.storage.fetch_over(fetch)
+        self._storage.fetch_over(fetch)
         request = fetch.tails.request
         assert request is not None, "who leaves gives up what is being fetched"
         state.dirty[request] = None
 
     def failed(self, fetch: TailFetch) -> None:
         """Nothing of it is of use, and nothing writes to its pages: the request starts over. Can be called again."""
-        self._state.storage.fetch_over(fetch)
+        self._storage.fetch_over(fetch)
         self.copied(fetch)
         fetch.tails.copies -= 1
-        fetch.tails.distrust(self._state, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
+        distrust(self._state, fetch.tails, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
 
     def is_late(self, fetch: TailFetch) -> None:
         """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
         self._state.count("l3_fetches_late")
-        self._state.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        self._storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._give_up(fetch)
-        fetch.tails.distrust(self._state, WITHOUT_STORAGE, "storage did not bring a component's tail in time")
+        distrust(self._state, fetch.tails, WITHOUT_STORAGE, "storage did not bring a component's tail in time")
 
     def copied(self, fetch: TailFetch) -> None:
         """The copy to the device is over, well or not, or there will be none. Can be called again where it raised."""
@@ -316,8 +350,8 @@ class TailStorage:
             self.copied(fetch)
 
     def _give_up(self, fetch: TailFetch) -> None:
-        self._state.storage.fetch_over(fetch)
-        self._state.storage.fetch_given_up(fetch.op, fetch.host_pages, fetch.component)
+        self._storage.fetch_over(fetch)
+        self._storage.fetch_given_up(fetch.op, fetch.host_pages, fetch.component)
         del fetch.tails.fetches[fetch]
         fetch.tails.copies -= 1
 

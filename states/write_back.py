@@ -34,13 +34,15 @@ if TYPE_CHECKING:
     from tidekv.states.backups import Backups
     from tidekv.states.core_state import CoreState
     from tidekv.states.node import Node
+    from tidekv.states.storage_use import StorageUse
 
 
 class WriteBack:
     """Finds what is to be copied before it is evicted."""
 
-    def __init__(self, state: CoreState, backups: Backups) -> None:
+    def __init__(self, state: CoreState, storage: StorageUse, backups: Backups) -> None:
         self._state = state
+        self._storage = storage
         self._backups = backups
         state.index.on_evict.append(self._note_eviction)
 
@@ -53,7 +55,7 @@ class WriteBack:
         for node in self._first_to_go("device") if state.write_credit > 0 else ():
             if node.host is None and not state.index.tree.is_stored(node):
                 self._backups.copy_ahead(node)
-        if not state.storage.is_usable:
+        if not self._storage.is_usable:
             return
         for node in self._first_to_go("host"):
             if not state.index.tree.is_stored(node):

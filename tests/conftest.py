@@ -34,7 +34,8 @@ from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.states.commands import TellReady
 from tidekv.states.events import AbortRequested
-from tidekv.states.rooms import Room, Rooms
+from tidekv.states.request import Room
+from tidekv.states.rooms import Rooms
 from tidekv.transports.loopback import LoopbackNetwork
 
 # Tests that put methods of their own into the index; a compiled class lets nobody.

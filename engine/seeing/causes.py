@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states import events
-from tidekv.states.load import LOAD_CAUSES
 from tidekv.states.policy import POLICY_FIELDS
-from tidekv.states.request import DECLINED
+from tidekv.states.request import DECLINED, LOAD_CAUSES
 
 if TYPE_CHECKING:
     from tidekv.engine.seeing.story import Work
     from tidekv.states.core import Core
-    from tidekv.states.load import Load
     from tidekv.states.policy import StoragePolicy
-    from tidekv.states.request import Request
+    from tidekv.states.request import Load, Request
 
 CONSEQUENCES = {
     "query": "the plan was made without storage",
@@ -91,7 +89,7 @@ def declined_words(request: Request, core: Core) -> str:
     policy = core.state.settings
     detail = ""
     if cause == "storage_left_alone":
-        detail = breaker_words(core) if core.state.storage.is_open else "it was detached"
+        detail = breaker_words(core) if core.storage.is_open else "it was detached"
     elif cause == "below_threshold":
         detail = f"prefetch_threshold_tokens is {policy.prefetch_threshold_tokens}"
     elif cause == "limit":
@@ -120,7 +118,7 @@ def unasked_words(request: Request, core: Core) -> str:
     missing = request.full_pages - sum(state.index.peek(request.namespace, request.keys))
     if missing * state.settings.page_size < max(state.settings.prefetch_threshold_tokens, 1):
         return ""
-    return f"storage was not asked: {breaker_words(core)}" if state.storage.is_open else ""
+    return f"storage was not asked: {breaker_words(core)}" if core.storage.is_open else ""
 
 
 def unstored_words(core: Core, kept_tokens: int) -> str:
@@ -128,7 +126,7 @@ def unstored_words(core: Core, kept_tokens: int) -> str:
     settings = core.state.settings
     if not core.state.storage_available:
         return ""
-    if core.state.storage.is_open:
+    if core.storage.is_open:
         return breaker_words(core)
     if kept_tokens < settings.write_tokens_min:
         return f"its {kept_tokens} tokens are fewer than write_tokens_min, {settings.write_tokens_min}"

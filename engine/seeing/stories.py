@@ -25,12 +25,13 @@ from tidekv.engine.seeing.plans import plan_of
 from tidekv.engine.seeing.story import Story, Work
 from tidekv.states import commands, events
 from tidekv.states.backups import STORE_DEADLINE_S, Backup
-from tidekv.states.load import LateFetch, Load, Stage
-from tidekv.states.lookahead import AheadRun
+from tidekv.states.loads import LoadCopy, LoadFetch
+from tidekv.states.lookahead import AheadRead
 from tidekv.states.policy import StoragePolicy, policy_of
-from tidekv.states.request import State
-from tidekv.states.request_tails import RequestTails
-from tidekv.states.tail_storage import TailFetch
+from tidekv.states.request import Stage, State
+from tidekv.states.request_tails import TailCopy
+from tidekv.states.storage_use import LateFetch
+from tidekv.states.tail_storage import StoredTailCopy, TailRead
 
 if TYPE_CHECKING:
     from tidekv.engine.journal.replayer import Replayer, Step
@@ -111,7 +112,7 @@ class Stories:
             teller = self._tellers.get(type(command))
             if teller is not None:
                 teller(command, at_s, core)
-        self._breaker_is_open = core.state.storage.is_open
+        self._breaker_is_open = core.storage.is_open
 
     # --- Events ---
 
@@ -183,14 +184,16 @@ class Stories:
             owner = core.state.operations.get(op)
             if work.trouble:
                 continue
-            if isinstance(owner, Backup | RequestTails) or (isinstance(owner, TailFetch) and work.kind == "tail"):
+            if isinstance(owner, Backup | TailCopy | StoredTailCopy):
                 wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
                 if work.begun_at_s + wait_s > at_s:
                     continue
             elif owner is None and work.kind == "query":
                 work.ended_at_s = at_s
                 del self._open[op]
-            elif not isinstance(owner, LateFetch) and not (isinstance(owner, Load) and owner.stage is Stage.VOID):
+            elif not isinstance(owner, LateFetch) and not (
+                isinstance(owner, LoadCopy) and owner.load.stage is Stage.VOID
+            ):
                 continue
             work.trouble = LATE[work.kind]
             consequence = CONSEQUENCES.get(f"late {work.kind}") or CONSEQUENCES["ahead" if work.ahead else work.kind]
@@ -203,7 +206,7 @@ class Stories:
                     work.trouble = EXTENDED["transfer_done"]
 
     def _tell_trouble(self, work: Work, stories: list[Story], consequence: str, at_s: float, core: Core) -> None:
-        if core.state.storage.is_open and not self._breaker_is_open and work.kind in OF_STORAGE:
+        if core.storage.is_open and not self._breaker_is_open and work.kind in OF_STORAGE:
             consequence += ", and that opened the breaker: storage is asked nothing until a probe succeeds"
         for story in stories:
             story.fall_back(at_s, work.trouble, consequence)
@@ -260,7 +263,7 @@ class Stories:
         self._begin(command.op, Work("query", command.first, command.count, at_s), [story])
 
     def _fetch(self, command: commands.FetchPages, at_s: float, core: Core) -> None:
-        ahead = isinstance(core.state.operations.get(command.op), AheadRun)
+        ahead = isinstance(core.state.operations.get(command.op), AheadRead)
         work = Work("fetch", command.first, len(command.host_pages), at_s, ahead=ahead)
         self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
 
@@ -271,15 +274,15 @@ class Stories:
 
     def _copy(self, command: commands.CopyToDevice, at_s: float, core: Core) -> None:
         owner = core.state.operations.get(command.op)
-        first = owner.first if isinstance(owner, Load) else 0
+        first = owner.load.first if isinstance(owner, LoadCopy) else 0
         work = Work("copy", first, len(command.host_pages), at_s)
         self._begin(command.op, work, self._sharers(command.op, core))
 
     def _sharers(self, op: int, core: Core) -> list[Story]:
         owner = core.state.operations.get(op)
-        if not isinstance(owner, Load):
+        if not isinstance(owner, LoadFetch | LoadCopy):
             return []
-        return [self._live[request.request_id] for request in owner.sharers if request.request_id in self._live]
+        return [self._live[request.request_id] for request in owner.load.sharers if request.request_id in self._live]
 
     def _backup(self, command: commands.CopyToHost, at_s: float, core: Core) -> None:
         owner = core.state.operations.get(command.op)
@@ -289,8 +292,12 @@ class Stories:
 
     def _copy_tail(self, command: commands.CopyTail, at_s: float, core: Core) -> None:
         owner = core.state.operations.get(command.op)
-        tails = owner.tails if isinstance(owner, TailFetch) else owner
-        if isinstance(tails, RequestTails) and tails.request is not None:
+        tails = None
+        if isinstance(owner, TailRead | StoredTailCopy):
+            tails = owner.fetch.tails
+        elif isinstance(owner, TailCopy):
+            tails = owner.tails
+        if tails is not None and tails.request is not None:
             first = tails.reserved.tails[command.component].first
             work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"

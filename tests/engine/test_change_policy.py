@@ -186,7 +186,7 @@ async def test_failing_storage_is_left_alone_until_a_probe_succeeds(make_pair) -
         await storage.probed.wait()
         storage.broken = False
         storage.probed.clear()
-        await pair.engine._calls.wait_until(lambda: pair.engine._core.state.storage.is_usable)
+        await pair.engine._calls.wait_until(lambda: pair.engine._core.storage.is_usable)
         ready = await pair.restore("back", PROMPT)
         await pair.finish(ready, PROMPT, [1])
         await pair.engine.wait_settled()

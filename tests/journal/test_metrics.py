@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.seeing.stories import Stories
-from tidekv.states.load import LOAD_CAUSES
-from tidekv.states.request import DECLINED
+from tidekv.states.request import DECLINED, LOAD_CAUSES
 
 RECOUNT = runpy.run_path(str(Path(__file__).with_name("recount.py")))
 scraped, counters_of, recount = (RECOUNT[name] for name in ("scraped", "counters_of", "recount"))

@@ -117,7 +117,7 @@ def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
                 rig.abort(name)
                 rig.settle()
         rig.expect_nothing_held()
-        assert rig.core.state.storage.pages_in_flight == 0
+        assert rig.core.storage.pages_in_flight == 0
         assert rig.core.lookahead.pages == 0
 
 
@@ -197,7 +197,7 @@ def test_who_was_faster_is_in_the_way_of_a_read_that_was_begun_ahead() -> None:
             rig.abort(name)
     rig.settle()
     rig.expect_nothing_held()
-    assert rig.core.state.storage.pages_in_flight == 0
+    assert rig.core.storage.pages_in_flight == 0
 
 
 def test_no_more_than_some_puts_ahead_are_under_way() -> None:

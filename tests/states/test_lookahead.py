@@ -109,7 +109,7 @@ def test_who_is_admitted_goes_on_with_reads_that_are_under_way() -> None:
     rig.fetched(second)
     assert len(rig.take(commands.CopyToDevice).host_pages) == 3
     assert rig.core.lookahead.pages == 0
-    assert rig.core.state.storage.pages_in_flight == 0
+    assert rig.core.storage.pages_in_flight == 0
 
 
 def test_a_read_that_is_late_for_the_plan_is_extended() -> None:

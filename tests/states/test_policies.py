@@ -264,7 +264,7 @@ def test_the_breaker_opens_after_failures_in_a_row_and_closes_by_a_probe() -> No
     rig.arrive("with", b"mnop")
     rig.take(commands.QueryStorage)
     # It opened at the third failure; now it takes three more again.
-    assert rig.core.state.storage.is_usable
+    assert rig.core.storage.is_usable
 
 
 def test_lates_count_as_failures_and_a_new_storage_is_trusted() -> None:
@@ -272,14 +272,14 @@ def test_lates_count_as_failures_and_a_new_storage_is_trusted() -> None:
     rig.arrive("a", b"xy")
     rig.take(commands.QueryStorage)
     rig.wait_until(rig.now_s + 0.6)
-    assert rig.core.state.storage.is_usable
+    assert rig.core.storage.is_usable
     rig.arrive("b", b"uv")
     rig.take(commands.QueryStorage)
     rig.wait_until(rig.now_s + 0.6)
-    assert not rig.core.state.storage.is_usable
+    assert not rig.core.storage.is_usable
     rig.step(events.StorageChanged, available=True)
-    assert rig.core.state.storage.is_usable
-    assert rig.core.state.storage.op == 0
+    assert rig.core.storage.is_usable
+    assert rig.core.storage.op == 0
     rig.core.check()
 
 
@@ -289,7 +289,7 @@ def test_an_open_breaker_keeps_nothing_busy() -> None:
     rig.take(commands.TellReady)
     rig.take(commands.SendReceived)
     rig.abort("q0")
-    assert rig.core.state.storage.is_open
+    assert rig.core.storage.is_open
     assert rig.core.is_idle
     turn(rig, "a", b"xyz")
     assert rig.take_all(commands.StorePages) == []
@@ -299,7 +299,7 @@ def test_an_open_breaker_keeps_nothing_busy() -> None:
 def test_zero_switches_the_breaker_off() -> None:
     rig = stored_rig(breaker_failures=0, growth_reserve_pages=0)
     fail_queries(rig, 12)
-    assert rig.core.state.storage.is_usable
+    assert rig.core.storage.is_usable
 
 
 # --- Values ---

@@ -153,7 +153,7 @@ def test_a_copy_that_failed_is_not_repeated_at_once() -> None:
 
 def test_puts_wait_for_fetches_and_end_with_storage() -> None:
     rig = back_rig(host_pages=8, write_back_ahead=1.0, put_wait_s=1.0, put_fetch_s_max=0.5)
-    rig.core.state.storage.note_pace(begun_at_s=-1.0, pages=1)
+    rig.core.storage.note_pace(begun_at_s=-1.0, pages=1)
     turn(rig, "a", b"abcdefgh")
     rig.copied(rig.take(commands.CopyToHost))
     rig.nothing_else()
