@@ -117,7 +117,7 @@ class Calls:
 
     def arriving(self, core: Core) -> int:
         """Requests that the core has not taken yet; those that are being retracted count as well."""
-        return len(self._live) - len(core.books.requests)
+        return len(self._live) - len(core.state.requests)
 
     def live_ids(self) -> list[str]:
         """Every live request."""

@@ -358,7 +358,7 @@ class DecodeEngine:
     @property
     def policy(self) -> StoragePolicy:
         """How storage is used now."""
-        return policy_of(self._core.books.settings)
+        return policy_of(self._core.state.settings)
 
     def change_policy(self, **changes: object) -> StoragePolicy:
         """Use storage in another way from now on: `change_policy(prefetch="best_effort", breaker_failures=4)`.
@@ -379,8 +379,8 @@ class DecodeEngine:
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
         checked(namespace, PlainText, "namespace")
         joined = join_namespaces(self.config.namespace, namespace)
-        books = self._core.books
-        device, host = (books.components or books.index).peek(joined, self._parts.page_keys.of(packed))
+        state = self._core.state
+        device, host = (state.components or state.index).peek(joined, self._parts.page_keys.of(packed))
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:
@@ -420,7 +420,7 @@ class DecodeEngine:
 
     def states(self) -> dict[str, str]:
         """Where each live request waits, by its id: "PREALLOC" to "READY"."""
-        return {request_id: request.state.value for request_id, request in self._core.books.requests.items()}
+        return {request_id: request.state.value for request_id, request in self._core.state.requests.items()}
 
     @property
     def is_running(self) -> bool:

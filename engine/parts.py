@@ -362,7 +362,7 @@ class Parts:
 
         def is_settled() -> bool:
             core = self.core
-            restoring = any(request.state is not State.READY for request in core.books.requests.values())
+            restoring = any(request.state is not State.READY for request in core.state.requests.values())
             in_flight = core.operations_in_flight or core.backups or core.loads or core.rooms.draining_rooms
             return self.front.is_caught_up and not (restoring or in_flight)
 

@@ -91,7 +91,7 @@ class RankDriver:
         self._driver = driver
         self._agreement = Agreement(core, rank=self._group.rank, hold_s=self._group.hold_s)
         if has_storage:
-            tails = core.books.components is not None
+            tails = core.state.components is not None
             self._agreement.hear(events.StorageChanged(at_s=0.0, available=True, tails=tails))
 
     async def start(self) -> None:

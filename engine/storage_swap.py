@@ -81,7 +81,7 @@ class StorageInUse:
                 is_told = True
                 self._tell(available=False)
                 # With ranks, the core hears of it when all of them do.
-                await parts.calls.wait_until(lambda: not parts.core.books.storage_available)
+                await parts.calls.wait_until(lambda: not parts.core.state.storage_available)
                 await parts.effects.storage_is_quiet()
             if not parts.is_open:
                 raise EngineClosed("the engine was closed while storage was attached")

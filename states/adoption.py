@@ -8,48 +8,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.load import Load, Stage
+from tidekv.states.loads import LoadFetch
+from tidekv.states.request import AheadRun, Load, Stage
 from tidekv.states.shapes import PageIds, page_ids
-from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
+    from tidekv.states.core_state import CoreState, Operation
     from tidekv.states.loads import Loads
-    from tidekv.states.lookahead import AheadRun
     from tidekv.states.node import Node
+    from tidekv.states.storage_use import StorageUse
+    from tidekv.states.undo import Undo
 
 
 class Adoption:
     """Turns reads ahead into loads, and back."""
 
-    def __init__(self, books: Books, loads: Loads) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, storage: StorageUse, loads: Loads) -> None:
+        self._state = state
+        self._storage = storage
         self._loads = loads
 
-    def adopt(self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float) -> Load:
-        """Make a read a load of a new child of `parent`, into `pages`, the caller's until now. `disown` undoes it."""
-        books = self._books
+    def adopt(self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float, undo: Undo) -> Load:
+        """Make a read a load of a new child of `parent`, into `pages`, the caller's until now. `undo` takes it back."""
+        state = self._state
         load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
-        with Undo() as undo:
-            undo.callback(self.disown, load, run)
-            load.nodes.append(books.index.insert_pending(parent, run.request.namespace, keys, pages, load))
-            load.host_pages = run.host_pages
-            self._loads.hold(load)
-            if run.is_landed:
-                self._loads.start_copy(load)
-            else:
-                load.op = run.op
-                load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
-                books.operations[load.op] = load
-                books.remind(load, books.now_s + deadline_s, op=load.op)
-                books.storage.fetching[load] = len(pages)
-            undo.keep()
+        undo.callback(self._disown, load, run, None if run.is_landed else state.operations[run.op])
+        load.nodes.append(state.index.insert_pending(parent, run.request.namespace, keys, pages, load))
+        load.host_pages = run.host_pages
+        self._loads.hold(load)
+        if run.is_landed:
+            self._loads.start_copy(load)
+        else:
+            load.op = run.op
+            load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
+            fetch = state.operations[load.op] = LoadFetch(self._loads, self._storage, load)
+            state.set_deadline(fetch, state.now_s + deadline_s, op=load.op)
+            self._storage.fetching[load] = len(pages)
         return load
 
-    def disown(self, load: Load, run: AheadRun) -> None:
+    def _disown(self, load: Load, run: AheadRun, read: Operation | None) -> None:
         """Undo an adoption, in the step that it was made in: the read is its request's again."""
         load.host_pages = page_ids()
-        self._books.storage.fetching.pop(load, None)
+        self._storage.fetching.pop(load, None)
         self._loads.abandon(load)
-        if not run.is_landed:
-            self._books.operations[run.op] = run
+        if read is not None:
+            # The very same object: its deadline is still in the heap.
+            self._state.operations[run.op] = read

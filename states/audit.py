@@ -13,15 +13,18 @@ from tidekv.states import steps
 from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.backups import Backup
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
-from tidekv.states.lookahead import AheadRun
-from tidekv.states.request import Request, State
-from tidekv.states.request_tails import RequestTails
+from tidekv.states.loads import LoadCopy, LoadFetch
+from tidekv.states.lookahead import AheadRead
+from tidekv.states.request import AheadRun, Load, Request, RequestTails, Stage, State, TailStage
+from tidekv.states.request_tails import TailCopy
+from tidekv.states.restore import LateRecomputation, Recomputation
 from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.shared_transfers import ShareWatch
+from tidekv.states.storage_use import LateFetch, StorageQuery
 from tidekv.states.table import PROGRESS_GUARDS
 from tidekv.states.tail_moves import TailBackup
 from tidekv.states.tail_puts import TailPut
-from tidekv.states.tail_storage import TailFetch, TailStage
+from tidekv.states.tail_storage import StoredTailCopy, TailRead
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -32,9 +35,9 @@ PLANNED = (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 
 def audit_core(core: Core) -> None:
     """Raise BrokenInvariant, in words, at the first contradiction found."""
-    core.books.index.check()
-    core.books.device.check()
-    core.books.host.check()
+    core.state.index.check()
+    core.state.device.check()
+    core.state.host.check()
     loads = _loads_of(core)
     _check_components(core)
     _check_device_pages(core)
@@ -42,18 +45,25 @@ def audit_core(core: Core) -> None:
     _check_receipts(core, loads)
     _check_loads(core, loads)
     _check_operations(core, loads)
-    progressed = steps.Progressed(at_s=core.books.now_s)
-    for request in core.books.requests.values():
+    progressed = steps.Progressed(at_s=core.state.now_s)
+    for request in core.state.requests.values():
         _check_request(core, request)
         can_move = any(guard(core, request, progressed) for guard in PROGRESS_GUARDS[request.state])
         _require(not can_move, f"{request} could move on, and was not looked at")
-    books = core.books
+    state = core.state
     _require(
-        not (books.dirty or books.homeless or books.unfilled or books.settled_loads or books.ahead_over or books.out)
-        and not books.landing,
+        not (
+            state.dirty
+            or state.preempted
+            or state.failed_loads
+            or state.reclaimable_loads
+            or state.ahead_over
+            or state.out
+        )
+        and not state.progressed_loads,
         "a step left work",
     )
-    waiting = {request for request in core.books.requests.values() if request.state is State.PREALLOC}
+    waiting = {request for request in core.state.requests.values() if request.state is State.PREALLOC}
     _require(set(core.queue) == waiting and len(core.queue) == len(waiting), "the queue is not who waits for admission")
 
 
@@ -65,55 +75,57 @@ def _require(condition: object, words: str) -> None:
 def _loads_of(core: Core) -> dict[Load, None]:
     """Every load that still holds something: live, or void and waiting for a writer or for what lies below it."""
     loads = dict.fromkeys(core.loads)
-    loads.update(dict.fromkeys(owner for owner in core.books.operations.values() if isinstance(owner, Load)))
+    operations = core.state.operations.values()
+    loads.update(dict.fromkeys(one.load for one in operations if isinstance(one, LoadFetch | LoadCopy | ShareWatch)))
     loads.update(dict.fromkeys(load for draining in core.rooms.quarantine for load in draining.loads))
     loads.update(dict.fromkeys(core.loads.settled_voids))
     return loads
 
 
 def _runs_of(core: Core) -> list[AheadRun]:
-    return [run for request in core.books.requests.values() if request.ahead is not None for run in request.ahead.runs]
+    return [run for request in core.state.requests.values() if request.ahead is not None for run in request.ahead.runs]
 
 
 def _check_device_pages(core: Core) -> None:
     owned, draining = page_ids(), page_ids()
-    for request in core.books.requests.values():
+    for request in core.state.requests.values():
         owned += request.own + request.reserve
-    for owner in core.books.operations.values():
-        if isinstance(owner, LateRecompute):
+    for owner in core.state.operations.values():
+        if isinstance(owner, LateRecomputation):
             owned += owner.device_pages
     for left in core.rooms.quarantine:
         draining += left.pages
-    for node in core.books.index.nodes():
+    for node in core.state.index.nodes():
         if node.void and node.device is not None:
             draining += node.device
-    _check_pages(core.books.device, owned, draining)
+    _check_pages(core.state.device, owned, draining)
 
 
 def _tails_of(core: Core) -> list[RequestTails]:
     """The tails of requests, and those that requests have left while something still writes to them."""
-    tails = {request.tails: None for request in core.books.requests.values()}
-    for owner in core.books.operations.values():
-        if isinstance(owner, RequestTails):
-            tails[owner] = None
-        elif isinstance(owner, TailFetch | LateRecompute):
+    tails = {request.tails: None for request in core.state.requests.values()}
+    for owner in core.state.operations.values():
+        if isinstance(owner, TailCopy | LateRecomputation):
             tails[owner.tails] = None
+        elif isinstance(owner, TailRead | StoredTailCopy):
+            tails[owner.fetch.tails] = None
     return [held for held in tails if held is not None]
 
 
 def _check_components(core: Core) -> None:
-    components = core.books.components
+    components = core.state.components
     if components is None:
         return
     components.check()
-    operations = core.books.operations.values()
-    copies = Counter(owner for owner in operations if isinstance(owner, RequestTails))
-    copies += Counter(owner.tails for owner in operations if isinstance(owner, TailFetch))
+    operations = core.state.operations.values()
+    copies = Counter(owner.tails for owner in operations if isinstance(owner, TailCopy))
+    copies += Counter(owner.fetch.tails for owner in operations if isinstance(owner, TailRead | StoredTailCopy))
+    fetches = {op: one.fetch for op, one in core.state.operations.items() if isinstance(one, TailRead | StoredTailCopy)}
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _tails_of(core):
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of its tails")
         waiting = [fetch for fetch in held.fetches if fetch.stage is not TailStage.RESERVED]
-        _require(all(core.books.operations.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
+        _require(all(fetches.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
     backups = [owner for owner in operations if isinstance(owner, TailBackup)]
     for name in components.components:
         owned, draining, on_host = page_ids(), page_ids(), page_ids()
@@ -136,14 +148,14 @@ def _check_host_pages(core: Core, loads: dict[Load, None]) -> None:
     owned = page_ids()
     for load in loads:
         owned += load.host_pages
-    for owner in core.books.operations.values():
+    for owner in core.state.operations.values():
         if isinstance(owner, LateFetch) and not owner.component:
             owned += owner.host_pages
     for backup in core.backups:
         owned += backup.host_pages
     for run in _runs_of(core):
         owned += run.host_pages
-    _check_pages(core.books.host, owned, page_ids())
+    _check_pages(core.state.host, owned, page_ids())
 
 
 def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> None:
@@ -160,13 +172,13 @@ def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> Non
 
 def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
     receipts: list[Receipt | None] = list(core.backups.held)
-    for request in core.books.requests.values():
+    for request in core.state.requests.values():
         receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
     for holder in (*loads, *core.backups):
         receipts += (holder.lock, holder.pin)
     for tails in _tails_of(core):
         receipts += [part.full for part in (tails.lock, tails.pin) if part is not None]
-    for owner in core.books.operations.values():
+    for owner in core.state.operations.values():
         if isinstance(owner, TailBackup):
             receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
         elif isinstance(owner, TailPut) and owner.pin is not None:
@@ -176,7 +188,7 @@ def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
     _require(len(set(map(id, held))) == len(held), "a receipt has two holders")
     device: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "device")
     host: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "host")
-    index = core.books.index
+    index = core.state.index
     for node in (*index.nodes(), *index.tree.roots.values()):
         _require(node.anchored == device.pop(node, 0), f"{node} has device receipts that nobody holds, or lacks some")
         _require(node.host_anchored == host.pop(node, 0), f"{node} has host receipts that nobody holds, or lacks some")
@@ -186,7 +198,7 @@ def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
 def _check_loads(core: Core, loads: dict[Load, None]) -> None:
     under = Counter[Load]()
     void: set[Node] = set()
-    for node in core.books.index.nodes():
+    for node in core.state.index.nodes():
         if node.load is not None:
             _require(node.load in loads and node in node.load.nodes, f"{node} is under a load that does not know it")
             under[node.load] += 1
@@ -216,41 +228,48 @@ def _check_loads(core: Core, loads: dict[Load, None]) -> None:
 
 def _check_operations(core: Core, loads: dict[Load, None]) -> None:
     backups, runs = set(core.backups), set(_runs_of(core))
-    for op, owner in core.books.operations.items():
-        if isinstance(owner, Request):
-            _require(core.books.requests.get(owner.request_id) is owner, f"an operation is of {owner}, which is gone")
-            _require(op in (owner.query_op, owner.recompute_op), f"{owner} does not know of its question")
-        elif isinstance(owner, Load):
-            _require(owner in loads and owner.op == op, "an operation is of a load that does not know it")
+    for op, owner in core.state.operations.items():
+        if isinstance(owner, StorageQuery | Recomputation):
+            request = owner.request
+            _require(core.state.requests.get(request.request_id) is request, f"an operation is of {request}, now gone")
+            _require(op in (request.query_op, request.recompute_op), f"{request} does not know of its question")
+        elif isinstance(owner, LoadFetch | LoadCopy | ShareWatch):
+            _require(owner.load in loads and owner.load.op == op, "an operation is of a load that does not know it")
         elif isinstance(owner, Backup):
             _require(owner in backups, "an operation is of a backup that is over")
-        elif isinstance(owner, AheadRun):
-            _require(owner in runs and owner.op == op, "an operation is of a read ahead that does not know it")
-            _require(not owner.is_landed, "a read ahead has landed, and is waited for")
+        elif isinstance(owner, AheadRead):
+            run = owner.run
+            _require(run in runs and run.op == op, "an operation is of a read ahead that does not know it")
+            _require(not run.is_landed, "a read ahead has landed, and is waited for")
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
-    tails = [owner for owner in core.books.operations.values() if isinstance(owner, TailFetch)]
-    of_tails = {fetch for fetch in tails if fetch.stage is TailStage.FETCHING}
-    _require(set(core.books.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
+    operations = core.state.operations
+    of_tails = {one.fetch for one in operations.values() if isinstance(one, TailRead)}
+    _require(all(fetch.stage is TailStage.FETCHING for fetch in of_tails), "a tail that is read is not FETCHING")
+    _require(set(core.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
     reading = [run for run in runs if not run.is_landed]
-    late = [owner for owner in core.books.operations.values() if isinstance(owner, LateFetch)]
+    late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
     in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_tails)
     in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
-    storage = core.books.storage
+    storage = core.storage
     _require(storage.ahead_in_flight == len(reading), f"{len(reading)} reads ahead are under way")
     _require(storage.pages_in_flight == in_flight, f"{in_flight} pages are fetched, not {storage.pages_in_flight}")
-    taken = sum(request.ahead.taken for request in core.books.requests.values() if request.ahead is not None)
+    taken = sum(request.ahead.taken for request in core.state.requests.values() if request.ahead is not None)
     _require(core.lookahead.pages == taken, f"{taken} host pages were taken ahead, not {core.lookahead.pages}")
     for run in reading:
-        _require(core.books.operations.get(run.op) is run, "a read ahead waits for an operation that is over")
+        read = operations.get(run.op)
+        _require(isinstance(read, AheadRead) and read.run is run, "a read ahead waits for an operation that is over")
     for load in core.loads:
         if load.stage in (Stage.FETCHING, Stage.COPYING):
-            _require(core.books.operations.get(load.op) is load, "a load waits for an operation that is over")
+            kind = LoadFetch if load.stage is Stage.FETCHING else LoadCopy
+            under_way = operations.get(load.op)
+            is_its_own = isinstance(under_way, kind) and under_way.load is load
+            _require(is_its_own, "a load waits for an operation that is over")
 
 
 def _check_request(core: Core, request: Request) -> None:
     holds = request.lock is not None
     _require(holds == (request.state is not State.PREALLOC), f"{request} has no lock, or one before its grant")
-    has_tails = holds and core.books.components is not None
+    has_tails = holds and core.state.components is not None
     _require(has_tails == (request.tails is not None), f"{request} has tails without a grant, or none with one")
     early = request.state in (State.PREALLOC, State.MATCH)
     _require(early or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
@@ -263,7 +282,7 @@ def _check_request(core: Core, request: Request) -> None:
         _require(not request.own and not request.reserve and not request.loads, f"{request} waits and holds pages")
     if request.lock is None or request.state is State.READY:
         return
-    path = core.books.index.path(request.lock.node)
+    path = core.state.index.path(request.lock.node)
     shared = Counter[Load]()
     for node in path:
         _require(not node.void, f"the path of {request} runs through void pages")

@@ -7,6 +7,8 @@ event is; an outcome of an operation that the core no longer knows is late, and 
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from tidekv.states.policy import StoragePolicy
@@ -264,6 +266,11 @@ class WriterDead(Event, frozen=True, kw_only=True):
 
     writer: str
 
+
+Outcome: TypeAlias = (
+    StorageAnswered | PagesFetched | CopyEnded | PagesStored | StorageProbed | Recomputed | CommandRaised
+)
+"""Events that end an operation of the core."""
 
 AnyEvent = (
     RequestArrived

@@ -42,14 +42,14 @@ class Fingerprint:
         self._core = core
         self._events = self._moves = self._rooms = self._pages = self._index = 0
         self._device = self._host = 0
-        components = core.books.components
+        components = core.state.components
         tiers = (
             () if components is None else tuple(zip(components.device.items(), components.host.values(), strict=True))
         )
         self.parts = PARTS + tuple(f"component {name}" for (name, _), _ in tiers)
         """Names of what is compared."""
         self._tails: dict[TailTier, int] = {tier: 0 for (_, device), host in tiers for tier in (device, host)}
-        core.books.index.on_evict.append(self._note_eviction)
+        core.state.index.on_evict.append(self._note_eviction)
 
     def stepped(self, event: Event, given: list[Command]) -> None:
         """The core has taken an event and gave these commands."""
@@ -68,26 +68,26 @@ class Fingerprint:
                 self._note_tails(command)
         for tier, crc in self._tails.items():
             self._tails[tier] = zlib.crc32(_SIX.pack(*tier.account.counts, tier.protected, tier.receipts), crc)
-        books = self._core.books
-        tree, device, host = books.index.tree, books.index.device_tier, books.index.host_tier
+        shared = self._core.state
+        tree, device, host = shared.index.tree, shared.index.device_tier, shared.index.host_tier
         self._index = zlib.crc32(
             _FIVE.pack(tree.tick, device.protected, device.receipts, host.protected, host.receipts), self._index
         )
-        self._device = zlib.crc32(_FOUR.pack(*books.device.counts), self._device)
-        self._host = zlib.crc32(_FOUR.pack(*books.host.counts), self._host)
+        self._device = zlib.crc32(_FOUR.pack(*shared.device.counts), self._device)
+        self._host = zlib.crc32(_FOUR.pack(*shared.host.counts), self._host)
 
     def numbers(self, turn: int, *, whole: bool) -> list[int]:
         """One number for each of `parts`, now; with `whole`, over everything there is."""
-        books = self._core.books
+        shared = self._core.state
         index = self._index
         if whole:
-            for node in books.index.nodes():
+            for node in shared.index.nodes():
                 index = _crc_of(node, index)
         return [
             self._events,
             index,
-            _crc_of_free(books.device, self._device, turn, whole=whole),
-            _crc_of_free(books.host, self._host, turn, whole=whole),
+            _crc_of_free(shared.device, self._device, turn, whole=whole),
+            _crc_of_free(shared.host, self._host, turn, whole=whole),
             self._moves,
             self._rooms,
             self._pages,

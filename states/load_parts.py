@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.load import Load
+from tidekv.states.request import Load
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
+    from tidekv.states.core_state import CoreState
     from tidekv.states.index import PrefixIndex
 
 
@@ -38,19 +38,19 @@ def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
     return rest
 
 
-def publish_host(books: Books, load: Load) -> None:
+def publish_host(state: CoreState, load: Load) -> None:
     """What was fetched joins the tree as host pages where its parent is there too; else it is a bounce buffer."""
     for node in load.nodes:
-        books.index.mark_stored(node)
+        state.index.mark_stored(node)
     parent = load.nodes[0].parent
     assert parent is not None
-    if not books.index.has_host(parent):
+    if not state.index.has_host(parent):
         return
     for node in load.nodes:
         ours = load.host_pages[: node.page_count]
         if node.host is None:
-            books.index.give_host(node, ours)
+            state.index.give_host(node, ours)
         else:
             # The same pages were fetched ahead for somebody else meanwhile.
-            books.host.give_back(ours)
+            state.host.give_back(ours)
         load.host_pages = load.host_pages[node.page_count :]

@@ -26,27 +26,74 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
-from tidekv.states.load import LateFetch, LateRecompute, Load, Stage
 from tidekv.states.load_parts import cut_load, publish_host
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.request import Load, Request, Stage
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tidekv.states.books import Books
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
     from tidekv.states.index import Node
-    from tidekv.states.request import Request
     from tidekv.states.rooms import Rooms
+    from tidekv.states.storage_use import StorageUse
 
-__all__ = ["LateFetch", "LateRecompute", "Load", "Loads", "Stage"]
+
+class LoadFetch:
+    """Operation: storage brings the pages of a load to host memory."""
+
+    __slots__ = ("_loads", "_storage", "load")
+
+    def __init__(self, loads: Loads, storage: StorageUse, load: Load) -> None:
+        self._loads = loads
+        self._storage = storage
+        self.load = load
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Copy what is good to the device; the rest has failed."""
+        self._loads.fetched(self.load, self._storage.fetch_ended(event))
+
+    def late(self) -> None:
+        """The load has failed; the fetch goes on without it."""
+        self._storage.call_is_late()
+        self._storage.note_pace(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
+        self._loads.fetch_is_late(self.load)
+
+    def abandon(self) -> None:
+        """The load has failed."""
+        self._loads.outcome_raised(self.load)
+
+
+class LoadCopy:
+    """Operation: a copy brings the pages of a load from host memory to the device."""
+
+    __slots__ = ("_loads", "load")
+
+    def __init__(self, loads: Loads, load: Load) -> None:
+        self._loads = loads
+        self.load = load
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """The pages are in place, or the load has failed."""
+        self._loads.copied(self.load, error)
+
+    def late(self) -> None:
+        """The load is void: the copy may still write to its pages."""
+        self._loads.copy_is_late(self.load)
+
+    def abandon(self) -> None:
+        """The load has failed."""
+        self._loads.outcome_raised(self.load)
 
 
 class Loads:
     """All loads of a core."""
 
-    def __init__(self, books: Books, rooms: Rooms) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, storage: StorageUse, rooms: Rooms) -> None:
+        self._state = state
+        self._storage = storage
         self._rooms = rooms
         self._live: dict[Load, None] = {}
         self._settled_voids: list[Load] = []
@@ -76,7 +123,7 @@ class Loads:
         try:
             for node in nodes:
                 at = node.depth_pages - node.page_count - first
-                self._books.index.give_device(node, pages[at : at + node.page_count], load)
+                self._state.index.give_device(node, pages[at : at + node.page_count], load)
                 load.nodes.append(node)
             self.hold(load)
             self.start_copy(load)
@@ -89,14 +136,14 @@ class Loads:
         self, request: Request, parent: Node, first: int, keys: bytes, pages: PageIds, *, deadline_s: float
     ) -> Load:
         """Load a new child of `parent` from storage into `pages`, the caller's until now, by way of free host pages."""
-        books = self._books
+        state = self._state
         load = Load(first=first, tier="l3", stage=Stage.FETCHING)
         try:
-            load.nodes.append(books.index.insert_pending(parent, request.namespace, keys, pages, load))
-            load.host_pages = books.host.take(len(pages))
+            load.nodes.append(state.index.insert_pending(parent, request.namespace, keys, pages, load))
+            load.host_pages = state.host.take(len(pages))
             self.hold(load)
-            load.op = books.begin(load, deadline_s=deadline_s)
-            books.say(
+            load.op = state.start_operation(LoadFetch(self, self._storage, load), deadline_s=deadline_s)
+            state.emit(
                 FetchPages(
                     op=load.op,
                     request_id=request.request_id,
@@ -105,8 +152,8 @@ class Loads:
                     timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
                 )
             )
-            books.storage.fetch_began(load, len(pages))
-            load.begun_at_s, load.queued_pages = books.now_s, books.storage.pages_in_flight
+            self._storage.fetch_began(load, len(pages))
+            load.begun_at_s, load.queued_pages = state.now_s, self._storage.pages_in_flight
         except BaseException:
             self.abandon(load)
             raise
@@ -114,15 +161,15 @@ class Loads:
 
     def abandon(self, load: Load) -> None:
         """Undo the begin of a load in the step that it began in: its device pages are the caller's again."""
-        books = self._books
+        state = self._state
         self._live.pop(load, None)
-        books.storage.fetch_over(load)
-        books.operations.pop(load.op, None)
+        self._storage.fetch_over(load)
+        state.operations.pop(load.op, None)
         self._let_go_of_source(load)
         self._unlock(load)
         for node in reversed(load.nodes):
-            books.index.set_load(node, None)
-            books.index.withdraw_device(node)
+            state.index.set_load(node, None)
+            state.index.withdraw_device(node)
         load.nodes = []
 
     def share(self, load: Load, request: Request, page_count: int) -> None:
@@ -131,28 +178,28 @@ class Loads:
         request.loads[load] = None
         if load.span is not None:
             # Maybe that much has landed already.
-            self._books.landing[load] = None
+            self._state.progressed_loads[load] = None
 
     def hold(self, load: Load) -> None:
         """Lock the nodes of a new load, which lives from now on."""
-        load.lock = self._books.index.lock(load.nodes[-1])
+        load.lock = self._state.index.lock(load.nodes[-1])
         self._live[load] = None
 
     def start_copy(self, load: Load) -> None:
         """Copy to the device what is on the host: the pages of the load's own, or those of its nodes."""
         source = load.host_pages
         if not source:
-            load.pin = self._books.index.pin(load.nodes[-1])
+            load.pin = self._state.index.pin(load.nodes[-1])
             source = page_ids()
             for node in load.nodes:
                 assert node.host is not None
                 source += node.host
-        load.op = self._books.begin(load, deadline_s=self._books.settings.copy_deadline_s)
-        self._books.say(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
+        load.op = self._state.start_operation(LoadCopy(self, load), deadline_s=self._state.settings.copy_deadline_s)
+        self._state.emit(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
         load.stage = Stage.COPYING
-        self._books.storage.fetch_over(load)
+        self._storage.fetch_over(load)
         for request in load.sharers:
-            self._books.dirty[request] = None
+            self._state.dirty[request] = None
 
     # --- Outcomes ---
 
@@ -160,15 +207,15 @@ class Loads:
         """The fetch ended with its first `good` pages verified; the rest, if any, has failed."""
         good = max(0, min(good, load.page_count))
         if good == load.page_count:
-            self._books.storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
+            self._storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
         else:
-            self._books.count("l3_pages_short", load.page_count - good)
+            self._state.count("l3_pages_short", load.page_count - good)
             rest = load if good == 0 else self.split(load, good)
             rest.cause = "fetch_short"
             self.fail(rest)
             if rest is load:
                 return
-        publish_host(self._books, load)
+        publish_host(self._state, load)
         if load.sharers:
             self.start_copy(load)
         else:
@@ -177,7 +224,7 @@ class Loads:
 
     def fetch_is_late(self, load: Load) -> None:
         """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
-        self._books.count("l3_fetches_late")
+        self._state.count("l3_fetches_late")
         load.cause = "fetch_late"
         self._cut_fetch(load)
 
@@ -185,21 +232,21 @@ class Loads:
         """Prefill has brought all that it was asked for: what storage has not brought by now is asked of it, too, but
         for the first `keep` fetches."""
         for load in request.fetches[keep:]:
-            self._books.count("l3_fetches_cut")
+            self._state.count("l3_fetches_cut")
             load.cause = "transfer_done"
             self._cut_fetch(load)
 
     def _cut_fetch(self, load: Load) -> None:
-        self._books.storage.fetch_given_up(load.op, load.host_pages)
+        self._storage.fetch_given_up(load.op, load.host_pages)
         load.host_pages = page_ids()
         self.fail(load)
 
     def copied(self, load: Load, error: str) -> None:
         """The copy to the device is over: the pages are in place, or nobody writes to them any more."""
         if load.stage is Stage.VOID:
-            self._books.settled_loads.append(load)
+            self._state.reclaimable_loads.append(load)
         elif error:
-            self._books.count("copies_failed")
+            self._state.count("copies_failed")
             load.cause = "copy_failed"
             self.fail(load)
         else:
@@ -208,7 +255,7 @@ class Loads:
 
     def copy_is_late(self, load: Load) -> None:
         """The copy may still write: its pages cannot be extended into, so the sharers start over on others."""
-        self._books.count("copies_late")
+        self._state.count("copies_late")
         self._void(load, "a copy to the device did not end in time")
 
     def filled(self, load: Load) -> None:
@@ -221,12 +268,12 @@ class Loads:
 
     def outcome_raised(self, load: Load) -> None:
         """Taking an outcome raised. The operation is over, so nobody local writes to the pages: they have failed."""
-        self._books.operations.pop(load.op, None)
+        self._state.operations.pop(load.op, None)
         load.cause = "rule_raised"
         if load.stage is not Stage.VOID:
             self.fail(load)
-        elif load not in self._books.settled_loads:
-            self._books.settled_loads.append(load)
+        elif load not in self._state.reclaimable_loads:
+            self._state.reclaimable_loads.append(load)
 
     def cut(self, load: Load) -> None:
         """A sharer no longer trusts local tiers: what has not landed yet is asked of prefill instead."""
@@ -239,7 +286,7 @@ class Loads:
     def filler_of(self, load: Load) -> Request | None:
         """Who is to extend into the pages of a failed load: the oldest sharer with an open room."""
         fillers = [(request.room, request) for request in load.sharers if request.room is not None]
-        if self._books.settings.share_transfers and any(room.is_complete for room, _ in fillers):
+        if self._state.settings.share_transfers and any(room.is_complete for room, _ in fillers):
             # Whose prefill has done everything else is not kept waiting by one that has not.
             fillers = [(room, request) for room, request in fillers if room.is_complete]
         return min((request for _, request in fillers), key=lambda request: request.arrival, default=None)
@@ -265,7 +312,7 @@ class Loads:
         load.filler = filler
         load.stage = Stage.FILLING
         for request in load.sharers:
-            self._books.dirty[request] = None
+            self._state.dirty[request] = None
 
     def leave(self, load: Load, request: Request) -> None:
         """`request`, which is about to leave its room, waits for the load no longer."""
@@ -277,13 +324,13 @@ class Loads:
         del load.sharers[request]
         del request.loads[load]
         if not load.sharers and load.stage is Stage.FAILED:
-            self._books.unfilled[load] = None
+            self._state.failed_loads[load] = None
 
     # --- Ends ---
 
     def _end(self, load: Load, source: str, *, filler_source: str = "") -> None:
         self._unlock(load)
-        index = self._books.index
+        index = self._state.index
         ended: list[Node] = []
         try:
             for node in load.nodes:
@@ -298,40 +345,40 @@ class Loads:
         for request, page_count in load.sharers.items():
             del request.loads[load]
             request.source_pages[filler_source if request is filler else source] += page_count
-            self._books.dirty[request] = None
+            self._state.dirty[request] = None
         load.sharers = {}
 
     def fail(self, load: Load) -> None:
         """Nobody fills it any more: it waits for a sharer to extend into it."""
         load.stage = Stage.FAILED
         self._fills_no_longer(load)
-        self._books.storage.fetch_over(load)
-        self._books.unfilled[load] = None
+        self._storage.fetch_over(load)
+        self._state.failed_loads[load] = None
         for request in load.sharers:
-            self._books.dirty[request] = None
+            self._state.dirty[request] = None
 
     def _give_up(self, load: Load) -> None:
         """Nobody needs the pages, and nobody writes to them."""
         self._let_go_of_source(load)
         self._void(load, "nobody needs it")
-        self._books.settled_loads.append(load)
+        self._state.reclaimable_loads.append(load)
 
     def _void(self, load: Load, cause: str) -> None:
         for node in load.nodes:
             if not node.void:
-                self._books.index.set_void(node)
+                self._state.index.set_void(node)
         self._unlock(load)
         load.stage = Stage.VOID
-        self._books.storage.fetch_over(load)
-        self._books.count("loads_void")
+        self._storage.fetch_over(load)
+        self._state.count("loads_void")
         for request in load.sharers:
-            self._books.homeless.setdefault(request, cause)
+            self._state.preempted.setdefault(request, cause)
         self.forget(load)
 
     def _fills_no_longer(self, load: Load) -> None:
         if load.span is not None:
             # Who waited for the filler waits for it no longer.
-            self._books.operations.pop(load.op, None)
+            self._state.operations.pop(load.op, None)
             load.op, load.span = 0, None
         load.filler = None
 
@@ -339,32 +386,32 @@ class Loads:
         """It is over."""
         self._fills_no_longer(load)
         self._live.pop(load, None)
-        self._books.unfilled.pop(load, None)
-        self._books.pages_freed = True
+        self._state.failed_loads.pop(load, None)
+        self._state.pages_freed = True
 
     def _unlock(self, load: Load) -> None:
         if load.lock is not None:
-            self._books.index.unlock(load.lock)
+            self._state.index.unlock(load.lock)
             load.lock = None
 
     def _let_go_of_source(self, load: Load) -> None:
         if load.pin is not None:
-            self._books.index.unpin(load.pin)
+            self._state.index.unpin(load.pin)
             load.pin = None
         if load.host_pages:
-            self._books.host.give_back(load.host_pages)
+            self._state.host.give_back(load.host_pages)
             load.host_pages = page_ids()
 
     def free_settled_voids(self) -> None:
         """Free the pages of void loads that nobody writes to, deepest first, as far as nothing below them is in use."""
-        books = self._books
-        self._settled_voids += books.settled_loads
-        books.settled_loads = []
+        state = self._state
+        self._settled_voids += state.reclaimable_loads
+        state.reclaimable_loads = []
         self._settled_voids.sort(key=lambda load: -load.first)
         for load in list(self._settled_voids):
             self._let_go_of_source(load)
             while load.nodes:
-                pages = books.index.drop_void(load.nodes[-1])
+                pages = state.index.drop_void(load.nodes[-1])
                 if pages is None:
                     break
                 load.nodes.pop()
@@ -372,15 +419,15 @@ class Loads:
             if not load.nodes:
                 self._settled_voids.remove(load)
         if self._loose:
-            books.device.settle(self._loose)
+            state.device.settle(self._loose)
             self._loose = page_ids()
-            books.pages_freed = True
+            state.pages_freed = True
 
     # --- Parts ---
 
     def split(self, load: Load, at: int) -> Load:
         """Cut the load in two at page `at`; `load` keeps the first part, the rest is returned, with its sharers."""
-        rest = cut_load(self._books.index, load, at)
+        rest = cut_load(self._state.index, load, at)
         self._live[rest] = None
         for request, wanted in load.sharers.items():
             if wanted > at:

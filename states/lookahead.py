@@ -20,54 +20,54 @@ nothing; those that are held cannot be evicted until the request is admitted or 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.request import Ahead, AheadRun, Request
+from tidekv.states.shapes import page_ids
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
-    from tidekv.states.node import Node, Receipt
-    from tidekv.states.request import Request
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
+    from tidekv.states.node import Node
+    from tidekv.states.storage_use import StorageUse
 
 
-class AheadRun:
-    """One read ahead: `host_pages` are the run's until they join the tree."""
+class AheadRead:
+    """Operation: one read ahead."""
 
-    __slots__ = ("begun_at_s", "first", "host_pages", "is_landed", "op", "queued_pages", "request")
+    __slots__ = ("_lookahead", "_state", "_storage", "run")
 
-    def __init__(self, request: Request, *, first: int) -> None:
-        self.request = request
-        self.first = first
-        self.host_pages: PageIds = page_ids()
-        self.op = 0
-        self.is_landed = False
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
+    def __init__(self, state: CoreState, lookahead: Lookahead, storage: StorageUse, run: AheadRun) -> None:
+        self._state = state
+        self._lookahead = lookahead
+        self._storage = storage
+        self.run = run
 
+    def ended(self, event: Outcome, error: str) -> None:
+        """What is good joins the tree on the host."""
+        self._lookahead.landed(self.run, self._storage.fetch_ended(event))
 
-class Ahead:
-    """What is fetched ahead for one request that waits."""
+    def late(self) -> None:
+        """The read goes on without its request."""
+        self._storage.call_is_late()
+        # Guarded by itself: a second try must not count the call as late twice.
+        self._state.run_guarded(partial(self._lookahead.is_late, self.run))
 
-    __slots__ = ("attachment", "first", "joined", "pin", "runs", "taken")
-
-    def __init__(self, *, first: int, attachment: int) -> None:
-        self.first = first
-        self.joined = first
-        self.attachment = attachment
-        self.pin: Receipt | None = None
-        self.runs: list[AheadRun] = []
-        self.taken = 0
-        """Pages of the common bound that it uses."""
+    def abandon(self) -> None:
+        """Its request goes on as if storage had nothing."""
+        self._lookahead.abandon(self.run.request)
 
 
 class Lookahead:
     """All that is fetched ahead."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, storage: StorageUse) -> None:
+        self._state = state
+        self._storage = storage
         self.pages = 0
         """Host pages that are held, or under way, for requests that wait."""
 
@@ -75,8 +75,8 @@ class Lookahead:
 
     def start(self, request: Request) -> None:
         """Fetch ahead for a request that waits, if that is to be. After a raise, `abandon` returns what was begun."""
-        books = self._books
-        settings = books.settings
+        state = self._state
+        settings = state.settings
         left = settings.lookahead_pages_max - self.pages
         threshold = max(settings.prefetch_threshold_tokens, 1)
         if (
@@ -86,38 +86,38 @@ class Lookahead:
             or left * settings.page_size < threshold
         ):
             return
-        if not books.storage.is_usable or request.restore_limit or books.components is not None:
+        if not self._storage.is_usable or request.restore_limit or state.components is not None:
             # With components, how far a plan reaches is not known before everything is reserved.
             return
-        match = books.index.match(request.namespace, request.keys)
+        match = state.index.match(request.namespace, request.keys)
         first = match.device_pages + match.host_pages
         wanted = min(request.stored_first + request.stored_found - first, left)
-        if first < request.stored_first or wanted < 1 or not books.index.has_host(match.host_node):
+        if first < request.stored_first or wanted < 1 or not state.index.has_host(match.host_node):
             return
         if self._is_under_way(request, first):
             return
-        deadline_s = settings.prefetch_deadline_s(wanted, request.deadline_at_s - books.now_s)
-        allowed = books.storage.allowance(wanted, deadline_s)
+        deadline_s = settings.prefetch_deadline_s(wanted, request.deadline_at_s - state.now_s)
+        allowed = self._storage.allowance(wanted, deadline_s)
         if allowed * settings.page_size < threshold:
             return
-        ahead = request.ahead = Ahead(first=first, attachment=books.index.tree.attachment)
-        ahead.pin = books.index.pin(match.host_node)
+        ahead = request.ahead = Ahead(first=first, attachment=state.index.tree.attachment)
+        ahead.pin = state.index.pin(match.host_node)
         end = first + allowed
-        while first < end and (pages := books.make_host_room(min(settings.fetch_run_pages, end - first))):
+        while first < end and (pages := state.make_host_room(min(settings.fetch_run_pages, end - first))):
             self._fetch(request, ahead, first, pages, deadline_s)
             first += pages
         if not ahead.runs:
             self.drop(request)
 
     def _fetch(self, request: Request, ahead: Ahead, first: int, count: int, deadline_s: float) -> None:
-        books = self._books
+        state = self._state
         run = AheadRun(request, first=first)
         with Undo() as undo:
-            run.host_pages = books.host.take(count)
-            undo.callback(books.host.give_back, run.host_pages)
-            run.op = books.begin(run, deadline_s=deadline_s)
-            undo.callback(books.operations.pop, run.op)
-            books.say(
+            run.host_pages = state.host.take(count)
+            undo.callback(state.host.give_back, run.host_pages)
+            run.op = state.start_operation(AheadRead(state, self, self._storage, run), deadline_s=deadline_s)
+            undo.callback(state.operations.pop, run.op)
+            state.emit(
                 FetchPages(
                     op=run.op,
                     request_id=request.request_id,
@@ -130,21 +130,21 @@ class Lookahead:
         ahead.runs.append(run)
         ahead.taken += count
         self.pages += count
-        books.storage.take(count)
-        books.storage.ahead_in_flight += 1
-        books.storage.pages_in_flight += count
-        run.begun_at_s, run.queued_pages = books.now_s, books.storage.pages_in_flight
+        self._storage.take(count)
+        self._storage.ahead_in_flight += 1
+        self._storage.pages_in_flight += count
+        run.begun_at_s, run.queued_pages = state.now_s, self._storage.pages_in_flight
 
     def _is_under_way(self, request: Request, first: int) -> bool:
         """Whether the same page is being fetched ahead for another request."""
-        width = self._books.settings.key_bytes
+        width = self._state.settings.key_bytes
         keys = request.keys[: (first + 1) * width]
         return any(
             other.ahead is not None
             and other.namespace == request.namespace
             and any(run.first == first for run in other.ahead.runs)
             and other.keys.startswith(keys)
-            for other in self._books.requests.values()
+            for other in self._state.requests.values()
             if other is not request
         )
 
@@ -152,7 +152,7 @@ class Lookahead:
 
     def landed(self, run: AheadRun, good: int) -> None:
         """A read has ended with its first `good` pages verified. After a raise, `abandon` gives back what is left."""
-        books = self._books
+        state = self._state
         self._is_over(run)
         ahead = run.request.ahead
         assert ahead is not None
@@ -160,37 +160,37 @@ class Lookahead:
         count = len(run.host_pages)
         good = max(0, min(good, count))
         if good == count:
-            books.storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
+            self._storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
         else:
-            books.count("l3_pages_short", count - good)
+            state.count("l3_pages_short", count - good)
             # Where nothing has come, the run itself is of no use either.
             self._cut(ahead, ahead.runs.index(run) + (good > 0))
             if good:
-                books.host.give_back(run.host_pages[good:])
+                state.host.give_back(run.host_pages[good:])
                 run.host_pages = run.host_pages[:good]
         while ahead.runs and ahead.runs[0].is_landed:
             self._join(ahead, ahead.runs[0])
-        books.pages_freed = True
+        state.pages_freed = True
 
     def is_late(self, run: AheadRun) -> None:
         """A read is late: it keeps its host pages until it ends, and what follows it is of no use."""
-        books = self._books
-        books.count("l3_fetches_late")
-        books.storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
+        state = self._state
+        state.count("l3_fetches_late")
+        self._storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
         ahead = run.request.ahead
         assert ahead is not None
         self._cut(ahead, ahead.runs.index(run))
 
     def _join(self, ahead: Ahead, run: AheadRun) -> None:
         """Make what has landed host pages of the tree, and hold it there."""
-        index = self._books.index
+        index = self._state.index
         request = run.request
-        width = self._books.settings.key_bytes
+        width = self._state.settings.key_bytes
         count = len(run.host_pages)
         assert ahead.pin is not None
         keys = request.keys[run.first * width : (run.first + count) * width]
         node, run.host_pages = index.insert_host(ahead.pin.node, keys, run.host_pages)
-        self._books.count("pages_fetched_ahead", count - len(run.host_pages))
+        self._state.count("pages_fetched_ahead", count - len(run.host_pages))
         with Undo() as undo:
             pin = index.pin(node)
             undo.callback(index.unpin, pin)
@@ -200,7 +200,7 @@ class Lookahead:
         ahead.joined = node.depth_pages
         if ahead.attachment == index.tree.attachment:
             self._mark_stored(node, run.first)
-        self._books.host.give_back(run.host_pages)
+        self._state.host.give_back(run.host_pages)
         run.host_pages = page_ids()
         del ahead.runs[0]
         if node.depth_pages < run.first + count:
@@ -209,36 +209,36 @@ class Lookahead:
 
     def _mark_stored(self, node: Node, first: int) -> None:
         while node.parent is not None and node.depth_pages > first:
-            self._books.index.mark_stored(node)
+            self._state.index.mark_stored(node)
             node = node.parent
 
     # --- Ends ---
 
     def usable_runs(self, request: Request) -> list[AheadRun]:
         """What the plan of a request may go on with: reads under way, and pages that have landed behind one."""
-        return list(request.ahead.runs) if request.ahead is not None and self._books.storage.is_usable else []
+        return list(request.ahead.runs) if request.ahead is not None and self._storage.is_usable else []
 
     def adopted(self, request: Request, count: int) -> None:
         """The first `count` runs are loads of the request's plan now."""
         if request.ahead is not None:
             # Their pages are in flight as before, for a load.
-            self._books.storage.ahead_in_flight -= sum(not run.is_landed for run in request.ahead.runs[:count])
+            self._storage.ahead_in_flight -= sum(not run.is_landed for run in request.ahead.runs[:count])
             del request.ahead.runs[:count]
 
     def drop(self, request: Request) -> None:
         """Let go of what was fetched ahead for a request. Can be called again, where it raised."""
-        books = self._books
+        state = self._state
         ahead = request.ahead
         if ahead is None:
             return
         self._cut(ahead, 0)
         if ahead.pin is not None:
-            books.index.unpin(ahead.pin)
+            state.index.unpin(ahead.pin)
             ahead.pin = None
         request.ahead = None
         if ahead.taken:
             self.pages -= ahead.taken
-            books.ahead_due = books.pages_freed = True
+            state.ahead_due = state.pages_freed = True
 
     def abandon(self, request: Request) -> None:
         """A step for this request raised: it goes on as if storage had nothing. Can be called again."""
@@ -247,17 +247,17 @@ class Lookahead:
 
     def _cut(self, ahead: Ahead, at: int) -> None:
         """Give up the runs from number `at` on."""
-        books = self._books
+        state = self._state
         while len(ahead.runs) > at:
             run = ahead.runs[-1]
-            if books.operations.get(run.op) is run:
-                books.storage.fetch_given_up(run.op, run.host_pages)
+            if not run.is_landed:
+                self._storage.fetch_given_up(run.op, run.host_pages)
                 self._is_over(run)
             else:
-                books.host.give_back(run.host_pages)
+                state.host.give_back(run.host_pages)
             ahead.runs.pop()
 
     def _is_over(self, run: AheadRun) -> None:
         """The run waits for its read no longer."""
-        self._books.storage.ahead_in_flight -= 1
-        self._books.storage.pages_in_flight -= len(run.host_pages)
+        self._storage.ahead_in_flight -= 1
+        self._storage.pages_in_flight -= len(run.host_pages)

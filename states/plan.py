@@ -8,8 +8,8 @@ from tidekv.states.shapes import PageIds
 
 if TYPE_CHECKING:
     from tidekv.states.found import Match
-    from tidekv.states.load import Load
     from tidekv.states.node import Node
+    from tidekv.states.request import Load
 
 
 class Plan:

@@ -16,23 +16,34 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import QueryStorage
 from tidekv.states.planner import pages_to_fetch
+from tidekv.states.storage_use import StorageQuery
 
 if TYPE_CHECKING:
     from tidekv.states.adoption import Adoption
-    from tidekv.states.books import Books
+    from tidekv.states.core_state import CoreState
     from tidekv.states.loads import Loads
     from tidekv.states.lookahead import Lookahead
     from tidekv.states.plan import Plan
     from tidekv.states.request import Request
     from tidekv.states.rooms import Rooms
+    from tidekv.states.storage_use import StorageUse
     from tidekv.states.undo import Undo
 
 
 class PlanFetches:
     """The part of a restore that asks storage and fetches from there."""
 
-    def __init__(self, books: Books, rooms: Rooms, loads: Loads, lookahead: Lookahead, adoption: Adoption) -> None:
-        self._books = books
+    def __init__(
+        self,
+        state: CoreState,
+        storage: StorageUse,
+        rooms: Rooms,
+        loads: Loads,
+        lookahead: Lookahead,
+        adoption: Adoption,
+    ) -> None:
+        self._state = state
+        self._storage = storage
         self._rooms = rooms
         self._loads = loads
         self._lookahead = lookahead
@@ -40,85 +51,85 @@ class PlanFetches:
 
     def ask(self, request: Request) -> None:
         """Ask storage for what neither device nor host has, unless that is too little."""
-        books = self._books
-        first = sum(books.index.peek(request.namespace, request.keys))
+        state = self._state
+        first = sum(state.index.peek(request.namespace, request.keys))
         count = request.full_pages - first
-        if count < 1 or count * books.settings.page_size < books.settings.prefetch_threshold_tokens:
+        if count < 1 or count * state.settings.page_size < state.settings.prefetch_threshold_tokens:
             return
-        request.query_op = books.begin(request, deadline_s=books.settings.query_deadline_s)
+        query = StorageQuery(state, self._storage, request)
+        request.query_op = state.start_operation(query, deadline_s=state.settings.query_deadline_s)
         request.stored_first, request.stored_found = first, 0
-        books.say(QueryStorage(op=request.query_op, request_id=request.request_id, first=first, count=count))
+        state.emit(QueryStorage(op=request.query_op, request_id=request.request_id, first=first, count=count))
 
     def adopt_reads(self, request: Request, plan: Plan, undo: Undo) -> int:
         """Go on with the reads that were begun ahead, as far as they fit the plan; returns how many."""
         adopted = 0
-        width = self._books.settings.key_bytes
-        left_s = request.deadline_at_s - self._books.now_s
+        width = self._state.settings.key_bytes
+        left_s = request.deadline_at_s - self._state.now_s
         for run in self._lookahead.usable_runs(request):
             count = len(run.host_pages)
             keys = request.keys[run.first * width : (run.first + count) * width]
             if run.first != plan.end or keys[:width] in plan.node.children:
                 break
-            deadline_s = self._books.settings.prefetch_deadline_s(count, left_s)
-            load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s)
-            undo.callback(self._adoption.disown, load, run)
+            deadline_s = self._state.settings.prefetch_deadline_s(count, left_s)
+            load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s, undo=undo)
             plan.add(load, load.nodes[-1], count)
             adopted += 1
         return adopted
 
     def load(self, request: Request, plan: Plan, undo: Undo) -> None:
         """Start fetches of what storage said it has, as far as host pages can be had."""
-        books = self._books
-        settings = books.settings
+        state = self._state
+        settings = state.settings
         if request.tails is not None:
             self._load_to_boundary(request, plan, request.tails.boundary, undo)
             return
         found_to = request.stored_first + request.stored_found
         count = found_to - plan.end if request.stored_first <= plan.end else 0
-        deadline_s = settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - books.now_s)
-        allowed = books.storage.allowance(count, deadline_s) if books.storage.is_usable else 0
+        deadline_s = settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
+        allowed = self._storage.allowance(count, deadline_s) if self._storage.is_usable else 0
         threshold = max(settings.prefetch_threshold_tokens, 1)
         if count * settings.page_size < threshold:
             beyond = request.stored_found if request.stored_first > plan.end else 0
             request.declined = ("out_of_reach", beyond) if beyond else ("below_threshold", max(count, 0))
             return
         if allowed * settings.page_size < threshold:
-            books.count("l3_declined_pages", count)
-            request.declined = ("limit" if books.storage.is_usable else "storage_left_alone", count)
+            state.count("l3_declined_pages", count)
+            request.declined = ("limit" if self._storage.is_usable else "storage_left_alone", count)
             return
         cause = "limit"
         if settings.prefetch == "soonest":
             rest = request.page_count - plan.end - allowed
-            sooner = pages_to_fetch(allowed, rest, storage=books.storage.way, link=self._rooms.way)
+            sooner = pages_to_fetch(allowed, rest, storage=self._storage.way, link=self._rooms.way)
             if sooner < allowed:
                 cause, allowed = "slower", sooner if sooner * settings.page_size >= threshold else 0
         if allowed < count:
-            books.count("l3_declined_pages", count - allowed)
+            state.count("l3_declined_pages", count - allowed)
             request.declined = (cause, count - allowed)
             found_to = plan.end + allowed
         self._fetch_to(request, plan, found_to, deadline_s, undo)
 
     def _load_to_boundary(self, request: Request, plan: Plan, boundary: int, undo: Undo) -> None:
         """With components, where the plan ends was decided with the grant, and so was how much may be fetched."""
-        books = self._books
+        state = self._state
         beyond = request.stored_first + request.stored_found - max(boundary, request.stored_first)
         if beyond > 0:
-            books.count("l3_declined_pages", beyond)
+            state.count("l3_declined_pages", beyond)
             request.declined = (request.stored_cause, beyond)
         count = boundary - plan.end
-        deadline_s = books.settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - books.now_s)
+        deadline_s = state.settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
         self._fetch_to(request, plan, boundary, deadline_s, undo)
 
     def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: Undo) -> None:
-        books = self._books
-        settings = books.settings
+        state = self._state
+        settings = state.settings
         width = settings.key_bytes
         while plan.end < found_to:
             first_key = request.keys[plan.end * width : (plan.end + 1) * width]
-            pages = books.make_host_room(min(settings.fetch_run_pages, found_to - plan.end))
+            pages = state.make_host_room(min(settings.fetch_run_pages, found_to - plan.end))
             if not pages or first_key in plan.node.children:
                 # No host memory, or a void run of the same prompt is still in the way: the transfer brings the rest.
-                books.count("l3_declined_pages", found_to - plan.end)
+                state.count("l3_declined_pages", found_to - plan.end)
                 # What a limit had taken away is not to be had either.
                 missing = found_to - plan.end + request.declined[1]
                 request.declined = ("in_the_way" if pages else "no_host_page", missing)
@@ -126,6 +137,6 @@ class PlanFetches:
             keys = request.keys[plan.end * width : (plan.end + pages) * width]
             load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)
             undo.callback(self._loads.abandon, load)
-            books.storage.take(pages)
-            undo.callback(books.storage.take, -pages)
+            self._storage.take(pages)
+            undo.callback(self._storage.take, -pages)
             plan.add(load, load.nodes[-1], pages)

@@ -25,89 +25,55 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import CopyTail
 from tidekv.states.components import TailPages, TailTable
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.shapes import PageIds, page_ids
-from tidekv.states.tail_storage import WITHOUT_HOST, WITHOUT_STORAGE, WITHOUT_TAILS, TailFetch, TailStorage
+from tidekv.states.request import Request, RequestTails
+from tidekv.states.shapes import PageIds, page_ids, without
+from tidekv.states.tail_storage import WITHOUT_HOST, WITHOUT_STORAGE, WITHOUT_TAILS, TailStorage, distrust
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
-    from tidekv.states.component_index import ComponentIndex, Reserved, TailReceipt
-    from tidekv.states.events import TailLeft
+    from tidekv.states.component_index import ComponentIndex
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome, TailLeft
     from tidekv.states.found import Match
     from tidekv.states.node import Node, TierName
-    from tidekv.states.request import Request
+    from tidekv.states.storage_use import StorageUse
 
 
-class RequestTails:
-    """The tails of one request, or of one that has left while copies into its pages are under way."""
+class TailCopy:
+    """Operation: a copy into a request's tails."""
 
-    __slots__ = (
-        "boundary",
-        "copies",
-        "fetched_pages",
-        "fetches",
-        "firsts",
-        "lock",
-        "own",
-        "pin",
-        "remote",
-        "request",
-        "reserved",
-        "tables",
-    )
+    __slots__ = ("_rules", "tails")
 
-    def __init__(self, request: Request, reserved: Reserved) -> None:
-        self.request: Request | None = request
-        """None: it has left."""
-        self.reserved = reserved
-        self.boundary = reserved.boundary
-        self.lock: TailReceipt | None = reserved.lock
-        self.pin: TailReceipt | None = reserved.pin
-        self.copies = 0
-        """Copies and fetches under way that the request waits for."""
-        self.fetches: dict[TailFetch, None] = {}
-        """What is to come from storage, and is not on the device."""
-        self.fetched_pages = 0
-        """Full pages that are to come from storage."""
-        self.own = {name: tail.own for name, tail in reserved.tails.items()}
-        self.firsts: dict[str, int] = {}
-        self.tables: dict[str, PageIds] = {}
-        """By component, the pages of its tail at the prompt's end, at positions from `firsts` on."""
-        self.remote: dict[str, PageIds] = {}
-        """Those of `own` that prefill may write to."""
+    def __init__(self, rules: Tails, tails: RequestTails) -> None:
+        self._rules = rules
+        self.tails = tails
 
-    def give_up_remote(self) -> dict[str, PageIds]:
-        """Take out the pages that prefill may write to: they are the caller's."""
-        remote, self.remote = self.remote, {}
-        self.own = {name: without(pages, remote.get(name, ())) for name, pages in self.own.items()}
-        return remote
+    def ended(self, event: Outcome, error: str) -> None:
+        """The request waits for one copy less, or starts over."""
+        self._rules.copied(self.tails, error)
 
-    def distrust(self, books: Books, limit: int, cause: str) -> None:
-        """Something did not come: whose tails these are starts over, on other pages, and with less."""
-        request = self.request
-        if request is not None and request not in books.homeless:
-            request.tail_limit = max(request.tail_limit + 1, limit)
-            books.homeless[request] = cause
+    def late(self) -> None:
+        """The request starts over on other pages."""
+        self._rules.is_late(self.tails)
 
-    @property
-    def table(self) -> tuple[TailTable, ...]:
-        """What the request's caller is told."""
-        return tuple(TailTable(name, self.firsts[name], self.tables[name], own) for name, own in self.own.items())
+    def abandon(self) -> None:
+        """Give the tails back."""
+        self._rules.give_up(self.tails)
 
 
 class Tails:
     """The steps of requests with components."""
 
-    def __init__(self, books: Books, index: ComponentIndex) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, storage: StorageUse, index: ComponentIndex) -> None:
+        self._state = state
         self._index = index
-        self.storage = TailStorage(books, index)
+        self.storage = TailStorage(state, storage, index, self.copy_of)
 
     # --- The grant ---
 
     def match(self, request: Request) -> Match:
         """What the index and all components have of the prompt; once it is granted, no more than was reserved for."""
-        width = self._books.settings.key_bytes
+        width = self._state.settings.key_bytes
         if request.tails is not None:
             return self._index.index.match(request.namespace, request.keys[: request.tails.boundary * width])
         request.stored_end = self.storage.boundary(request)
@@ -119,7 +85,7 @@ class Tails:
 
     def reserve(self, request: Request, match: Match) -> bool:
         """Take what the request needs of every component, or nothing and False."""
-        page_size = self._books.settings.page_size
+        page_size = self._state.settings.page_size
         components = self._index.components
         spare = {name: c.live_pages(page_size) if c.is_shared else 0 for name, c in components.items()}
         needed = self.storage.needed_from(request)
@@ -179,7 +145,7 @@ class Tails:
         tails = request.tails
         assert tails is not None
         if end < tails.boundary:
-            tails.distrust(self._books, WITHOUT_STORAGE, "not all that storage has can be fetched")
+            distrust(self._state, tails, WITHOUT_STORAGE, "not all that storage has can be fetched")
         return end >= tails.boundary
 
     def begin(self, request: Request, node: Node, undo: Undo) -> None:
@@ -200,10 +166,10 @@ class Tails:
     ) -> None:
         if not pages[0]:
             return
-        op = self._books.begin(tails, deadline_s=self._books.settings.copy_deadline_s)
-        undo.callback(self._books.operations.pop, op)
+        op = self._state.start_operation(self.copy_of(tails), deadline_s=self._state.settings.copy_deadline_s)
+        undo.callback(self._state.operations.pop, op)
         tails.copies += 1
-        self._books.say(
+        self._state.emit(
             CopyTail(
                 op=op, component=name, source=source, source_pages=pages[0], target="device", target_pages=pages[1]
             )
@@ -231,21 +197,25 @@ class Tails:
 
     # --- Copies ---
 
+    def copy_of(self, tails: RequestTails) -> TailCopy:
+        """The operation of a copy into these tails."""
+        return TailCopy(self, tails)
+
     def copied(self, tails: RequestTails, error: str) -> None:
         """A copy is over."""
         tails.copies -= 1
         if error:
-            self._books.count("copies_failed")
-            tails.distrust(self._books, WITHOUT_HOST, "a copy of a component failed")
+            self._state.count("copies_failed")
+            distrust(self._state, tails, WITHOUT_HOST, "a copy of a component failed")
         if tails.request is not None:
-            self._books.dirty[tails.request] = None
+            self._state.dirty[tails.request] = None
         elif not tails.copies:
             self.give_up(tails)
 
     def is_late(self, tails: RequestTails) -> None:
         """A copy did not end in time: who has waited for it starts over on other pages."""
-        self._books.count("copies_late")
-        tails.distrust(self._books, WITHOUT_HOST, "a copy of a component did not end in time")
+        self._state.count("copies_late")
+        distrust(self._state, tails, WITHOUT_HOST, "a copy of a component did not end in time")
 
     # --- The ends ---
 
@@ -298,7 +268,7 @@ class Tails:
             self._index.unlock(tails.lock)
             tails.lock = None
         self._let_go_of_sources(tails)
-        self._books.pages_freed = True
+        self._state.pages_freed = True
 
     def _let_go_of_sources(self, tails: RequestTails) -> None:
         if tails.pin is not None:
@@ -314,9 +284,3 @@ class Tails:
         self._index.give_back({name: unused})
         tails.own[name] = without(tails.own[name], unused)
         tails.tables[name] = table + tails.tables[name][len(table) :]
-
-
-def without(pages: PageIds, others: object) -> PageIds:
-    """The pages that are not among `others`, in their order."""
-    gone = set(others)  # type: ignore[call-overload]  # Page ids, or nothing.
-    return page_ids(page for page in pages if page not in gone)

@@ -18,23 +18,72 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.adoption import Adoption
 from tidekv.states.commands import Recompute, TellReady
+from tidekv.states.events import Recomputed
 from tidekv.states.found import Match
-from tidekv.states.load import LateRecompute, Load, Stage
 from tidekv.states.plan import Plan
 from tidekv.states.plan_fetches import PlanFetches
+from tidekv.states.request import Load, Request, RequestTails, Stage
 from tidekv.states.shapes import page_ids
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
-    from tidekv.states.events import TailLeft
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome, TailLeft
     from tidekv.states.index import Node, Receipt
     from tidekv.states.loads import Loads
     from tidekv.states.lookahead import Lookahead
-    from tidekv.states.request import Request
     from tidekv.states.request_tails import Tails
     from tidekv.states.rooms import Rooms
+    from tidekv.states.shapes import PageIds
     from tidekv.states.shared_transfers import SharedTransfers
+    from tidekv.states.storage_use import StorageUse
+
+
+class Recomputation:
+    """Operation: the caller computes the rest of a prompt. Its end is an event of the request."""
+
+    __slots__ = ("_state", "request")
+
+    def __init__(self, state: CoreState, request: Request) -> None:
+        self._state = state
+        self.request = request
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """The rest of the prompt is in place, or never will be."""
+        self._state.answers[self.request] = Recomputed(at_s=event.at_s, op=event.op, error=error)
+
+    def late(self) -> None:
+        """It has no deadline but the request's."""
+
+    def abandon(self) -> None:
+        """It holds nothing: the pages are the request's."""
+
+
+class LateRecomputation:
+    """Operation: a caller's computation whose request has left. It keeps its device pages until it has ended."""
+
+    __slots__ = ("_rules", "_state", "device_pages", "tails")
+
+    def __init__(self, state: CoreState, rules: Tails | None, request: Request) -> None:
+        self._state = state
+        self._rules = rules
+        self.device_pages: PageIds = request.own
+        self.tails: RequestTails | None = request.tails
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Nothing writes to the pages any more."""
+        self.abandon()
+
+    def late(self) -> None:
+        """It has no deadline."""
+
+    def abandon(self) -> None:
+        """Free the pages. Can be called again if it raises."""
+        self._state.device.give_back(self.device_pages)
+        self.device_pages = page_ids()
+        if self.tails is not None and self._rules is not None:
+            self._rules.give_up(self.tails)
+        self._state.pages_freed = True
 
 
 class Restore:
@@ -42,17 +91,19 @@ class Restore:
 
     def __init__(
         self,
-        books: Books,
+        state: CoreState,
+        storage: StorageUse,
         rooms: Rooms,
         loads: Loads,
         shared: SharedTransfers,
         lookahead: Lookahead,
         tails: Tails | None,
     ) -> None:
-        self._books = books
+        self._state = state
+        self._storage = storage
         self._shared = shared
         self._lookahead = lookahead
-        self._fetches = PlanFetches(books, rooms, loads, lookahead, Adoption(books, loads))
+        self._fetches = PlanFetches(state, storage, rooms, loads, lookahead, Adoption(state, storage, loads))
         self._rooms = rooms
         self._loads = loads
         self._tails = tails
@@ -62,7 +113,7 @@ class Restore:
 
     def ask_storage(self, request: Request) -> None:
         """Ask storage for what neither device nor host has, while the request waits, unless that is too little."""
-        if not self._books.storage.is_usable or request.restore_limit or request.query_op:
+        if not self._storage.is_usable or request.restore_limit or request.query_op:
             return
         if self._tails is None:
             self._fetches.ask(request)
@@ -73,36 +124,36 @@ class Restore:
         """Storage has answered, or is too late with its answer."""
         request.query_op = 0
         request.stored_found = max(0, min(found, request.full_pages - request.stored_first))
-        self._books.ahead_due = True
+        self._state.ahead_due = True
         if self._tails is not None:
             # With components a request is not admitted before the answer.
-            self._books.pages_freed = True
+            self._state.pages_freed = True
 
     def grant(self, request: Request) -> bool:
         """Match, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
         was taken so far.
         """
-        books = self._books
+        state = self._state
         if self._tails is not None and self._tails.storage.waits_for_answer(request):
             return False
-        available = books.device.free + books.index.device_evictable
+        available = state.device.free + state.index.device_evictable
         if request.short_version == self._insertions and available < request.short_need:
             return False
         match = self._match(request)
-        request.lock = books.index.lock(match.device_node)
-        needed = request.page_count - match.device_pages + books.settings.growth_reserve_pages
-        has_room = books.make_device_room(needed)
+        request.lock = state.index.lock(match.device_node)
+        needed = request.page_count - match.device_pages + state.settings.growth_reserve_pages
+        has_room = state.make_device_room(needed)
         if not has_room or not (self._tails is None or self._tails.reserve(request, match)):
-            books.index.unlock(request.lock)
+            state.index.unlock(request.lock)
             request.lock = None
             if has_room:
                 return self._grant_without_tails(request)
             request.short_need, request.short_version = needed, self._insertions
             return False
-        pages = books.device.take(needed)
-        reserved = needed - books.settings.growth_reserve_pages
+        pages = state.device.take(needed)
+        reserved = needed - state.settings.growth_reserve_pages
         request.own, request.reserve = pages[:reserved], pages[reserved:]
-        request.pin = books.index.pin(match.host_node)
+        request.pin = state.index.pin(match.host_node)
         request.matched = match.device_pages
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
@@ -119,10 +170,10 @@ class Restore:
 
     def fix_plan(self, request: Request) -> None:
         """Cut the prompt into runs by source, start the loads, and send the promise. A raise leaves all as it was."""
-        books = self._books
+        state = self._state
         match = self._match(request)
         if self._tails is not None and not self._tails.serves(request, match):
-            books.homeless[request] = "the caches no longer have what was granted"
+            state.preempted[request] = "the caches no longer have what was granted"
             return
         # Others may have extended the match since the grant; what was reserved for that part is given back.
         surplus = len(request.own) - (request.page_count - match.device_pages)
@@ -131,9 +182,9 @@ class Restore:
         plan = Plan(match, request.own[surplus:])
         request.declined = ("", 0)
         shared = self._loads_on(plan.node)
-        said, adopted = len(books.out), 0
+        said, adopted = len(state.out), 0
         with Undo() as undo:
-            undo.callback(lambda: books.out.__delitem__(slice(said, None)))
+            undo.callback(lambda: state.out.__delitem__(slice(said, None)))
             if request.restore_limit < 2:
                 self._load_from_host(request, plan, undo)
             if request.restore_limit < 1:
@@ -144,15 +195,15 @@ class Restore:
                     return
                 self._tails.begin(request, plan.node, undo)
             published = self._shared.publish(request, plan, undo)
-            lock = books.index.lock(plan.node if published is None else published.nodes[-1])
-            undo.callback(books.index.unlock, lock)
-            books.index.unlock(request.lock)
+            lock = state.index.lock(plan.node if published is None else published.nodes[-1])
+            undo.callback(state.index.unlock, lock)
+            state.index.unlock(request.lock)
             undo.callback(self._lock_again, request, request.lock.node)
-            books.index.unpin(request.pin)
+            state.index.unpin(request.pin)
             undo.callback(self._pin_again, request, request.pin.node)
-            books.device.give_back(request.own[:surplus])
+            state.device.give_back(request.own[:surplus])
             # The pages given back last are taken first: these very pages.
-            undo.callback(books.device.take, surplus)
+            undo.callback(state.device.take, surplus)
             op = self._ask_for_rest(request, plan, lock)
             undo.keep()
         self._lookahead.adopted(request, adopted)
@@ -161,7 +212,7 @@ class Restore:
         for load, page_count in (*shared.items(), *((load, load.page_count) for load in plan.loads)):
             self._loads.share(load, request, page_count)
             if load.stage is Stage.FAILED:
-                books.unfilled[load] = None
+                state.failed_loads[load] = None
         waiting = sum(load.sharers[request] for load in request.loads)
         # What others' transfers have brought since the grant is among them already.
         request.source_pages["l1"] += plan.end - waiting - sum(request.source_pages.values())
@@ -172,25 +223,25 @@ class Restore:
             self._insertions += 1
         if request.ahead is not None:
             # What was fetched ahead is held by loads now, or of no use.
-            books.ahead_over[request] = None
+            state.ahead_over[request] = None
 
     def _ask_for_rest(self, request: Request, plan: Plan, lock: Receipt) -> int:
         """Promise to prefill what the plan covers, or ask the caller for the rest; returns the operation of that."""
-        books = self._books
+        state = self._state
         if not request.recomputes:
             tails = None if self._tails is None else self._tails.promise(request)
             self._rooms.open(request, promised=plan.end, own=plan.own, tails=tails)
             return 0
         with Undo() as undo:
-            op = books.begin(request, deadline_s=float("inf"))
-            undo.callback(books.operations.pop, op)
-            books.say(
+            op = state.start_operation(Recomputation(state, request), deadline_s=float("inf"))
+            undo.callback(state.operations.pop, op)
+            state.emit(
                 Recompute(
                     op=op,
                     request_id=request.request_id,
                     generation=request.generation,
                     first=plan.end,
-                    pages=books.index.device_path(lock.node) + plan.own,
+                    pages=state.index.device_path(lock.node) + plan.own,
                     tails=None if request.tails is None else request.tails.table,
                 )
             )
@@ -201,10 +252,10 @@ class Restore:
         """What the index has of the prompt. Who recomputes shares no loads: it could not extend into them."""
         if self._tails is not None:
             return self._tails.match(request)
-        match = self._books.index.match(request.namespace, request.keys)
+        match = self._state.index.match(request.namespace, request.keys)
         if not request.recomputes:
             return match
-        path = self._books.index.path(match.device_node)
+        path = self._state.index.path(match.device_node)
         leaf = match.device_node if not path else path[0].parent
         assert leaf is not None
         for node in path:
@@ -215,7 +266,7 @@ class Restore:
 
     def _lock_at(self, request: Request, node: Node) -> None:
         """Move the lock of a request."""
-        index = self._books.index
+        index = self._state.index
         assert request.lock is not None, "whose pages are kept has locked them"
         lock = index.lock(node)
         try:
@@ -226,15 +277,15 @@ class Restore:
         request.lock = lock
 
     def _lock_again(self, request: Request, node: Node) -> None:
-        request.lock = self._books.index.lock(node)
+        request.lock = self._state.index.lock(node)
 
     def _pin_again(self, request: Request, node: Node) -> None:
-        request.pin = self._books.index.pin(node)
+        request.pin = self._state.index.pin(node)
 
     def _loads_on(self, leaf: Node) -> dict[Load, int]:
         """The loads that the path to `leaf` runs through, with how many pages of each lie on it."""
         loads: dict[Load, int] = {}
-        for node in self._books.index.path(leaf):
+        for node in self._state.index.path(leaf):
             load = node.load
             if load is not None:
                 assert isinstance(load, Load)
@@ -245,12 +296,12 @@ class Restore:
         """Start copies of the matched host pages, in runs of whole nodes that one tier has brought."""
         run: list[Node] = []
         ahead = request.ahead
-        path = [node for node in self._books.index.path(plan.host_node) if node.depth_pages > plan.end]
+        path = [node for node in self._state.index.path(plan.host_node) if node.depth_pages > plan.end]
         for node in path:
             run.append(node)
             count = node.depth_pages - plan.end
             bounds = () if ahead is None else (ahead.first, ahead.joined)
-            if count >= self._books.settings.copy_run_pages or node is path[-1] or node.depth_pages in bounds:
+            if count >= self._state.settings.copy_run_pages or node is path[-1] or node.depth_pages in bounds:
                 is_ahead = ahead is not None and ahead.first <= plan.end < ahead.joined
                 tier = "l3" if is_ahead else "l2"
                 load = self._loads.begin_copy(plan.end, run, plan.own[:count], tier=tier)
@@ -264,24 +315,24 @@ class Restore:
         """All pages are here: the prompt joins the cache, and the caller gets the page table. After a raise, `leave`
         gives everything back.
         """
-        books = self._books
-        settings = books.settings
+        state = self._state
+        settings = state.settings
         assert request.lock is not None
         source = "recompute" if request.recomputed else "transfer"
         sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
         # Only the last page can be filled in part, and it is never cached then.
         rest = len(request.own) * settings.page_size - (request.page_count * settings.page_size - request.prompt_tokens)
         sources[source] = sources.get(source, 0) + rest
-        request.table = books.index.device_path(request.lock.node) + request.own
+        request.table = state.index.device_path(request.lock.node) + request.own
         assert len(request.table) == request.page_count
         # What is shared already is in the tree, and was from the plan on.
         if request.cache and request.full_pages > request.lock.node.depth_pages:
             self.keep(request, request.keys)
-        books.index.note_served(request.lock.node)
+        state.index.note_served(request.lock.node)
         if request.room is not None:
             self._rooms.receive(request.room)
         tails = None if self._tails is None else self._tails.commit(request)
-        books.say(
+        state.emit(
             TellReady(
                 request_id=request.request_id,
                 generation=request.generation,
@@ -299,20 +350,20 @@ class Restore:
         of what was inserted; `own` keeps the pages that could not be. Returns how many pages are new to the cache. What
         the caller leaves of components goes with them.
         """
-        books = self._books
-        count = len(keys) // books.settings.key_bytes
-        inserted = books.index.insert(request.namespace, keys, request.table[:count])
+        state = self._state
+        count = len(keys) // state.settings.key_bytes
+        inserted = state.index.insert(request.namespace, keys, request.table[:count])
         kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
         request.table = inserted.pages + request.table[count:]
         # What is ours still: said before anything else, so that a raise from here on loses no page.
         request.own = inserted.duplicates + kept
-        books.device.give_back(inserted.duplicates)
+        state.device.give_back(inserted.duplicates)
         request.own = kept
         self._lock_at(request, inserted.node)
         if self._tails is not None:
             self._tails.keep(request, tails, inserted.node)
         self._insertions += 1
-        books.pages_freed = True
+        state.pages_freed = True
         return inserted.inserted_count
 
     # --- Leaving ---
@@ -322,7 +373,7 @@ class Restore:
 
         Where this raised, it can be called again, and goes on from there.
         """
-        books = self._books
+        state = self._state
         self._lookahead.drop(request)
         self._shared.leave(request, settled=settled)
         for load in list(request.loads):
@@ -331,25 +382,25 @@ class Restore:
             self._rooms.leave(request.room, settled=settled)
         elif request.recompute_op:
             # The caller's own computation writes to these pages until it says that it has ended.
-            books.operations[request.recompute_op] = LateRecompute(request.own, request.tails)
+            state.operations[request.recompute_op] = LateRecomputation(state, self._tails, request)
             request.own, request.recompute_op, request.tails = page_ids(), 0, None
         else:
-            books.device.give_back(request.own)
+            state.device.give_back(request.own)
             request.own = page_ids()
         if request.lock is not None:
-            books.index.unlock(request.lock)
+            state.index.unlock(request.lock)
             request.lock = None
         if request.pin is not None:
-            books.index.unpin(request.pin)
+            state.index.unpin(request.pin)
             request.pin = None
         if self._tails is not None:
             self._tails.leave(request)
-        books.device.give_back(request.reserve)
-        books.operations.pop(request.query_op, None)
-        books.homeless.pop(request, None)
+        state.device.give_back(request.reserve)
+        state.operations.pop(request.query_op, None)
+        state.preempted.pop(request, None)
         request.query_op = 0
         request.forget_plan()
-        books.pages_freed = True
+        state.pages_freed = True
 
     def fall_back(self, request: Request) -> None:
         """A transition raised: trust fewer tiers. The first time no storage, the second time no host memory either."""

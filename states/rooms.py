@@ -12,100 +12,16 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
 from tidekv.states.pace import FetchPace
 from tidekv.states.planner import Way
+from tidekv.states.request import Load, Request, Room, Span
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tidekv.states.books import Books
     from tidekv.states.components import TailPages
+    from tidekv.states.core_state import CoreState
     from tidekv.states.events import ChunkLanded
-    from tidekv.states.load import Load
-    from tidekv.states.request import Request
-
-    RoomKey = tuple[str, int]
-
-
-class Span:
-    """Pages [first, first + count) of the prompt that a room asked for; the cursor of each rank only grows."""
-
-    __slots__ = ("asked_at_s", "count", "cursors", "ended", "first", "load", "queued_pages")
-
-    def __init__(
-        self, first: int, count: int, load: Load | None, *, asked_at_s: float = 0.0, queued_pages: int = 0
-    ) -> None:
-        self.asked_at_s = asked_at_s
-        """When it was asked for, with so many pages under way from prefill, its own included."""
-        self.queued_pages = queued_pages
-        self.first = first
-        self.count = count
-        self.load = load
-        self.cursors: dict[int, int] = {}
-        self.ended: set[int] = set()
-
-    def continues(self, event: ChunkLanded) -> bool:
-        """Whether a chunk begins at its rank's cursor and ends within the span."""
-        cursor = self.cursors.get(event.rank, self.first)
-        return (
-            event.first == cursor
-            and 0 <= event.count <= self.first + self.count - cursor
-            and event.rank not in self.ended
-        )
-
-    def landed(self, ranks: int) -> int:
-        """Up to which page of the prompt it has come from every rank."""
-        return self.first + self.count - self.pages_missing(ranks)
-
-    def pages_missing(self, ranks: int) -> int:
-        """Pages that have not come from every rank."""
-        if not ranks:
-            return self.count
-        return self.first + self.count - min(self.cursors.get(rank, self.first) for rank in range(ranks))
-
-
-class Room:
-    """One hand-over of one generation of a request."""
-
-    __slots__ = ("aux_from", "generation", "is_aborted", "lost", "prefill", "ranks", "request", "spans", "writer")
-
-    def __init__(self, request: Request, *, prefill: int) -> None:
-        self.request = request
-        self.generation = request.generation
-        self.prefill = prefill
-        self.ranks = 0
-        self.writer = ""
-        self.spans: list[Span] = []
-        self.aux_from: set[int] = set()
-        self.is_aborted = False
-        self.lost: list[Load] = []
-        """Loads that it was filling when its request left."""
-
-    @property
-    def key(self) -> RoomKey:
-        """What frames of this room carry, beside this process's own instance and epoch."""
-        return (self.request.request_id, self.generation)
-
-    def span_of(self, event: ChunkLanded) -> Span | None:
-        """The span that a chunk is for; None where this room asked for no such span, or not from that rank."""
-        known = 0 <= event.span < len(self.spans) and 0 <= event.rank < self.ranks
-        return self.spans[event.span] if known else None
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the last chunk of every span has come from every rank: nobody writes to its pages any more."""
-        # Every guard asks this: a plain loop takes half of what `all` does.
-        ranks = self.ranks
-        if not ranks:
-            return False
-        for span in self.spans:  # noqa: SIM110
-            if len(span.ended) != ranks:
-                return False
-        return True
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the room has brought all that was asked for, aux included."""
-        return len(self.aux_from) == self.ranks and self.is_written
+    from tidekv.states.request import RoomKey
 
 
 class Draining:
@@ -127,8 +43,8 @@ class Draining:
 class Rooms:
     """All rooms of a core, live and draining."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
         self._live: dict[RoomKey, Room] = {}
         self._draining: dict[RoomKey, Draining] = {}
         self._pace = FetchPace()
@@ -143,7 +59,7 @@ class Rooms:
     def way(self) -> Way:
         """How fast prefill brings pages, and how many are under way from there."""
         missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
-        return Way(self._pace.page_s(self._books.now_s), missing)
+        return Way(self._pace.page_s(self._state.now_s), missing)
 
     @property
     def quarantine(self) -> list[Draining]:
@@ -165,13 +81,13 @@ class Rooms:
         """Open the room of a planned request: what is promised is not sent, its own pages are span 0."""
         room = Room(request, prefill=request.attempts % request.prefill_count)
         room.spans.append(self._span(promised, len(own), None))
-        self._books.say(
+        self._state.emit(
             SendPromise(
                 request_id=request.request_id,
                 generation=request.generation,
                 prefill=room.prefill,
                 prompt_tokens=request.prompt_tokens,
-                promised_tokens=min(promised * self._books.settings.page_size, request.prompt_tokens),
+                promised_tokens=min(promised * self._state.settings.page_size, request.prompt_tokens),
                 pages=own,
                 renewed=request.generation != request.first_generation,
                 tails=tails,
@@ -182,7 +98,7 @@ class Rooms:
 
     def extend(self, room: Room, load: Load) -> None:
         """Take back a part of the promise: the pages of `load`, which no local writer touches any more."""
-        self._books.say(
+        self._state.emit(
             SendExtend(
                 request_id=room.request.request_id,
                 generation=room.generation,
@@ -192,13 +108,13 @@ class Rooms:
             )
         )
         room.spans.append(self._span(load.first, load.page_count, load))
-        self._books.count("extends")
+        self._state.count("extends")
 
     def _span(self, first: int, count: int, load: Load | None) -> Span:
-        if self._books.settings.prefetch != "soonest" or not count:
+        if self._state.settings.prefetch != "soonest" or not count:
             # Nobody asks how fast it is, or it says nothing of that.
             return Span(first, count, load)
-        return Span(first, count, load, asked_at_s=self._books.now_s, queued_pages=self.way.queued_pages + count)
+        return Span(first, count, load, asked_at_s=self._state.now_s, queued_pages=self.way.queued_pages + count)
 
     def load_filled_by(self, room: Room, event: ChunkLanded) -> Load | None:
         """Tell the load that this chunk, once it is noted, completes."""
@@ -216,29 +132,29 @@ class Rooms:
         """
         span = room.span_of(event)
         if span is None:
-            self._books.count("chunks_foreign")
+            self._state.count("chunks_foreign")
         elif not span.continues(event):
-            self._books.count("chunks_repeated")
+            self._state.count("chunks_repeated")
         else:
             end = span.cursors[event.rank] = event.first + event.count
             if event.last and end == span.first + span.count:
                 span.ended.add(event.rank)
                 if len(span.ended) == room.ranks and span.queued_pages:
-                    taken_s = self._books.now_s - span.asked_at_s
-                    self._pace.note(taken_s=taken_s, pages=span.queued_pages, now_s=self._books.now_s)
+                    taken_s = self._state.now_s - span.asked_at_s
+                    self._pace.note(taken_s=taken_s, pages=span.queued_pages, now_s=self._state.now_s)
             elif event.last:
-                self._books.count("chunks_foreign")
+                self._state.count("chunks_foreign")
 
     def land_aux(self, room: Room, rank: int) -> None:
         """Note the first token from one rank; a rank that the room does not have is counted and changes nothing."""
         if 0 <= rank < room.ranks:
             room.aux_from.add(rank)
         else:
-            self._books.count("frames_foreign")
+            self._state.count("frames_foreign")
 
     def receive(self, room: Room) -> None:
         """All of the room is here: prefill may free its pages."""
-        self._books.say(SendReceived(request_id=room.request.request_id, generation=room.generation))
+        self._state.emit(SendReceived(request_id=room.request.request_id, generation=room.generation))
         del self._live[room.key]
         room.request.room = None
 
@@ -248,21 +164,21 @@ class Rooms:
         """
         request = room.request
         if not settled and not room.is_aborted:
-            self._books.say(SendAbort(request_id=request.request_id, generation=room.generation))
+            self._state.emit(SendAbort(request_id=request.request_id, generation=room.generation))
             room.is_aborted = True
         if settled or room.is_written:
-            if request.tails is not None and self._books.components is not None:
-                self._books.components.give_back(request.tails.remote)
+            if request.tails is not None and self._state.components is not None:
+                self._state.components.give_back(request.tails.remote)
                 request.tails.give_up_remote()
-            self._books.device.give_back(request.own)
-            self._books.settled_loads.extend(room.lost)
-            self._books.pages_freed = True
+            self._state.device.give_back(request.own)
+            self._state.reclaimable_loads.extend(room.lost)
+            self._state.pages_freed = True
         else:
             draining = self._draining.setdefault(room.key, Draining(room))
-            if request.tails is not None and self._books.components is not None:
-                self._books.components.drain(request.tails.remote)
+            if request.tails is not None and self._state.components is not None:
+                self._state.components.drain(request.tails.remote)
                 draining.tails.update(request.tails.give_up_remote())
-            self._books.device.drain(request.own)
+            self._state.device.drain(request.own)
             draining.pages = request.own
         request.own = page_ids()
         request.room = None
@@ -272,10 +188,10 @@ class Rooms:
         """A writer has confirmed. With the last of them the pages are free."""
         draining = self._draining.get((request_id, generation))
         if draining is None:
-            self._books.count("frames_late")
+            self._state.count("frames_late")
             return
         if draining.ranks and not 0 <= rank < draining.ranks:
-            self._books.count("frames_foreign")
+            self._state.count("frames_foreign")
             return
         draining.drained.add(rank)
         if len(draining.drained) >= draining.ranks:
@@ -307,10 +223,10 @@ class Rooms:
 
     def _settle(self, key: RoomKey) -> None:
         draining = self._draining[key]
-        if self._books.components is not None:
-            self._books.components.settle(draining.tails)
+        if self._state.components is not None:
+            self._state.components.settle(draining.tails)
             draining.tails = {}
-        self._books.device.settle(draining.pages)
+        self._state.device.settle(draining.pages)
         del self._draining[key]
-        self._books.settled_loads.extend(draining.loads)
-        self._books.pages_freed = True
+        self._state.reclaimable_loads.extend(draining.loads)
+        self._state.pages_freed = True

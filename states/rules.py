@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from tidekv.states import events, steps
 from tidekv.states.commands import TellDropped, TellFailed
-from tidekv.states.load import Stage
 from tidekv.states.planner import fetches_to_keep
+from tidekv.states.request import Request, Stage
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.request import Request
 
 # --- Questions ---
 
@@ -86,7 +85,7 @@ def note_answer(core: Core, request: Request, event: Event) -> None:
     """Keep what storage said."""
     assert isinstance(event, events.StorageAnswered)
     if event.error:
-        core.books.count("l3_queries_failed")
+        core.state.count("l3_queries_failed")
     request.stored_tails = event.tails
     core.restore.note_answer(request, event.found)
 
@@ -131,18 +130,18 @@ def land_aux(core: Core, request: Request, event: Event) -> None:
 
 
 def _stop_waiting(core: Core, request: Request) -> None:
-    policy = core.books.settings.prefetch
+    policy = core.state.settings.prefetch
     if policy in ("best_effort", "soonest") and request.room is not None and request.room.is_complete:
         core.loads.transfer_is_done(request, keep=_fetches_to_keep(core, request) if policy == "soonest" else 0)
 
 
 def _fetches_to_keep(core: Core, request: Request) -> int:
     """How many of its fetches bring their pages sooner than prefill would now."""
-    now_s, page_s = core.books.now_s, core.books.storage.way.page_s
+    now_s, page_s = core.state.now_s, core.storage.way.page_s
     fetches = request.fetches
     if fetches and page_s and now_s - fetches[0].begun_at_s > fetches[0].queued_pages * page_s:
         # The first was to have landed by now: storage is no faster than that, for us and for the plans that follow.
-        core.books.storage.note_pace(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
+        core.storage.note_pace(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
         page_s = (now_s - fetches[0].begun_at_s) / fetches[0].queued_pages
     lands_s = [max(load.begun_at_s + load.queued_pages * page_s - now_s, load.page_count * page_s) for load in fetches]
     pages = [load.page_count for load in fetches]
@@ -157,7 +156,7 @@ def _fetches_to_keep(core: Core, request: Request) -> int:
 def fall_back(core: Core, request: Request, event: Event) -> None:
     """Trust one tier less."""
     assert isinstance(event, steps.TransitionRaised)
-    core.books.count("fallbacks_by_raise")
+    core.state.count("fallbacks_by_raise")
     request.trouble = event.detail
     core.restore.fall_back(request)
 
@@ -165,7 +164,7 @@ def fall_back(core: Core, request: Request, event: Event) -> None:
 def start_over(core: Core, request: Request, event: Event) -> None:
     """Give everything back and wait for other pages, in a new generation."""
     assert isinstance(event, steps.PagesLost)
-    core.books.count("sent_back")
+    core.state.count("sent_back")
     request.trouble = event.cause
     core.restore.leave(request, settled=False)
     request.generation += 1
@@ -174,7 +173,7 @@ def start_over(core: Core, request: Request, event: Event) -> None:
 
 def try_next_prefill(core: Core, request: Request, event: Event) -> None:
     """Start over with the next prefill of the list."""
-    core.books.count("prefill_retries")
+    core.state.count("prefill_retries")
     request.trouble = ": ".join(_prefill_words(event))
     core.restore.leave(request, settled=_is_settled(event))
     request.attempts += 1
@@ -184,7 +183,7 @@ def try_next_prefill(core: Core, request: Request, event: Event) -> None:
 
 def ask_caller(core: Core, request: Request, event: Event) -> None:
     """Start over without prefill: the caller computes what the device does not have."""
-    core.books.count("recomputes")
+    core.state.count("recomputes")
     request.trouble = ": ".join(_prefill_words(event))
     core.restore.leave(request, settled=_is_settled(event))
     request.recomputes = True
@@ -244,7 +243,7 @@ def fail_by_abort(core: Core, request: Request, event: Event) -> None:
 def _fail(core: Core, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
     core.restore.leave(request, settled=settled)
     core.backups.release_retracted(request.request_id)
-    core.books.say(TellFailed(request_id=request.request_id, cause=cause, detail=detail))
+    core.state.emit(TellFailed(request_id=request.request_id, cause=cause, detail=detail))
     core.forget(request)
 
 
@@ -274,5 +273,5 @@ def retract(core: Core, request: Request, event: Event) -> None:
 def drop(core: Core, request: Request, event: Event) -> None:
     """Give everything back; what the prompt brought to the cache stays there."""
     core.restore.leave(request, settled=True)
-    core.books.say(TellDropped(request_id=request.request_id))
+    core.state.emit(TellDropped(request_id=request.request_id))
     core.forget(request)

@@ -9,7 +9,7 @@ from tidekv.states.shapes import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.backups import Backups
-    from tidekv.states.books import Books
+    from tidekv.states.core_state import CoreState
     from tidekv.states.events import FinishRequested, FlushRequested, GrowthTaken, RetractRequested
     from tidekv.states.request import Request
     from tidekv.states.restore import Restore
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 class Serving:
     """What a READY request may still ask for."""
 
-    def __init__(self, books: Books, restore: Restore, backups: Backups) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, restore: Restore, backups: Backups) -> None:
+        self._state = state
         self._restore = restore
         self._backups = backups
 
     def grow(self, request: Request, event: GrowthTaken) -> None:
         """Pages of the reserve went into use; refill it, with what is wanted at once on top."""
-        books = self._books
+        state = self._state
         taken, request.reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
         # New arrays, not longer ones: commands that were given hold the old ones.
         request.own = request.own + taken
         request.table = request.table + taken
-        short = books.settings.growth_reserve_pages + event.wanted - len(request.reserve)
-        count = min(max(short, 0), books.device.free + books.index.device_evictable)
-        if short > 0 and not (count and books.make_device_room(count)):
+        short = state.settings.growth_reserve_pages + event.wanted - len(request.reserve)
+        count = min(max(short, 0), state.device.free + state.index.device_evictable)
+        if short > 0 and not (count and state.make_device_room(count)):
             count = 0
-        pages = books.device.take(count) if count else page_ids()
+        pages = state.device.take(count) if count else page_ids()
         request.reserve = request.reserve + pages
-        books.say(GiveReserve(request_id=request.request_id, pages=pages))
+        state.emit(GiveReserve(request_id=request.request_id, pages=pages))
 
     def finish(self, request: Request, event: FinishRequested) -> None:
         """Keep prompt and output, back them up, give everything back."""
         inserted = self._keep_all(request, event)
         self._back_up(request, retracts=False)
         self._restore.leave(request, settled=True)
-        self._books.say(TellFinished(request_id=request.request_id, inserted=inserted))
+        self._state.emit(TellFinished(request_id=request.request_id, inserted=inserted))
 
     def retract(self, request: Request, event: RetractRequested) -> None:
         """Like finish, but what reaches host memory is held there until the request is resumed or dropped."""
@@ -56,14 +56,14 @@ class Serving:
         dropped: dict[str, int] = {}
         spared: dict[str, int] = {}
         for tier in event.tiers:
-            dropped[tier], spared[tier] = self._books.index.flush("device" if tier == "l1" else "host")
-        self._books.pages_freed = True
-        self._books.say(TellFlushed(call=event.call, dropped=dropped, spared=spared))
+            dropped[tier], spared[tier] = self._state.index.flush("device" if tier == "l1" else "host")
+        self._state.pages_freed = True
+        self._state.emit(TellFlushed(call=event.call, dropped=dropped, spared=spared))
 
     def _keep_all(self, request: Request, event: FinishRequested | RetractRequested) -> int:
         if not request.cache:
             return 0
-        settings = self._books.settings
+        settings = self._state.settings
         pages = len(request.table)
         if not settings.keep_output:
             pages = request.full_pages

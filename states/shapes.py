@@ -16,6 +16,12 @@ def page_ids(ids: object = ()) -> PageIds:
     return array("i", ids)  # type: ignore[call-overload, no-any-return]  # array's stub wants one of its known iterables.
 
 
+def without(pages: PageIds, others: object) -> PageIds:
+    """The pages that are not among `others`, in their order."""
+    gone = set(others)  # type: ignore[call-overload]  # Page ids, or nothing.
+    return page_ids(page for page in pages if page not in gone)
+
+
 NO_PAGES: Final = page_ids()
 """A slice of it is an empty list of one's own, and is made sooner than one by `page_ids`."""
 

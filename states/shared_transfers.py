@@ -29,21 +29,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.load import Load, Stage
+from tidekv.states.request import Load, Request, Stage
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
     from tidekv.states.loads import Loads
     from tidekv.states.plan import Plan
-    from tidekv.states.request import Request
     from tidekv.states.undo import Undo
+
+
+class ShareWatch:
+    """Operation: the wait for a load that another request's room fills. It ends by its deadline."""
+
+    __slots__ = ("_shared", "load")
+
+    def __init__(self, shared: SharedTransfers, load: Load) -> None:
+        self._shared = shared
+        self.load = load
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """No command was given, so no outcome comes."""
+
+    def late(self) -> None:
+        """See whether the load has moved meanwhile."""
+        self._shared.is_late(self.load)
+
+    def abandon(self) -> None:
+        """It holds nothing."""
 
 
 class SharedTransfers:
     """What rooms bring for more than the request that opened them."""
 
-    def __init__(self, books: Books, loads: Loads) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, loads: Loads) -> None:
+        self._state = state
         self._loads = loads
 
     # --- Starting ---
@@ -54,9 +74,9 @@ class SharedTransfers:
         None, and nothing is changed, where that is not to be, or void pages are in the way. The pages are the first of
         `plan.own`, and belong to the tree from now on.
         """
-        books = self._books
-        width, count = books.settings.key_bytes, request.full_pages - plan.end
-        if not books.settings.share_transfers or books.components is not None:
+        state = self._state
+        width, count = state.settings.key_bytes, request.full_pages - plan.end
+        if not state.settings.share_transfers or state.components is not None:
             return None
         if not request.cache or request.restore_limit or count < 1:
             return None
@@ -65,7 +85,7 @@ class SharedTransfers:
             return None
         load = Load(first=plan.end, tier="transfer", stage=Stage.FILLING)
         try:
-            load.nodes.append(books.index.insert_pending(plan.node, request.namespace, keys, plan.own[:count], load))
+            load.nodes.append(state.index.insert_pending(plan.node, request.namespace, keys, plan.own[:count], load))
             self._loads.hold(load)
         except BaseException:
             self._loads.abandon(load)
@@ -79,7 +99,7 @@ class SharedTransfers:
         self._loads.share(load, request, load.page_count)
         load.filler, load.span = request, request.room.spans[0]
         # Who waits for device memory needs less of it now.
-        self._books.pages_freed = True
+        self._state.pages_freed = True
 
     # --- Landing ---
 
@@ -89,7 +109,7 @@ class SharedTransfers:
         for load in request.loads:
             is_own = load.filler is request and load.span is not None
             if is_own and (len(load.sharers) > 1 or (room is not None and room.is_complete)):
-                self._books.landing[load] = None
+                self._state.progressed_loads[load] = None
 
     def take_landed(self, load: Load) -> None:
         """End a load up to the farthest page that has landed and that somebody waits for. Can be called again, where
@@ -107,7 +127,7 @@ class SharedTransfers:
             self._loads.split(load, at)
         shared = sum(count for request, count in load.sharers.items() if request is not filler)
         if shared:
-            self._books.count("shared_transfer_pages", shared)
+            self._state.count("shared_transfer_pages", shared)
         self._loads.handed_over(load)
 
     # --- The filler leaves ---
@@ -119,14 +139,14 @@ class SharedTransfers:
         stay with the request: they are void when it leaves them. Can be called again, where it raised.
         """
         room = request.room
-        if room is None or not request.loads or not self._books.settings.share_transfers:
+        if room is None or not request.loads or not self._state.settings.share_transfers:
             return
         filled = self._cut_by_need([load for load in request.loads if load.filler is request], request)
         if not filled:
             return
         if request.lock is not None:
             # It ends at these pages; whoever shares them has locked them, too.
-            self._books.index.unlock(request.lock)
+            self._state.index.unlock(request.lock)
             request.lock = None
         is_written_to = not (settled or room.is_written)
         for load in reversed(filled):
@@ -147,7 +167,7 @@ class SharedTransfers:
 
     def _take_back(self, load: Load, request: Request) -> None:
         """Take pages that nobody else waits for out of the tree, from the end on, as far as nothing is below them."""
-        index = self._books.index
+        index = self._state.index
         if load.lock is not None:
             index.unlock(load.lock)
             load.lock = None
@@ -164,18 +184,18 @@ class SharedTransfers:
 
     def _renew(self, load: Load, request: Request) -> bool:
         """Give a load fresh pages; those it had are the request's own. False, and nothing is changed, without room."""
-        books = self._books
-        if not books.make_device_room(load.page_count):
+        state = self._state
+        if not state.make_device_room(load.page_count):
             return False
-        fresh = books.device.take(load.page_count)
+        fresh = state.device.take(load.page_count)
         # From here on nothing raises.
-        books.device.to_cache(fresh)
+        state.device.to_cache(fresh)
         old, at = load.device_pages, 0
         for node in load.nodes:
             node.device = fresh[at : at + node.page_count]
-            books.index.tree.touch(node)
+            state.index.tree.touch(node)
             at += node.page_count
-        books.device.own_cached(old)
+        state.device.own_cached(old)
         request.own = old + request.own
         return True
 
@@ -184,7 +204,7 @@ class SharedTransfers:
         del load.sharers[request], request.loads[load]
         load.cause = cause
         self._loads.fail(load)
-        self._books.count("shared_transfers_passed_on")
+        self._state.count("shared_transfers_passed_on")
 
     # --- The filler is slow ---
 
@@ -192,13 +212,13 @@ class SharedTransfers:
         """If the request waits for another's room alone: see that this is not without end."""
         load = self.waits_for(request)
         if load is not None and not load.op:
-            left_s = request.deadline_at_s - self._books.now_s
-            self._watch(load, min(self._books.settings.share_wait_s, max(left_s / 2, 0.0)))
+            left_s = request.deadline_at_s - self._state.now_s
+            self._watch(load, min(self._state.settings.share_wait_s, max(left_s / 2, 0.0)))
 
     def _watch(self, load: Load, wait_s: float) -> None:
         assert load.filler is not None and load.filler.room is not None and load.span is not None
         load.landed = load.span.landed(load.filler.room.ranks)
-        load.op = self._books.begin(load, deadline_s=wait_s)
+        load.op = self._state.start_operation(ShareWatch(self, load), deadline_s=wait_s)
 
     @staticmethod
     def waits_for(request: Request) -> Load | None:
@@ -213,7 +233,7 @@ class SharedTransfers:
         """Somebody has waited for long: where nothing has landed meanwhile, the filler goes on alone. Can be called
         again, where it raised.
         """
-        self._books.operations.pop(load.op, None)
+        self._state.operations.pop(load.op, None)
         load.op = 0
         filler = load.filler
         if load.span is None or filler is None or filler.room is None:
@@ -222,13 +242,13 @@ class SharedTransfers:
             return
         moves = load.span.landed(filler.room.ranks) > load.landed
         if moves or not self._leave_alone(filler):
-            self._watch(load, self._books.settings.share_wait_s)
+            self._watch(load, self._state.settings.share_wait_s)
 
     def _leave_alone(self, filler: Request) -> bool:
         """Make what a request's room is still to bring the request's own. False, and nothing but cuts is changed, where
         device memory is short or void pages are in the way.
         """
-        books = self._books
+        state = self._state
         loads = self._cut_by_need(
             [load for load in filler.loads if load.filler is filler and load.span is not None], filler
         )
@@ -236,15 +256,15 @@ class SharedTransfers:
         nodes = {node for load in loads if len(load.sharers) == 1 for node in load.nodes}
         if any(child not in nodes for node in nodes for child in node.children.values() if child.device is not None):
             return False
-        if not books.make_device_room(fresh):
+        if not state.make_device_room(fresh):
             return False
         above = loads[0].nodes[0].parent
         assert above is not None and filler.lock is not None
-        lock = books.index.lock(above)
+        lock = state.index.lock(above)
         try:
-            books.index.unlock(filler.lock)
+            state.index.unlock(filler.lock)
         except BaseException:
-            books.index.unlock(lock)
+            state.index.unlock(lock)
             raise
         filler.lock = lock
         for load in reversed(loads):
@@ -256,9 +276,9 @@ class SharedTransfers:
                 assert is_renewed, "room was made for all of them"
                 self._pass_on(load, filler, "sender_slow")
         for load in loads:
-            if load in books.unfilled:
+            if load in state.failed_loads:
                 # Prefill is asked in the order of the pages.
-                del books.unfilled[load]
-                books.unfilled[load] = None
-        books.dirty[filler] = None
+                del state.failed_loads[load]
+                state.failed_loads[load] = None
+        state.dirty[filler] = None
         return True

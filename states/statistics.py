@@ -11,39 +11,39 @@ if TYPE_CHECKING:
 
 
 def count_core(core: Core) -> dict[str, int]:
-    """Requests by state, pages by pool and condition, what is in flight, and every counter of the books."""
-    books = core.books
-    states = dict.fromkeys((f"requests_{state.value.lower()}" for state in State if state is not State.FAILED), 0)
-    for request in books.requests.values():
+    """Requests by state, pages by pool and condition, what is in flight, and every counter of the state."""
+    state = core.state
+    states = dict.fromkeys((f"requests_{kind.value.lower()}" for kind in State if kind is not State.FAILED), 0)
+    for request in state.requests.values():
         states[f"requests_{request.state.value.lower()}"] += 1
     pools = {
         f"{account.name}_{condition}": getattr(account, condition)
-        for account in (books.device, books.host)
+        for account in (state.device, state.host)
         for condition in ("free", "owned", "cached", "draining", "total")
     }
     return {
         **states,
         **pools,
         **_count_components(core),
-        "device_evictable": books.index.device_evictable,
-        "device_protected": books.index.device_protected,
-        "host_evictable": books.index.host_evictable,
-        "host_protected": books.index.host_protected,
+        "device_evictable": state.index.device_evictable,
+        "device_protected": state.index.device_protected,
+        "host_evictable": state.index.host_evictable,
+        "host_protected": state.index.host_protected,
         "queue": len(core.queue),
         "loads": len(core.loads),
         "lookahead_pages": core.lookahead.pages,
         "backups": len(core.backups),
         "operations": core.operations_in_flight,
-        "l3_breaker_open": int(books.storage.is_open),
+        "l3_breaker_open": int(core.storage.is_open),
         "rooms": len(core.rooms),
         "rooms_draining": core.rooms.draining_rooms,
         "requests_retracted": core.backups.retracted_requests,
-        **books.counters,
+        **state.counters,
     }
 
 
 def _count_components(core: Core) -> dict[str, int]:
-    components = core.books.components
+    components = core.state.components
     if components is None:
         return {}
     numbers = {}

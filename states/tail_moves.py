@@ -8,26 +8,31 @@ its source and a pin of the place where it is to go, until it has ended. From th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyTail
-from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.tail_puts import TailPuts
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
     from tidekv.states.component_index import ComponentIndex, TailReceipt
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
     from tidekv.states.node import Node
+    from tidekv.states.storage_use import StorageUse
 
 
 class TailBackup:
-    """A copy of one component's tail to the host."""
+    """Operation: a copy of one component's tail to the host."""
 
-    __slots__ = ("component", "first", "fresh", "lock", "node", "pin", "table")
+    __slots__ = ("_backups", "component", "first", "fresh", "lock", "node", "pin", "table")
 
-    def __init__(self, component: str, node: Node, first: int, lock: TailReceipt, pin: TailReceipt) -> None:
+    def __init__(
+        self, backups: TailBackups, component: str, node: Node, first: int, lock: TailReceipt, pin: TailReceipt
+    ) -> None:
+        self._backups = backups
         self.component = component
         self.node = node
         self.first = first
@@ -38,14 +43,28 @@ class TailBackup:
         self.table: PageIds = page_ids()
         """Host pages of the whole tail, from position `first` on."""
 
+    def ended(self, event: Outcome, error: str) -> None:
+        """The tail is on the host, from where it goes on to storage."""
+        self._backups.ended(self, error)
+        self._backups.puts.begin(self.node, (self.component,))
+
+    def late(self) -> None:
+        """A late copy keeps what it holds until it ends, and is counted."""
+        self._backups.is_late()
+
+    def abandon(self) -> None:
+        """Give back what the copy holds; what reached the host goes on to storage."""
+        self._backups.give_up(self)
+        self._backups.puts.begin(self.node, (self.component,))
+
 
 class TailBackups:
     """All backups of components under way are operations; this file knows how they begin and end."""
 
-    def __init__(self, books: Books, index: ComponentIndex) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, storage: StorageUse, index: ComponentIndex) -> None:
+        self._state = state
         self._index = index
-        self.puts = TailPuts(books, index)
+        self.puts = TailPuts(state, storage, index)
 
     def begin(self, leaf: Node) -> None:
         """Copy to the host what it lacks of the tails at the end of `leaf`, whose full pages are in both tiers."""
@@ -65,18 +84,18 @@ class TailBackups:
             pin = self._index.pin(leaf, boundary=leaf.depth_pages)
             undo.callback(self._index.unpin, pin)
             pages = self._index.take_host(name, len(sources))
-            backup = TailBackup(name, leaf, first, lock, pin)
+            backup = TailBackup(self, name, leaf, first, lock, pin)
             if pages is None:
                 # What the tail has on the host already was all that could be evicted for the rest of it.
                 undo.keep()
-                self._insist_on_giving_up(backup)
+                self._state.run_guarded(partial(self.give_up, backup))
                 return
             undo.callback(self._index.give_back, {name: pages}, "host")
             backup.fresh, fresh = pages, iter(pages)
             backup.table = page_ids(host[at] if at in host else next(fresh) for at in range(first, leaf.depth_pages))
-            op = self._books.begin(backup, deadline_s=self._books.settings.copy_deadline_s)
-            undo.callback(self._books.operations.pop, op)
-            self._books.say(
+            op = self._state.start_operation(backup, deadline_s=self._state.settings.copy_deadline_s)
+            undo.callback(self._state.operations.pop, op)
+            self._state.emit(
                 CopyTail(
                     op=op,
                     component=name,
@@ -91,12 +110,12 @@ class TailBackups:
     def ended(self, backup: TailBackup, error: str) -> None:
         """The copy is over; with an error its pages are garbage and given back."""
         if error:
-            self._books.count("backups_failed")
+            self._state.count("backups_failed")
         else:
             _, unused = self._index.insert("host", backup.component, backup.node, backup.first, backup.table)
             backup.fresh = unused
             # Its pin kept full pages from being looked at before they are evicted.
-            self._books.write_due = True
+            self._state.write_due = True
         self.give_up(backup)
 
     def give_up(self, backup: TailBackup) -> None:
@@ -107,17 +126,8 @@ class TailBackups:
             self._index.unlock(backup.lock)
             backup.lock = None
         self._index.unpin(backup.pin)
-        self._books.pages_freed = True
-
-    def _insist_on_giving_up(self, backup: TailBackup) -> None:
-        try:
-            self.give_up(backup)
-        except BrokenInvariant:
-            raise
-        except Exception:
-            self._books.count("transitions_raised")
-            self.give_up(backup)
+        self._state.pages_freed = True
 
     def is_late(self) -> None:
         """A copy is late: it keeps what it holds until it ends, and is counted."""
-        self._books.count("backups_late")
+        self._state.count("backups_late")

@@ -9,29 +9,32 @@ Its request may be long gone: the tokens that name its pages are the keys of the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import StoreTail
-from tidekv.states.errors import BrokenInvariant
 from tidekv.states.shapes import PageIds, page_ids
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidekv.states.books import Books
     from tidekv.states.component_index import ComponentIndex, TailReceipt
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
     from tidekv.states.node import Node
+    from tidekv.states.storage_use import StorageUse
 
 STORE_DEADLINE_S = 60.0
 
 
 class TailPut:
-    """A put of one component's tail at the end of `leaf`."""
+    """Operation: a put of one component's tail at the end of `leaf`, or the wait before it."""
 
-    __slots__ = ("component", "first", "host_pages", "leaf", "op", "pin")
+    __slots__ = ("_puts", "component", "first", "host_pages", "leaf", "op", "pin")
 
-    def __init__(self, component: str, leaf: Node, first: int, host_pages: PageIds) -> None:
+    def __init__(self, puts: TailPuts, component: str, leaf: Node, first: int, host_pages: PageIds) -> None:
+        self._puts = puts
         self.component = component
         self.leaf = leaf
         self.first = first
@@ -39,12 +42,25 @@ class TailPut:
         self.op = 0
         self.pin: TailReceipt | None = None
 
+    def ended(self, event: Outcome, error: str) -> None:
+        """Storage has the first of the pages, all of them if it did well."""
+        self._puts.ended(self, self._puts.storage.put_ended(event))
+
+    def late(self) -> None:
+        """A put that waited for fetches waits no more; one under way is counted."""
+        self._puts.is_late(self)
+
+    def abandon(self) -> None:
+        """Nothing reads the pages any more."""
+        self._puts.give_up(self)
+
 
 class TailPuts:
     """All puts of components under way are operations; this file knows how they begin and end."""
 
-    def __init__(self, books: Books, index: ComponentIndex) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, storage: StorageUse, index: ComponentIndex) -> None:
+        self._state = state
+        self.storage = storage
         self._index = index
         self.waiting: dict[TailPut, None] = {}
         """Puts that give way to fetches, in order."""
@@ -53,65 +69,66 @@ class TailPuts:
         """Put the tails at the end of `leaf`, of these components or of all, that the host has whole, if storage has
         the full pages. Raises nothing but BrokenInvariant: a cache tier never fails a request.
         """
-        try:
-            if self._books.storage.is_usable and self._books.index.tree.is_stored(leaf):
-                for name in components or self._index.components:
-                    first, pages = self._index.tail("host", name, leaf)
-                    if len(pages) == leaf.depth_pages - first:
-                        ordered = page_ids(pages[at] for at in range(first, leaf.depth_pages))
-                        self._start(TailPut(name, leaf, first, ordered))
-        except BrokenInvariant:
-            raise
-        except Exception:
-            self._books.count("transitions_raised")
+        self._state.run_guarded(partial(self._begin, leaf, components), recover=lambda: None)
+
+    def _begin(self, leaf: Node, components: Iterable[str]) -> None:
+        if self.storage.is_usable and self._state.index.tree.is_stored(leaf):
+            for name in components or self._index.components:
+                first, pages = self._index.tail("host", name, leaf)
+                if len(pages) == leaf.depth_pages - first:
+                    ordered = page_ids(pages[at] for at in range(first, leaf.depth_pages))
+                    self._start(TailPut(self, name, leaf, first, ordered))
 
     def _start(self, put: TailPut) -> None:
-        books = self._books
+        state = self._state
         with Undo() as undo:
             put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
             undo.callback(self._index.unpin, put.pin)
-            if books.settings.put_wait_s and books.storage.holds_puts:
-                put.op = books.begin(put, deadline_s=books.settings.put_wait_s)
+            if state.settings.put_wait_s and self.storage.holds_puts:
+                put.op = state.start_operation(put, deadline_s=state.settings.put_wait_s)
                 self.waiting[put] = None
             else:
                 self._put(put)
             undo.keep()
 
     def _put(self, put: TailPut) -> None:
-        books = self._books
+        state = self._state
         with Undo() as undo:
-            op = books.begin(put, deadline_s=STORE_DEADLINE_S)
-            undo.callback(books.operations.pop, op)
-            books.say(StoreTail(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
+            op = state.start_operation(put, deadline_s=STORE_DEADLINE_S)
+            undo.callback(state.operations.pop, op)
+            state.emit(StoreTail(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
             undo.keep()
         put.op = op
 
     @property
     def next_waiting(self) -> TailPut | None:
         """Whose put may begin, since no fetch is under way any more."""
-        return next(iter(self.waiting)) if self.waiting and not self._books.storage.holds_puts else None
+        return next(iter(self.waiting)) if self.waiting and not self.storage.holds_puts else None
 
     def put_now(self, put: TailPut) -> None:
         """Wait for fetches no longer. After a raise, `give_up` ends it."""
         self.waiting.pop(put, None)
-        self._books.operations.pop(put.op, None)
-        if self._books.storage.is_usable:
+        self._state.operations.pop(put.op, None)
+        if self.storage.is_usable:
             self._put(put)
         else:
             self.give_up(put)
 
     def is_late(self, put: TailPut) -> None:
-        """A put is late: it keeps its pin until it ends, and is counted."""
-        self._books.count("backups_late")
-        self._books.storage.note(failed=True)
+        """A put is late: it keeps its pin until it ends, and is counted. One that waited waits no more."""
+        if put in self.waiting:
+            self._state.run_guarded(partial(self.put_now, put), recover=put.abandon)
+            return
+        self._state.count("backups_late")
+        self.storage.note(failed=True)
 
     def ended(self, put: TailPut, stored: int) -> None:
         """Storage has the first `stored` of the pages that it was given. After a raise, `give_up` ends it."""
-        self._books.count("tail_pages_stored", max(0, min(stored, len(put.host_pages))))
+        self._state.count("tail_pages_stored", max(0, min(stored, len(put.host_pages))))
         self.give_up(put)
 
     def give_up(self, put: TailPut) -> None:
         """Nothing reads its pages any more: let go of them. Can be called again where it raised."""
         assert put.pin is not None
         self._index.unpin(put.pin)
-        self._books.pages_freed = True
+        self._state.pages_freed = True

@@ -48,7 +48,7 @@ class TailQuestion:
         self.is_over = False
         """Whether the core is told, and nothing is to be asked any more."""
         # The request may be over when storage answers, or even by now.
-        request = core.books.requests.get(command.request_id)
+        request = core.state.requests.get(command.request_id)
         self._prompt = None if request is None else (request.namespace, request.keys)
         self._first = command.first
         self._end = command.first + command.count

@@ -22,7 +22,7 @@ is waited for until its deadline. A fetch that nobody waits for keeps its host p
 
 from __future__ import annotations
 
-import enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,58 +30,24 @@ import msgspec
 from tidekv.states.commands import CopyTail, FetchTail, QueryTails
 from tidekv.states.components import longest_boundary
 from tidekv.states.policy import FETCH_TIMEOUT_MAX_S
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.request import Request, RequestTails, TailFetch, TailStage
+from tidekv.states.shapes import page_ids
+from tidekv.states.storage_use import StorageQuery
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
-    from tidekv.states.books import Books
+    from collections.abc import Callable
+
     from tidekv.states.component_index import ComponentIndex
     from tidekv.states.components import Ranges
-    from tidekv.states.events import StoredTail
-    from tidekv.states.request import Request
-    from tidekv.states.request_tails import RequestTails
+    from tidekv.states.core_state import CoreState, Operation
+    from tidekv.states.events import Outcome, StoredTail
+    from tidekv.states.storage_use import StorageUse
 
 WITHOUT_STORAGE, WITHOUT_HOST, WITHOUT_TAILS = 1, 2, 3
 """What a request's `tail_limit` says that it does not use: cached tails of storage, those of the host too, all."""
 BOUNDARIES_TRIED_MAX = 16
 """So many boundaries that limits on fetches forbid are tried before a request does without storage."""
-
-
-class TailStage(enum.Enum):
-    """Where a tail from storage is on its way."""
-
-    RESERVED = "RESERVED"
-    FETCHING = "FETCHING"
-    COPYING = "COPYING"
-
-
-class TailFetch:
-    """Pages of one component that a request gets from storage. The host pages are its own, the device pages the
-    request's.
-    """
-
-    __slots__ = (
-        "begun_at_s",
-        "component",
-        "device_pages",
-        "host_pages",
-        "op",
-        "positions",
-        "queued_pages",
-        "stage",
-        "tails",
-    )
-
-    def __init__(self, tails: RequestTails, component: str, positions: PageIds, device_pages: PageIds) -> None:
-        self.tails = tails
-        self.component = component
-        self.positions = positions
-        self.host_pages: PageIds = page_ids()
-        self.device_pages = device_pages
-        self.op = 0
-        self.stage = TailStage.RESERVED
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -102,28 +68,95 @@ class Reach(msgspec.Struct, frozen=True):
         return found if found > self.here else 0
 
 
+def distrust(state: CoreState, tails: RequestTails, limit: int, cause: str) -> None:
+    """Something did not come: the request of these tails starts over, on other pages, and with less."""
+    request = tails.request
+    if request is not None and request not in state.preempted:
+        request.tail_limit = max(request.tail_limit + 1, limit)
+        state.preempted[request] = cause
+
+
+class TailRead:
+    """Operation: storage brings a tail to host memory."""
+
+    __slots__ = ("_storage", "_tails", "fetch")
+
+    def __init__(self, tails: TailStorage, storage: StorageUse, fetch: TailFetch) -> None:
+        self._tails = tails
+        self._storage = storage
+        self.fetch = fetch
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Copy the tail to the device if all of it is good."""
+        self._tails.fetched(self.fetch, self._storage.fetch_ended(event))
+
+    def late(self) -> None:
+        """The request starts over; the read goes on without it."""
+        self._storage.call_is_late()
+        self._tails.is_late(self.fetch)
+
+    def abandon(self) -> None:
+        """The request starts over."""
+        self._tails.failed(self.fetch)
+
+
+class StoredTailCopy:
+    """Operation: a copy brings a tail that storage has brought from the host to the device."""
+
+    __slots__ = ("_copy", "_state", "_tails", "fetch")
+
+    def __init__(self, state: CoreState, tails: TailStorage, copy: Operation, fetch: TailFetch) -> None:
+        self._state = state
+        self._tails = tails
+        self._copy = copy
+        self.fetch = fetch
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Free the host pages; the rest is as for any copy of the request's tails."""
+        self._state.run_guarded(partial(self._tails.copied, self.fetch))
+        self._copy.ended(event, error)
+
+    def late(self) -> None:
+        """As for any copy of the request's tails."""
+        self._copy.late()
+
+    def abandon(self) -> None:
+        """As for any copy of the request's tails."""
+        self._copy.abandon()
+
+
 class TailStorage:
     """What storage does for tails."""
 
-    def __init__(self, books: Books, index: ComponentIndex) -> None:
-        self._books = books
+    def __init__(
+        self,
+        state: CoreState,
+        storage: StorageUse,
+        index: ComponentIndex,
+        copy_of: Callable[[RequestTails], Operation],
+    ) -> None:
+        """`copy_of` makes the operation of a copy into a request's tails."""
+        self._state = state
+        self._storage = storage
+        self._copy_of = copy_of
         self._index = index
 
     # --- The question ---
 
     def ask(self, request: Request) -> None:
         """Ask storage for full pages and tails beyond what the caches can go on from, unless that is too little."""
-        books = self._books
-        settings = books.settings
+        state = self._state
+        settings = state.settings
         here = sum(self._index.peek(request.namespace, request.keys))
         gain = request.full_pages - here
         if gain < 1 or gain * settings.page_size < settings.prefetch_threshold_tokens:
             return
-        first = sum(books.index.peek(request.namespace, request.keys))
+        first = sum(state.index.peek(request.namespace, request.keys))
         longest = max(component.tail_pages(settings.page_size) for component in self._index.components.values())
-        request.query_op = books.begin(request, deadline_s=settings.query_deadline_s)
+        query = StorageQuery(state, self._storage, request)
+        request.query_op = state.start_operation(query, deadline_s=settings.query_deadline_s)
         request.stored_first, request.stored_found, request.stored_tails = first, 0, ()
-        books.say(
+        state.emit(
             QueryTails(
                 op=request.query_op,
                 request_id=request.request_id,
@@ -138,7 +171,7 @@ class TailStorage:
         those that it told of have left the caches; each time for more, so that this comes to an end.
         """
         may_ask = not request.query_op and request.stored_found and self._is_allowed(request)
-        if may_ask and sum(self._books.index.peek(request.namespace, request.keys)) < request.stored_first:
+        if may_ask and sum(self._state.index.peek(request.namespace, request.keys)) < request.stored_first:
             self.ask(request)
         return request.query_op > 0
 
@@ -146,7 +179,7 @@ class TailStorage:
 
     def boundary(self, request: Request) -> int:
         """The boundary to go on from with what storage has; 0 where the caches do as well without, or nearly so."""
-        books = self._books
+        state = self._state
         request.stored_cause = "storage_left_alone"
         if not (request.stored_found or request.stored_tails) or not self._is_allowed(request):
             return 0
@@ -154,7 +187,7 @@ class TailStorage:
             request.namespace, request.keys, request.stored_first, request.stored_found, request.stored_tails
         )
         found = self._longest(request, reach)
-        if (found - reach.here) * books.settings.page_size >= max(books.settings.prefetch_threshold_tokens, 1):
+        if (found - reach.here) * state.settings.page_size >= max(state.settings.prefetch_threshold_tokens, 1):
             return found
         return 0
 
@@ -163,23 +196,23 @@ class TailStorage:
         pages of components.
         """
         here = sum(self._index.peek(namespace, keys))
-        full = sum(self._books.index.peek(namespace, keys))
-        pages = len(keys) // self._books.settings.key_bytes
+        full = sum(self._state.index.peek(namespace, keys))
+        pages = len(keys) // self._state.settings.key_bytes
         end = full if full < first else max(full, min(first + max(found, 0), pages))
         stored = {tail.component: _positions(tail.ranges, pages) for tail in tails}
         return Reach(here, full, end, self._index.served(namespace, keys, full, stored))
 
     def _is_allowed(self, request: Request) -> bool:
-        return self._books.storage.is_usable and not (request.restore_limit or request.tail_limit)
+        return self._storage.is_usable and not (request.restore_limit or request.tail_limit)
 
     def _longest(self, request: Request, reach: Reach) -> int:
         """The longest boundary for which no more is to be fetched than limits and host pages allow; that of the caches
         where there is none beyond it.
         """
-        books = self._books
+        state = self._state
         request.stored_cause = "no_tail"
-        left_s = request.deadline_at_s - books.now_s
-        room = books.host.free + books.index.host_evictable
+        left_s = request.deadline_at_s - state.now_s
+        room = state.host.free + state.index.host_evictable
         full, limit = reach.full, reach.end
         for _ in range(BOUNDARIES_TRIED_MAX):
             end = reach.longest(limit)
@@ -189,7 +222,7 @@ class TailStorage:
             count = pages + self._index.count_only_stored(
                 request.namespace, request.keys, end, in_index=min(end, full), needed_from=self.needed_from(request)
             )
-            fitting = books.storage.allowance(count, books.settings.prefetch_deadline_s(count, left_s))
+            fitting = self._storage.allowance(count, state.settings.prefetch_deadline_s(count, left_s))
             if fitting >= count and pages <= room:
                 return end
             request.stored_cause = "limit" if fitting < count else "no_host_page"
@@ -198,7 +231,7 @@ class TailStorage:
 
     def needed_from(self, request: Request) -> dict[str, int]:
         """By component, the first position that a request needs at the end of its prompt."""
-        page_size = self._books.settings.page_size
+        page_size = self._state.settings.page_size
         components = self._index.components.items()
         return {name: component.needed_from(request.prompt_tokens, page_size) for name, component in components}
 
@@ -218,13 +251,13 @@ class TailStorage:
 
     def begin(self, request: Request, tails: RequestTails, undo: Undo) -> None:
         """Start the fetches. `undo` takes all of it back."""
-        books = self._books
+        state = self._state
         count = tails.fetched_pages + sum(len(fetch.positions) for fetch in tails.fetches)
-        deadline_s = books.settings.prefetch_deadline_s(count, request.deadline_at_s - books.now_s)
+        deadline_s = state.settings.prefetch_deadline_s(count, request.deadline_at_s - state.now_s)
         for fetch in tails.fetches:
             undo.callback(self._unbegin, fetch)
-            fetch.op = books.begin(fetch, deadline_s=deadline_s)
-            books.say(
+            fetch.op = state.start_operation(TailRead(self, self._storage, fetch), deadline_s=deadline_s)
+            state.emit(
                 FetchTail(
                     op=fetch.op,
                     request_id=request.request_id,
@@ -236,16 +269,16 @@ class TailStorage:
             )
             fetch.stage = TailStage.FETCHING
             tails.copies += 1
-            books.storage.take(len(fetch.positions))
-            books.storage.fetch_began(fetch, len(fetch.positions))
-            fetch.begun_at_s, fetch.queued_pages = books.now_s, books.storage.pages_in_flight
+            self._storage.take(len(fetch.positions))
+            self._storage.fetch_began(fetch, len(fetch.positions))
+            fetch.begun_at_s, fetch.queued_pages = state.now_s, self._storage.pages_in_flight
 
     def _unbegin(self, fetch: TailFetch) -> None:
-        books = self._books
-        books.operations.pop(fetch.op, None)
+        state = self._state
+        state.operations.pop(fetch.op, None)
         if fetch.stage is TailStage.FETCHING:
-            books.storage.fetch_over(fetch)
-            books.storage.take(-len(fetch.positions))
+            self._storage.fetch_over(fetch)
+            self._storage.take(-len(fetch.positions))
             fetch.stage = TailStage.RESERVED
 
     # --- Outcomes ---
@@ -254,17 +287,18 @@ class TailStorage:
         """The fetch ended with its first `good` pages verified: a tail is whole or of no use. After a raise, `failed`
         ends it.
         """
-        books = self._books
+        state = self._state
         count = len(fetch.positions)
         if good < count:
-            books.count("l3_pages_short", count - max(good, 0))
+            state.count("l3_pages_short", count - max(good, 0))
             self.failed(fetch)
             return
-        books.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        self._storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         with Undo() as undo:
-            op = books.begin(fetch, deadline_s=books.settings.copy_deadline_s)
-            undo.callback(books.operations.pop, op)
-            books.say(
+            copy = StoredTailCopy(state, self, self._copy_of(fetch.tails), fetch)
+            op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
+            undo.callback(state.operations.pop, op)
+            state.emit(
                 CopyTail(
                     op=op,
                     component=fetch.component,
@@ -277,24 +311,24 @@ class TailStorage:
             undo.keep()
         fetch.op = op
         fetch.stage = TailStage.COPYING
-        books.storage.fetch_over(fetch)
+        self._storage.fetch_over(fetch)
         request = fetch.tails.request
         assert request is not None, "who leaves gives up what is being fetched"
-        books.dirty[request] = None
+        state.dirty[request] = None
 
     def failed(self, fetch: TailFetch) -> None:
         """Nothing of it is of use, and nothing writes to its pages: the request starts over. Can be called again."""
-        self._books.storage.fetch_over(fetch)
+        self._storage.fetch_over(fetch)
         self.copied(fetch)
         fetch.tails.copies -= 1
-        fetch.tails.distrust(self._books, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
+        distrust(self._state, fetch.tails, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
 
     def is_late(self, fetch: TailFetch) -> None:
         """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
-        self._books.count("l3_fetches_late")
-        self._books.storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        self._state.count("l3_fetches_late")
+        self._storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._give_up(fetch)
-        fetch.tails.distrust(self._books, WITHOUT_STORAGE, "storage did not bring a component's tail in time")
+        distrust(self._state, fetch.tails, WITHOUT_STORAGE, "storage did not bring a component's tail in time")
 
     def copied(self, fetch: TailFetch) -> None:
         """The copy to the device is over, well or not, or there will be none. Can be called again where it raised."""
@@ -316,8 +350,8 @@ class TailStorage:
             self.copied(fetch)
 
     def _give_up(self, fetch: TailFetch) -> None:
-        self._books.storage.fetch_over(fetch)
-        self._books.storage.fetch_given_up(fetch.op, fetch.host_pages, fetch.component)
+        self._storage.fetch_over(fetch)
+        self._storage.fetch_given_up(fetch.op, fetch.host_pages, fetch.component)
         del fetch.tails.fetches[fetch]
         fetch.tails.copies -= 1
 

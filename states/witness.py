@@ -102,7 +102,7 @@ class Witness:
     def __init__(self, core: Core) -> None:
         self.events = 0
         """Steps that were noted so far."""
-        books = core.books
+        books = core.state
         self._core = core
         self.requests = books.requests
         """The core's live requests, by name: the core's own, to be read."""

@@ -32,48 +32,50 @@ from tidekv.states.node import TierName
 
 if TYPE_CHECKING:
     from tidekv.states.backups import Backups
-    from tidekv.states.books import Books
+    from tidekv.states.core_state import CoreState
     from tidekv.states.node import Node
+    from tidekv.states.storage_use import StorageUse
 
 
 class WriteBack:
     """Finds what is to be copied before it is evicted."""
 
-    def __init__(self, books: Books, backups: Backups) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, storage: StorageUse, backups: Backups) -> None:
+        self._state = state
+        self._storage = storage
         self._backups = backups
-        books.index.on_evict.append(self._note_eviction)
+        state.index.on_evict.append(self._note_eviction)
 
     def look(self) -> None:
         """Begin the copies and puts that are due. Can be called again where it raised."""
-        books = self._books
-        books.write_due = False
-        if books.settings.write != "back" or not books.settings.host_pages:
+        state = self._state
+        state.write_due = False
+        if state.settings.write != "back" or not state.settings.host_pages:
             return
-        for node in self._first_to_go("device") if books.write_credit > 0 else ():
-            if node.host is None and not books.index.tree.is_stored(node):
+        for node in self._first_to_go("device") if state.write_credit > 0 else ():
+            if node.host is None and not state.index.tree.is_stored(node):
                 self._backups.copy_ahead(node)
-        if not books.storage.is_usable:
+        if not self._storage.is_usable:
             return
         for node in self._first_to_go("host"):
-            if not books.index.tree.is_stored(node):
+            if not state.index.tree.is_stored(node):
                 self._backups.put_ahead(node)
 
     def _first_to_go(self, tier: TierName) -> list[Node]:
         """The leaves that eviction takes first, as many as fill what is not free of the share."""
-        account = self._books.device if tier == "device" else self._books.host
-        short = int(account.total * self._books.settings.write_back_ahead) - account.free
-        return self._books.index.first_to_go(tier, short) if short > 0 else []
+        account = self._state.device if tier == "device" else self._state.host
+        short = int(account.total * self._state.settings.write_back_ahead) - account.free
+        return self._state.index.first_to_go(tier, short) if short > 0 else []
 
     def _note_eviction(self, node: Node, tier: TierName) -> None:
-        books = self._books
-        if books.settings.write == "back":
-            books.write_due = True
+        state = self._state
+        if state.settings.write == "back":
+            state.write_due = True
             if tier == "device":
-                books.renew_write_credit()
-        if node.void or books.index.tree.is_stored(node):
+                state.renew_write_credit()
+        if node.void or state.index.tree.is_stored(node):
             return
         if tier == "host" and node.device is None:
-            books.count("l2_pages_dropped", node.page_count)
+            state.count("l2_pages_dropped", node.page_count)
         elif tier == "device" and node.host is None:
-            books.count("l1_pages_dropped", node.page_count)
+            state.count("l1_pages_dropped", node.page_count)

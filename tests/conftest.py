@@ -35,7 +35,8 @@ from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
 from tidekv.states.commands import TellReady
 from tidekv.states.events import AbortRequested
-from tidekv.states.rooms import Room, Rooms
+from tidekv.states.request import Room
+from tidekv.states.rooms import Rooms
 from tidekv.transports.loopback import LoopbackNetwork
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -251,7 +252,7 @@ def pages_of() -> Callable[[DecodeEngine, str], list[int]]:
         request = core.request(request_id)
         assert request is not None and request.lock is not None
         # What is shared while it is on its way belongs to the tree, the rest to the request.
-        return [*core.books.index.device_path(request.lock.node), *request.own]
+        return [*core.state.index.device_path(request.lock.node), *request.own]
 
     return pages_before_ready
 

@@ -70,19 +70,19 @@ def _show(replayer: Replayer) -> None:
         if value:
             counts.add_row(name, str(value))
     requests = Table("request", "state", "generation", "L1 pages", "promised", "pages", "loads", title="live requests")
-    for request in core.books.requests.values():
+    for request in core.state.requests.values():
         runs = [(load.first, load.first + load.page_count, load.stage.value) for load in request.loads]
         loads = ", ".join(f"[{first}, {end}) {stage}" for first, end, stage in runs)
         numbers = (request.generation, request.matched, request.promised, request.page_count)
         requests.add_row(request.request_id, request.state.value, *map(str, numbers), loads.lower())
     index = Table("namespace", "pages", "device", "host", "stored", "locks", "pins", title="index")
-    for node in core.books.index.nodes():
+    for node in core.state.index.nodes():
         index.add_row(
             node.namespace,
             f"[{node.depth_pages - node.page_count}, {node.depth_pages})",
             _ids(node.device),
             _ids(node.host),
-            "yes" if core.books.index.tree.is_stored(node) else "",
+            "yes" if core.state.index.tree.is_stored(node) else "",
             str(node.anchored),
             str(node.host_anchored),
         )

@@ -18,8 +18,8 @@ def final_state(core: Core) -> dict[str, int]:
     """
     return {
         "crc_index": _index(core),
-        "crc_device": _pool(core.books.device),
-        "crc_host": _pool(core.books.host),
+        "crc_device": _pool(core.state.device),
+        "crc_host": _pool(core.state.host),
         "crc_requests": _requests(core),
         **_components(core),
         **core.statistics(),
@@ -29,7 +29,7 @@ def final_state(core: Core) -> dict[str, int]:
 def _index(core: Core) -> int:
     crc = 0
     pack = struct.Struct("<12q").pack
-    for node in core.books.index.nodes():
+    for node in core.state.index.nodes():
         assert node.parent is not None
         numbers = pack(
             node.node_id,
@@ -48,14 +48,14 @@ def _index(core: Core) -> int:
         crc = zlib.crc32(numbers, crc)
         crc = zlib.crc32(b"" if node.device is None else node.device, crc)
         crc = zlib.crc32(b"" if node.host is None else node.host, crc)
-    for namespace in core.books.index.tree.roots:
+    for namespace in core.state.index.tree.roots:
         crc = zlib.crc32(namespace.encode(), crc)
     return crc
 
 
 def _components(core: Core) -> dict[str, int]:
     """Pools of components, and which of their pages each node has."""
-    index = core.books.components
+    index = core.state.components
     if index is None:
         return {}
     sums = {}
@@ -76,7 +76,7 @@ def _pool(account: PageAccount) -> int:
 
 def _requests(core: Core) -> int:
     crc = 0
-    for request in core.books.requests.values():
+    for request in core.state.requests.values():
         words = (
             request.request_id,
             request.state.value,

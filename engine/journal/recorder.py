@@ -208,7 +208,7 @@ class Recorder:
         """Drop the keys of requests that failed or were aborted. If an event of one is still to come, it is written
         with all its keys.
         """
-        requests = self._core.books.requests
+        requests = self._core.state.requests
         for name in [name for name in self._arrived if name not in requests]:
             del self._arrived[name]
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)

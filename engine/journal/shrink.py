@@ -24,10 +24,11 @@ from tidekv.states.commands import Operation
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, InvalidRequest, ReplayDiverged
 from tidekv.states.events import Event
-from tidekv.states.loads import Load
-from tidekv.states.request import Request
-from tidekv.states.request_tails import RequestTails
-from tidekv.states.tail_storage import TailFetch
+from tidekv.states.loads import LoadCopy, LoadFetch
+from tidekv.states.request_tails import TailCopy
+from tidekv.states.restore import Recomputation
+from tidekv.states.storage_use import StorageQuery
+from tidekv.states.tail_storage import StoredTailCopy, TailRead
 
 RUNS_MAX = 2000
 """So many shortened runs are tried at most."""
@@ -81,21 +82,26 @@ class _Purposes:
         """Note the operations that a step has begun."""
         for command in given:
             if isinstance(command, Operation):
-                kind = (type(command).__name__, _requests_of(core.books.operations.get(command.op)))
+                kind = (type(command).__name__, _requests_of(core.state.operations.get(command.op)))
                 purpose = (*kind, self._seen[kind])
                 self._seen[kind] += 1
                 self.of_op[command.op] = purpose
                 self.ops[purpose] = command.op
 
 
-def _requests_of(owner: object) -> tuple[str, ...]:
-    if isinstance(owner, Load):
-        return tuple(request.request_id for request in owner.sharers)
-    if isinstance(owner, TailFetch):
-        owner = owner.tails
-    if isinstance(owner, RequestTails):
-        owner = owner.request
-    return (owner.request_id,) if isinstance(owner, Request | Backup) else ()
+def _requests_of(operation: object) -> tuple[str, ...]:
+    if isinstance(operation, LoadFetch | LoadCopy):
+        return tuple(request.request_id for request in operation.load.sharers)
+    if isinstance(operation, Backup):
+        return (operation.request_id,)
+    request = None
+    if isinstance(operation, TailRead | StoredTailCopy):
+        request = operation.fetch.tails.request
+    elif isinstance(operation, TailCopy):
+        request = operation.tails.request
+    elif isinstance(operation, StorageQuery | Recomputation):
+        request = operation.request
+    return () if request is None else (request.request_id,)
 
 
 class _Reduction:

@@ -39,8 +39,8 @@ class KVEventWatcher:
     def __init__(
         self, core: Core, outlet: Outlet, *, teller: KVEventTeller | None = None, bigrams: bool = False
     ) -> None:
-        self._tree = core.books.index.tree
-        self._touched = watch(core.books.index)
+        self._tree = core.state.index.tree
+        self._touched = watch(core.state.index)
         self._attachment = self._tree.attachment
         self._outlet = outlet
         settings = core.settings

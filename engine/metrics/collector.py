@@ -72,7 +72,7 @@ class MetricsCollector(Collector):
         )
         yield _counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)
         yield _counter("tidekv_events", "Events that the core took.", "type", fold.events)
-        yield _counter("tidekv_core", "What the core counts of its own.", "what", fold.core.books.counters)
+        yield _counter("tidekv_core", "What the core counts of its own.", "what", fold.core.state.counters)
         yield _counter("tidekv_calls_failed", "Copies and calls to storage that failed.", "call", fold.calls_failed)
         yield _histograms("tidekv_state_seconds", "Time in each state.", "state", fold.state_s)
         yield _histograms("tidekv_call_seconds", "Copies and calls to storage, by kind.", "call", fold.calls_s)

@@ -80,12 +80,12 @@ class MetricsFold:
             commands.TellReady: self._ready,
             commands.TellFailed: self._failed,
         }
-        core.books.index.on_evict.append(self._evict)
+        core.state.index.on_evict.append(self._evict)
 
     def follow(self, core: Core) -> None:
         """Count on with another core, which has taken no event."""
         self.core = core
-        core.books.index.on_evict.append(self._evict)
+        core.state.index.on_evict.append(self._evict)
 
     def stepped(self, event: events.Event, given: list[commands.Command], error: str = "") -> None:
         """Count the step that the core has just made."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states import events
-from tidekv.states.load import LOAD_CAUSES
 from tidekv.states.policy import POLICY_FIELDS
-from tidekv.states.request import DECLINED
+from tidekv.states.request import DECLINED, LOAD_CAUSES
 
 if TYPE_CHECKING:
     from tidekv.engine.seeing.story import Work
     from tidekv.states.core import Core
-    from tidekv.states.load import Load
     from tidekv.states.policy import StoragePolicy
-    from tidekv.states.request import Request
+    from tidekv.states.request import Load, Request
 
 CONSEQUENCES = {
     "query": "the plan was made without storage",
@@ -88,10 +86,10 @@ def good_of(event: events.Event, work: Work) -> int:
 def declined_words(request: Request, core: Core) -> str:
     """Why pages that storage has are not fetched, with the setting that says so."""
     cause, count = request.declined
-    policy = core.books.settings
+    policy = core.state.settings
     detail = ""
     if cause == "storage_left_alone":
-        detail = breaker_words(core) if core.books.storage.is_open else "it was detached"
+        detail = breaker_words(core) if core.storage.is_open else "it was detached"
     elif cause == "below_threshold":
         detail = f"prefetch_threshold_tokens is {policy.prefetch_threshold_tokens}"
     elif cause == "limit":
@@ -105,7 +103,7 @@ def declined_words(request: Request, core: Core) -> str:
 
 def breaker_words(core: Core) -> str:
     """Why nobody asks storage anything."""
-    limit = core.books.settings.breaker_failures
+    limit = core.state.settings.breaker_failures
     return (
         f"the breaker is open: storage failed or was late {limit} times in a row, and is asked nothing until a probe "
         "succeeds"
@@ -114,21 +112,21 @@ def breaker_words(core: Core) -> str:
 
 def unasked_words(request: Request, core: Core) -> str:
     """Why storage is not asked for this request, which is to wait for admission; "" where that is as planned."""
-    books = core.books
-    if not books.storage_available or request.restore_limit or request.query_op:
+    state = core.state
+    if not state.storage_available or request.restore_limit or request.query_op:
         return ""
-    missing = request.full_pages - sum(books.index.peek(request.namespace, request.keys))
-    if missing * books.settings.page_size < max(books.settings.prefetch_threshold_tokens, 1):
+    missing = request.full_pages - sum(state.index.peek(request.namespace, request.keys))
+    if missing * state.settings.page_size < max(state.settings.prefetch_threshold_tokens, 1):
         return ""
-    return f"storage was not asked: {breaker_words(core)}" if books.storage.is_open else ""
+    return f"storage was not asked: {breaker_words(core)}" if core.storage.is_open else ""
 
 
 def unstored_words(core: Core, kept_tokens: int) -> str:
     """Why what a finished request leaves is not put in storage; "" where it is there already, or there is none."""
-    settings = core.books.settings
-    if not core.books.storage_available:
+    settings = core.state.settings
+    if not core.state.storage_available:
         return ""
-    if core.books.storage.is_open:
+    if core.storage.is_open:
         return breaker_words(core)
     if kept_tokens < settings.write_tokens_min:
         return f"its {kept_tokens} tokens are fewer than write_tokens_min, {settings.write_tokens_min}"

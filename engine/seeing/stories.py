@@ -25,12 +25,13 @@ from tidekv.engine.seeing.plans import plan_of
 from tidekv.engine.seeing.story import Story, Work
 from tidekv.states import commands, events
 from tidekv.states.backups import STORE_DEADLINE_S, Backup
-from tidekv.states.load import LateFetch, Load, Stage
-from tidekv.states.lookahead import AheadRun
+from tidekv.states.loads import LoadCopy, LoadFetch
+from tidekv.states.lookahead import AheadRead
 from tidekv.states.policy import StoragePolicy, policy_of
-from tidekv.states.request import State
-from tidekv.states.request_tails import RequestTails
-from tidekv.states.tail_storage import TailFetch
+from tidekv.states.request import Stage, State
+from tidekv.states.request_tails import TailCopy
+from tidekv.states.storage_use import LateFetch
+from tidekv.states.tail_storage import StoredTailCopy, TailRead
 
 if TYPE_CHECKING:
     from tidekv.engine.journal.replayer import Replayer, Step
@@ -101,8 +102,8 @@ class Stories:
             self._arrived(event, core)
         self._note_event(event, at_s, core)
         self._end_work(event, at_s, core)
-        if core.books.counters.get("transitions_raised", 0) != self._raised:
-            self._raised = core.books.counters["transitions_raised"]
+        if core.state.counters.get("transitions_raised", 0) != self._raised:
+            self._raised = core.state.counters["transitions_raised"]
             self._note_raises(at_s, core)
         for request_id, state in step.moves:
             self._move(request_id, state, at_s, core)
@@ -111,7 +112,7 @@ class Stories:
             teller = self._tellers.get(type(command))
             if teller is not None:
                 teller(command, at_s, core)
-        self._breaker_is_open = core.books.storage.is_open
+        self._breaker_is_open = core.storage.is_open
 
     # --- Events ---
 
@@ -180,36 +181,38 @@ class Stories:
 
     def _give_up_late(self, at_s: float, core: Core) -> None:
         for op, (work, stories) in list(self._open.items()):
-            owner = core.books.operations.get(op)
+            owner = core.state.operations.get(op)
             if work.trouble:
                 continue
-            if isinstance(owner, Backup | RequestTails) or (isinstance(owner, TailFetch) and work.kind == "tail"):
+            if isinstance(owner, Backup | TailCopy | StoredTailCopy):
                 wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
                 if work.begun_at_s + wait_s > at_s:
                     continue
             elif owner is None and work.kind == "query":
                 work.ended_at_s = at_s
                 del self._open[op]
-            elif not isinstance(owner, LateFetch) and not (isinstance(owner, Load) and owner.stage is Stage.VOID):
+            elif not isinstance(owner, LateFetch) and not (
+                isinstance(owner, LoadCopy) and owner.load.stage is Stage.VOID
+            ):
                 continue
             work.trouble = LATE[work.kind]
             consequence = CONSEQUENCES.get(f"late {work.kind}") or CONSEQUENCES["ahead" if work.ahead else work.kind]
             self._tell_trouble(work, stories, consequence, at_s, core)
 
     def _give_up_cut(self, core: Core) -> None:
-        if core.books.settings.prefetch == "best_effort":
+        if core.state.settings.prefetch == "best_effort":
             for op, (work, _) in self._open.items():
-                if not work.trouble and isinstance(core.books.operations.get(op), LateFetch):
+                if not work.trouble and isinstance(core.state.operations.get(op), LateFetch):
                     work.trouble = EXTENDED["transfer_done"]
 
     def _tell_trouble(self, work: Work, stories: list[Story], consequence: str, at_s: float, core: Core) -> None:
-        if core.books.storage.is_open and not self._breaker_is_open and work.kind in OF_STORAGE:
+        if core.storage.is_open and not self._breaker_is_open and work.kind in OF_STORAGE:
             consequence += ", and that opened the breaker: storage is asked nothing until a probe succeeds"
         for story in stories:
             story.fall_back(at_s, work.trouble, consequence)
 
     def _note_raises(self, at_s: float, core: Core) -> None:
-        for request in core.books.requests.values():
+        for request in core.state.requests.values():
             story = self._live.get(request.request_id)
             if story is not None and request.raised > story.raised:
                 story.raised = request.raised
@@ -260,7 +263,7 @@ class Stories:
         self._begin(command.op, Work("query", command.first, command.count, at_s), [story])
 
     def _fetch(self, command: commands.FetchPages, at_s: float, core: Core) -> None:
-        ahead = isinstance(core.books.operations.get(command.op), AheadRun)
+        ahead = isinstance(core.state.operations.get(command.op), AheadRead)
         work = Work("fetch", command.first, len(command.host_pages), at_s, ahead=ahead)
         self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
 
@@ -270,27 +273,31 @@ class Stories:
         self._begin(command.op, work, [self._live[command.request_id]])
 
     def _copy(self, command: commands.CopyToDevice, at_s: float, core: Core) -> None:
-        owner = core.books.operations.get(command.op)
-        first = owner.first if isinstance(owner, Load) else 0
+        owner = core.state.operations.get(command.op)
+        first = owner.load.first if isinstance(owner, LoadCopy) else 0
         work = Work("copy", first, len(command.host_pages), at_s)
         self._begin(command.op, work, self._sharers(command.op, core))
 
     def _sharers(self, op: int, core: Core) -> list[Story]:
-        owner = core.books.operations.get(op)
-        if not isinstance(owner, Load):
+        owner = core.state.operations.get(op)
+        if not isinstance(owner, LoadFetch | LoadCopy):
             return []
-        return [self._live[request.request_id] for request in owner.sharers if request.request_id in self._live]
+        return [self._live[request.request_id] for request in owner.load.sharers if request.request_id in self._live]
 
     def _backup(self, command: commands.CopyToHost, at_s: float, core: Core) -> None:
-        owner = core.books.operations.get(command.op)
+        owner = core.state.operations.get(command.op)
         if isinstance(owner, Backup) and owner.serial in self._by_serial:
             work = Work("backup", owner.first, len(command.host_pages), at_s)
             self._begin(command.op, work, [self._by_serial[owner.serial]])
 
     def _copy_tail(self, command: commands.CopyTail, at_s: float, core: Core) -> None:
-        owner = core.books.operations.get(command.op)
-        tails = owner.tails if isinstance(owner, TailFetch) else owner
-        if isinstance(tails, RequestTails) and tails.request is not None:
+        owner = core.state.operations.get(command.op)
+        tails = None
+        if isinstance(owner, TailRead | StoredTailCopy):
+            tails = owner.fetch.tails
+        elif isinstance(owner, TailCopy):
+            tails = owner.tails
+        if tails is not None and tails.request is not None:
             first = tails.reserved.tails[command.component].first
             work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"

@@ -19,7 +19,7 @@ def audit(world: World) -> None:
     world.tails.check_cached(world.core)
     width = world.settings.key_bytes
     tags: dict[Node, list[int]] = {}
-    for node in world.core.books.index.nodes():
+    for node in world.core.state.index.nodes():
         parent = node.parent
         assert parent is not None
         before: int | str = node.namespace if parent.is_root else tags[parent][-1]
@@ -32,6 +32,6 @@ def audit(world: World) -> None:
             world.device.expect(node.device, own, f"cached node {node}")
         if node.host is not None:
             world.host.expect(node.host, own, f"cached node {node}")
-    for request in world.core.books.requests.values():
+    for request in world.core.state.requests.values():
         if not world.caller(request.request_id):
             raise Violation(f"{request} lives, but its caller is gone")

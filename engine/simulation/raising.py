@@ -1,7 +1,7 @@
 """Makes rules of the core raise somewhere in their middle, as a bug of ours, an eviction policy or a hook would.
 
-Every call that a rule makes to the index, the accounts or the books is a place where it may raise, before the call has
-done anything. At most one call of a step does, so that whatever mends the damage works.
+Every call that a rule makes to the index, the accounts or the shared state is a place where it may raise, before the
+call has done anything. At most one call of a step does, so that whatever mends the damage works.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COMPONENT_CALLS = (
     "settle",
 )
 ACCOUNT_CALLS = ("take", "give_back", "drain", "settle")
-BOOKS_CALLS = ("say", "begin", "make_device_room", "make_host_room")
+STATE_CALLS = ("emit", "start_operation", "make_device_room", "make_host_room")
 PLACES_MAX = 24
 
 
@@ -75,16 +75,16 @@ class Places:
         """Calls seen so far."""
         self._depth = 0
         self._is_stepping = False
-        books = core.books
+        state = core.state
         for name in INDEX_CALLS:
-            setattr(books.index, name, self._watched(getattr(books.index, name)))
-        for name in COMPONENT_CALLS if books.components is not None else ():
-            setattr(books.components, name, self._watched(getattr(books.components, name)))
-        for name in BOOKS_CALLS:
-            setattr(books, name, self._watched(getattr(books, name)))
+            setattr(state.index, name, self._watched(getattr(state.index, name)))
+        for name in COMPONENT_CALLS if state.components is not None else ():
+            setattr(state.components, name, self._watched(getattr(state.components, name)))
+        for name in STATE_CALLS:
+            setattr(state, name, self._watched(getattr(state, name)))
         # An account has no room for methods of its own: it becomes one of a class that does.
         calls = {name: self._watched(getattr(PageAccount, name)) for name in ACCOUNT_CALLS}
-        for account in (books.device, books.host):
+        for account in (state.device, state.host):
             account.__class__ = type("WatchedAccount", (PageAccount,), {"__slots__": (), **calls})
         core.step = self._stepping(core.step)  # type: ignore[method-assign, assignment]  # Calls count within steps alone.
 
@@ -100,7 +100,7 @@ class Places:
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:  # Any: all is handed on.
         def call(*arguments: Any, **named: Any) -> Any:
-            # A call within a call is not a place of a rule: books evict by the index.
+            # A call within a call is not a place of a rule: the shared state evicts by the index.
             if self._is_stepping and not self._depth:
                 self.count += 1
                 if self.left:

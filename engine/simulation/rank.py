@@ -65,7 +65,7 @@ class SimulatedRank:
         world = self.world
         self.core = Core(world.settings)
         self.agreement = Agreement(self.core, rank=self.number, epoch=epoch, hold_s=2.0)
-        self.device, self.host = SimulatedPool(self.core.books.device), SimulatedPool(self.core.books.host)
+        self.device, self.host = SimulatedPool(self.core.state.device), SimulatedPool(self.core.state.host)
         self.tails = SimulatedTails(self.core, world.contents)
         self.events = 0
         tiers = RankTiers(self)
@@ -377,15 +377,15 @@ class SimulatedRank:
 
     def books(self) -> tuple[object, ...]:
         """What must be the same on all ranks: the tree, its pages, and the free lists in their order."""
-        index = self.core.books.index
+        index = self.core.state.index
         nodes = tuple(
             (node.namespace, node.edge, tuple(node.device or ()), tuple(node.host or ()), node.anchored)
             for node in index.nodes()
         )
         return (
             nodes,
-            tuple(self.core.books.device.free_pages),
-            tuple(self.core.books.host.free_pages),
+            tuple(self.core.state.device.free_pages),
+            tuple(self.core.state.host.free_pages),
             *kept_tails(self.core),
         )
 

@@ -36,7 +36,7 @@ def leave_tails(tails: SimulatedTails, caller: RankCaller, tokens: bytes, *, ran
 
 def kept_tails(core: Core) -> tuple[object, ...]:
     """What must be the same on all ranks: the free pages of each pool, and the pages of each node."""
-    components = core.books.components
+    components = core.state.components
     return tuple(
         (tuple(tier.account.free_pages), tuple(tuple(tier.pages_of(node).items()) for node in tier.nodes()))
         for tier in (() if components is None else components.tiers)

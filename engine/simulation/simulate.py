@@ -83,7 +83,7 @@ def simulate(
         virtual_s=world.now_s,
         ends=world.ends,
         faults=world.faults.counts,
-        counters=dict(sorted(world.core.books.counters.items())),
+        counters=dict(sorted(world.core.state.counters.items())),
         tails=dict(sorted(world.tails.counts.items())),
         digest=world.digest,
     )

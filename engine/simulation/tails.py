@@ -52,11 +52,11 @@ class SimulatedTails:
         self.pools: dict[tuple[TierName, str], SimulatedPool] = {}
         self.counts: Counter[str] = Counter()
         """What has happened, so that a run can be seen to have had it."""
-        if core.books.components is not None:
+        if core.state.components is not None:
             self.pools |= {
-                ("device", name): SimulatedPool(t.account) for name, t in core.books.components.device.items()
+                ("device", name): SimulatedPool(t.account) for name, t in core.state.components.device.items()
             }
-            self.pools |= {("host", name): SimulatedPool(t.account) for name, t in core.books.components.host.items()}
+            self.pools |= {("host", name): SimulatedPool(t.account) for name, t in core.state.components.host.items()}
 
     @property
     def is_quiet(self) -> bool:
@@ -184,7 +184,7 @@ class SimulatedTails:
 
     def check_cached(self, core: Core) -> None:
         """Raise a Violation unless every cached page of a component holds what the keys above it say."""
-        index = core.books.components
+        index = core.state.components
         if index is None:
             return
         for node in index.index.nodes():

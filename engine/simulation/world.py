@@ -51,8 +51,8 @@ class World:
         self.schedule = Schedule()
         self.faults = Faults(random, faults, without, with_components=bool(settings.components))
         self.contents = Contents()
-        self.device = SimulatedPool(self.core.books.device)
-        self.host = SimulatedPool(self.core.books.host)
+        self.device = SimulatedPool(self.core.state.device)
+        self.host = SimulatedPool(self.core.state.host)
         self.tails = SimulatedTails(self.core, self.contents)
         self.outcomes = Outcomes(self)
         self.storage = SimulatedStorage(self, random)
@@ -253,7 +253,7 @@ class World:
             self.digest = zlib.crc32(ENCODER.encode(wish), self.digest)
             self._execute[type(wish)](wish)
         self._is_stepping = False
-        for account in (self.core.books.device, self.core.books.host):
+        for account in (self.core.state.device, self.core.state.host):
             if account.free + account.owned + account.cached + account.draining != account.total:
                 raise Violation(f"pool {account.name} does not add up")
         self.tails.check_sums()

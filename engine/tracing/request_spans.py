@@ -52,7 +52,7 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
         raise InvalidConfig("spans need OpenTelemetry, which is an extra: pip install 'tidekv[otel]'")
     engine.statistics()  # Raises EngineClosed where it was not started.
     parts = engine._parts
-    if parts.core.books.requests:
+    if parts.core.state.requests:
         raise InvalidRequest("spans are made of whole requests: call trace_requests before the engine's first one")
     spans = RequestSpans(lambda: parts.core, provider, now_s=parts.driver.clock())
     parts.calls.on_begin = spans.begun

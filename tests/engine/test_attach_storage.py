@@ -203,11 +203,11 @@ async def test_a_cancelled_attach_leaves_the_old_storage_in_use(make_pair) -> No
         await pair.engine._calls.wait_until(lambda: pair.engine._parts.effects.storage_calls == 1)
         new = open_storage("memory:?capacity=1MiB")
         attaching = asyncio.create_task(pair.engine.attach_storage(new))
-        await pair.engine._calls.wait_until(lambda: not pair.engine._core.books.storage_available)
+        await pair.engine._calls.wait_until(lambda: not pair.engine._core.state.storage_available)
         attaching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await attaching
-        assert pair.engine._core.books.storage_available
+        assert pair.engine._core.state.storage_available
         release.set()
         await pair.engine.wait_settled()
         await pair.engine.flush()

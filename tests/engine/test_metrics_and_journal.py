@@ -91,7 +91,7 @@ async def run_with_faults(pair: Any, storage: MoodyStorage) -> None:
     await serve("limit")
     engine.change_policy(fetch_pages_in_flight_max=0, breaker_failures=1, breaker_backoff_s=0.01)
     await serve("opens the breaker", "query fails")
-    await engine._calls.wait_until(lambda: not engine._core.books.storage.is_open)
+    await engine._calls.wait_until(lambda: not engine._core.storage.is_open)
     await engine.wait_settled()
     await engine.flush(("l1",))
     copier = engine._parts.copier

@@ -173,7 +173,7 @@ class Play:
         return self.last(commands.CopyToDevice)
 
     def change_policy(self, **changes: object) -> None:
-        self.take(events.PolicyChanged, policy=changed_policy(policy_of(self.core.books.settings), changes))
+        self.take(events.PolicyChanged, policy=changed_policy(policy_of(self.core.state.settings), changes))
 
     def bring_to(self, state: str, request_id: str = "r1", **fields: Any) -> None:
         """A request waits in this state; from the plan on it has a room whose promise went to p0."""

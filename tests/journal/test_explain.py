@@ -17,8 +17,7 @@ from tidekv.engine.seeing.explain import explain
 from tidekv.engine.seeing.stories import read_stories
 from tidekv.engine.simulation.faults import FAULTS
 from tidekv.states import events, loads, rules
-from tidekv.states.load import LOAD_CAUSES
-from tidekv.states.request import DECLINED, State
+from tidekv.states.request import DECLINED, LOAD_CAUSES, State
 from tidekv.states.table import TRANSITIONS
 
 Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.

@@ -11,8 +11,7 @@ from tests.support.recount import counters_of, recount, scraped
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.seeing.stories import Stories
-from tidekv.states.load import LOAD_CAUSES
-from tidekv.states.request import DECLINED
+from tidekv.states.request import DECLINED, LOAD_CAUSES
 
 PAGE_BYTES = 1024
 
@@ -34,8 +33,8 @@ def test_live_replayed_and_recounted_metrics_are_the_same(simulate, seed: int) -
     assert replayed == live
     assert counters_of(replayed) == pytest.approx(naive)
     # Nothing is kept of requests that are over.
-    assert not again._since or replayer.core.books.requests
-    assert set(again._landed) <= set(replayer.core.books.requests)
+    assert not again._since or replayer.core.state.requests
+    assert set(again._landed) <= set(replayer.core.state.requests)
 
 
 @pytest.mark.parametrize("seed", range(1, 3))
@@ -46,7 +45,7 @@ def test_cuts_by_cause_are_those_that_stories_tell(simulate, seed: int) -> None:
         fold.stepped(step.event, step.commands, step.error)
         stories.take(step, replayer.core)
     told = Counter(work.cause for story in stories.all for work in story.works if work.kind == "span" and work.span)
-    assert sum(fold.cuts.values()) == sum(told.values()) == replayer.core.books.counters.get("extends", 0)
+    assert sum(fold.cuts.values()) == sum(told.values()) == replayer.core.state.counters.get("extends", 0)
     assert set(fold.cuts) <= {*LOAD_CAUSES, "fetch_failed", "start_raised"}
     declined = sum(plan.declined_pages for story in stories.all for plan in story.plans)
     assert sum(fold.declined.values()) == declined

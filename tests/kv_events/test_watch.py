@@ -86,7 +86,7 @@ class Router:
 def truth(core: Core) -> Held:
     """What the index holds, by walking all of it."""
     held: Held = {"GPU": set(), "CPU": set(), "STORAGE": set()}
-    tree = core.books.index.tree
+    tree = core.state.index.tree
     chains: dict[Node, bytes] = {}
     for node in tree.nodes():
         before = node.namespace.encode() if node.parent.is_root else chains[node.parent]
@@ -164,7 +164,7 @@ def test_tokens_are_named_by_the_keys_that_storage_has() -> None:
 
 
 def test_nothing_is_noted_where_nobody_watches() -> None:
-    index = Rig().core.books.index
+    index = Rig().core.state.index
     assert index.tree.touched is None
     assert index.device_tier.touched is None
     assert index.host_tier.touched is None
@@ -175,7 +175,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.core = Core(CoreSettings(page_size=2, key_bytes=8, device_pages=16, host_pages=16))
-        self.index = self.core.books.index
+        self.index = self.core.state.index
         self.batches: list[Sequence[KVEvent]] = []
         self.watcher = KVEventWatcher(self.core, AtOnce(self.batches.append))
         assert self.batches == [[AllBlocksCleared()]]
@@ -183,9 +183,9 @@ class Desk:
 
     def put(self, *tokens: int, namespace: str = "") -> Node:
         keys = b"".join(token.to_bytes(4, "little") for token in tokens)
-        pages = self.core.books.device.take(len(tokens) // 2)
+        pages = self.core.state.device.take(len(tokens) // 2)
         inserted = self.index.insert(namespace, keys, pages)
-        self.core.books.device.give_back(inserted.duplicates)
+        self.core.state.device.give_back(inserted.duplicates)
         return inserted.node
 
     def told(self) -> list[KVEvent]:
@@ -206,8 +206,8 @@ def test_pages_named_by_pairs_are_told_with_their_own_tokens() -> None:
     keys, wanted = PageKeys(2, bigrams=True), []
     for tokens in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9, 9, 9]):
         packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-        inserted = core.books.index.insert("", keys.of(packed), core.books.device.take(3))
-        core.books.device.give_back(inserted.duplicates)
+        inserted = core.state.index.insert("", keys.of(packed), core.state.device.take(3))
+        core.state.device.give_back(inserted.duplicates)
         batches.clear()
         watcher.stepped(events.ClockAdvanced(at_s=0.0), [])
         wanted = [hash_of(digest) for digest in page_digests(packed, 2, bigrams=True)]
@@ -243,7 +243,7 @@ def test_a_page_that_moves_down_is_told_there_before_it_is_gone_here() -> None:
     desk = Desk()
     node = desk.put(1, 2, 3, 4)
     desk.told()
-    desk.index.give_host(node, desk.core.books.host.take(2))
+    desk.index.give_host(node, desk.core.state.host.take(2))
     desk.index.mark_stored(node)
     desk.index.evict_device(2)
     found = desk.told()

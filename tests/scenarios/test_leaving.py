@@ -52,7 +52,7 @@ def test_an_abort_in_each_state_leaves_nothing_behind(state: State) -> None:
     settle_all(rig)
     rig.expect_nothing_held()
     # The pages are good for others: as many as the device has.
-    rig.core.books.storage_available = False
+    rig.core.state.storage_available = False
     rig.make_ready("next", bytes(range(100, 100 + rig.settings.device_pages)))
 
 

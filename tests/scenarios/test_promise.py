@@ -64,7 +64,7 @@ def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l
         over(rig, "shallow", TEN[:l1])
         rig.take(commands.TellFinished)
         rig.take_all(commands.ForgetTokens)
-    device, host = rig.core.books.index.peek("", TEN)
+    device, host = rig.core.state.index.peek("", TEN)
     rig.arrive("a", TEN)
     found = 0
     for query in rig.take_all(commands.QueryStorage):
@@ -91,14 +91,14 @@ def test_what_is_declined_is_not_promised(gate: str) -> None:
     """Each gate in front of a read makes the promise shorter; none leaves a promise behind that nobody keeps."""
     rig = stored_only(host_pages=32)
     if gate == "threshold":
-        rig.core.books.settings = rig.core.settings.__class__(
+        rig.core.state.settings = rig.core.settings.__class__(
             **{name: getattr(rig.settings, name) for name in rig.settings.__struct_fields__}
             | {"prefetch_threshold_tokens": 8}
         )
     rig.arrive("a", TEN)
     query = rig.take(commands.QueryStorage)
     if gate == "host memory":
-        rig.core.books.host.take(rig.core.books.host.free)
+        rig.core.state.host.take(rig.core.state.host.free)
         rig.core.check = lambda: None  # type: ignore[method-assign]  # Those pages are the test's, which no audit knows.
     elif gate == "detached":
         rig.step(events.StorageChanged, available=False)
@@ -164,10 +164,10 @@ def test_a_miss_allocates_nothing_and_the_promise_goes_in_the_step_of_the_answer
     rig.attach_storage()
     rig.arrive("a", TEN)
     query = rig.take(commands.QueryStorage)
-    assert rig.core.books.host.free == 32
+    assert rig.core.state.host.free == 32
     rig.nothing_else()
     assert [type(wish) for wish in rig.answer(query, 0)] == [commands.SendPromise]
-    assert rig.core.books.host.free == 32
+    assert rig.core.state.host.free == 32
 
 
 def test_storage_is_asked_while_a_request_waits_for_memory_and_nothing_is_reserved_by_that() -> None:
@@ -176,7 +176,7 @@ def test_storage_is_asked_while_a_request_waits_for_memory_and_nothing_is_reserv
     rig.arrive("a", TEN)
     assert rig.state("a") == "PREALLOC"
     rig.answer(rig.take(commands.QueryStorage), 10)
-    assert (rig.state("a"), rig.core.books.host.free) == ("PREALLOC", 32)
+    assert (rig.state("a"), rig.core.state.host.free) == ("PREALLOC", 32)
     rig.nothing_else()
 
 
@@ -208,7 +208,7 @@ def test_promised_host_pages_are_pinned_against_whoever_needs_host_memory() -> N
     rig.make_ready("b", b"ABCDEFGHIJ")
     rig.finish("b", b"ABCDEFGHIJ")
     assert rig.take_all(commands.CopyToHost) == []
-    assert rig.core.books.index.host_protected == 10
+    assert rig.core.state.index.host_protected == 10
     rig.copied(copy)
     assert become_ready(rig, promise).sources["l2"] == 10
 
@@ -220,9 +220,9 @@ def test_an_answer_that_comes_when_the_tree_has_grown_promises_what_is_there_now
     rig.arrive("slow", TEN)
     query = rig.take(commands.QueryStorage)
     assert rig.state("slow") == "MATCH"
-    rig.core.books.storage_available = False
+    rig.core.state.storage_available = False
     rig.make_ready("fast", TEN[:7])
-    rig.core.books.storage_available = True
+    rig.core.state.storage_available = True
     rig.answer(query, 0)
     promise = rig.take(commands.SendPromise)
     assert (promise.promised_tokens, len(promise.pages)) == (7, 3)

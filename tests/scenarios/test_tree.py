@@ -48,7 +48,7 @@ def test_two_that_bring_the_same_prompt_share_one_copy_of_it_and_account_for_bot
     statistics = rig.core.statistics()
     assert (statistics["device_free"], statistics["device_cached"], statistics["device_owned"]) == (8, 8, 0)
     rig.finish("a", b"abcdefgh")
-    assert rig.core.books.index.device_protected == 8
+    assert rig.core.state.index.device_protected == 8
     rig.abort("b")
     back_up(rig)
     rig.expect_nothing_held()
@@ -92,6 +92,6 @@ def test_a_tree_of_shared_beginnings_frees_everything_when_traffic_stops() -> No
         rig.finish(name, tokens)
         back_up(rig)
     rig.expect_nothing_held()
-    index, books = rig.core.books.index, rig.core.books
-    assert index.device_evictable == books.device.cached > 0
-    assert index.host_evictable == books.host.cached > 0
+    index, state = rig.core.state.index, rig.core.state
+    assert index.device_evictable == state.device.cached > 0
+    assert index.host_evictable == state.host.cached > 0

@@ -9,14 +9,13 @@ import pytest
 
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.states.backups import Backup, Backups
-from tidekv.states.books import Books
+from tidekv.states.core_state import CoreState
 from tidekv.states.index import Node
-from tidekv.states.load import Load, Stage
 from tidekv.states.loads import Loads
-from tidekv.states.lookahead import Ahead, Lookahead
-from tidekv.states.request import Request
+from tidekv.states.lookahead import Lookahead
+from tidekv.states.request import Ahead, Load, Request, Room, Stage
 from tidekv.states.restore import Restore
-from tidekv.states.rooms import Room, Rooms
+from tidekv.states.rooms import Rooms
 from tidekv.states.shapes import PageIds, page_ids
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -67,7 +66,7 @@ def pages_are_published_before_their_copy(patch: pytest.MonkeyPatch) -> None:
     def begin_copy(self: Loads, first: int, nodes: list[Node], pages: PageIds, *, tier: str) -> Load:
         load = original(self, first, nodes, pages, tier=tier)
         for node in load.nodes:
-            self._books.index.set_load(node, None)
+            self._state.index.set_load(node, None)
         return load
 
     original = Loads.begin_copy
@@ -77,7 +76,7 @@ def pages_are_published_before_their_copy(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def an_extend_goes_to_pages_under_a_late_copy(patch: pytest.MonkeyPatch) -> None:
     def copy_is_late(self: Loads, load: Load) -> None:
-        self._books.operations.pop(load.op)
+        self._state.operations.pop(load.op)
         self.fail(load)
 
     patch.setattr(Loads, "copy_is_late", copy_is_late)
@@ -100,13 +99,13 @@ def an_outcome_counts_each_time_it_is_told(patch: pytest.MonkeyPatch) -> None:
         def pop(self, op: int, default: object = None) -> Any:  # Any: the owner of an operation.
             return self.get(op, default)
 
-    original = Books.__init__
+    original = CoreState.__init__
 
-    def init(self: Books, settings: Any) -> None:  # Any: handed on.
+    def init(self: CoreState, settings: Any) -> None:  # Any: handed on.
         original(self, settings)
         self.operations = Forever()
 
-    patch.setattr(Books, "__init__", init)
+    patch.setattr(CoreState, "__init__", init)
 
 
 @mutant
@@ -129,7 +128,7 @@ def a_sharer_extends_beyond_its_own_prompt(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def a_late_fetch_gives_its_host_pages_back_at_once(patch: pytest.MonkeyPatch) -> None:
     def fetch_is_late(self: Loads, load: Load) -> None:
-        self._books.operations.pop(load.op)
+        self._state.operations.pop(load.op)
         self.fail(load)
 
     patch.setattr(Loads, "fetch_is_late", fetch_is_late)
@@ -184,7 +183,7 @@ def a_failed_load_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def who_waits_is_not_woken_by_freed_pages(patch: pytest.MonkeyPatch) -> None:
-    class Deaf(Books):
+    class Deaf(CoreState):
         @property
         def pages_freed(self) -> bool:
             return False
@@ -193,7 +192,7 @@ def who_waits_is_not_woken_by_freed_pages(patch: pytest.MonkeyPatch) -> None:
         def pages_freed(self, freed: bool) -> None:
             pass
 
-    patch.setattr("tidekv.states.core.Books", Deaf)
+    patch.setattr("tidekv.states.core.CoreState", Deaf)
 
 
 @mutant
@@ -211,7 +210,7 @@ def write_back_frees_a_device_page_before_its_copy(patch: pytest.MonkeyPatch) ->
     def begin(self: Backups, backup: Backup) -> None:
         original(self, backup)
         if backup.copies_ahead and backup.lock is not None:
-            self._books.index.unlock(backup.lock)
+            self._state.index.unlock(backup.lock)
             backup.lock = None
 
     original = Backups._begin
@@ -221,7 +220,7 @@ def write_back_frees_a_device_page_before_its_copy(patch: pytest.MonkeyPatch) ->
 @mutant
 def write_back_names_its_pages_by_the_leaf_alone(patch: pytest.MonkeyPatch) -> None:
     def keys_put(self: Backups, op: int) -> tuple[str, bytes]:
-        backup: Any = self._books.operations[op]  # Any: the owner of an operation.
+        backup: Any = self._state.operations[op]  # Any: the owner of an operation.
         return backup.leaf.namespace, backup.leaf.edge
 
     patch.setattr(Backups, "keys_put", keys_put)
@@ -231,7 +230,7 @@ def write_back_names_its_pages_by_the_leaf_alone(patch: pytest.MonkeyPatch) -> N
 def look_ahead_forgets_its_host_pages(patch: pytest.MonkeyPatch) -> None:
     def cut(self: Lookahead, ahead: Ahead, at: int) -> None:
         for run in ahead.runs[at:]:
-            if not run.is_landed and self._books.operations.pop(run.op, None) is not None:
+            if not run.is_landed and self._state.operations.pop(run.op, None) is not None:
                 self._is_over(run)
         del ahead.runs[at:]
 
@@ -242,9 +241,9 @@ def look_ahead_forgets_its_host_pages(patch: pytest.MonkeyPatch) -> None:
 def look_ahead_frees_host_pages_that_are_still_written(patch: pytest.MonkeyPatch) -> None:
     def cut(self: Lookahead, ahead: Ahead, at: int) -> None:
         for run in ahead.runs[at:]:
-            if not run.is_landed and self._books.operations.pop(run.op, None) is not None:
+            if not run.is_landed and self._state.operations.pop(run.op, None) is not None:
                 self._is_over(run)
-            self._books.host.give_back(run.host_pages)
+            self._state.host.give_back(run.host_pages)
         del ahead.runs[at:]
 
     patch.setattr(Lookahead, "_cut", cut)

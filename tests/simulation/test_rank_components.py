@@ -51,7 +51,7 @@ def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() ->
 def test_a_component_that_one_rank_evicts_alone_is_named(name: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def decide(rank: SimulatedRank, reduced: list[int]) -> None:
         honest(rank, reduced)
-        components = rank.core.books.components
+        components = rank.core.state.components
         assert components is not None
         if rank.number == 1:
             components.evict(tier, name, 1)  # type: ignore[arg-type]  # One of the two.

@@ -11,10 +11,8 @@ import pytest
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.ranks import simulate_ranks
 from tidekv.engine.simulation.simulate import draw_settings
-from tidekv.states.load import Load
 from tidekv.states.loads import Loads
-from tidekv.states.request import Request
-from tidekv.states.rooms import Span
+from tidekv.states.request import Load, Request, Span
 from tidekv.states.settings import CoreSettings
 from tidekv.states.shared_transfers import SharedTransfers
 
@@ -52,7 +50,7 @@ def who_waits_is_forgotten_when_the_sender_leaves(patch: pytest.MonkeyPatch) -> 
     def fail(self: Loads, load: Load) -> None:
         original(self, load)
         if load.cause == "sender_left":
-            self._books.unfilled.pop(load, None)
+            self._state.failed_loads.pop(load, None)
 
     original = Loads.fail
     patch.setattr(Loads, "fail", fail)
@@ -74,7 +72,7 @@ def a_slow_sender_keeps_the_pages_that_others_go_on_with(patch: pytest.MonkeyPat
         old = load.device_pages
         done = original(self, load, request)
         if done and request.room is not None and request.lock is not None:
-            self._books.device.give_back(old)
+            self._state.device.give_back(old)
             request.own = request.own[len(old) :]
         return done
 

@@ -26,7 +26,7 @@ def test_a_core_that_raises_is_shown_by_few_requests_and_events(
 
     def too_early(self: Serving, request: Request, event: FinishRequested) -> None:
         if request.reserve:
-            self._books.device.give_back(request.reserve[:1])
+            self._state.device.give_back(request.reserve[:1])
         finish(self, request, event)
 
     monkeypatch.setattr(Serving, "finish", too_early)

@@ -15,12 +15,12 @@ from tidekv.states import component_index
 from tidekv.states.component_index import ComponentIndex
 from tidekv.states.components import Ranges
 from tidekv.states.node import Node, TierName
-from tidekv.states.request import Request
-from tidekv.states.request_tails import RequestTails, Tails
-from tidekv.states.rooms import Room, Rooms
+from tidekv.states.request import Request, RequestTails, Room, TailFetch
+from tidekv.states.request_tails import Tails
+from tidekv.states.rooms import Rooms
 from tidekv.states.shapes import page_ids
 from tidekv.states.tail_moves import TailBackups
-from tidekv.states.tail_storage import TailFetch, TailStorage
+from tidekv.states.tail_storage import TailStorage
 from tidekv.states.tails import TailTier
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -44,7 +44,7 @@ def tails_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
     def leave(self: Rooms, room: Room, *, settled: bool) -> None:
         original(self, room, settled=settled)
         for draining in self.quarantine:
-            components = self._books.components
+            components = self._state.components
             if components is not None:
                 components.settle(draining.tails)
                 draining.tails = {name: page_ids() for name in draining.tails}
@@ -88,10 +88,10 @@ def the_source_of_a_tail_backup_is_not_locked(patch: pytest.MonkeyPatch) -> None
     original = TailBackups.begin
 
     def begin(self: TailBackups, leaf: Node) -> None:
-        before = set(self._books.operations)
+        before = set(self._state.operations)
         original(self, leaf)
-        for op in set(self._books.operations) - before:
-            backup: Any = self._books.operations[op]  # Any: the owner of an operation.
+        for op in set(self._state.operations) - before:
+            backup: Any = self._state.operations[op]  # Any: the owner of an operation.
             self._index.unlock(backup.lock)
             backup.lock = None
 
@@ -134,8 +134,8 @@ def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyP
 @mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=270)
 def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch) -> None:
     def give_up(self: TailStorage, fetch: TailFetch) -> None:
-        self._books.storage.fetch_over(fetch)
-        self._books.operations.pop(fetch.op)
+        self._storage.fetch_over(fetch)
+        self._state.operations.pop(fetch.op)
         self.copied(fetch)
         fetch.tails.copies -= 1
 

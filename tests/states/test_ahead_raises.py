@@ -115,7 +115,7 @@ def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
                 rig.abort(name)
                 rig.settle()
         rig.expect_nothing_held()
-        assert rig.core.books.storage.pages_in_flight == 0
+        assert rig.core.storage.pages_in_flight == 0
         assert rig.core.lookahead.pages == 0
 
 
@@ -166,7 +166,7 @@ def test_void_pages_are_in_the_way_of_what_was_fetched_ahead() -> None:
     rig.answer(rig.take(commands.QueryStorage), 6)
     for fetch in rig.take_all(commands.FetchPages):
         rig.fetched(fetch)
-    assert rig.core.books.host.owned == 0
+    assert rig.core.state.host.owned == 0
     rig.copied(copy)
     rig.core.check()
 
@@ -195,7 +195,7 @@ def test_who_was_faster_is_in_the_way_of_a_read_that_was_begun_ahead() -> None:
             rig.abort(name)
     rig.settle()
     rig.expect_nothing_held()
-    assert rig.core.books.storage.pages_in_flight == 0
+    assert rig.core.storage.pages_in_flight == 0
 
 
 def test_no_more_than_some_puts_ahead_are_under_way() -> None:
@@ -209,7 +209,7 @@ def test_no_more_than_some_puts_ahead_are_under_way() -> None:
             rig.copied(copy)
     puts = rig.take_all(commands.StorePages)
     assert len(puts) == 4
-    assert rig.core.books.host.cached == 38
+    assert rig.core.state.host.cached == 38
     rig.stored(puts[0])
     assert len(rig.take_all(commands.StorePages)) == 1
 
@@ -221,7 +221,7 @@ def test_host_pages_may_come_ahead_of_a_fetch_of_the_same_pages() -> None:
     rig.answer(rig.take(commands.QueryStorage), 4)
     rig.promised(rig.take(commands.SendPromise))
     (fetch,) = rig.take_all(commands.FetchPages)
-    index, host = rig.core.books.index, rig.core.books.host
+    index, host = rig.core.state.index, rig.core.state.host
     node, unused = index.insert_host(index.tree.root(""), EIGHT[:2], host.take(2))
     assert (node.depth_pages, len(unused), index.host_protected) == (2, 0, 2)
     rig.fetched(fetch)

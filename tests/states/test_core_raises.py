@@ -63,7 +63,7 @@ def plan_raising_at(place: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     original, places, tries = Restore.fix_plan, Places(rig.core), list[bool]()
 
     def state() -> object:
-        books = rig.core.books
+        books = rig.core.state
         return accounts(rig), len(books.out), len(books.operations), len(rig.core.loads)
 
     def fix_plan(self: Restore, request: Request) -> None:
@@ -73,7 +73,7 @@ def plan_raising_at(place: int, monkeypatch: pytest.MonkeyPatch) -> bool:
         except Injected:
             tries.append(True)
             assert state() == before, f"call {place}"
-            rig.core.books.index.check()
+            rig.core.state.index.check()
             raise
         finally:
             places.left = 0

@@ -212,7 +212,7 @@ def test_lock_receipts_return_to_zero_after_every_kind_of_transfer() -> None:
     rig = Rig()
 
     def locks() -> int:
-        return sum(node.anchored + node.host_anchored for node in rig.core.books.index.nodes())
+        return sum(node.anchored + node.host_anchored for node in rig.core.state.index.nodes())
 
     rig.make_ready("full", EIGHT)
     rig.make_ready("incremental", b"abcdefghij")

@@ -52,13 +52,13 @@ class TailsMachine(CoreMachine):
     def begin(self, components: tuple[Component, ...], device_pages: int, host_pages: int, others: bool) -> None:
         self.rig = Rig(device_pages=device_pages, host_pages=host_pages, copy_run_pages=2, components=components)
         self.contents = Contents()
-        self.device = SimulatedPool(self.rig.core.books.device)
-        self.host = SimulatedPool(self.rig.core.books.host)
+        self.device = SimulatedPool(self.rig.core.state.device)
+        self.host = SimulatedPool(self.rig.core.state.host)
         self.sent, self.fetched_tokens, self.prompts, self.left = set(), {}, {}, {}
         self.ready, self.reading, self.operations, self.sendings = {}, {}, [], []
         self.names = 0
         self.rig.attach_storage(tails=True)
-        index = self.rig.core.books.components
+        index = self.rig.core.state.components
         self.components = {component.name: component for component in components}
         self.pools = {("device", name): SimulatedPool(tier.account) for name, tier in index.device.items()}
         self.pools |= {("host", name): SimulatedPool(tier.account) for name, tier in index.host.items()}
@@ -273,7 +273,7 @@ class TailsMachine(CoreMachine):
     def cached_tails_hold_what_their_keys_say(self) -> None:
         if not hasattr(self, "pools"):
             return
-        index = self.rig.core.books.components
+        index = self.rig.core.state.components
         for node in index.index.nodes():
             tokens = b"".join(above.edge for above in index.index.path(node))
             for name in self.components:

@@ -76,7 +76,7 @@ def test_a_tree_needs_keys_and_keeps_who_has_children() -> None:
         PageTree(0)
     rig = Rig()
     rig.make_cached("a", b"abcd")
-    index = rig.core.books.index
+    index = rig.core.state.index
     with pytest.raises(BrokenInvariant, match="cannot leave the tree"):
         index.tree.remove(index.tree.roots[""])
     with pytest.raises(BrokenInvariant, match="cannot lose its device pages"):
@@ -114,7 +114,7 @@ def test_the_table_draws_itself() -> None:
 
 def planted(damage: str, rig: Rig) -> None:
     """Damage the index of a rig that has "abcd" on device and host."""
-    index, books = rig.core.books.index, rig.core.books
+    index, state = rig.core.state.index, rig.core.state
     node = next(iter(index.nodes()))
     queue = index.device_tier.queue
     match damage:
@@ -126,11 +126,11 @@ def planted(damage: str, rig: Rig) -> None:
             index.device_tier.receipts += 1
         case "a host page of nobody":
             assert node.host is not None
-            node.host = books.host.take(len(node.host))
+            node.host = state.host.take(len(node.host))
         case "a void page that is not draining":
             index.set_void(node)
             assert node.device is not None
-            books.device.settle(node.device)
+            state.device.settle(node.device)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_index_sees_that(damage: str) -> None:
     rig.core.check()
     planted(damage, rig)
     with pytest.raises(BrokenInvariant):
-        rig.core.books.index.check()
+        rig.core.state.index.check()
 
 
 def test_what_was_computed_is_told_as_a_list_of_its_own() -> None:

@@ -7,10 +7,9 @@ import pytest
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import RemoteProtocolError
-from tidekv.states.load import Load
 from tidekv.states.loads import Loads
 from tidekv.states.receiving import ReceiverRoom
-from tidekv.states.request import State
+from tidekv.states.request import Load, State
 
 EIGHT = b"abcdefgh"
 
@@ -60,7 +59,7 @@ def test_late_puts_open_the_breaker_like_failed_ones() -> None:
     rig.finish("b", b"xy")
     rig.copied(rig.take(commands.CopyToHost))
     another = rig.take(commands.StorePages)
-    assert not rig.core.books.storage.is_open
+    assert not rig.core.storage.is_open
     rig.wait_until(10_000.0)
     statistics = rig.core.statistics()
     assert (statistics["backups_late"], statistics["l3_breaker_opened"]) == (2, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.load import Stage
+from tidekv.states.request import Stage
 
 EIGHT = b"abcdefgh"
 

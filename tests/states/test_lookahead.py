@@ -38,7 +38,7 @@ def make_room(rig: Rig) -> None:
 
 
 def change(rig: Rig, **changes: object) -> None:
-    policy = changed_policy(policy_of(rig.core.books.settings), changes)
+    policy = changed_policy(policy_of(rig.core.state.settings), changes)
     rig.step(events.PolicyChanged, policy=policy)
 
 
@@ -67,10 +67,10 @@ def test_who_waits_finds_its_pages_on_the_host_and_they_count_as_storage() -> No
     assert (first.first, len(first.host_pages), second.first, len(second.host_pages)) == (0, 3, 3, 3)
     # The second run cannot join the tree before the first one.
     rig.fetched(second)
-    assert rig.core.books.host.cached == 0
+    assert rig.core.state.host.cached == 0
     rig.fetched(first)
-    assert rig.core.books.host.cached == 6
-    assert rig.core.books.index.peek("", TOKENS) == (0, 6)
+    assert rig.core.state.host.cached == 6
+    assert rig.core.state.index.peek("", TOKENS) == (0, 6)
     assert rig.state("a") == "PREALLOC"
     rig.nothing_else()
     # Nobody can take them away meanwhile.
@@ -109,7 +109,7 @@ def test_who_is_admitted_goes_on_with_reads_that_are_under_way() -> None:
     rig.fetched(second)
     assert len(rig.take(commands.CopyToDevice).host_pages) == 3
     assert rig.core.lookahead.pages == 0
-    assert rig.core.books.storage.pages_in_flight == 0
+    assert rig.core.storage.pages_in_flight == 0
 
 
 def test_a_read_that_is_late_for_the_plan_is_extended() -> None:
@@ -123,9 +123,9 @@ def test_a_read_that_is_late_for_the_plan_is_extended() -> None:
     assert rig.state("a") == "PREFETCH"
     rig.wait_until(2.0)
     assert (rig.take(commands.SendExtend).first, rig.core.statistics()["l3_fetches_late"]) == (0, 1)
-    assert rig.core.books.host.owned == 3
+    assert rig.core.state.host.owned == 3
     rig.fetched(fetch)
-    assert rig.core.books.host.owned == 0
+    assert rig.core.state.host.owned == 0
 
 
 def test_a_read_that_is_late_while_its_request_waits_is_given_up_with_what_follows() -> None:
@@ -136,10 +136,10 @@ def test_a_read_that_is_late_while_its_request_waits_is_given_up_with_what_follo
     rig.fetched(third)
     rig.wait_until(10.0)
     assert rig.core.statistics()["l3_fetches_late"] == 1
-    assert rig.core.books.host.owned == 3
-    assert rig.core.books.index.peek("", TOKENS) == (0, 3)
+    assert rig.core.state.host.owned == 3
+    assert rig.core.state.index.peek("", TOKENS) == (0, 3)
     rig.fetched(second)
-    assert rig.core.books.host.owned == 0
+    assert rig.core.state.host.owned == 0
     make_room(rig)
     rig.take_all(commands.FetchPages)
     rig.core.check()
@@ -156,8 +156,8 @@ def test_an_abort_gives_back_what_is_not_under_way(landed: int) -> None:
     rig.take(commands.TellFailed)
     for fetch in runs[landed:]:
         rig.fetched(fetch)
-    assert rig.core.books.host.owned == 0
-    assert rig.core.books.index.host_protected == 0
+    assert rig.core.state.host.owned == 0
+    assert rig.core.state.index.host_protected == 0
     make_room(rig)
     rig.expect_nothing_held()
 
@@ -169,10 +169,10 @@ def test_a_short_read_ends_the_look_ahead_there(good: int) -> None:
     first, second, third = fetches(rig)
     rig.fetched(second)
     rig.fetched(first, good)
-    assert rig.core.books.index.peek("", TOKENS) == (0, good)
-    assert rig.core.books.host.owned == 2
+    assert rig.core.state.index.peek("", TOKENS) == (0, good)
+    assert rig.core.state.host.owned == 2
     rig.fetched(third, error="no")
-    assert rig.core.books.host.owned == 0
+    assert rig.core.state.host.owned == 0
     assert rig.core.statistics()["l3_pages_short"] == 3 - good
 
 
@@ -203,7 +203,7 @@ def test_the_same_pages_are_fetched_ahead_for_one_only() -> None:
     assert fetches(rig) == []
     for fetch in runs:
         rig.fetched(fetch)
-    assert rig.core.books.index.peek("", TOKENS[:6]) == (0, 6)
+    assert rig.core.state.index.peek("", TOKENS[:6]) == (0, 6)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_storage_that_was_replaced_meanwhile_is_not_said_to_have_the_pages() -> 
     rig.step(events.StorageChanged, available=False)
     rig.step(events.StorageChanged, available=True)
     rig.fetched(fetch)
-    tree = rig.core.books.index.tree
+    tree = rig.core.state.index.tree
     assert [tree.is_stored(node) for node in tree.nodes() if node.host is not None] == [False]
 
 
@@ -283,7 +283,7 @@ def test_reads_ahead_are_not_taken_over_while_storage_is_left_alone() -> None:
     assert rig.take(commands.SendPromise).promised_tokens == 0
     for fetch in runs:
         rig.fetched(fetch)
-    assert rig.core.books.host.owned == 0
+    assert rig.core.state.host.owned == 0
     rig.core.check()
 
 
@@ -308,7 +308,7 @@ def test_host_pages_join_what_is_there() -> None:
     rig.attach_storage()
     rig.make_cached("past", b"abcd")
     rig.make_ready("more", b"abcdef")
-    index, host = rig.core.books.index, rig.core.books.host
+    index, host = rig.core.state.index, rig.core.state.host
     match = index.match("", b"ab")
     pages = host.take(8)
     node, unused = index.insert_host(match.host_node, b"cdefghXY", pages)
@@ -330,7 +330,7 @@ def test_host_pages_of_any_keys_join_any_tree(prompts: list[bytes], keys: bytes)
     for number, tokens in enumerate(prompts):
         rig.make_ready(f"r{number}", tokens)
         rig.finish(f"r{number}", tokens)
-    index, host = rig.core.books.index, rig.core.books.host
+    index, host = rig.core.state.index, rig.core.state.host
     device, _ = index.peek("", keys)
     pages = host.take(len(keys))
     node, unused = index.insert_host(index.match("", b"").host_node, keys, pages)

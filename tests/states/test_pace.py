@@ -130,7 +130,7 @@ def test_puts_wait_while_fetches_take_long() -> None:
     rig.finish("c", b"uvw")
     rig.copied(rig.take_all(commands.CopyToHost)[-1])
     assert rig.take_all(commands.StorePages) == []
-    policy = changed_policy(policy_of(rig.core.books.settings), {"put_fetch_s_max": 0.0})
+    policy = changed_policy(policy_of(rig.core.state.settings), {"put_fetch_s_max": 0.0})
     rig.step(events.PolicyChanged, policy=policy)
     rig.take(commands.StorePages)
 

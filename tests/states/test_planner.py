@@ -93,14 +93,14 @@ def test_a_plan_leaves_to_prefill_what_it_brings_sooner_and_says_why() -> None:
     assert rig.core.statistics()["l3_declined_pages"] == 5
     # Six pages wait on the link and three on storage now.
     assert rig.core.rooms.way == (pytest.approx(0.1), 6)
-    assert rig.core.books.storage.way == (pytest.approx(0.2), 3)
+    assert rig.core.storage.way == (pytest.approx(0.2), 3)
 
 
 def test_a_share_below_the_threshold_is_not_fetched_at_all() -> None:
     rig = planned_rig()
     send(rig, "sent", b"uvwx", 0.04)
     policy = rig.settings
-    rig.core.books.settings = type(policy)(
+    rig.core.state.settings = type(policy)(
         **{**{name: getattr(policy, name) for name in policy.__struct_fields__}, "prefetch_threshold_tokens": 3}
     )
     assert ask(rig, "a", TOKENS, 8).promised_tokens == 0
@@ -140,13 +140,13 @@ def test_when_the_transfer_is_done_what_it_brings_sooner_is_asked_of_it_again_an
     last = rig.take(commands.SendExtend)
     assert last.first == 0
     # That it was to have landed long ago counts for the plans that follow.
-    assert rig.core.books.storage.way.page_s > 0.25
+    assert rig.core.storage.way.page_s > 0.25
     rig.chunk(last)
     rig.take(commands.SendReceived)
     assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 9}
     for fetch in fetches:
         rig.fetched(fetch)
-    assert rig.core.books.storage.pages_in_flight == 0
+    assert rig.core.storage.pages_in_flight == 0
 
 
 def test_a_fetch_that_lands_sooner_is_waited_for() -> None:

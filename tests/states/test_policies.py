@@ -24,7 +24,7 @@ def stored_rig(**settings: object) -> Rig:
 
 
 def change(rig: Rig, **changes: object) -> None:
-    policy = changed_policy(policy_of(rig.core.books.settings), changes)
+    policy = changed_policy(policy_of(rig.core.state.settings), changes)
     rig.step(events.PolicyChanged, policy=policy)
 
 
@@ -46,9 +46,9 @@ def test_best_effort_waits_for_the_transfer_and_extends_what_has_not_landed() ->
     rig.chunk(extend)
     assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 3, "transfer": 5}
     # The fetch that was cut keeps its host pages until it ends.
-    assert rig.core.books.host.owned == 3
+    assert rig.core.state.host.owned == 3
     rig.fetched(second)
-    assert rig.core.books.host.owned == 0
+    assert rig.core.state.host.owned == 0
     assert rig.core.statistics()["l3_fetches_cut"] == 1
 
 
@@ -261,7 +261,7 @@ def test_the_breaker_opens_after_failures_in_a_row_and_closes_by_a_probe() -> No
     rig.arrive("with", b"mnop")
     rig.take(commands.QueryStorage)
     # It opened at the third failure; now it takes three more again.
-    assert rig.core.books.storage.is_usable
+    assert rig.core.storage.is_usable
 
 
 def test_lates_count_as_failures_and_a_new_storage_is_trusted() -> None:
@@ -269,14 +269,14 @@ def test_lates_count_as_failures_and_a_new_storage_is_trusted() -> None:
     rig.arrive("a", b"xy")
     rig.take(commands.QueryStorage)
     rig.wait_until(rig.now_s + 0.6)
-    assert rig.core.books.storage.is_usable
+    assert rig.core.storage.is_usable
     rig.arrive("b", b"uv")
     rig.take(commands.QueryStorage)
     rig.wait_until(rig.now_s + 0.6)
-    assert not rig.core.books.storage.is_usable
+    assert not rig.core.storage.is_usable
     rig.step(events.StorageChanged, available=True)
-    assert rig.core.books.storage.is_usable
-    assert rig.core.books.storage.op == 0
+    assert rig.core.storage.is_usable
+    assert rig.core.storage.op == 0
     rig.core.check()
 
 
@@ -286,7 +286,7 @@ def test_an_open_breaker_keeps_nothing_busy() -> None:
     rig.take(commands.TellReady)
     rig.take(commands.SendReceived)
     rig.abort("q0")
-    assert rig.core.books.storage.is_open
+    assert rig.core.storage.is_open
     assert rig.core.is_idle
     turn(rig, "a", b"xyz")
     assert rig.take_all(commands.StorePages) == []
@@ -296,7 +296,7 @@ def test_an_open_breaker_keeps_nothing_busy() -> None:
 def test_zero_switches_the_breaker_off() -> None:
     rig = stored_rig(breaker_failures=0, growth_reserve_pages=0)
     fail_queries(rig, 12)
-    assert rig.core.books.storage.is_usable
+    assert rig.core.storage.is_usable
 
 
 # --- Values ---

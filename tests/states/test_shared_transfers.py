@@ -225,7 +225,7 @@ def test_what_nobody_else_waits_for_leaves_nothing_in_the_tree() -> None:
     rig.chunk(first)
     rig.abort("a")
     rig.take(commands.TellFailed)
-    assert not list(rig.core.books.index.nodes())
+    assert not list(rig.core.state.index.nodes())
     second = ask(rig, "b", B)
     assert second.promised_tokens == 0
     rig.serve(second, "prefill of b")

@@ -56,10 +56,10 @@ def make_event(kind: type[Event], request: Request) -> Event:
 def digest(rig: Rig) -> object:
     """All that an illegal event must leave alone."""
     core = rig.core
-    nodes = [(repr(node), node.anchored, node.host_anchored) for node in core.books.index.nodes()]
+    nodes = [(repr(node), node.anchored, node.host_anchored) for node in core.state.index.nodes()]
     requests = [
         (repr(request), list(request.own), list(request.reserve), request.promised, request.query_op)
-        for request in core.books.requests.values()
+        for request in core.state.requests.values()
     ]
     return core.statistics(), nodes, requests, core.next_deadline_s()
 
@@ -85,14 +85,14 @@ def test_every_state_takes_every_event_as_the_table_says(state: State, kind: typ
         assert digest(rig) == before
         return
     event = make_event(kind, request)
-    rig.core.books.operations.pop(request.query_op, None)
+    rig.core.state.operations.pop(request.query_op, None)
     rig.core.fire(request, event)
     assert request.state in {row.dest or state for row in rows} | {state}
     if kind in (steps.Granted, events.Recomputed):
         # These follow from what the core did before, which nobody did here.
         return
     rig.core.settle()
-    rig.core.books.out.clear()
+    rig.core.state.out.clear()
     rig.core.check()
 
 
@@ -110,7 +110,7 @@ def test_the_short_way_through_the_machine_leads_where_the_library_s_own_does(st
                 request = rig.request("a")
                 request.state = state
             core, event = rig.core, make_event(kind, request)
-            core.books.operations.pop(request.query_op, None)
+            core.state.operations.pop(request.query_op, None)
             trigger = library.events[kind.__name__].trigger if of_library else core._triggers[kind]
             try:
                 came: object = bool(trigger(request, core, request, event))
@@ -119,7 +119,7 @@ def test_the_short_way_through_the_machine_leads_where_the_library_s_own_does(st
             except Exception as raised:
                 came = repr(raised)
             left = digest(rig) if state is not State.FAILED else None
-            found.append((came, request.state, left, core.books.out))
+            found.append((came, request.state, left, core.state.out))
         assert found[0] == found[1], kind
 
 

@@ -68,13 +68,13 @@ def test_full_pages_that_storage_did_not_take_have_no_tails_there() -> None:
 def test_half_a_tail_is_not_put() -> None:
     rig = rig_with(window(3))
     cached(rig, PROMPT)
-    index = rig.core.books.components
+    index = rig.core.state.components
     assert index is not None and rig.core.tail_backups is not None
-    (leaf,) = (node for node in rig.core.books.index.nodes() if node.depth_pages == 8)
-    upper = rig.core.books.index.split(leaf, 6)
+    (leaf,) = (node for node in rig.core.state.index.nodes() if node.depth_pages == 8)
+    upper = rig.core.state.index.split(leaf, 6)
     index.drop("host", "window", upper)
     rig.core.tail_backups.puts.begin(leaf)
-    assert not rig.core.books.out and "transitions_raised" not in rig.core.statistics()
+    assert not rig.core.state.out and "transitions_raised" not in rig.core.statistics()
 
 
 def test_with_write_back_a_tail_is_put_before_its_full_pages_are_evicted() -> None:
@@ -125,7 +125,7 @@ def test_a_put_waits_for_fetches_only_so_long_and_not_for_storage_that_is_gone()
             rig.copied(copy)
         if is_gone:
             rig.step(events.StorageChanged, available=False)
-        rig.core.books.settings = rig.core.books.settings.with_policy(
+        rig.core.state.settings = rig.core.state.settings.with_policy(
             StoragePolicy(**{**policy_dict(rig), "prefetch_base_s": 100.0})
         )
         rig.wait_until(rig.now_s + 6.0)
@@ -176,9 +176,9 @@ def test_only_positions_that_can_matter_are_asked_for() -> None:
 def test_who_has_all_but_the_tails_asks_for_those_alone() -> None:
     rig = rig_with()
     cached(rig, PROMPT)
-    assert rig.core.books.components is not None
+    assert rig.core.state.components is not None
     for tier in ("device", "host"):
-        rig.core.books.components.evict(tier, "window", 16)
+        rig.core.state.components.evict(tier, "window", 16)
     query = asked(rig)
     assert (query.first, query.count, query.tails_first) == (8, 0, 0)
     rig.answer(query, 0, tails=(tail("window", (5, 8)),))
@@ -240,9 +240,9 @@ def test_who_waits_asks_again_where_what_was_in_front_of_the_answer_has_left_the
 def test_what_was_in_front_of_tails_and_has_left_is_not_thought_to_be_in_storage() -> None:
     rig = rig_with(device_pages=9)
     cached(rig, PROMPT)
-    assert rig.core.books.components is not None
+    assert rig.core.state.components is not None
     for tier in ("device", "host"):
-        rig.core.books.components.evict(tier, "window", 16)
+        rig.core.state.components.evict(tier, "window", 16)
     ready_with(rig, "big", b"12345")
     # The full pages are all here, and storage was not asked for them.
     rig.answer(asked(rig), 0, tails=ALL)

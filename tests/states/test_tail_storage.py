@@ -71,17 +71,17 @@ def test_the_plan_ends_at_the_longest_boundary_that_all_tiers_serve_together() -
 def test_a_tail_is_put_together_from_device_host_and_storage() -> None:
     rig = rig_with(window(4))
     cached(rig, PROMPT)
-    index = rig.core.books.components
+    index = rig.core.state.components
     assert index is not None
-    (leaf,) = (node for node in rig.core.books.index.nodes() if node.depth_pages == 8)
+    (leaf,) = (node for node in rig.core.state.index.nodes() if node.depth_pages == 8)
     for at in (5, 1, 1):
-        rig.core.books.index.split(leaf, at)
-    at_end = {node.depth_pages: node for node in rig.core.books.index.nodes()}
+        rig.core.state.index.split(leaf, at)
+    at_end = {node.depth_pages: node for node in rig.core.state.index.nodes()}
     # Of positions 4 to 7, the device has lost 5 and 6, and the host 6 as well.
     for tier, end in (("device", 6), ("device", 7), ("host", 7)):
         index.drop(tier, "window", at_end[end])
-    fields = rig.core.books
-    assert sum(index.peek("", PROMPT)) == 0 and fields.storage.is_usable
+    fields = rig.core.state
+    assert sum(index.peek("", PROMPT)) == 0 and rig.core.storage.is_usable
     rig.answer(asked(rig), 0, tails=(tail("window", (6, 7)),))
     fetch, copy = rig.take(commands.FetchTail), rig.take(commands.CopyTail)
     assert ids(fetch.positions) == [6] and (copy.source, len(copy.source_pages)) == ("host", 1)
@@ -124,7 +124,7 @@ def test_full_pages_that_do_not_fit_the_host_shorten_the_plan() -> None:
 def test_many_boundaries_that_limits_forbid_are_not_all_tried() -> None:
     rig = rig_with(window(20, device=64, host=64), fetch_pages_in_flight_max=1)
     cached(rig, bytes(30))
-    index = rig.core.books.components
+    index = rig.core.state.components
     assert index is not None
     for tier in ("device", "host"):
         index.evict(tier, "window", 64)
@@ -340,6 +340,6 @@ def test_books_that_contradict_themselves_are_not_taken_for_a_failed_put(monkeyp
     def contradict(*_: object) -> None:
         raise BrokenInvariant("planted")
 
-    monkeypatch.setattr(rig.core.books.components, "tail", contradict)
+    monkeypatch.setattr(rig.core.state.components, "tail", contradict)
     with pytest.raises(BrokenInvariant, match="planted"):
         rig.stored(rig.take(commands.StorePages))

@@ -37,7 +37,7 @@ class WatchedRig(Rig):
 
     def __init__(self) -> None:
         super().__init__(device_pages=8, host_pages=6, fetch_run_pages=2, copy_run_pages=2)
-        self.index = self.core.books.index
+        self.index = self.core.state.index
         self.touched = watch(self.index)
         self.changes = 0
 
@@ -120,11 +120,11 @@ def test_no_page_changes_in_a_node_that_was_not_touched(deeds: list[tuple[str, b
 def test_there_is_one_list_of_what_was_touched_for_all_who_ask() -> None:
     rig = Rig()
     rig.make_cached("before", b"xyz")
-    first = watch(rig.core.books.index)
+    first = watch(rig.core.state.index)
     assert first == {}
     rig.make_cached("a", b"ab")
     assert first
-    assert watch(rig.core.books.index) is first
+    assert watch(rig.core.state.index) is first
     # In the order of the first touch, each node once.
     assert [node.edge for node in first] == [b"ab"]
 
@@ -133,5 +133,5 @@ def test_who_does_not_watch_keeps_no_list() -> None:
     rig = Rig()
     rig.make_cached("a", b"ab")
     rig.flush("l1", "l2")
-    assert rig.core.books.index.tree.touched is None
-    assert rig.core.books.index.device_tier.touched is None
+    assert rig.core.state.index.tree.touched is None
+    assert rig.core.state.index.device_tier.touched is None

@@ -94,7 +94,7 @@ def test_an_error_and_a_different_order_of_free_pages_are_seen() -> None:
     seen = Seen()
     noted = seen.witness.note(events.ClockAdvanced(at_s=0.0), [], "IllegalEvent")
     assert noted.gave.error == "IllegalEvent"
-    account = seen.rig.core.books.device
+    account = seen.rig.core.state.device
     taken = account.take(2)
     account.give_back(taken[::-1])
     assert seen.books()["device_next"] == taken[1]

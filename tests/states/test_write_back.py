@@ -36,11 +36,11 @@ def turn(rig: Rig, name: str, tokens: bytes) -> None:
 
 def cached(rig: Rig, tokens: bytes) -> tuple[int, int]:
     """Pages of a prompt on the device, and further on the host."""
-    return rig.core.books.index.peek("", tokens)
+    return rig.core.state.index.peek("", tokens)
 
 
 def change(rig: Rig, **changes: object) -> None:
-    policy = changed_policy(policy_of(rig.core.books.settings), changes)
+    policy = changed_policy(policy_of(rig.core.state.settings), changes)
     rig.step(events.PolicyChanged, policy=policy)
 
 
@@ -121,10 +121,10 @@ def test_eviction_loses_nothing_that_was_copied_ahead() -> None:
         while puts := rig.take_all(commands.StorePages):
             for put in puts:
                 rig.stored(put)
-    assert "l1_pages_dropped" not in rig.core.books.counters
-    assert "l2_pages_dropped" not in rig.core.books.counters
+    assert "l1_pages_dropped" not in rig.core.state.counters
+    assert "l2_pages_dropped" not in rig.core.state.counters
     # What left the host as well is in storage.
-    assert rig.core.books.counters["pages_stored"] >= 25 - 16
+    assert rig.core.state.counters["pages_stored"] >= 25 - 16
     assert rig.core.is_idle
     rig.core.check()
 
@@ -133,7 +133,7 @@ def test_eviction_that_comes_first_drops_and_counts() -> None:
     rig = back_rig(device_pages=8, write_back_ahead=0.1)
     turn(rig, "a", b"abcdefgh")
     turn(rig, "b", b"ijklmnop")
-    assert rig.core.books.counters["l1_pages_dropped"] == 8
+    assert rig.core.state.counters["l1_pages_dropped"] == 8
     assert cached(rig, b"abcdefgh") == (0, 0)
 
 
@@ -149,7 +149,7 @@ def test_pages_of_a_path_are_copied_from_the_root_once() -> None:
     assert len(second.device_pages) == 2
     rig.copied(second)
     assert rig.take_all(commands.CopyToHost) == []
-    assert rig.core.books.host.cached == 8
+    assert rig.core.state.host.cached == 8
 
 
 def put_rig(**settings: object) -> tuple[Rig, commands.StorePages]:
@@ -188,12 +188,12 @@ def test_a_copy_that_failed_is_not_repeated_at_once() -> None:
     rig.copied(rig.take(commands.CopyToHost), error="no")
     rig.nothing_else()
     assert rig.core.is_idle
-    assert rig.core.books.host.free == 16
+    assert rig.core.state.host.free == 16
 
 
 def test_puts_wait_for_fetches_and_end_with_storage() -> None:
     rig = back_rig(host_pages=8, write_back_ahead=1.0, put_wait_s=1.0, put_fetch_s_max=0.5)
-    rig.core.books.storage.note_pace(begun_at_s=-1.0, pages=1)
+    rig.core.storage.note_pace(begun_at_s=-1.0, pages=1)
     turn(rig, "a", b"abcdefgh")
     rig.copied(rig.take(commands.CopyToHost))
     rig.nothing_else()
@@ -264,7 +264,7 @@ def test_nothing_is_copied_below_pages_that_are_not_there_yet() -> None:
     rig.fetched(second, 0)
     rig.chunk(rig.take(commands.SendExtend))
     rig.abort("a")
-    assert [node.depth_pages for node in rig.core.books.index.first_to_go("device", 1)] == [4]
+    assert [node.depth_pages for node in rig.core.state.index.first_to_go("device", 1)] == [4]
     change(rig, write_back_ahead=1.0)
     assert rig.take_all(commands.CopyToHost) == []
     rig.fetched(first)
@@ -381,7 +381,7 @@ def test_the_first_to_go_stay_in_the_queue() -> None:
     rig = back_rig(write_back_ahead=0.0)
     turn(rig, "a", b"abc")
     turn(rig, "b", b"xyz")
-    index = rig.core.books.index
+    index = rig.core.state.index
     assert [node.edge for node in index.first_to_go("device", 4)] == [b"abc", b"xyz"]
     assert [node.edge for node in index.first_to_go("device", 1)] == [b"abc"]
     assert index.first_to_go("host", 4) == []

@@ -7,8 +7,8 @@ from typing import Any
 
 from tidekv.engine.seeing import causes
 from tidekv.states import commands, events
-from tidekv.states.load import LOAD_CAUSES
 from tidekv.states.loads import Loads
+from tidekv.states.request import LOAD_CAUSES
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving

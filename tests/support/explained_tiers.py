@@ -7,8 +7,7 @@ from typing import Any
 
 from tidekv.engine.seeing import causes
 from tidekv.states import commands, events
-from tidekv.states.load import LOAD_CAUSES
-from tidekv.states.request import DECLINED
+from tidekv.states.request import DECLINED, LOAD_CAUSES
 
 Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}

@@ -83,8 +83,8 @@ class FailingCopier:
 def plant(core: Core, part: Divergence) -> None:
     """Change what one rank keeps, behind the back of its core: the ranks must find it, and name the part."""
     if part == "index":
-        node = next(node for node in core.books.index.nodes() if node.edge)
+        node = next(node for node in core.state.index.nodes() if node.edge)
         node.served += 1
     else:
-        account = core.books.device if part == "device pool" else core.books.host
+        account = core.state.device if part == "device pool" else core.state.host
         account.free_pages[0], account.free_pages[1] = account.free_pages[1], account.free_pages[0]

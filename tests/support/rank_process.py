@@ -239,8 +239,8 @@ class RankWorker:
     def _books(self) -> str:
         core = self.engine._core
         core.check()
-        digest = hashlib.sha256(core.books.device.free_pages.tobytes() + core.books.host.free_pages.tobytes())
-        for node in core.books.index.nodes():
+        digest = hashlib.sha256(core.state.device.free_pages.tobytes() + core.state.host.free_pages.tobytes())
+        for node in core.state.index.nodes():
             for part in (node.edge, node.device, node.host):
                 digest.update(b"none" if part is None else bytes(part))
         return digest.hexdigest()

@@ -54,7 +54,7 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
     def add(family: str, label: str, value: float = 1) -> None:
         counts[f"tidekv_{family}", label] += value
 
-    replayer.core.books.index.on_evict.append(lambda node, tier: add("evicted_pages_total", tier, node.page_count))
+    replayer.core.state.index.on_evict.append(lambda node, tier: add("evicted_pages_total", tier, node.page_count))
     for step in replayer.steps():
         event = step.event
         fold.stepped(event, step.commands, step.error)
@@ -125,6 +125,6 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
                     add("bytes_total", source, tokens * page_bytes / sizes)
             elif isinstance(command, commands.TellFailed):
                 add("requests_ended_total", command.cause)
-    for name, value in replayer.core.books.counters.items():
+    for name, value in replayer.core.state.counters.items():
         add("core_total", name, value)
     return dict(counts)

@@ -111,14 +111,14 @@ def device_pages(rig: Rig, name: str) -> dict[str, int]:
 
 def raise_at_promises(rig: Rig, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the core raise where it is about to promise something, so many times."""
-    raises, say = iter([True] * times), rig.core.books.say
+    raises, emit = iter([True] * times), rig.core.state.emit
 
     def failing(command: commands.Command) -> None:
         if isinstance(command, commands.SendPromise) and next(raises, False):
             raise RuntimeError("planted")
-        say(command)
+        emit(command)
 
-    monkeypatch.setattr(rig.core.books, "say", failing)
+    monkeypatch.setattr(rig.core.state, "emit", failing)
 
 
 def settle(rig: Rig) -> None:

@@ -137,9 +137,9 @@ class Rank:
         core = self.engine._core
         nodes = sorted(
             (node.namespace, node.edge, tuple(node.device or ()), tuple(node.host or ()), node.depth_pages)
-            for node in core.books.index.nodes()
+            for node in core.state.index.nodes()
         )
-        return (nodes, list(core.books.device.free_pages), list(core.books.host.free_pages), len(core.queue))
+        return (nodes, list(core.state.device.free_pages), list(core.state.host.free_pages), len(core.queue))
 
     def statistics(self) -> dict[str, object]:
         found = self.engine.statistics()["ranks"]

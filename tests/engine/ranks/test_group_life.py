@@ -48,7 +48,7 @@ async def test_ranks_that_keep_different_pages_stop_with_the_name_of_what_differ
     address = world.free_address()
     members = [world.Rank(rank, 2, address) for rank in range(2)]
     await asyncio.gather(*(member.enter() for member in members))
-    free = members[1].engine._core.books.device.free_pages
+    free = members[1].engine._core.state.device.free_pages
     free[0], free[1] = free[1], free[0]
     with pytest.raises(EngineClosed, match=r"ranks differ at turn [0-9]+ in: device pool"):
         await world.restore_all(members, "a")

@@ -120,7 +120,7 @@ async def test_the_journal_of_each_rank_holds_the_same_events_and_replays(world,
     for rank in range(2):
         replayer = Replayer(tmp_path / f"rank-{rank}.jsonl")
         assert replayer.run().complete
-        assert list(replayer.core.books.device.free_pages) == books[1]
+        assert list(replayer.core.state.device.free_pages) == books[1]
 
 
 async def test_an_abort_on_one_rank_ends_the_request_on_all(world) -> None:
@@ -155,4 +155,4 @@ async def test_storage_is_used_while_all_ranks_have_one(world) -> None:
         await world.finish_all(members, readies)
         await members[1].engine.attach_storage("memory:?capacity=64MiB")
         await world.settle(members)
-        assert all(member.engine._core.books.storage_available for member in members)
+        assert all(member.engine._core.state.storage_available for member in members)

@@ -11,14 +11,14 @@ from tidekv.states.fingerprint import PARTS, Fingerprint
 
 def test_an_order_of_free_pages_that_differs_is_named(make_ranks) -> None:
     ranks = make_ranks(2)
-    free = ranks.cores[1].books.device.free_pages
+    free = ranks.cores[1].state.device.free_pages
     free[0], free[1] = free[1], free[0]
     assert ranks.diverged() == {"device pool"}
 
 
 def test_host_pages_that_differ_are_named(make_ranks) -> None:
     ranks = make_ranks(2)
-    free = ranks.cores[0].books.host.free_pages
+    free = ranks.cores[0].state.host.free_pages
     free[-1], free[-2] = free[-2], free[-1]
     assert ranks.diverged() == {"host pool"}
 
@@ -31,7 +31,7 @@ def test_a_tree_that_differs_is_named_when_ranks_are_idle(make_ranks) -> None:
     assert ranks.agreements[0].is_idle
     assert ranks.turn().is_idle
     assert all(agreement.is_whole for agreement in ranks.agreements)
-    node = next(iter(ranks.cores[1].books.index.nodes()))
+    node = next(iter(ranks.cores[1].state.index.nodes()))
     node.device[0], node.device[1] = node.device[1], node.device[0]
     assert ranks.diverged(whole=True) == {"index"}
 
@@ -61,7 +61,7 @@ def test_pools_that_are_larger_than_the_window_are_compared_by_and_by(make_ranks
     settings = msgspec.structs.replace(make_ranks.settings, device_pages=10_000)
     cores = [Core(settings), Core(settings)]
     prints = [Fingerprint(core) for core in cores]
-    free = cores[1].books.device.free_pages
+    free = cores[1].state.device.free_pages
     free[0], free[1] = free[1], free[0]
     seen = [prints[0].numbers(turn, whole=False) != prints[1].numbers(turn, whole=False) for turn in range(12)]
     assert any(seen)

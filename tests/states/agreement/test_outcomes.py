@@ -146,11 +146,11 @@ def test_a_room_that_fails_on_one_rank_fails_on_all_and_its_pages_wait_for_every
     assert ranks.take(commands.TellFailed).detail == "failed on rank 1"
     ranks.take(commands.SendAbort)
     assert ranks.turn().events == []
-    assert ranks.cores[1].books.device.draining == 4
+    assert ranks.cores[1].state.device.draining == 4
     ranks.room(events.RoomDrained, ranks=[0], rank=0)
     ranks.turn()
     assert ranks.types() == ["RoomDrained"]
-    assert [core.books.device.free for core in ranks.cores] == [16, 16]
+    assert [core.state.device.free for core in ranks.cores] == [16, 16]
     assert ranks.turn().is_idle
 
 

@@ -114,7 +114,7 @@ def test_callers_that_leave_other_tails_are_refused_on_all_ranks(ranks) -> None:
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("name", ["window", "state"])
 def test_free_pages_of_a_component_that_differ_are_named(ranks, tier: str, name: str) -> None:
-    components = ranks.cores[1].books.components
+    components = ranks.cores[1].state.components
     free = (components.device if tier == "device" else components.host)[name].account.free_pages
     free[0], free[1] = free[1], free[0]
     assert ranks.diverged() == {f"component {name}"}
@@ -123,7 +123,7 @@ def test_free_pages_of_a_component_that_differ_are_named(ranks, tier: str, name:
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_tails_that_differ_are_named_when_ranks_are_idle(ranks, tier: str) -> None:
     assert ranks.turn().is_idle
-    components = ranks.cores[2].books.components
+    components = ranks.cores[2].state.components
     books = (components.device if tier == "device" else components.host)["window"]
     (node,) = (node for node in books.nodes() if books.pages_of(node))
     pages = books.pages_of(node)
@@ -138,7 +138,7 @@ def test_a_guard_more_on_one_rank_is_named(make_ranks) -> None:
     prints = [Fingerprint(core) for core in cores]
     event = events.RequestArrived(at_s=0.0, request_id="a", serial=1, keys=PROMPT, prompt_tokens=4)
     given = [core.step(event) for core in cores]
-    cores[1].books.components.device["state"].receipts += 1
+    cores[1].state.components.device["state"].receipts += 1
     for at, prints_of in enumerate(prints):
         prints_of.stepped(event, given[at])
     first, second = (prints_of.numbers(1, whole=False) for prints_of in prints)

@@ -220,7 +220,7 @@ def test_storage_holds_tails_where_that_of_all_ranks_does(make_ranks) -> None:
         ranks.hear(events.StorageChanged, ranks=[1], available=True, tails=tails)
         ranks.turn()
         assert ranks.taken == [events.StorageChanged(at_s=0.0, available=True, tails=tails)]
-        assert ranks.cores[0].books.storage_available is tails
+        assert ranks.cores[0].state.storage_available is tails
     ranks.hear(events.StorageChanged, ranks=[0], available=False)
     ranks.turn()
     assert ranks.taken == [events.StorageChanged(at_s=0.0, available=False)]

@@ -1,0 +1,172 @@
+"""What all rules of the core share: settings, index, page accounts, operations, deadlines, and the commands to give.
+
+Rules write to it and read from it; nothing here decides anything, and nothing here names a rule. What a rule starts
+outside of the core is an `Operation`, which knows what its outcome means:
+
+    rule ──start_operation──▶ CoreState.operations ──outcome event──▶ Operation.ended
+                                      │  └──deadline has come──▶ Operation.late
+                                      └──`ended` raised──▶ Operation.abandon
+
+What a rule leaves for others to do in the same step is put in one of the work queues; `tidekv.states.core` says in
+which order they are emptied.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Protocol
+
+from tidekv.states.accounts import PageAccount
+from tidekv.states.component_index import ComponentIndex
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.index import PrefixIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tidekv.states.commands import Command
+    from tidekv.states.events import Event, Outcome
+    from tidekv.states.request import Load, Request
+    from tidekv.states.settings import CoreSettings
+
+
+class Operation(Protocol):
+    """Something under way outside of the core. It has one outcome; an outcome nobody waits for settles pages, too."""
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Take the outcome. The operation is out of `CoreState.operations` already; `error` is empty for success."""
+        ...
+
+    def late(self) -> None:
+        """Its deadline has come while it is under way. It runs once more if it raises."""
+        ...
+
+    def abandon(self) -> None:
+        """Give back what is held after `ended` has raised: nothing is under way any more."""
+        ...
+
+
+class CoreState:
+    """The state that rules share. One per core."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self.settings = settings
+        self.device = PageAccount("device", settings.device_pages)
+        self.host = PageAccount("host", settings.host_pages)
+        self.index = PrefixIndex(key_bytes=settings.key_bytes, device=self.device, host=self.host)
+        self.components: ComponentIndex | None = None
+        """The index with components beside it, if there are any."""
+        if settings.components:
+            self.components = ComponentIndex(self.index, settings.components, page_size=settings.page_size)
+        self.now_s = 0.0
+        self.storage_available = False
+        """Whether a storage engine is attached that is of use; `StorageUse` says whether it may be asked now."""
+        self.out: list[Command] = []
+        """Commands of this step, in the order in which they are to be started."""
+        self.operations: dict[int, Operation] = {}
+        self.requests: dict[str, Request] = {}
+        self.counters: dict[str, int] = {}
+
+        # Work queues: what a rule leaves for others to do in the same step.
+        self.answers: dict[Request, Event] = {}
+        """Outcomes of requests' own operations, which the request machine takes."""
+        self.preempted: dict[Request, str] = {}
+        """Requests that lost their pages to another writer, with the cause: they go back to the queue."""
+        self.failed_loads: dict[Load, None] = {}
+        """Loads that failed: a sharer extends into them, or they are given up if nobody needs them."""
+        self.progressed_loads: dict[Load, None] = {}
+        """Loads of shared transfers of which something may have landed that other requests wait for."""
+        self.dirty: dict[Request, None] = {}
+        """Requests that may be able to move on, in the order in which they were touched."""
+        self.reclaimable_loads: list[Load] = []
+        """Void loads without a writer: their pages can be freed."""
+        self.pages_freed = True
+        """Whether something happened that may let a waiting request in."""
+        self.ahead_over: dict[Request, None] = {}
+        """Requests whose plan is made: what was fetched ahead for them is released."""
+        self.ahead_due = False
+        """Whether a waiting request may fetch ahead that could not before."""
+        self.write_due = False
+        """Whether something happened that may leave too little that can be evicted without losing it."""
+        self.write_credit = 0
+        """Pages that may be copied ahead of eviction before pages are taken or left again."""
+
+        self._operation = 0
+        self._deadlines: list[tuple[float, int, Operation | Request, int]] = []
+        self._deadline_number = 0
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter of what happened."""
+        self.counters[name] = self.counters.get(name, 0) + by
+
+    def emit(self, command: Command) -> None:
+        """Give a command."""
+        self.out.append(command)
+
+    def run_guarded(self, rule: Callable[[], None], recover: Callable[[], None] | None = None) -> None:
+        """Run a rule that belongs to no single request. If it raises, run `recover`, or else the rule once more."""
+        try:
+            rule()
+        except BrokenInvariant:
+            raise
+        except Exception:
+            self.count("transitions_raised")
+            (recover or rule)()
+
+    # --- Operations and deadlines ---
+
+    def start_operation(self, operation: Operation, *, deadline_s: float) -> int:
+        """Number a new operation, whose outcome is due within `deadline_s`."""
+        self._operation += 1
+        self.operations[self._operation] = operation
+        self.set_deadline(operation, self.now_s + deadline_s, op=self._operation)
+        return self._operation
+
+    def set_deadline(self, waiting: Operation | Request, at_s: float, *, op: int = 0) -> None:
+        """Have `pop_due` return an operation, while it is under way as `op`, or a live request once `at_s` has come."""
+        if at_s != float("inf"):
+            self._deadline_number += 1
+            heapq.heappush(self._deadlines, (at_s, self._deadline_number, waiting, op))
+
+    def next_deadline_s(self) -> float | None:
+        """When the core needs the time. Deadlines of what has ended meanwhile are dropped on the way."""
+        while self._deadlines and not self._is_pending(self._deadlines[0]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def pop_due(self) -> Operation | Request | None:
+        """The next operation or request whose time has come."""
+        due = self.next_deadline_s()
+        if due is None or due > self.now_s:
+            return None
+        return heapq.heappop(self._deadlines)[2]
+
+    def _is_pending(self, entry: tuple[float, int, Operation | Request, int]) -> bool:
+        _, _, waiting, op = entry
+        if op:
+            return self.operations.get(op) is waiting
+        return self.requests.get(getattr(waiting, "request_id", "")) is waiting
+
+    # --- Room in the pools ---
+
+    def renew_write_credit(self) -> None:
+        """Look again at what is evicted next: pages were taken or left, or are to be written in another way."""
+        self.write_due = True
+        self.write_credit = int(self.settings.device_pages * self.settings.write_back_ahead)
+
+    def make_device_room(self, count: int) -> bool:
+        """Evict until `count` device pages are free. False, with nothing evicted, if that is impossible."""
+        short = count - self.device.free
+        if short <= 0:
+            return True
+        if short > self.index.device_evictable:
+            return False
+        self.index.evict_device(short)
+        return self.device.free >= count
+
+    def make_host_room(self, count: int) -> int:
+        """Evict host pages until `count` are free, or as many as can be; the number that is free, at most `count`."""
+        short = count - self.host.free
+        if short > 0:
+            self.index.evict_host(min(short, self.index.host_evictable))
+        return min(count, self.host.free)
