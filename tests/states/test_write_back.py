@@ -80,12 +80,12 @@ def test_an_eviction_from_the_device_has_the_next_leaf_copied() -> None:
     # The request takes the clean pages of "a": without another look "b" would be dropped by the next one.
     rig.arrive("c", bytes(range(8)))
     rig.answer(rig.take(commands.QueryStorage), 0)
-    assert rig.core.books.device.free == 0
+    assert rig.core.state.device.free == 0
     copy = rig.take(commands.CopyToHost)
     assert len(copy.device_pages) == 8
     rig.copied(copy)
     assert cached(rig, b"ijklmnop") == (8, 0)
-    assert rig.core.books.host.cached == 16
+    assert rig.core.state.host.cached == 16
 
 
 def test_an_eviction_from_the_host_has_the_next_leaf_put() -> None:
@@ -101,7 +101,7 @@ def test_an_eviction_from_the_host_has_the_next_leaf_put() -> None:
     rig.take(commands.ForgetTokens)
     rig.step(events.RetractedDropped, request_id="b")
     rig.nothing_else()
-    assert rig.core.books.host.free == 0
+    assert rig.core.state.host.free == 0
     # A fetch takes the host pages of "a", which storage has: those of "b" go next, and are nowhere else.
     rig.arrive("c", b"mnop")
     rig.answer(rig.take(commands.QueryStorage), 4)

@@ -57,8 +57,8 @@ class CoreMachine(RuleBasedStateMachine):
             share_wait_s=0.5,
         )
         self.contents = Contents()
-        self.device = SimulatedPool(self.rig.core.books.device)
-        self.host = SimulatedPool(self.rig.core.books.host)
+        self.device = SimulatedPool(self.rig.core.state.device)
+        self.host = SimulatedPool(self.rig.core.state.host)
         self.sent: set[tuple[str, int]] = set()
         self.fetched_tokens: dict[int, bytes] = {}
         self.prompts: dict[str, bytes] = {}
@@ -313,7 +313,7 @@ class CoreMachine(RuleBasedStateMachine):
     def cached_pages_hold_what_their_keys_say(self) -> None:
         if not hasattr(self, "rig"):
             return
-        for node in self.rig.core.books.index.nodes():
+        for node in self.rig.core.state.index.nodes():
             keys, above = node.edge, node.parent
             while above is not None:
                 keys, above = above.edge + keys, above.parent

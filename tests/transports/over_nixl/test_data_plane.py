@@ -6,9 +6,9 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+from benchmarks.nixl_child import NixlChild
 
 from tidekv.engine.doctor.machine import listening
-from tidekv.engine.nixl_child import NixlChild
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidConfig
 from tidekv.transports import control
