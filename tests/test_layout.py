@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,11 @@ def test_package_is_small_files_and_links() -> None:
     for folder in FOLDERS:
         assert (package / folder).is_symlink()
         assert (package / folder).resolve() == ROOT / folder
+
+
+def test_no_extension_module_takes_the_place_of_a_source() -> None:
+    # Python imports an extension module in preference to the source beside it, however old the former is.
+    suffixes = tuple(EXTENSION_SUFFIXES)
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.name.endswith(suffixes)]
+    assert not found, "tidekv runs from its source: delete these files"
+
