@@ -13,6 +13,7 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.effects import TokenRecord
 from tidekv.engine.growth import Growth, kept_tokens
 from tidekv.engine.parts import Parts
+from tidekv.engine.storage_swap import CLEAR_S
 from tidekv.engine.tails import tails_left
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
@@ -286,10 +287,12 @@ class DecodeEngine:
 
     # --- The whole ---
 
-    async def flush(self, tiers: tuple[str, ...] = ("l1", "l2")) -> dict[str, dict[str, int]]:
+    async def flush(
+        self, tiers: tuple[str, ...] = ("l1", "l2"), *, timeout_s: float = CLEAR_S
+    ) -> dict[str, dict[str, int]]:
         """Forget everything in these tiers that is not in use: {"dropped": …, "spared": …}, pages by tier.
 
-        "l3" clears storage; it spares nothing.
+        "l3" clears storage; it spares nothing. Raises StorageFailed if that takes longer than `timeout_s`: it goes on.
         """
         self._parts.check_open()
         wrong = set(tiers) - {"l1", "l2", "l3"}
@@ -301,24 +304,39 @@ class DecodeEngine:
         self._driver.post(events.FlushRequested(at_s=self._driver.clock(), call=self._serial, tiers=local))
         answer = await done
         if "l3" in tiers and self._parts.storage is not None:
-            answer["dropped"]["l3"] = await self._parts.storage_in_use.clear()
+            answer["dropped"]["l3"] = await self._parts.storage_in_use.clear(timeout_s=timeout_s)
             answer["spared"]["l3"] = 0
         return answer
 
-    async def attach_storage(self, storage: str | Storage, options: Mapping[str, object] | None = None) -> None:
-        """Use this storage from now on, in place of the one there was; requests go on meanwhile.
+    async def attach_storage(
+        self, storage: str | Storage, options: Mapping[str, object] | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """Use this storage from now on, in place of the one there was; requests run on meanwhile.
 
-        The new one is opened first, then the calls of the old one are waited for, and the old one is closed. Where this
-        raises (InvalidConfig, StorageFailed) or is cancelled, the old one is in use as before, and the new one closed.
-        What closing the old one raises is raised, with the new one in use. The engine closes storage at its end.
+        The new one is opened first, then the calls of the old one are awaited, and the old one is closed: all within
+        `timeout_s` seconds (None: `close_deadline_s`). If the new one is not open by then, StorageFailed is raised. If
+        the old one hangs, it is replaced all the same: its calls keep their host pages until they end, and it is closed
+        then, or at the engine's end. If this raises (InvalidConfig, StorageFailed) or is cancelled before the exchange,
+        the old one is in use as before, and the new one closed. What closing the old one raises is raised, with the new
+        one in use. The engine closes storage at its end.
         """
         self._parts.check_open()
-        await self._parts.storage_in_use.swap(open_storage(storage, options) if isinstance(storage, str) else storage)
+        new = open_storage(storage, options) if isinstance(storage, str) else storage
+        await self._parts.storage_in_use.swap(new, timeout_s=self._exchange_s(timeout_s))
 
-    async def detach_storage(self) -> None:
-        """Use no storage from now on: its calls in flight are waited for, then it is closed."""
+    async def detach_storage(self, *, timeout_s: float | None = None) -> None:
+        """Use no storage from now on: its calls in flight are awaited, then it is closed. A storage that hangs is left
+        behind after `timeout_s` seconds (None: `close_deadline_s`), as by `attach_storage`.
+        """
         self._parts.check_open()
-        await self._parts.storage_in_use.swap(None)
+        await self._parts.storage_in_use.swap(None, timeout_s=self._exchange_s(timeout_s))
+
+    def _exchange_s(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self.config.close_deadline_s
+        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise InvalidRequest(f"timeout_s must be more than 0 seconds, not {timeout_s!r}")
+        return timeout_s
 
     @property
     def policy(self) -> StoragePolicy:

@@ -325,6 +325,7 @@ class Parts:
         if self.group is not None and not await self.group.close(timeout_s=self.config.close_deadline_s):
             LOG.error("effects did not end within %s s of being cancelled", self.config.close_deadline_s)
         failures = await close_in_order(started, part_s=CLOSE_PART_S, late_s=self.config.close_deadline_s)
+        self.storage_in_use.abandon_leaving()
         self.watchdog.set_busy(False)
         await asyncio.to_thread(self.watchdog.close)
         if self.metrics is not None:
