@@ -14,12 +14,13 @@ from tidekv.engine.config import EngineConfig
 from tidekv.engine.effects import TokenRecord
 from tidekv.engine.growth import Growth, kept_tokens, pack_output
 from tidekv.engine.parts import Parts
+from tidekv.engine.storage_swap import CLEAR_S
 from tidekv.engine.tails import tails_left
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
 from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
-from tidekv.states.validation import PlainText, SecondsOrZero, Text, checked, short
+from tidekv.states.validation import PlainText, Seconds, SecondsOrZero, Text, checked, short
 
 if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
@@ -308,10 +309,13 @@ class DecodeEngine:
 
     # --- The whole ---
 
-    async def flush(self, tiers: tuple[str, ...] = ("l1", "l2")) -> dict[str, dict[str, int]]:
+    async def flush(
+        self, tiers: tuple[str, ...] = ("l1", "l2"), *, timeout_s: float = CLEAR_S
+    ) -> dict[str, dict[str, int]]:
         """Forget everything in these tiers that is not in use: {"dropped": …, "spared": …}, pages by tier.
 
-        "l3" clears storage and spares nothing. Raises InvalidRequest for another tier, and for "l3" without storage.
+        "l3" clears storage; it spares nothing. Raises InvalidRequest for another tier, and for "l3" without storage;
+        StorageFailed if clearing takes longer than `timeout_s` seconds: it goes on.
         """
         self._parts.check_open()
         chosen: tuple[Tier, ...] = checked(tiers, tuple[Tier, ...], "tiers")
@@ -329,16 +333,21 @@ class DecodeEngine:
             raise
         answer = await done
         if "l3" in chosen and self._parts.storage is not None:
-            answer["dropped"]["l3"] = await self._parts.storage_in_use.clear()
+            answer["dropped"]["l3"] = await self._parts.storage_in_use.clear(timeout_s=timeout_s)
             answer["spared"]["l3"] = 0
         return answer
 
-    async def attach_storage(self, storage: str | Storage, options: Mapping[str, object] | None = None) -> None:
-        """Use this storage from now on, in place of the one there was; requests go on meanwhile.
+    async def attach_storage(
+        self, storage: str | Storage, options: Mapping[str, object] | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """Use this storage from now on, in place of the one there was; requests run on meanwhile.
 
-        The new one is opened first, then the calls of the old one are waited for, and the old one is closed. Where this
-        raises (InvalidConfig, StorageFailed) or is cancelled, the old one is in use as before, and the new one closed.
-        What closing the old one raises is raised, with the new one in use. The engine closes storage at its end.
+        The new one is opened first, then the calls of the old one are awaited, and the old one is closed: all within
+        `timeout_s` seconds (None: `close_deadline_s`). If the new one is not open by then, StorageFailed is raised. If
+        the old one hangs, it is replaced all the same: its calls keep their host pages until they end, and it is closed
+        then, or at the engine's end. If this raises (InvalidConfig, StorageFailed) or is cancelled before the exchange,
+        the old one is in use as before, and the new one closed. What closing the old one raises is raised, with the new
+        one in use. The engine closes storage at its end.
         """
         self._parts.check_open()
         if isinstance(storage, str):
@@ -348,12 +357,20 @@ class DecodeEngine:
         elif not callable(getattr(storage, "register", None)) or not callable(getattr(storage, "close", None)):
             hint = "; detach_storage() removes it" if storage is None else ""
             raise InvalidRequest(f"storage must be a URI or a storage engine, not {short(storage)}{hint}")
-        await self._parts.storage_in_use.swap(storage)
+        await self._parts.storage_in_use.swap(storage, timeout_s=self._exchange_s(timeout_s))
 
-    async def detach_storage(self) -> None:
-        """Use no storage from now on: its calls in flight are waited for, then it is closed."""
+    async def detach_storage(self, *, timeout_s: float | None = None) -> None:
+        """Use no storage from now on: its calls in flight are awaited, then it is closed. A storage that hangs is left
+        behind after `timeout_s` seconds (None: `close_deadline_s`), as by `attach_storage`.
+        """
         self._parts.check_open()
-        await self._parts.storage_in_use.swap(None)
+        await self._parts.storage_in_use.swap(None, timeout_s=self._exchange_s(timeout_s))
+
+    def _exchange_s(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self.config.close_deadline_s
+        within_s: float = checked(timeout_s, Seconds, "timeout_s")
+        return within_s
 
     @property
     def policy(self) -> StoragePolicy:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from tidekv.backends.keys import namespace_seed
-from tidekv.engine.storage_calls import leading, own_cancels_only
+from tidekv.engine.storage_calls import CallsInFlight, leading, own_cancels_only
 from tidekv.engine.tail_effects import TailEffects
 from tidekv.states import commands, events
 from tidekv.states.errors import TidekvError
@@ -145,7 +145,6 @@ class Effects:
         query_timeout_s: float,
     ) -> None:
         self.storage: Storage | None = None
-        self.storage_calls = 0
         self.raised = 0
         self._caller = caller
         self._post = post
@@ -159,8 +158,7 @@ class Effects:
         self._known = known
         self._store_timeout_s = store_timeout_s
         self._query_timeout_s = query_timeout_s
-        self._storage_quiet: asyncio.Event = asyncio.Event()
-        self._storage_quiet.set()
+        self._in_flight = CallsInFlight()
         self._starters: dict[type[Command], Callable[..., None]] = {
             commands.QueryStorage: self._query,
             commands.FetchPages: self._fetch,
@@ -210,9 +208,22 @@ class Effects:
                     )
                 )
 
+    def use(self, storage: Storage | None, tails: Mapping[str, Storage]) -> None:
+        """Send calls to this storage, and to these by component, from now on. Calls in flight go on where they are; the
+        core is not told of what they have stored there.
+        """
+        self.storage = storage
+        self.tails.storages = tails
+        self._in_flight = CallsInFlight()
+
+    @property
+    def storage_calls(self) -> int:
+        """Calls to the storage in use that have not ended."""
+        return self._in_flight.count
+
     async def storage_is_quiet(self) -> None:
-        """Wait until no call to storage is in flight."""
-        await self._storage_quiet.wait()
+        """Wait until no call to the storage in use is in flight."""
+        await self._in_flight.quiet()
 
     # --- Storage ---
 
@@ -266,6 +277,9 @@ class Effects:
             keys = await record.digests(command.first, len(command.host_pages))
             put = storage.put_from(keys, command.host_pages, timeout_s=self._store_timeout_s)
             stored = leading(await own_cancels_only(put, "storage"))
+            if storage is not self.storage:
+                # Exchanged meanwhile: to the core, "stored" means in the storage that is in use.
+                stored = 0
         except Exception as raised:
             error = self.words_of(command, raised)
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
@@ -290,17 +304,7 @@ class Effects:
 
     def use_storage(self, call: Awaitable[None], name: str) -> None:
         """Run a call that storage is not quiet before the end of."""
-        self._spawn(self._count_storage(call), name)
-        self.storage_calls += 1
-        self._storage_quiet.clear()
-
-    async def _count_storage(self, call: Awaitable[None]) -> None:
-        try:
-            await call
-        finally:
-            self.storage_calls -= 1
-            if not self.storage_calls:
-                self._storage_quiet.set()
+        self._spawn(self._in_flight.begin(call), name)
 
     def words_of(self, command: Command, raised: Exception) -> str:
         """What an outcome says of an exception."""

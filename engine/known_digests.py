@@ -18,8 +18,12 @@ PROMPTS_MAX = 8
 """So many prompts that begin with the same page are remembered: turns of one conversation, users of one system prompt.
 """
 REMEMBERED_BYTES_MAX = 32 << 20
-DIGEST_MEMORY_BYTES = 72
-"""What a digest and its place in a list take."""
+DIGEST_MEMORY_BYTES = 88
+"""Memory of one digest, as an object of its own, and of its place in a list."""
+PROMPT_MEMORY_BYTES = 192
+"""Memory of the objects of one prompt, without its tokens and digests."""
+FIRST_PAGE_MEMORY_BYTES = 320
+"""Memory of the entry for one first page, without its tokens."""
 
 
 class Known(NamedTuple):
@@ -30,8 +34,8 @@ class Known(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes."""
-        return len(self.packed) + DIGEST_MEMORY_BYTES * len(self.digests)
+        """Memory that it takes."""
+        return PROMPT_MEMORY_BYTES + len(self.packed) + DIGEST_MEMORY_BYTES * len(self.digests)
 
 
 class KnownDigests:
@@ -44,6 +48,11 @@ class KnownDigests:
         self._prompts: dict[tuple[bytes, bytes], list[Known]] = {}
         """By seed and first page: the one last used is last, in both."""
         self._bytes = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that all of it takes, estimated from above."""
+        return self._bytes
 
     def __len__(self) -> int:
         return sum(len(prompts) for prompts in self._prompts.values())
@@ -62,6 +71,8 @@ class KnownDigests:
     def remember(self, seed: bytes, packed: bytes, digests: list[bytes]) -> None:
         """Remember the keys of the first pages of a prompt, in place of those of a prompt that it goes on from."""
         first = (seed, self._pages(packed, 1))
+        if first not in self._prompts:
+            self._bytes += FIRST_PAGE_MEMORY_BYTES + len(first[1])
         prompts = self._prompts.pop(first, [])
         self._prompts[first] = prompts
         for at, known in enumerate(prompts):
@@ -78,6 +89,7 @@ class KnownDigests:
             self._bytes -= self._prompts[oldest].pop(0).memory_bytes
             if not self._prompts[oldest]:
                 del self._prompts[oldest]
+                self._bytes -= FIRST_PAGE_MEMORY_BYTES + len(oldest[1])
 
     def _pages(self, packed: bytes, count: int) -> bytes:
         """What the keys of so many first pages are made of."""

@@ -14,7 +14,7 @@ from tidekv.backends.copies import PageCopier
 from tidekv.backends.copy_lanes import CopyLanes
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.calls import Calls
-from tidekv.engine.closing import Closable, close_in_order
+from tidekv.engine.closing import Closable, begin_close, close_in_order
 from tidekv.engine.driver import Driver, Watcher
 from tidekv.engine.effect_group import EffectGroup
 from tidekv.engine.effects import Effects
@@ -50,6 +50,10 @@ logging.getLogger("transitions").setLevel(logging.WARNING)
 
 CLOSE_PART_S = 60.0
 """A part that takes longer to close hangs: the others are closed without it."""
+SETTLE_SHARE = 0.6
+"""Share of `close_deadline_s` that what is in flight has to end; the rest is for closing the parts."""
+STOP_MIN_S = 2.0
+"""Seconds for closing the parts, at least."""
 
 
 class Parts:
@@ -269,7 +273,8 @@ class Parts:
     async def close(self) -> None:
         """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything.
 
-        Raises what broke the engine, if something did. A cancelled caller waits for the end all the same.
+        A storage that hangs is given up at that deadline as well. Raises what broke the engine, if something did. A
+        cancelled caller waits for the end all the same.
         """
         await settled(asyncio.get_running_loop().create_task(self._close(), name="tidekv close"))
 
@@ -294,7 +299,7 @@ class Parts:
             )
             self.calls.mark_aborted(request_id)
         try:
-            async with asyncio.timeout(self.config.close_deadline_s):
+            async with asyncio.timeout(SETTLE_SHARE * self.config.close_deadline_s):
                 await self.calls.wait_until(lambda: self.core.is_idle)
                 await self.effects.storage_is_quiet()
                 if self.ranks is not None:
@@ -303,28 +308,33 @@ class Parts:
             return  # It broke meanwhile.
         except TimeoutError:
             LOG.warning(
-                "closed after %s s with work in flight: %s", self.config.close_deadline_s, self.core.statistics()
+                "closed after %g s with work in flight: %s",
+                SETTLE_SHARE * self.config.close_deadline_s,
+                self.core.statistics(),
             )
         self.driver.stop()
         self.calls.end_all("the engine was closed")
 
     async def _stop(self) -> None:
-        started: list[Closable | None] = [
+        stop_s = max((1 - SETTLE_SHARE) * self.config.close_deadline_s, STOP_MIN_S)
+        # Storage begins first: that ends the calls which effects wait for.
+        storages = [*self.storage_in_use.retired, *self.storage_in_use.tails.values()]
+        storages += [] if self.storage is None else [self.storage]
+        started: list[Closable | asyncio.Task[object] | None] = [
             self.ranks,
             getattr(self, "receiver", None),
             self.copier,
             *self.tail_copiers.values(),
             self._lanes,
-            *self.storage_in_use.retired,
-            *self.storage_in_use.tails.values(),
-            self.storage,
+            *(begin_close(storage) for storage in storages),
             self.transport,
             self.poller,
             self.storage_poller,
         ]
-        if self.group is not None and not await self.group.close(timeout_s=self.config.close_deadline_s):
-            LOG.error("effects did not end within %s s of being cancelled", self.config.close_deadline_s)
-        failures = await close_in_order(started, part_s=CLOSE_PART_S, late_s=self.config.close_deadline_s)
+        if self.group is not None and not await self.group.close(timeout_s=stop_s / 4):
+            LOG.error("effects did not end within %g s of being cancelled", stop_s / 4)
+        failures = await close_in_order(started, part_s=CLOSE_PART_S, late_s=stop_s / 4)
+        self.storage_in_use.abandon_leaving()
         self.watchdog.set_busy(False)
         await asyncio.to_thread(self.watchdog.close)
         if self.metrics is not None:

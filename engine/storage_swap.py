@@ -1,18 +1,33 @@
-"""The storage that an engine uses, and how it is exchanged while requests go on."""
+"""The storage that an engine uses, and its exchange while requests run.
+
+No wait here is without a deadline: a store that hangs can be replaced. Its calls in flight keep their host pages until
+they end, and it is closed then, or at the engine's end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.backends.keys import component_namespace, storage_namespace
 from tidekv.backends.storage.base import Siblings
 from tidekv.states import events
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.parts import Parts
+
+LOG = logging.getLogger("tidekv.engine")
+
+START_S = 300.0
+"""Seconds to open the storage that an engine starts with: an index that has to be rebuilt takes a while."""
+CLEAR_S = 60.0
+"""Seconds to clear storage, unless the caller says otherwise."""
 
 
 class StorageInUse:
@@ -26,73 +41,154 @@ class StorageInUse:
         self._parts = parts
         self._first = first
         self._lock = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
 
     def own_first(self) -> None:
         """From here on the engine closes the storage that it was given."""
         self.current = self._first
 
     async def register_first(self) -> None:
-        """Open the storage that the engine was given, if any, and tell the core. Raises what opening it raises."""
+        """Open the storage that the engine was given, if any, and post that to the core. Raises what opening raises,
+        StorageFailed if it takes longer than START_S.
+        """
         if self._first is not None:
-            tails = await self._register(self._first)
+            opening = self._begin_register(self._first)
+            tails = await _opened(self._first, opening, asyncio.get_running_loop().time() + START_S)
             self._use(self._first, tails)
             at_s = self._parts.driver.clock()
             self._parts.front.post(events.StorageChanged(at_s=at_s, available=True, tails=bool(self._parts.components)))
 
-    async def swap(self, storage: Storage | None) -> None:
+    async def swap(self, storage: Storage | None, *, timeout_s: float) -> None:
         """Use this storage, or none, from now on: open the new one, drain the old one, swap, close the old one.
 
-        Whatever raises before the swap, a cancellation too, leaves the old one in use and closes the new one.
-        Raises InvalidRequest for the one that is in use already.
+        A new storage that is not open in time raises StorageFailed. Calls of the old one that have not ended in time
+        are left behind, with the host pages that they use; it is closed when they end, or with the engine. Any raise
+        before the swap, a cancellation too, leaves the old one in use and closes the new one. Raises InvalidRequest for
+        the storage that is in use already.
         """
         if storage is not None and self._parts.host is None:
             raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
-        async with self._lock:
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        async with self._turn(deadline_s):
             old = self.current
             if storage is not None and storage is old:
                 raise InvalidRequest(f"{storage.uri} is attached already")
-            tails = await self._prepare(old, storage)
+            tails = await self._prepare(old, storage, deadline_s)
             left = [] if old is None else [old, *self.tails.values()]
             self._use(storage, tails)
             if storage is not None:
                 self._tell(available=True)
-            # Should closing be cut off, the engine's own end closes them once more.
-            self.retired += left
             for engine in left:
-                await engine.close()
-                self.retired.remove(engine)
+                await self._leave(engine.close(), [engine], deadline_s)
+
+    async def clear(self, *, timeout_s: float = CLEAR_S) -> int:
+        """Remove all that is stored; returns how many full pages there were. Raises what the engines raise, and
+        StorageFailed if they take too long: they go on then.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        for engine in self.tails.values():
+            await _within(engine.clear(), engine.uri, "cleared", deadline_s)
+        if self.current is None:
+            return 0
+        return await _within(self.current.clear(), self.current.uri, "cleared", deadline_s)
+
+    def abandon_leaving(self) -> None:
+        """Stop waiting for engines that were left and do not end: the engine's own end has closed what can be."""
+        for task in self._leaving:
+            task.cancel()
+
+    @asynccontextmanager
+    async def _turn(self, deadline_s: float) -> AsyncIterator[None]:
+        """One swap at a time."""
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise StorageFailed("another attach or detach of storage has not ended; try again later") from None
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _use(self, storage: Storage | None, tails: dict[str, Storage]) -> None:
-        self.current = self._parts.effects.storage = storage
+        self.current = storage
         self.tails = tails
-        self._parts.effects.tails.storages = tails
+        self._parts.effects.use(storage, tails)
 
-    async def _prepare(self, old: Storage | None, new: Storage | None) -> dict[str, Storage]:
+    async def _prepare(self, old: Storage | None, new: Storage | None, deadline_s: float) -> dict[str, Storage]:
         """Open the new one and drain the old one; all of it, or nothing and the new one closed. Returns the engines of
         components beside the new one.
         """
         parts = self._parts
         is_told = False
         tails: dict[str, Storage] = {}
+        opening = None if new is None else self._begin_register(new)
         try:
-            if new is not None:
-                tails = await self._register(new)
+            if new is not None and opening is not None:
+                tails = await _opened(new, opening, deadline_s)
             if old is not None:
                 is_told = True
                 self._tell(available=False)
-                # With ranks, the core hears of it when all of them do.
-                await parts.calls.wait_until(lambda: not parts.core.state.storage_available)
-                await parts.effects.storage_is_quiet()
+                await self._drain(old, deadline_s)
             if not parts.is_open:
                 raise EngineClosed("the engine was closed while storage was attached")
-        except BaseException:
+        except BaseException as error:
             if is_told:
                 self._tell(available=True)
-            for engine in (new, *tails.values()):
-                if engine is not None:
-                    await engine.close()
+            if new is not None and opening is not None:
+                try:
+                    await self._leave(_close_unused(new, opening), [new], deadline_s)
+                except Exception as failure:
+                    error.add_note(f"and closing {new.uri} raised {failure!r}")
             raise
         return tails
+
+    async def _drain(self, old: Storage, deadline_s: float) -> None:
+        """Wait until nothing uses the old storage, or until the deadline."""
+        parts = self._parts
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                # With ranks, the core takes the change when all of them do.
+                await parts.calls.wait_until(lambda: not parts.core.state.storage_available)
+        except TimeoutError:
+            raise StorageFailed("not all ranks have attached or detached storage in time") from None
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await parts.effects.storage_is_quiet()
+        except TimeoutError:
+            LOG.warning(
+                "%s is left with %d calls in flight: they keep their host pages until they end",
+                old.uri,
+                parts.effects.storage_calls,
+            )
+
+    async def _leave(self, ending: Coroutine[object, object, None], engines: list[Storage], deadline_s: float) -> None:
+        """Let engines end that are not used any more, until the deadline; after it they end in the background.
+
+        Raises what ending raises before the deadline.
+        """
+        task = asyncio.get_running_loop().create_task(ending, name=f"closing {engines[0].uri}")
+        self.retired += engines
+        self._leaving.add(task)
+        task.add_done_callback(partial(self._left, engines))
+        # At least one turn of the loop: an engine without calls in flight closes in it.
+        await asyncio.wait({task}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
+        if task.done():
+            task.result()
+            return
+        task.add_done_callback(_log_failure)
+        LOG.warning("%s is not closed yet: its calls have not ended", engines[0].uri)
+
+    def _left(self, engines: Sequence[Storage], task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            # Anything else is closed once more by the engine's own end.
+            for engine in engines:
+                self.retired.remove(engine)
+
+    def _begin_register(self, storage: Storage) -> asyncio.Task[dict[str, Storage]]:
+        """Open a storage in a task of its own: a store that hangs may not even settle when it is cancelled."""
+        return asyncio.get_running_loop().create_task(self._register(storage), name=f"opening {storage.uri}")
 
     async def _register(self, storage: Storage) -> dict[str, Storage]:
         """Open a storage for full pages, and one beside it for each component."""
@@ -122,14 +218,48 @@ class StorageInUse:
             raise
         return tails
 
-    async def clear(self) -> int:
-        """Forget all that is stored; returns how many full pages there were. Raises what the engines raise."""
-        for engine in self.tails.values():
-            await engine.clear()
-        return 0 if self.current is None else await self.current.clear()
-
     def _tell(self, *, available: bool) -> None:
         if self._parts.is_open:
             at_s = self._parts.driver.clock()
             tails = available and bool(self._parts.components)
             self._parts.front.take_now(events.StorageChanged(at_s=at_s, available=available, tails=tails))
+
+
+async def _opened(storage: Storage, opening: asyncio.Task[dict[str, Storage]], deadline_s: float) -> dict[str, Storage]:
+    """Wait until a storage is open. Raises what opening it raises, StorageFailed at the deadline."""
+    try:
+        await asyncio.wait({opening}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
+    finally:
+        if not opening.done():
+            opening.cancel()
+    if not opening.done():
+        raise StorageFailed(f"{storage.uri} was not open in time; it hangs, or needs a longer timeout_s")
+    return opening.result()
+
+
+async def _close_unused(storage: Storage, opening: asyncio.Task[dict[str, Storage]]) -> None:
+    """Close a storage that is not used after all, once opening it has ended."""
+    opening.cancel()
+    await asyncio.wait({opening})
+    tails = {} if opening.cancelled() or opening.exception() else opening.result()
+    for engine in (*tails.values(), storage):
+        await engine.close()
+
+
+async def _within(call: Coroutine[object, object, int], uri: str, what: str, deadline_s: float) -> int:
+    """Await a call into storage until the deadline; StorageFailed leaves it running."""
+    task = asyncio.get_running_loop().create_task(call, name=f"{uri} {what}")
+    try:
+        await asyncio.wait({task}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if task.done():
+        return task.result()
+    task.add_done_callback(_log_failure)
+    raise StorageFailed(f"{uri} was not {what} in time; it goes on")
+
+
+def _log_failure(task: asyncio.Task[object]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        LOG.error("%s raised", task.get_name(), exc_info=error)

@@ -105,6 +105,9 @@ class TailEffects:
             keys = await record.digests(command.first, len(command.host_pages))
             put = storage.put_from(keys, command.host_pages, timeout_s=self._store_timeout_s)
             stored = leading(await own_cancels_only(put, "storage"))
+            if storage is not self.storages.get(command.component):
+                # Exchanged meanwhile: to the core, "stored" means in the storage that is in use.
+                stored = 0
         except Exception as raised:
             error = self._effects.words_of(command, raised)
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))

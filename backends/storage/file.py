@@ -196,6 +196,9 @@ class FileStorage:
 
     async def close(self) -> None:
         """Wait for the calls that run, and close the files; see Storage."""
+        shelves = [*self._lost, *([] if self._shelf is None else [self._shelf])]
+        for shelf in shelves:
+            shelf.hurry()
         await self._calls.drain()
         shelves = [*self._lost, *([] if self._shelf is None else [self._shelf])]
         self._shelf, self._lost = None, []

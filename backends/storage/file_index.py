@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +38,8 @@ from tidekv.backends.storage.segments import (
 from tidekv.backends.storage.writers import WriterLock
 
 INDEX_FILE: Final = "index.sqlite"
+BUSY_SLICE_S: Final = 0.1
+"""Seconds that SQLite waits for a lock at once; between two waits `hurry` is looked at."""
 # Pages of fewer bytes than twice this stay together in one file.
 RUN_BYTES_MIN: Final = 1 << 20
 
@@ -81,7 +85,9 @@ class FileIndex:
         self._low_water = low_water
         self._writer = writer
         self._erase = erase
-        self._db = connect(root / INDEX_FILE, busy_timeout_s=busy_timeout_s)
+        self._busy_timeout_s = busy_timeout_s
+        self._in_a_hurry = threading.Event()
+        self._db = connect(root / INDEX_FILE, busy_timeout_s=min(busy_timeout_s, BUSY_SLICE_S))
         self._tick = ChangeTick(root)
         self._seen = -1
         self._data_version = -1
@@ -193,6 +199,10 @@ class FileIndex:
         with self._change():
             pass
 
+    def hurry(self) -> None:
+        """Wait no longer for the lock of another process: a change that cannot begin at once fails. From any thread."""
+        self._in_a_hurry.set()
+
     def close(self) -> None:
         """Give reserved slots and the writer's place back, and close the file."""
         try:
@@ -212,7 +222,7 @@ class FileIndex:
     @contextmanager
     def _change(self) -> Iterator[int]:
         """One change of the index: its tick, with the mirror brought up to it first. Recency rides along."""
-        self._db.execute("BEGIN IMMEDIATE")
+        self._begin()
         left: list[int] = []
         try:
             self._pull()
@@ -241,6 +251,18 @@ class FileIndex:
         self._seen = seq
         self.mirror.settle(written=True)
         self._remove_files()
+
+    def _begin(self) -> None:
+        """Take the index's write lock, or raise that it is busy after `busy_timeout_s`, or at once in a hurry."""
+        deadline_s = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                is_over = self._in_a_hurry.is_set() or time.monotonic() >= deadline_s
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or is_over:
+                    raise
 
     def _pull(self) -> None:
         """Bring the mirror up to the index, inside a transaction."""

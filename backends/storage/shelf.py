@@ -238,6 +238,10 @@ class Shelf:
             self._chunks_in_flight -= 1
         return [Verdict(key=key, ok=not cause, cause=cause) for key, cause in zip(keys, causes, strict=True)]
 
+    def hurry(self) -> None:
+        """Let calls wait no longer for the index while another process has it locked: they fail instead."""
+        self._place.index.hurry()
+
     async def close(self) -> None:
         """Close everything. No call may be under way."""
         begun = {task for task in (self._catching_up, self._noting) if task is not None}

@@ -249,3 +249,124 @@ async def test_another_store_gets_what_the_first_one_has_already(make_pair, tmp_
         assert again.sources["l3"] == 24
         await pair.finish(again, dialog, [5])
         await pair.assert_nothing_held()
+
+
+class Hung:
+    """A store whose gets and puts, or whose opening or end, wait for a release."""
+
+    def __init__(self, uri: str, *hangs: str) -> None:
+        self._storage = open_storage(uri)
+        self._hangs = hangs
+        self.release = asyncio.Event()
+        self.entered = asyncio.Event()
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._storage, name)
+        if name not in self._hangs:
+            return found
+
+        async def hang(*arguments: object, **named: object) -> object:
+            # A put has reached the store, and its answer hangs; anything else hangs on its way there.
+            answer = await found(*arguments, **named) if name == "put_from" else None
+            self.entered.set()
+            while not self.release.is_set():
+                try:
+                    await self.release.wait()
+                except asyncio.CancelledError:
+                    # As a call that cannot be cancelled: it settles when the store answers.
+                    continue
+            return answer if name == "put_from" else await found(*arguments, **named)
+
+        return hang
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        # However the test ends: an engine that is closed waits for what cannot be cancelled.
+        self.release.set()
+
+
+async def test_a_store_that_hangs_is_replaced_and_its_calls_keep_their_pages_until_they_end(make_pair) -> None:
+    hung = Hung("memory:?capacity=1MiB", "put_from", "close")
+    async with make_pair(storage=hung, close_deadline_s=30.0) as pair:
+        with hung:
+            ready = await pair.restore("r1", PROMPT)
+            await pair.finish(ready, PROMPT, [1])
+            await hung.entered.wait()
+            await pair.engine.attach_storage("memory:?capacity=1MiB", timeout_s=0.05)
+            assert pair.engine.statistics()["storage"]["uri"].startswith("memory:")
+            assert pair.engine._core.operations_in_flight == 1
+            assert pair.engine._parts.storage_in_use.retired == [hung]
+            # The new one is used, and has what is put from now on.
+            other = [token + 500 for token in PROMPT]
+            await pair.finish(await pair.restore("r2", other), other, [1])
+            await pair.engine._calls.wait_until(lambda: pair.engine.statistics()["storage"]["puts"] == 5)
+            hung.release.set()
+            await pair.engine.wait_settled()
+            # What the old one has stored is not taken for stored in the new one.
+            await pair.finish(await pair.restore("r3", PROMPT), PROMPT, [1])
+            await pair.engine.wait_settled()
+            assert pair.engine.statistics()["storage"]["pages"] == 10
+            await pair.engine.flush()
+            again = await pair.restore("r4", other)
+            assert again.sources["l3"] == 20
+            await pair.finish(again, other, [1])
+            assert pair.engine._parts.storage_in_use.retired == []
+            await pair.assert_nothing_held()
+
+
+async def test_a_store_that_hangs_is_detached(make_pair) -> None:
+    hung = Hung("memory:?capacity=1MiB", "put_from", "close")
+    async with make_pair(storage=hung) as pair:
+        with hung:
+            await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
+            await hung.entered.wait()
+            await pair.engine.detach_storage(timeout_s=0.05)
+            assert pair.engine.statistics()["storage"] is None
+            await pair.finish(await pair.restore("r2", PROMPT), PROMPT, [1])
+            hung.release.set()
+            await pair.engine.wait_settled()
+            await pair.assert_nothing_held()
+
+
+async def test_a_store_that_does_not_open_in_time_leaves_the_old_one_in_use(make_pair) -> None:
+    hung = Hung("memory:?capacity=1MiB", "register")
+    async with make_pair(storage=open_storage("memory:?capacity=1MiB")) as pair:
+        with hung:
+            old = pair.engine._parts.storage
+            with pytest.raises(StorageFailed, match="not open in time"):
+                await pair.engine.attach_storage(hung, timeout_s=0.05)
+            assert pair.engine._parts.storage is old
+            ready = await pair.restore("r1", PROMPT)
+            await pair.finish(ready, PROMPT, [1])
+            await pair.engine.wait_settled()
+            assert pair.engine.statistics()["storage"]["puts"] == 5
+            hung.release.set()
+            await pair.assert_nothing_held()
+
+
+async def test_a_second_exchange_waits_for_the_first_one_until_its_deadline(make_pair) -> None:
+    hung = Hung("memory:?capacity=1MiB", "register")
+    async with make_pair() as pair:
+        with hung:
+            first = asyncio.create_task(pair.engine.attach_storage(hung, timeout_s=600.0))
+            await hung.entered.wait()
+            with pytest.raises(StorageFailed, match="try again later"):
+                await pair.engine.attach_storage("memory:", timeout_s=0.05)
+            hung.release.set()
+            await first
+            assert pair.engine._parts.storage is hung
+
+
+async def test_a_store_that_hangs_while_it_is_cleared_ends_the_call_at_its_deadline(make_pair) -> None:
+    hung = Hung("memory:?capacity=1MiB", "clear")
+    async with make_pair(storage=hung) as pair:
+        with hung:
+            await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
+            await pair.engine.wait_settled()
+            with pytest.raises(StorageFailed, match="not cleared in time"):
+                await pair.engine.flush(("l3",), timeout_s=0.05)
+            hung.release.set()
+            with pytest.raises(InvalidRequest, match="timeout_s"):
+                await pair.engine.detach_storage(timeout_s=float("nan"))

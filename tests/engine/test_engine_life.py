@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -179,6 +182,24 @@ async def test_a_part_that_hangs_does_not_keep_the_others_from_closing(monkeypat
     assert "HangingStorage" in str(caught.value.exceptions[0])
     await asyncio.sleep(0)
     assert ours() == set()
+
+
+async def test_a_store_whose_index_another_process_keeps_locked_does_not_hold_up_the_end(
+    make_pair, tmp_path: Path
+) -> None:
+    uri = f"file:{tmp_path}/pages?io=threads&capacity=4MiB&busy_timeout_s=60"
+    async with contextlib.AsyncExitStack() as stack:
+        pair = await stack.enter_async_context(make_pair(storage=open_storage(uri), close_deadline_s=2.0))
+        ready = await pair.restore("r1", list(range(20)))
+        other = sqlite3.connect(tmp_path / "pages" / "index.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        await pair.finish(ready, list(range(20)), [1])
+        await pair.engine._calls.wait_until(lambda: pair.engine._parts.effects.storage_calls == 1)
+        engine = stack.pop_all()
+        # Far less than what one change of the index may wait.
+        async with asyncio.timeout(40):
+            await engine.aclose()
+        other.close()
 
 
 async def test_a_burst_within_one_turn_of_the_loop_keeps_to_the_bound_of_the_queue(make_pair) -> None:

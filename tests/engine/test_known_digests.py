@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +29,17 @@ def packed(tokens: list[int]) -> bytes:
 
 def record(prompt: bytes, known: KnownDigests, keys: PageKeys = PAGES, namespace: str = "") -> TokenRecord:
     return TokenRecord(prompt, page_keys=keys, namespace=namespace, addresses=(), sends_prompt=False, known=known)
+
+
+@contextlib.contextmanager
+def traced_memory() -> Iterator[Callable[[], int]]:
+    """Measure the bytes that are allocated within the block and not freed."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.lists(st.tuples(PROMPTS, st.sampled_from(("", "tenant"))), max_size=30), st.booleans())
@@ -59,7 +75,7 @@ async def test_a_turn_hashes_only_its_new_pages(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_digests, "REMEMBERED_BYTES_MAX", 1000)
+    monkeypatch.setattr(known_digests, "REMEMBERED_BYTES_MAX", 3000)
     known = KnownDigests(PAGES)
     for number in range(100):
         prompt = packed([number // 20, 0, number, 0])
@@ -67,3 +83,17 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(known) <= 8
         assert known.of(b"", prompt) == page_digests(prompt, 2)
     assert known.of(b"", packed([0, 0, 0, 0])) == []
+    assert known.memory_bytes <= 3000
+
+
+@pytest.mark.parametrize("pages", [1, 2, 10, 100])
+@pytest.mark.parametrize("distinct_first_pages", [True, False])
+def test_what_is_remembered_is_counted_with_what_its_objects_cost(pages: int, distinct_first_pages: bool) -> None:
+    known = KnownDigests(PageKeys(16))
+    with traced_memory() as taken_bytes:
+        for number in range(4000 // pages):
+            first = (number if distinct_first_pages else number // 4).to_bytes(8, "little") + bytes(56)
+            rest = number.to_bytes(8, "little") * (8 * (pages - 1))
+            known.remember(b"", first + rest, [bytes(32 - 8) + at.to_bytes(8, "little") for at in range(pages)])
+        actual_bytes = taken_bytes()
+    assert actual_bytes <= known.memory_bytes <= 2 * actual_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
@@ -332,3 +333,20 @@ async def test_a_read_only_disk_is_refused(files: Rig, small_disk: Path) -> None
     remount(small_disk, "rw")
     engine = await files.open()
     assert all(await files.put(engine, [1]))
+
+
+async def test_closing_waits_for_no_lock_that_another_process_has_on_the_index(files: Rig) -> None:
+    engine = await files.open(busy_timeout_s=60)
+    await files.put(engine, range(2))
+    other = sqlite3.connect(files.root / "index.sqlite", isolation_level=None)
+    with contextlib.closing(other):
+        other.execute("BEGIN IMMEDIATE")
+        putting = asyncio.create_task(files.put(engine, range(2, 6)))
+        await asyncio.sleep(0)
+        assert engine.statistics().calls_in_flight == 1
+        # Far less than the 60 s that a change of the index may wait, and there are two: of the put, and of the end.
+        async with asyncio.timeout(40):
+            await engine.close()
+        assert await putting == [False] * 4
+    again = await files.open()
+    assert await files.get(again, range(6)) == [True] * 2 + [False] * 4
