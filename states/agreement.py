@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.questions import Question
-    from tidekv.states.votes import Words
+    from tidekv.states.votes import Question, Words
 
 LEADER = 0
 HOLD_S = 10.0

@@ -1,21 +1,21 @@
-"""Who owns what, recounted from scratch over the whole core: no page without an owner, none with two, no lost receipt.
+"""Recount of ownership over the whole core: no page without an owner, none with two, no lost receipt.
 
-The accounts know the condition of each page, the index its own nodes. This file asks every request, load, backup and
-room what it holds, and compares. O(everything); it changes nothing.
+The accounts know the condition of each page, the index its own nodes. The audit asks every request, load, backup, room
+and operation what it holds, and compares. O(everything); it changes nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from tidekv.states import steps
+from tidekv.states import events
 from tidekv.states.accounts import Condition, PageAccount
 from tidekv.states.backups import Backup
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.loads import LoadCopy, LoadFetch
 from tidekv.states.lookahead import AheadRead
-from tidekv.states.request import AheadRun, Load, Request, RequestTails, Stage, State, TailStage
+from tidekv.states.request import AheadRun, Load, RequestTails, Stage, TailStage
 from tidekv.states.request_tails import TailCopy
 from tidekv.states.restore import LateRecomputation, Recomputation
 from tidekv.states.shapes import PageIds, page_ids
@@ -27,13 +27,32 @@ from tidekv.states.tail_puts import TailPut
 from tidekv.states.tail_storage import StoredTailCopy, TailRead
 
 if TYPE_CHECKING:
-    from tidekv.states.core import Core
+    from tidekv.states.backups import Backups
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.loads import Loads
+    from tidekv.states.lookahead import Lookahead
     from tidekv.states.node import Node, Receipt
+    from tidekv.states.queue import Queue
+    from tidekv.states.request import Request
+    from tidekv.states.rooms import Rooms
+    from tidekv.states.settings import CoreSettings
+    from tidekv.states.storage_use import StorageUse
 
-PLANNED = (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
+
+class Parts(Protocol):
+    """The parts of a core that own something."""
+
+    settings: CoreSettings
+    state: CoreState
+    storage: StorageUse
+    queue: Queue
+    rooms: Rooms
+    loads: Loads
+    lookahead: Lookahead
+    backups: Backups
 
 
-def audit_core(core: Core) -> None:
+def audit_core(core: Parts) -> None:
     """Raise BrokenInvariant, in words, at the first contradiction found."""
     core.state.index.check()
     core.state.device.check()
@@ -45,10 +64,10 @@ def audit_core(core: Core) -> None:
     _check_receipts(core, loads)
     _check_loads(core, loads)
     _check_operations(core, loads)
-    progressed = steps.Progressed(at_s=core.state.now_s)
+    progressed = events.Progressed(at_s=core.state.now_s)
     for request in core.state.requests.values():
         _check_request(core, request)
-        can_move = any(guard(core, request, progressed) for guard in PROGRESS_GUARDS[request.state])
+        can_move = any(guard(request, progressed) for guard in PROGRESS_GUARDS[request.state])
         _require(not can_move, f"{request} could move on, and was not looked at")
     state = core.state
     _require(
@@ -63,7 +82,7 @@ def audit_core(core: Core) -> None:
         and not state.progressed_loads,
         "a step left work",
     )
-    waiting = {request for request in core.state.requests.values() if request.state is State.PREALLOC}
+    waiting = {request for request in core.state.requests.values() if request.waits_for_admission}
     _require(set(core.queue) == waiting and len(core.queue) == len(waiting), "the queue is not who waits for admission")
 
 
@@ -72,7 +91,7 @@ def _require(condition: object, words: str) -> None:
         raise BrokenInvariant(words)
 
 
-def _loads_of(core: Core) -> dict[Load, None]:
+def _loads_of(core: Parts) -> dict[Load, None]:
     """Every load that still holds something: live, or void and waiting for a writer or for what lies below it."""
     loads = dict.fromkeys(core.loads)
     operations = core.state.operations.values()
@@ -82,11 +101,11 @@ def _loads_of(core: Core) -> dict[Load, None]:
     return loads
 
 
-def _runs_of(core: Core) -> list[AheadRun]:
+def _runs_of(core: Parts) -> list[AheadRun]:
     return [run for request in core.state.requests.values() if request.ahead is not None for run in request.ahead.runs]
 
 
-def _check_device_pages(core: Core) -> None:
+def _check_device_pages(core: Parts) -> None:
     owned, draining = page_ids(), page_ids()
     for request in core.state.requests.values():
         owned += request.own + request.reserve
@@ -101,7 +120,7 @@ def _check_device_pages(core: Core) -> None:
     _check_pages(core.state.device, owned, draining)
 
 
-def _tails_of(core: Core) -> list[RequestTails]:
+def _tails_of(core: Parts) -> list[RequestTails]:
     """The tails of requests, and those that requests have left while something still writes to them."""
     tails = {request.tails: None for request in core.state.requests.values()}
     for owner in core.state.operations.values():
@@ -112,7 +131,7 @@ def _tails_of(core: Core) -> list[RequestTails]:
     return [held for held in tails if held is not None]
 
 
-def _check_components(core: Core) -> None:
+def _check_components(core: Parts) -> None:
     components = core.state.components
     if components is None:
         return
@@ -144,7 +163,7 @@ def _check_components(core: Core) -> None:
         _check_pages(components.host[name].account, on_host, page_ids())
 
 
-def _check_host_pages(core: Core, loads: dict[Load, None]) -> None:
+def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
     owned = page_ids()
     for load in loads:
         owned += load.host_pages
@@ -170,7 +189,7 @@ def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> Non
         _require(len(pages) == count, f"{count} {account.name} pages are {words}, owners know of {len(pages)}")
 
 
-def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
+def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
     receipts: list[Receipt | None] = list(core.backups.held)
     for request in core.state.requests.values():
         receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
@@ -195,7 +214,7 @@ def _check_receipts(core: Core, loads: dict[Load, None]) -> None:
     _require(not device and not host, "receipts are held for nodes that are not in the tree")
 
 
-def _check_loads(core: Core, loads: dict[Load, None]) -> None:
+def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
     under = Counter[Load]()
     void: set[Node] = set()
     for node in core.state.index.nodes():
@@ -226,7 +245,7 @@ def _check_loads(core: Core, loads: dict[Load, None]) -> None:
     _require(not void, f"{void} are void for no load")
 
 
-def _check_operations(core: Core, loads: dict[Load, None]) -> None:
+def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
     backups, runs = set(core.backups), set(_runs_of(core))
     for op, owner in core.state.operations.items():
         if isinstance(owner, StorageQuery | Recomputation):
@@ -266,21 +285,21 @@ def _check_operations(core: Core, loads: dict[Load, None]) -> None:
             _require(is_its_own, "a load waits for an operation that is over")
 
 
-def _check_request(core: Core, request: Request) -> None:
+def _check_request(core: Parts, request: Request) -> None:
     holds = request.lock is not None
-    _require(holds == (request.state is not State.PREALLOC), f"{request} has no lock, or one before its grant")
+    _require(holds != request.waits_for_admission, f"{request} has no lock, or one before its grant")
     has_tails = holds and core.state.components is not None
     _require(has_tails == (request.tails is not None), f"{request} has tails without a grant, or none with one")
-    early = request.state in (State.PREALLOC, State.MATCH)
-    _require(early or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
+    is_planned = request.is_beyond_plan or request.is_ready
+    _require(not is_planned or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
     _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")
-    if request.state is State.READY:
+    if request.is_ready:
         _require(request.room is None and not request.loads, f"{request} still waits for something")
     else:
-        _require(request.is_planned == (request.state in PLANNED), f"{request} has no room, or one too early")
-    if request.state is State.PREALLOC:
+        _require(request.is_planned == request.is_beyond_plan, f"{request} has no room, or one too early")
+    if request.waits_for_admission:
         _require(not request.own and not request.reserve and not request.loads, f"{request} waits and holds pages")
-    if request.lock is None or request.state is State.READY:
+    if request.lock is None or request.is_ready:
         return
     path = core.state.index.path(request.lock.node)
     shared = Counter[Load]()

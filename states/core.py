@@ -1,35 +1,59 @@
 """The core: the whole decider of one decode worker. Events in, commands out; no I/O, no clock, no randomness.
 
-The same events in the same order give the same commands, states, plans, locks and allocations, always. That is what
-replay, simulation, property tests and rank agreement hold on to.
+The same events in the same order give the same commands, states, plans, locks and allocations, always. Replay,
+simulation, property tests and rank agreement rely on that.
+
+    event ──▶ Core.step ──▶ its taker: the request machine, an operation, a room, ...
+                                │ leaves work in the queues of CoreState
+                                ▼
+                            Core.settle: CONSEQUENCES, until none is due ──▶ commands
+
+What follows from an event is data, as the request machine's table is. CONSEQUENCES says, in order of precedence, what
+may be due and which rule follows it. `settle` follows the first one that is due and begins again at the top, so that a
+consequence is drawn only when nothing above it is left to do:
+
+- what has happened to a request or load comes before what a request may do next: no request moves on over pages that
+  are lost;
+- every request has moved on as far as it can before waiting ones are admitted: their pages may be shared by then;
+- what only prepares for later (puts that gave way to fetches, look-ahead, write-back) comes last.
+
+A rule takes one item of work, except for the last one, which does all that it finds: it makes no work for itself.
+`python -m tidekv.states.core` prints the tuple as a table.
+
+A rule that raises does not end the core. A raise in a row of the machine is the request's: `TransitionRaised`. A raise
+anywhere else is met by `CoreState.run_guarded`: the operation is abandoned, or the rule runs once more. Only
+`BrokenInvariant` is never met: the core must not be used any more.
 """
 
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from transitions import MachineError
 
-from tidekv.states import events, steps
+from tidekv.states import events
 from tidekv.states.audit import audit_core
 from tidekv.states.backups import Backups
 from tidekv.states.core_state import CoreState
 from tidekv.states.errors import BrokenInvariant, IllegalEvent
 from tidekv.states.events import Event
+from tidekv.states.guards_and_actions import Actions
 from tidekv.states.loads import Loads
 from tidekv.states.lookahead import Lookahead
 from tidekv.states.queue import Queue
-from tidekv.states.request import Load, Request, State
+from tidekv.states.request import Request, State
 from tidekv.states.request_tails import Tails
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.serving import Serving
 from tidekv.states.shared_transfers import SharedTransfers
-from tidekv.states.statistics import count_core
+from tidekv.states.statistics import count_core, operations_in_flight
 from tidekv.states.storage_use import StorageUse
-from tidekv.states.table import MOVES_ON, TRANSITIONS, build_machine
+from tidekv.states.table import TRANSITIONS, build_machine, takes
 from tidekv.states.tail_moves import TailBackups
 from tidekv.states.write_back import WriteBack
 
@@ -39,14 +63,14 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.settings import CoreSettings
 
-
-Answer = TypeVar("Answer")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 RAISES_MAX = 8
-"""So many raises of one request, failing it included, are met; the next one is not ours to hide."""
+"""Maximum raises of one request that are met, the raises of failing it included; the next one leaves `step`."""
 
-OWN_QUESTIONS = (steps.PlanDue, steps.Progressed, steps.TransitionRaised)
-"""What the core asks by itself, again and again: nothing is lost with one of these."""
+REPEATED = (events.StorageDue, events.PlanDue, events.Progressed, events.TransitionRaised)
+"""Events that the core fires again whenever they are due: nothing is lost with one of these."""
 
 
 class Core:
@@ -67,14 +91,31 @@ class Core:
         self.write_back = WriteBack(self.state, self.storage, self.backups)
         self.lookahead = Lookahead(self.state, self.storage)
         self.restore = Restore(
-            self.state, self.storage, self.rooms, self.loads, self.shared_transfers, self.lookahead, self.tails
+            self.state,
+            self.storage,
+            self.rooms,
+            self.loads,
+            self.shared_transfers,
+            self.lookahead,
+            self.tails,
+            self.backups,
         )
         self.serving = Serving(self.state, self.restore, self.backups)
+        self.actions = Actions(
+            self.state,
+            self.queue,
+            self.storage,
+            self.rooms,
+            self.loads,
+            self.shared_transfers,
+            self.restore,
+            self.backups,
+        )
         self.moves: list[tuple[str, State]] = []
         """The changes of state that the last step made, in order: request and where it is now."""
         self._arrivals = 0
-        machine = build_machine()
-        self._triggers: dict[type[Event], Callable[[Request, Core, Request, Event], bool]] = {
+        machine = build_machine((self.restore, self.rooms, self.serving, self.actions))
+        self._triggers: dict[type[Event], Callable[[Request, Request, Event], bool]] = {
             row.event: machine.events[row.event.__name__].trigger for row in TRANSITIONS
         }
         self._takers: dict[type[Event], Callable[..., None]] = {
@@ -92,7 +133,7 @@ class Core:
             events.PromiseSent: self._promise_sent,
             events.ChunkLanded: self._to_room,
             events.AuxLanded: self._to_room,
-            events.RoomRefused: self._to_room,
+            events.RoomRefused: self._room_refused,
             events.RoomFailed: self._room_failed,
             events.RoomDrained: self._room_drained,
             events.WriterLost: self._writer_lost,
@@ -103,7 +144,7 @@ class Core:
         """Take one event; return the commands that follow from it, in the order in which they are to be started.
 
         Raises IllegalEvent, having changed nothing, for an event of a request that the table has no row for, and
-        BrokenInvariant where the accounts contradict themselves: then the core must not be used any more.
+        BrokenInvariant if the accounts contradict themselves: then the core must not be used any more.
         """
         state = self.state
         self.moves = []
@@ -114,7 +155,7 @@ class Core:
         return commands
 
     def next_deadline_s(self) -> float | None:
-        """When to send ClockAdvanced; None: nothing is waited for."""
+        """When to send ClockAdvanced. None means that nothing has a deadline."""
         return self.state.next_deadline_s()
 
     def request(self, request_id: str) -> Request | None:
@@ -123,8 +164,8 @@ class Core:
 
     @property
     def operations_in_flight(self) -> int:
-        """Operations that somebody waits for: all but the breaker's own."""
-        return len(self.state.operations) - self.storage.is_open
+        """Operations under way, but for the breaker's own."""
+        return operations_in_flight(self)
 
     @property
     def is_idle(self) -> bool:
@@ -146,22 +187,6 @@ class Core:
         """Recount everything from scratch; BrokenInvariant says what does not add up."""
         audit_core(self)
 
-    # --- What rules call ---
-
-    def enqueue(self, request: Request) -> None:
-        """The request waits for admission (again)."""
-        self.queue.add(request)
-        request.has_asked = False
-        self.state.dirty[request] = None
-        self.state.pages_freed = True
-
-    def forget(self, request: Request) -> None:
-        """The request is over for the core: late outcomes of it only settle pages."""
-        del self.state.requests[request.request_id]
-        self.state.dirty.pop(request, None)
-        if request.state is State.PREALLOC:
-            self.queue.remove(request)
-
     # --- Events ---
 
     def _arrived(self, event: events.RequestArrived) -> None:
@@ -177,7 +202,7 @@ class Core:
         self.state.requests[request.request_id] = request
         self.moves.append((request.request_id, request.state))
         self.state.set_deadline(request, event.deadline_at_s)
-        self.enqueue(request)
+        self.actions.enqueue(request)
 
     def _to_request(self, event: events.AbortRequested) -> None:
         request = self.state.requests.get(event.request_id)
@@ -187,11 +212,11 @@ class Core:
             self.fire(request, event)
 
     def _retracted_dropped(self, event: events.RetractedDropped) -> None:
-        self.state.run_guarded(lambda: self.backups.release_retracted(event.request_id))
+        self.state.run_guarded(partial(self.backups.release_retracted, event.request_id))
         self.state.pages_freed = True
 
     def _flush_requested(self, event: events.FlushRequested) -> None:
-        self.state.run_guarded(lambda: self.serving.flush(event))
+        self.state.run_guarded(partial(self.serving.flush, event))
 
     def _operation_ended(self, event: events.Outcome) -> None:
         # Popped first: an outcome that comes twice, or after its operation was given up, changes nothing.
@@ -204,56 +229,71 @@ class Core:
 
     def _time_passed(self, event: events.ClockAdvanced) -> None:
         while (due := self.state.pop_due()) is not None:
-            if not isinstance(due, Request):
+            if isinstance(due, Request):
+                self.fire(due, events.DeadlinePassed(at_s=event.at_s))
+            else:
                 self.state.run_guarded(due.late)
-            elif due.state is not State.READY:
-                self.fire(due, steps.DeadlinePassed(at_s=event.at_s))
             # All that follows from one deadline comes before the next one.
             self.settle()
 
+    # Rooms. Frames of a room that its request has left change nothing but what the quarantine waits for.
+
     def _promise_sent(self, event: events.PromiseSent) -> None:
         room = self.rooms.live(event.request_id, event.generation)
-        if room is not None:
-            self.fire(room.request, event)
-        else:
-            self.rooms.sent(event.request_id, event.generation, writer=event.writer, ranks=event.ranks)
-
-    def _to_room(self, event: events.ChunkLanded | events.AuxLanded | events.RoomRefused | events.RoomFailed) -> None:
-        room = self.rooms.live(event.request_id, event.generation)
         if room is None:
-            self.state.count("frames_late")
-            return
-        self.fire(room.request, event)
+            self.rooms.note_late_writer(event)
+        else:
+            self.fire(room.request, event)
+
+    def _to_room(self, event: events.ChunkLanded | events.AuxLanded) -> None:
+        self._fire_at_room(event.request_id, event.generation, event)
+
+    def _room_refused(self, event: events.RoomRefused) -> None:
+        lost = events.PrefillLost(at_s=event.at_s, cause="refused by prefill", detail=event.cause)
+        self._fire_at_room(event.request_id, event.generation, lost)
 
     def _room_failed(self, event: events.RoomFailed) -> None:
         if event.settled:
-            self.state.run_guarded(lambda: self.rooms.settle_unsent(event.request_id, event.generation))
-        self._to_room(event)
+            self.state.run_guarded(partial(self.rooms.settle_unsent, event.request_id, event.generation))
+        lost = events.PrefillLost(at_s=event.at_s, cause="prefill failed", detail=event.cause, settled=event.settled)
+        self._fire_at_room(event.request_id, event.generation, lost)
 
-    def _room_drained(self, event: events.RoomDrained) -> None:
-        self.state.run_guarded(lambda: self.rooms.drained(event.request_id, event.generation, event.rank))
-
-    def _writer_lost(self, event: events.WriterLost) -> None:
-        for room in self.rooms.of_writer(event.writer):
-            assert self.rooms.live(*room.key) is room, "a request that leaves its room ends no other's"
+    def _fire_at_room(self, request_id: str, generation: int, event: Event) -> None:
+        room = self.rooms.live(request_id, generation)
+        if room is None:
+            self.state.count("frames_late")
+        else:
             self.fire(room.request, event)
 
-    def _writer_dead(self, event: events.WriterDead) -> None:
-        # Who is dead is out of reach: its live rooms end first, and what they leave in the quarantine is free at once.
-        self._writer_lost(events.WriterLost(at_s=event.at_s, writer=event.writer, cause="its process is gone"))
-        self.state.run_guarded(lambda: self.rooms.writer_dead(event.writer))
+    def _room_drained(self, event: events.RoomDrained) -> None:
+        self.state.run_guarded(partial(self.rooms.drained, event.request_id, event.generation, event.rank))
 
-    # --- Consequences ---
+    def _writer_lost(self, event: events.WriterLost) -> None:
+        self._lose_rooms_of(event.writer, event.cause)
+
+    def _writer_dead(self, event: events.WriterDead) -> None:
+        # A dead writer is out of reach: its live rooms end first; what they leave in the quarantine is free at once.
+        self._lose_rooms_of(event.writer, "its process is gone")
+        self.state.run_guarded(partial(self.rooms.writer_dead, event.writer))
+
+    def _lose_rooms_of(self, writer: str, cause: str) -> None:
+        lost = events.PrefillLost(at_s=self.state.now_s, cause="prefill lost", detail=cause)
+        for room in self.rooms.of_writer(writer):
+            assert self.rooms.live(*room.key) is room, "a request that leaves its room ends no other's"
+            self.fire(room.request, lost)
+
+    # --- The request machine ---
 
     def fire(self, request: Request, event: Event) -> bool:
-        """Pull a trigger of the machine. A rule that raises pulls TransitionRaised; a missing row is our bug."""
+        """Pull a trigger of the machine; says whether a row was taken. A rule that raises pulls TransitionRaised.
+
+        Raises IllegalEvent, having changed nothing, if the table has no row for the event in the request's state.
+        """
         before = request.state
         try:
-            done = self._triggers[type(event)](request, self, request, event)
+            done = self._triggers[type(event)](request, request, event)
         except MachineError as error:
-            raise IllegalEvent(
-                f"{type(event).__name__} in {request.state.value} of {request!r}: no such row"
-            ) from error
+            raise IllegalEvent(f"{type(event).__name__} in {before.value} of {request!r}: no such row") from error
         except BrokenInvariant:
             raise
         except Exception:
@@ -261,130 +301,198 @@ class Core:
             return True
         if done:
             self.state.dirty[request] = None
-            if request.state is not before:
-                self.moves.append((request.request_id, request.state))
+            after = request.state
+            if after is not before:
+                self.moves.append((request.request_id, after))
         return done
 
     def _raised(self, request: Request, event: Event | None) -> None:
-        """A rule of this request raised just now, taking `event` (None: a question of the core's own)."""
+        """A rule of this request raised just now, taking `event` (None: while it waited for admission)."""
         request.raised += 1
         self.state.count("transitions_raised")
         if request.raised > RAISES_MAX:
             raise  # Called while the exception is handled: even failing the request does not work.
         before = request.state
-        self.fire(request, steps.TransitionRaised(at_s=self.state.now_s, detail=traceback.format_exc()))
-        if request.state is before and isinstance(event, Event) and not isinstance(event, OWN_QUESTIONS):
-            # The request goes on, with fewer tiers; what the event said must not be lost.
+        self.fire(request, events.TransitionRaised(at_s=self.state.now_s, detail=traceback.format_exc()))
+        after = request.state
+        if after is before and event is not None and not isinstance(event, REPEATED):
+            # The request goes on, with fewer tiers; the fact that the event states must not be lost.
             self.fire(request, event)
 
+    # --- Consequences ---
+
     def settle(self) -> None:
-        """Draw all consequences until there are none left."""
-        state = self.state
+        """Draw all consequences, in the order of CONSEQUENCES, until there are none left."""
         while True:
-            if state.answers:
-                request, event = state.answers.popitem()
-                self.fire(request, event)
-            elif state.preempted:
-                request, cause = next(iter(state.preempted.items()))
-                del state.preempted[request]
-                self.fire(request, steps.PagesLost(at_s=state.now_s, cause=cause))
-            elif state.failed_loads:
-                load = next(iter(state.failed_loads))
-                del state.failed_loads[load]
-                self._fill(load)
-            elif state.progressed_loads:
-                load = next(iter(state.progressed_loads))
-                del state.progressed_loads[load]
-                self.state.run_guarded(partial(self.shared_transfers.take_landed, load))
-            elif state.dirty:
-                request = next(iter(state.dirty))
-                del state.dirty[request]
-                self._progress(request)
-            elif self.backups.waiting and (backup := self.backups.next_waiting) is not None:
-                self.backups.put_now(backup)
-            elif self.tail_backups is not None and (put := self.tail_backups.puts.next_waiting) is not None:
-                puts = self.tail_backups.puts
-                self.state.run_guarded(partial(puts.put_now, put), partial(puts.give_up, put))
-            elif state.pages_freed or state.reclaimable_loads:
-                if state.reclaimable_loads or self.loads.has_settled:
-                    self.state.run_guarded(self.loads.free_settled_voids)
-                state.pages_freed = False
-                self._admit()
-            elif state.ahead_over or state.ahead_due or state.write_due:
-                self._work_ahead()
+            for consequence in CONSEQUENCES:
+                if consequence.is_due(self):
+                    consequence.rule(self)
+                    break
             else:
                 return
 
-    def _work_ahead(self) -> None:
-        """Everything else is done: bring nearer what will be needed, and save what will be evicted."""
-        state = self.state
-        while state.ahead_over:
-            request, _ = state.ahead_over.popitem()
-            self.state.run_guarded(partial(self.lookahead.drop, request))
-        if state.ahead_due:
-            state.ahead_due = False
-            for request in self.queue.candidates(state.now_s) if state.settings.lookahead_pages_max else ():
-                self.state.run_guarded(partial(self.lookahead.start, request), partial(self.lookahead.abandon, request))
-        if state.write_due:
-            self.state.run_guarded(self.write_back.look)
+    def take_answer(self) -> None:
+        """Fire the outcome at the request machine."""
+        self.fire(*self.state.answers.popitem())
 
-    def _fill(self, load: Load) -> None:
-        """Have a sharer of a failed load extend into it. A raise is the sharer's that was to."""
+    def send_back(self) -> None:
+        """Fire `PagesLost`: the request starts over on other pages."""
+        request, cause = _pop_first(self.state.preempted)
+        self.fire(request, events.PagesLost(at_s=self.state.now_s, cause=cause))
+
+    def fill_failed(self) -> None:
+        """Have a sharer of the load extend into its pages, or give it up if nobody needs it."""
+        load, _ = _pop_first(self.state.failed_loads)
         filler = self.loads.filler_of(load)
         if filler is None:
-            self.state.run_guarded(lambda: self.loads.fill(load))
+            self.state.run_guarded(partial(self.loads.fill, load))
             return
         try:
             self.loads.fill(load)
         except BrokenInvariant:
             raise
         except Exception:
+            # The raise is the filler's: its fallback leaves the load to another sharer.
             self.state.failed_loads[load] = None
             self._raised(filler, None)
 
-    def _progress(self, request: Request) -> None:
+    def hand_over(self) -> None:
+        """End the load up to the last page that has landed and that another request waits for."""
+        load, _ = _pop_first(self.state.progressed_loads)
+        self.state.run_guarded(partial(self.shared_transfers.take_landed, load))
+
+    def move_on(self) -> None:
+        """Fire `StorageDue`, `PlanDue` and `Progressed` at the request, as far as its state has rows for them."""
+        request, _ = _pop_first(self.state.dirty)
         if self.state.requests.get(request.request_id) is not request:
             return
-        if request.state is State.PREALLOC and not request.has_asked:
-            request.has_asked = True
-            self._ask(request, self.restore.ask_storage)
-            return
-        if request.state is State.MATCH and not request.is_planned and not request.query_op:
-            self.fire(request, steps.PlanDue(at_s=self.state.now_s))
-        if request.state in MOVES_ON:
-            event = steps.Progressed(at_s=self.state.now_s)
+        at_s = self.state.now_s
+        if takes(request, events.StorageDue):
+            self.fire(request, events.StorageDue(at_s=at_s))
+        if takes(request, events.PlanDue):
+            self.fire(request, events.PlanDue(at_s=at_s))
+        if takes(request, events.Progressed):
+            event = events.Progressed(at_s=at_s)
             while self.fire(request, event):
-                if request.state not in MOVES_ON:
+                if not takes(request, events.Progressed):
                     return
             if request.is_planned or request.query_op:
-                # That was the last word: nothing that it waits for has come since. (A plan that raised is due again.)
+                # Nothing that it waits for has come since it was last looked at. (A plan that raised is due again.)
                 self.state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 self.state.run_guarded(partial(self.shared_transfers.watch, request))
 
-    def _ask(self, request: Request, question: Callable[[Request], Answer]) -> Answer | None:
-        """Ask `restore` about a request that waits for admission. A raise is that request's own."""
-        try:
-            return question(request)
-        except BrokenInvariant:
-            raise
-        except Exception:
-            self._raised(request, None)
-            return None
+    def put_waiting(self) -> None:
+        """Begin the put: fetches do not need the storage any more."""
+        backup = self.backups.next_waiting
+        assert backup is not None
+        self.backups.put_now(backup)
 
-    def _admit(self) -> None:
-        """Grant pages to those that wait, in order; who does not fit lets smaller ones pass, within bounds."""
-        if not self.queue:
-            return
-        for request in self.queue.candidates(self.state.now_s):
-            granted = self._ask(request, self.restore.grant)
-            if granted is None:
+    def put_waiting_tail(self) -> None:
+        """Begin the put: fetches do not need the storage any more."""
+        assert self.tail_backups is not None
+        put = self.tail_backups.puts.next_waiting
+        assert put is not None
+        self.state.run_guarded(partial(self.tail_backups.puts.put_now, put), recover=put.abandon)
+
+    def reclaim_and_admit(self) -> None:
+        """Free the pages of void loads, then grant pages to the first waiting request that fits, within bounds."""
+        if self.state.reclaimable_loads or self.loads.has_settled:
+            self.state.run_guarded(self.loads.free_settled_voids)
+        self.state.pages_freed = False
+        for request in self.queue.candidates(self.state.now_s) if self.queue else ():
+            try:
+                granted = self.restore.grant(request)
+            except BrokenInvariant:
+                raise
+            except Exception:
+                self._raised(request, None)
                 return
             if granted:
-                self.queue.remove(request)
-                self.fire(request, steps.Granted(at_s=self.state.now_s))
-                for waiting in self.queue.candidates(self.state.now_s):
-                    if waiting.arrival < request.arrival and waiting.short_need:
-                        waiting.passed += 1
-                self.state.pages_freed = True
+                self._admit(request)
                 return
+
+    def _admit(self, request: Request) -> None:
+        self.queue.remove(request)
+        self.fire(request, events.Granted(at_s=self.state.now_s))
+        for waiting in self.queue.candidates(self.state.now_s):
+            if waiting.arrival < request.arrival and waiting.short_need:
+                waiting.passed += 1
+        # The next one may fit as well.
+        self.state.pages_freed = True
+
+    def work_ahead(self) -> None:
+        """Release what was fetched ahead for planned requests, fetch ahead for waiting ones, and copy what is about to
+        be evicted.
+        """
+        state = self.state
+        while state.ahead_over:
+            request, _ = state.ahead_over.popitem()
+            state.run_guarded(partial(self.lookahead.drop, request))
+        if state.ahead_due:
+            state.ahead_due = False
+            for request in self.queue.candidates(state.now_s) if state.settings.lookahead_pages_max else ():
+                state.run_guarded(
+                    partial(self.lookahead.start, request), recover=partial(self.lookahead.abandon, request)
+                )
+        if state.write_due:
+            state.run_guarded(self.write_back.look)
+
+
+def _pop_first(queue: dict[Key, Value]) -> tuple[Key, Value]:
+    """Take the oldest entry of a work queue."""
+    key = next(iter(queue))
+    return key, queue.pop(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Consequence:
+    """Follow `rule` if `is_due`. The words of `when`, and of the rule's docstring, make the table of the docs."""
+
+    when: str
+    is_due: Callable[[Core], object]
+    rule: Callable[[Core], None]
+
+
+def _may_put(core: Core) -> bool:
+    return bool(core.backups.waiting) and core.backups.next_waiting is not None
+
+
+def _may_put_tail(core: Core) -> bool:
+    return core.tail_backups is not None and core.tail_backups.puts.next_waiting is not None
+
+
+def _may_admit(core: Core) -> bool:
+    return core.state.pages_freed or bool(core.state.reclaimable_loads)
+
+
+def _may_work_ahead(core: Core) -> bool:
+    state = core.state
+    return bool(state.ahead_over) or state.ahead_due or state.write_due
+
+
+CONSEQUENCES = (
+    Consequence("An operation of a request has ended", attrgetter("state.answers"), Core.take_answer),
+    Consequence("A request has lost its pages to another writer", attrgetter("state.preempted"), Core.send_back),
+    Consequence("A load has failed", attrgetter("state.failed_loads"), Core.fill_failed),
+    Consequence("A shared transfer has progressed", attrgetter("state.progressed_loads"), Core.hand_over),
+    Consequence("A request may be able to move on", attrgetter("state.dirty"), Core.move_on),
+    Consequence("A put waits, and no fetch is under way any more", _may_put, Core.put_waiting),
+    Consequence("A put of a component waits, and no fetch is under way", _may_put_tail, Core.put_waiting_tail),
+    Consequence("Pages were freed, or can be", _may_admit, Core.reclaim_and_admit),
+    Consequence("Something can be fetched or written ahead", _may_work_ahead, Core.work_ahead),
+)
+
+
+def consequences_table() -> str:
+    """CONSEQUENCES as a Markdown table."""
+    rows = [
+        f"| {number} | {consequence.when} | {' '.join((consequence.rule.__doc__ or '').split())} "
+        f"| `{consequence.rule.__name__}` |"
+        for number, consequence in enumerate(CONSEQUENCES, start=1)
+    ]
+    return "\n".join(["| | if | then | rule |", "|---|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    print(consequences_table(), end="")

@@ -103,6 +103,11 @@ class CoreState:
         """Give a command."""
         self.out.append(command)
 
+    def forget(self, request: Request) -> None:
+        """Drop a request that is over: late outcomes of it only settle pages."""
+        del self.requests[request.request_id]
+        self.dirty.pop(request, None)
+
     def run_guarded(self, rule: Callable[[], None], recover: Callable[[], None] | None = None) -> None:
         """Run a rule that belongs to no single request. If it raises, run `recover`, or else the rule once more."""
         try:

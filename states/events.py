@@ -1,4 +1,4 @@
-"""What the core is told: the facts that it decides by. Past tense, plain values, no tensors, no exceptions.
+"""Events: the facts that the core decides by. Past tense, plain values, no tensors, no exceptions.
 
 Every event carries the time at which it was taken (`at_s`, monotonic seconds): the core has no clock. Whatever is not
 in an event cannot matter to a decision, which is what makes a run replayable. `op` names the command whose outcome an
@@ -265,6 +265,51 @@ class WriterDead(Event, frozen=True, kw_only=True):
     """A peer is proven dead and its last bytes have landed: nothing of it can write any more."""
 
     writer: str
+
+
+# --- Internal events of the request machine. They follow from those above and are never journalled. ---
+
+
+class StorageDue(Event, frozen=True, kw_only=True):
+    """Storage can be asked what it has of the prompt."""
+
+
+class Granted(Event, frozen=True, kw_only=True):
+    """There is room for the request: match, lock and reserve were done, all or nothing."""
+
+
+class PlanDue(Event, frozen=True, kw_only=True):
+    """All that the plan depends on may be known."""
+
+
+class Progressed(Event, frozen=True, kw_only=True):
+    """Something that the request waited for has come."""
+
+
+class PagesLost(Event, frozen=True, kw_only=True):
+    """Pages that the request was to share belong to another writer now; it starts over on others."""
+
+    cause: str
+
+
+class PrefillLost(Event, frozen=True, kw_only=True):
+    """The request's room will not be completed: prefill refused it, failed, or is out of reach. `settled`: nothing can
+    write to its pages any more.
+    """
+
+    cause: str
+    detail: str
+    settled: bool = False
+
+
+class DeadlinePassed(Event, frozen=True, kw_only=True):
+    """The caller's deadline has come."""
+
+
+class TransitionRaised(Event, frozen=True, kw_only=True):
+    """A rule of this request raised; nothing was changed by it. `detail` is the traceback."""
+
+    detail: str
 
 
 Outcome: TypeAlias = (

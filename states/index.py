@@ -385,7 +385,7 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Recount everything from scratch, O(tree); raises BrokenInvariant, in words, at the first contradiction."""
-        check_index(self)
+        check_index(self.tree, self.device_tier, self.host_tier)
 
     def _parent_of(self, node: Node) -> Node:
         if node.parent is None:

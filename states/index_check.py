@@ -10,24 +10,24 @@ from tidekv.states.node import KEPT_MAX, Node
 from tidekv.states.shapes import page_ids
 
 if TYPE_CHECKING:
-    from tidekv.states.index import PrefixIndex
-    from tidekv.states.tiers import Tier
+    from tidekv.states.tiers import DeviceTier, HostTier, Tier
+    from tidekv.states.tree import PageTree
 
 
-def check_index(index: PrefixIndex) -> None:
+def check_index(tree: PageTree, device: DeviceTier, host: HostTier) -> None:
     """Raise BrokenInvariant, in words, at the first contradiction found."""
-    nodes = list(index.nodes())
-    for namespace, root in index.tree.roots.items():
+    nodes = list(tree.nodes())
+    for namespace, root in tree.roots.items():
         _require(root.is_root and root.parent is None and root.namespace == namespace, root, "is not that root")
         _require(not root.device and not root.host and root.depth_pages == 0, root, "is a root with pages")
     for node in nodes:
-        _check_links(node, index.tree.key_bytes)
+        _check_links(node, tree.key_bytes)
         _check_copies(node)
     # Children before parents: what a parent must count is known by then.
-    for node in [*reversed(nodes), *index.tree.roots.values()]:
+    for node in [*reversed(nodes), *tree.roots.values()]:
         _check_counts(node)
-    _check_device(index, nodes)
-    _check_host(index, nodes)
+    _check_device(tree, device, nodes)
+    _check_host(tree, host, nodes)
 
 
 def _require(condition: object, node: Node, words: str) -> None:
@@ -78,8 +78,7 @@ def _check_counts(node: Node) -> None:
     _require(not node.host_guarded or node.host is not None, node, "is host-guarded without host pages")
 
 
-def _check_device(index: PrefixIndex, nodes: list[Node]) -> None:
-    tier = index.device_tier
+def _check_device(tree: PageTree, tier: DeviceTier, nodes: list[Node]) -> None:
     cached, void = page_ids(), page_ids()
     evictable = protected = 0
     for node in nodes:
@@ -91,15 +90,14 @@ def _check_device(index: PrefixIndex, nodes: list[Node]) -> None:
         cached += node.device
         evictable += 0 if node.guarded else node.page_count
         protected += node.page_count if node.guarded else 0
-    _check_tier(index, tier, nodes, evictable=evictable, protected=protected)
+    _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
     if not tier.account.holds(cached, Condition.CACHED) or tier.account.cached != len(cached):
         raise BrokenInvariant("the device pages of the index are not those that its account calls cached, each once")
     if not tier.account.holds(void, Condition.DRAINING):
         raise BrokenInvariant("the void pages of the index are not draining, each once, in their account")
 
 
-def _check_host(index: PrefixIndex, nodes: list[Node]) -> None:
-    tier = index.host_tier
+def _check_host(tree: PageTree, tier: HostTier, nodes: list[Node]) -> None:
     cached = page_ids()
     evictable = protected = 0
     for node in nodes:
@@ -107,18 +105,18 @@ def _check_host(index: PrefixIndex, nodes: list[Node]) -> None:
             cached += node.host
             evictable += 0 if node.host_guarded else node.page_count
             protected += node.page_count if node.host_guarded else 0
-    _check_tier(index, tier, nodes, evictable=evictable, protected=protected)
+    _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
     if not tier.account.holds(cached, Condition.CACHED) or tier.account.cached != len(cached):
         raise BrokenInvariant("the host pages of the index are not those that its account calls cached, each once")
 
 
-def _check_tier(index: PrefixIndex, tier: Tier, nodes: list[Node], *, evictable: int, protected: int) -> None:
+def _check_tier(tree: PageTree, tier: Tier, nodes: list[Node], *, evictable: int, protected: int) -> None:
     if (tier.evictable, tier.protected) != (evictable, protected):
         raise BrokenInvariant(
             f"{tier.name}: counted {evictable} evictable and {protected} protected pages,"
             f" kept {tier.evictable} and {tier.protected}"
         )
-    roots = index.tree.roots.values()
+    roots = tree.roots.values()
     anchored = sum(node.anchored if tier.name == "device" else node.host_anchored for node in (*roots, *nodes))
     if tier.receipts != anchored:
         raise BrokenInvariant(f"{tier.name}: {anchored} receipts are anchored at nodes, {tier.receipts} are out")

@@ -8,7 +8,7 @@ the rank that had the failure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tidekv.states import commands, events
 
@@ -22,21 +22,6 @@ COUNT_MAX = 1 << 40
 LOST_RANK = "a rank was lost"
 CAUSES = ("aborted", "cancelled by the caller", "engine closed", LOST_RANK)
 """Why a request is aborted: a word has room for a number only. What is not here counts as the first."""
-
-
-class Question(Protocol):
-    """Something that ranks agree on."""
-
-    number: int
-    """Counted from the first question on; the answers of one vote are taken in this order."""
-
-    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
-        """The events that follow from what the ranks have said together."""
-        ...
-
-    def close(self, ballot: Ballot) -> None:
-        """Give the slots back."""
-        ...
 
 
 def has_failed(event: Event) -> bool:

@@ -177,6 +177,21 @@ class Request:
         self.source_pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
 
     @property
+    def waits_for_admission(self) -> bool:
+        """Whether it waits in the queue, and holds nothing."""
+        return self.state is State.PREALLOC
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the restore is over, and the caller has the pages."""
+        return self.state is State.READY
+
+    @property
+    def is_beyond_plan(self) -> bool:
+        """Whether it waits for what its plan has started."""
+        return self.state in (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
+
+    @property
     def restore_limit(self) -> int:
         """What the fallback leaves of the plan: 0 all tiers, 1 no storage, 2 neither storage nor host."""
         return 2 if self.recomputes else min(self.raised, 2)

@@ -1,7 +1,7 @@
 """Restoring a prompt: the grant, the plan, the commit, and giving everything back.
 
-What each function does to a request is one step of its life; `tidekv.states.table` says when. A prompt's pages while
-the plan is made:
+The methods that take an event are actions of the request machine; `tidekv.states.table` says when each of them runs. A
+prompt's pages while the plan is made:
 
     [0, matched)             in device memory (L1), locked; some of it under another request's load
     [matched, host_end)      in host memory (L2), pinned: loads by copy
@@ -27,8 +27,17 @@ from tidekv.states.shapes import page_ids
 from tidekv.states.undo import Undo
 
 if TYPE_CHECKING:
+    from tidekv.states.backups import Backups
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import Outcome, TailLeft
+    from tidekv.states.events import (
+        Outcome,
+        PlanDue,
+        Progressed,
+        StorageAnswered,
+        StorageDue,
+        TailLeft,
+        TransitionRaised,
+    )
     from tidekv.states.index import Node, Receipt
     from tidekv.states.loads import Loads
     from tidekv.states.lookahead import Lookahead
@@ -98,6 +107,7 @@ class Restore:
         shared: SharedTransfers,
         lookahead: Lookahead,
         tails: Tails | None,
+        backups: Backups,
     ) -> None:
         self._state = state
         self._storage = storage
@@ -107,12 +117,17 @@ class Restore:
         self._rooms = rooms
         self._loads = loads
         self._tails = tails
+        self._backups = backups
         self._insertions = 0
 
     # --- PREALLOC ---
 
-    def ask_storage(self, request: Request) -> None:
+    def ask_storage(self, request: Request, event: StorageDue) -> None:
         """Ask storage for what neither device nor host has, while the request waits, unless that is too little."""
+        request.has_asked = True
+        self._ask_storage(request)
+
+    def _ask_storage(self, request: Request) -> None:
         if not self._storage.is_usable or request.restore_limit or request.query_op:
             return
         if self._tails is None:
@@ -120,10 +135,13 @@ class Restore:
         elif not request.tail_limit:
             self._tails.storage.ask(request)
 
-    def note_answer(self, request: Request, found: int) -> None:
-        """Storage has answered, or is too late with its answer."""
+    def note_answer(self, request: Request, event: StorageAnswered) -> None:
+        """Keep what storage has answered; no pages if it is too late with its answer."""
+        if event.error:
+            self._state.count("l3_queries_failed")
+        request.stored_tails = event.tails
         request.query_op = 0
-        request.stored_found = max(0, min(found, request.full_pages - request.stored_first))
+        request.stored_found = max(0, min(event.found, request.full_pages - request.stored_first))
         self._state.ahead_due = True
         if self._tails is not None:
             # With components a request is not admitted before the answer.
@@ -158,7 +176,7 @@ class Restore:
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
         if self._tails is None and match.device_pages + match.host_pages < request.stored_first:
-            self.ask_storage(request)
+            self._ask_storage(request)
         return True
 
     def _grant_without_tails(self, request: Request) -> bool:
@@ -168,7 +186,7 @@ class Restore:
 
     # --- MATCH ---
 
-    def fix_plan(self, request: Request) -> None:
+    def fix_plan(self, request: Request, event: PlanDue) -> None:
         """Cut the prompt into runs by source, start the loads, and send the promise. A raise leaves all as it was."""
         state = self._state
         match = self._match(request)
@@ -309,12 +327,21 @@ class Restore:
                 plan.add(load, node, count)
                 run = []
 
+    # --- TRANSFER ---
+
+    def note_recomputed(self, request: Request, event: Recomputed) -> None:
+        """The caller has computed the rest of the prompt: it is in place."""
+        request.recompute_op = 0
+        request.recomputed = True
+
     # --- READY ---
 
-    def commit(self, request: Request) -> None:
+    def commit(self, request: Request, event: Progressed) -> None:
         """All pages are here: the prompt joins the cache, and the caller gets the page table. After a raise, `leave`
         gives everything back.
         """
+        # Before TellReady: a raise after that would give the caller a second end of the same request.
+        self._backups.release_retracted(request.request_id)
         state = self._state
         settings = state.settings
         assert request.lock is not None
@@ -402,8 +429,10 @@ class Restore:
         request.forget_plan()
         state.pages_freed = True
 
-    def fall_back(self, request: Request) -> None:
+    def fall_back(self, request: Request, event: TransitionRaised) -> None:
         """A transition raised: trust fewer tiers. The first time no storage, the second time no host memory either."""
+        self._state.count("fallbacks_by_raise")
+        request.trouble = event.detail
         self._lookahead.drop(request)
         for load in list(request.loads):
             self._loads.cut(load)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tidekv.states.components import TailPages
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import ChunkLanded
+    from tidekv.states.events import ChunkLanded, PromiseSent
     from tidekv.states.request import RoomKey
 
 
@@ -197,15 +197,16 @@ class Rooms:
         if len(draining.drained) >= draining.ranks:
             self._settle((request_id, generation))
 
-    def sent(self, request_id: str, generation: int, *, writer: str, ranks: int) -> Room | None:
-        """The promise went to this writer. Returns the room if it is still live."""
-        draining = self._draining.get((request_id, generation))
+    def note_writer(self, request: Request, event: PromiseSent) -> None:
+        """Note which peer writes to the room, and how many ranks it has."""
+        assert request.room is not None
+        request.room.writer, request.room.ranks = event.writer, event.ranks
+
+    def note_late_writer(self, event: PromiseSent) -> None:
+        """The same, for a room that its request has left already."""
+        draining = self._draining.get((event.request_id, event.generation))
         if draining is not None:
-            draining.writer, draining.ranks = writer, ranks
-        room = self._live.get((request_id, generation))
-        if room is not None:
-            room.writer, room.ranks = writer, ranks
-        return room
+            draining.writer, draining.ranks = event.writer, event.ranks
 
     def of_writer(self, writer: str) -> list[Room]:
         """Live rooms that this peer writes to."""

@@ -1,16 +1,16 @@
-"""After READY: growth, finish, retract, flush."""
+"""What a READY request may still ask for: growth, finish, retract, drop. And flush, which is of no request."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import GiveReserve, TellFinished, TellFlushed
+from tidekv.states.commands import GiveReserve, TellDropped, TellFinished, TellFlushed
 from tidekv.states.shapes import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.backups import Backups
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import FinishRequested, FlushRequested, GrowthTaken, RetractRequested
+    from tidekv.states.events import AbortRequested, FinishRequested, FlushRequested, GrowthTaken, RetractRequested
     from tidekv.states.request import Request
     from tidekv.states.restore import Restore
 
@@ -44,12 +44,20 @@ class Serving:
         self._back_up(request, retracts=False)
         self._restore.leave(request, settled=True)
         self._state.emit(TellFinished(request_id=request.request_id, inserted=inserted))
+        self._state.forget(request)
 
     def retract(self, request: Request, event: RetractRequested) -> None:
         """Like finish, but what reaches host memory is held there until the request is resumed or dropped."""
         self._keep_all(request, event)
         self._back_up(request, retracts=True)
         self._restore.leave(request, settled=True)
+        self._state.forget(request)
+
+    def drop(self, request: Request, event: AbortRequested) -> None:
+        """Give everything back; what the prompt brought to the cache stays there."""
+        self._restore.leave(request, settled=True)
+        self._state.emit(TellDropped(request_id=request.request_id))
+        self._state.forget(request)
 
     def flush(self, event: FlushRequested) -> None:
         """Drop every unlocked page of these tiers."""

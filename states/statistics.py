@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.request import State
+from tidekv.states.table import LIVE, READY
 
 if TYPE_CHECKING:
-    from tidekv.states.core import Core
+    from tidekv.states.audit import Parts
 
 
-def count_core(core: Core) -> dict[str, int]:
+def operations_in_flight(core: Parts) -> int:
+    """Operations under way, but for the breaker's own."""
+    return len(core.state.operations) - core.storage.is_open
+
+
+def count_core(core: Parts) -> dict[str, int]:
     """Requests by state, pages by pool and condition, what is in flight, and every counter of the state."""
     state = core.state
-    states = dict.fromkeys((f"requests_{kind.value.lower()}" for kind in State if kind is not State.FAILED), 0)
+    states = dict.fromkeys((f"requests_{kind.value.lower()}" for kind in (*LIVE, READY)), 0)
     for request in state.requests.values():
         states[f"requests_{request.state.value.lower()}"] += 1
     pools = {
@@ -33,7 +38,7 @@ def count_core(core: Core) -> dict[str, int]:
         "loads": len(core.loads),
         "lookahead_pages": core.lookahead.pages,
         "backups": len(core.backups),
-        "operations": core.operations_in_flight,
+        "operations": operations_in_flight(core),
         "l3_breaker_open": int(core.storage.is_open),
         "rooms": len(core.rooms),
         "rooms_draining": core.rooms.draining_rooms,
@@ -42,7 +47,7 @@ def count_core(core: Core) -> dict[str, int]:
     }
 
 
-def _count_components(core: Core) -> dict[str, int]:
+def _count_components(core: Parts) -> dict[str, int]:
     components = core.state.components
     if components is None:
         return {}

@@ -9,7 +9,7 @@ All ranks reduce their vectors together, under MIN. Every fact is put so that MI
 
 A vector is a header and slots. What is in a slot follows from what the core has done and from the leader's frames, both
 the same on all ranks, so that nobody needs to tell anybody what a slot stands for. The number of slots is a power of
-two and follows from the same. This file knows no events: it keeps numbers.
+two and follows from the same. A ballot keeps numbers; what they mean is its questions'.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from tidekv.states.questions import Question
+    from tidekv.states.events import Event
 
     Words: TypeAlias = "array[int]"
 
@@ -32,6 +32,21 @@ RANKS_MAX = 255
 """A rank's number fits in a byte of a word."""
 NOBODY = 1 << 30
 """In a word that names a rank: there is none."""
+
+
+class Question(Protocol):
+    """Something that ranks agree on."""
+
+    number: int
+    """Counted from the first question on; the answers of one vote are taken in this order."""
+
+    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+        """The events that follow from what the ranks have said together."""
+        ...
+
+    def close(self, ballot: Ballot) -> None:
+        """Give the slots back."""
+        ...
 
 
 class Ballot:

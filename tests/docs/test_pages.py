@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -18,7 +19,8 @@ from tidekv.engine.config import EngineConfig, JournalOptions, StorageOptions
 from tidekv.engine.configuration import load
 from tidekv.engine.configuration.options import all_options, section_types
 from tidekv.engine.metrics.collector import MetricsCollector
-from tidekv.states import errors
+from tidekv.states import core, errors, guards_and_actions
+from tidekv.states.core import consequences_table
 from tidekv.states.table import diagram
 from tidekv.transports import wire
 
@@ -129,10 +131,9 @@ def test_every_error_is_explained_and_no_other() -> None:
 
 def test_every_cause_of_a_failed_request_is_explained() -> None:
     explained = set(first_cells(text_of("errors.md").split("## Causes")[1]))
-    rules = (ROOT / "states" / "rules.py").read_text()
-    given = set(re.findall(r'_fail\(core, request, "([^"]+)"', rules))
-    (words,) = re.findall(r"words = \{(.*?)\}.*\n.*words\.get\(type\(event\), \"([^\"]+)\"", rules)
-    given |= set(re.findall(r': "([^"]+)"', words[0])) | {words[1]}
+    given = set(re.findall(r'_fail\(request, "([^"]+)"', inspect.getsource(guards_and_actions)))
+    given |= set(re.findall(r'cause="([^"]+)", detail=', inspect.getsource(core)))
+    assert len(given) == 6
     for source in (ROOT / "engine").glob("*.py"):
         for call in re.findall(r"AbortRequested\((.*?)\n? *\)\n", source.read_text(), re.DOTALL):
             given |= set(re.findall(r'cause="([^"]+)"', call))
@@ -146,6 +147,10 @@ def test_every_message_of_the_protocol_is_described_and_no_other() -> None:
         if isinstance(value, type) and issubclass(value, wire.Message) and value is not wire.Message
     }
     assert set(first_cells(text_of("protocol.md"))) == kinds
+
+
+def test_the_table_of_consequences_is_the_cores() -> None:
+    assert f"\n{consequences_table()}\n" in text_of("how-it-works.md")
 
 
 def test_the_diagram_of_states_is_the_tables() -> None:

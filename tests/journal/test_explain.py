@@ -16,7 +16,7 @@ from tidekv.engine.seeing import causes
 from tidekv.engine.seeing.explain import explain
 from tidekv.engine.seeing.stories import read_stories
 from tidekv.engine.simulation.faults import FAULTS
-from tidekv.states import events, loads, rules
+from tidekv.states import core, events, guards_and_actions, loads
 from tidekv.states.request import DECLINED, LOAD_CAUSES, State
 from tidekv.states.table import TRANSITIONS
 
@@ -74,8 +74,8 @@ def test_every_cause_is_said_in_some_row() -> None:
         assert f"starting {causes.NAMES[kind]} raised" in said, kind
     for left in causes.LEFT_BY_RAISES[1:]:
         assert f"was cut to {left}" in said
-    failures = re.findall(r'_fail\(core, request, "([^"]+)"', inspect.getsource(rules))
-    failures += re.findall(r'"((?:refused by|prefill) [a-z]+)"', inspect.getsource(rules))
+    failures = re.findall(r'_fail\(request, "([^"]+)"', inspect.getsource(guards_and_actions))
+    failures += re.findall(r'cause="([^"]+)", detail=', inspect.getsource(core))
     assert len(failures) == 6
     for cause in failures:
         assert f"It failed: {cause}" in said, cause

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 
 from tidekv import ReplayDiverged, Replayer
@@ -11,9 +12,11 @@ from tidekv.engine.journal.final import final_state
 from tidekv.engine.simulation.simulate import draw_settings, with_components
 from tidekv.states.accounts import PageAccount
 from tidekv.states.core import Core
+from tidekv.states.events import StorageAnswered
 from tidekv.states.index import PrefixIndex
 from tidekv.states.loads import Loads
 from tidekv.states.queue import Queue
+from tidekv.states.request import Request
 from tidekv.states.restore import Restore
 from tidekv.states.rooms import Rooms
 from tidekv.states.settings import CoreSettings
@@ -61,7 +64,11 @@ def test_until_stops_with_the_state_behind_that_event(simulate, seq: int) -> Non
 
 def _distrust_storage(patch: pytest.MonkeyPatch) -> None:
     note_answer = Restore.note_answer
-    patch.setattr(Restore, "note_answer", lambda self, request, found: note_answer(self, request, found - 1))
+
+    def distrust(self: Restore, request: Request, event: StorageAnswered) -> None:
+        note_answer(self, request, msgspec.structs.replace(event, found=event.found - 1))
+
+    patch.setattr(Restore, "note_answer", distrust)
 
 
 def _change_allocator(patch: pytest.MonkeyPatch) -> None:

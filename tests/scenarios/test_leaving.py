@@ -154,10 +154,10 @@ def test_an_exception_of_one_request_touches_no_other(monkeypatch: pytest.Monkey
     good = in_transfer(rig, "good")
     fix_plan = rig.core.restore.fix_plan
 
-    def raise_for_bad(request) -> None:
+    def raise_for_bad(request, event) -> None:
         if request.request_id == "bad":
             raise ZeroDivisionError("a bug")
-        fix_plan(request)
+        fix_plan(request, event)
 
     monkeypatch.setattr(rig.core.restore, "fix_plan", raise_for_bad)
     rig.arrive("bad", b"ABCDEFGH")

@@ -11,7 +11,7 @@ from tidekv import Replayer
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.smallest import NOT_IN_JOURNAL, find_smallest
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.events import FinishRequested
+from tidekv.states.events import FinishRequested, Progressed
 from tidekv.states.loads import Loads
 from tidekv.states.request import Request
 from tidekv.states.restore import Restore
@@ -55,8 +55,8 @@ def test_what_only_the_world_sees_is_shown_by_its_command_and_journal(
     """The core forgets to give back what a prompt has twice: it raises nothing, and the world counts."""
     commit = Restore.commit
 
-    def forgetful(self: Restore, request: Request) -> None:
-        commit(self, request)
+    def forgetful(self: Restore, request: Request, event: Progressed) -> None:
+        commit(self, request, event)
         request.own = request.own[:-1]
 
     monkeypatch.setattr(Restore, "commit", forgetful)

@@ -66,10 +66,10 @@ def plan_raising_at(place: int, monkeypatch: pytest.MonkeyPatch) -> bool:
         books = rig.core.state
         return accounts(rig), len(books.out), len(books.operations), len(rig.core.loads)
 
-    def fix_plan(self: Restore, request: Request) -> None:
+    def fix_plan(self: Restore, request: Request, event: object) -> None:
         before, places.left = state(), 0 if tries else place
         try:
-            original(self, request)
+            original(self, request, event)
         except Injected:
             tries.append(True)
             assert state() == before, f"call {place}"
@@ -173,7 +173,7 @@ def test_a_raise_while_a_frame_is_taken_does_not_lose_the_frame(monkeypatch: pyt
     rig = Rig()
     rig.bring(State.LOCAL_RESTORE)
     promise, copy = rig.take(commands.SendPromise), rig.take(commands.CopyToDevice)
-    for name in ("sent", "land_aux", "land"):
+    for name in ("note_writer", "land_aux", "land"):
         raise_times(monkeypatch, Rooms, name, 1 if name != "land" else 0)
     rig.serve(promise)
     rig.copied(copy)
