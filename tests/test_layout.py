@@ -189,4 +189,3 @@ def test_no_extension_module_takes_the_place_of_a_source() -> None:
     suffixes = tuple(EXTENSION_SUFFIXES)
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.name.endswith(suffixes)]
     assert not found, "tidekv runs from its source: delete these files"
-

@@ -6,8 +6,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from benchmarks.nixl_child import NixlChild
 
+from benchmarks.nixl_child import NixlChild
 from tidekv.engine.doctor.machine import listening
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidConfig
