@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from io import BytesIO
 from typing import Final, TypeAlias
@@ -165,7 +165,7 @@ def _packed_array(ids: npt.NDArray[np.integer]) -> bytes:
     return ids.astype("<u4").tobytes()
 
 
-def _halved_by_numpy(ids: npt.NDArray[np.integer]) -> bytes | None:
+def _halved(ids: npt.NDArray[np.integer]) -> bytes | None:
     """Return the lower halves of contiguous int64 numbers; None where one is not from 0 to TOKEN_MAX."""
     # Without a sign, a negative id is a great one. Numpy finds the place of the greatest sooner than the greatest.
     unsigned = ids.view(_UNSIGNED_LONG)
@@ -180,18 +180,6 @@ def _halved_by_numpy(ids: npt.NDArray[np.integer]) -> bytes | None:
     with stream.getbuffer() as room:
         np.frombuffer(room, _UNSIGNED)[:] = ids
     return stream.getvalue()
-
-
-def _fastest_halved() -> Callable[[npt.NDArray[np.integer]], bytes | None]:
-    """Find what halves in one pass, where it was compiled; else what halves in two, or three."""
-    try:
-        from tidekv.backends.native_tokens import halved
-    except ImportError:
-        return _halved_by_numpy
-    return halved
-
-
-_halved: Final = _fastest_halved()
 
 
 def _wrong_token(tokens: Sequence[int]) -> InvalidRequest:

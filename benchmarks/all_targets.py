@@ -3,10 +3,6 @@
 Runs the measurements that the chosen targets need, and prints for each target what is asked, what was measured, and the
 verdict: pass, short, missing (a peer, a recording or a machine that is not there), or failed. Figures are reported, not
 asserted: the exit code is 0 whatever they are. All of it takes 11 to 25 minutes on two cores.
-
-Index, engine and journal are measured in the fastest form that ships, compiled where mypyc and a C compiler are there,
-else as source; beside the figures of the compiled form stand those of the source, of shorter runs. See
-`index_forms.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +12,12 @@ import json
 import platform
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from index_forms import NotCompiled, copy_compiled, copy_source
 from measurements import MEASUREMENTS, Options, Outcome, run
 from peers import default_cache
 from rich.console import Console
@@ -72,46 +65,15 @@ def judge(target: Target, outcome: Outcome | None) -> Verdict:
     return Verdict(target, "pass" if target.passes(value) else "short", value, outcome.words.get(target.figure, ""))
 
 
-@contextmanager
-def copies(form: str, cache: Path, console: Console) -> Iterator[tuple[Path, Path | None]]:
-    """Copies of the package: one to measure index, engine and journal in, and where that is compiled one of the source
-    beside it.
-    """
-    with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
-        source, fast = Path(folder) / "source", Path(folder) / "compiled"
-        copy_source(source)
-        why = "as was asked for"
-        if form == "compiled":
-            began_s = time.monotonic()
-            try:
-                copy_compiled(fast, cache)
-            except NotCompiled as error:
-                why = f"it cannot be compiled here: {error}"
-            else:
-                console.print(
-                    f"index, engine and journal are measured compiled ({time.monotonic() - began_s:.0f} s)",
-                    highlight=False,
-                )
-                yield fast, source
-                return
-        console.print(f"index, engine and journal are measured from the source, {why}", highlight=False)
-        yield source, None
-
-
-def measure(targets: Sequence[Target], options: Options, console: Console, form: str) -> dict[str, Outcome]:
+def measure(targets: Sequence[Target], options: Options, console: Console) -> dict[str, Outcome]:
     """Run what the targets need, one after the other; outcomes by measurement."""
     outcomes: dict[str, Outcome] = {}
-    with ExitStack() as stack:
-        wanted = list(dict.fromkeys(target.measurement for target in targets if target.measurement))
-        if any(MEASUREMENTS[name].of_compiled for name in wanted):
-            fastest, source = stack.enter_context(copies(form, options.peers, console))
-            options = replace(options, fastest=fastest, source=source)
-        for name in wanted:
-            began_s = time.monotonic()
-            outcomes[name] = run(MEASUREMENTS[name], options)
-            console.print(f"{name}: {time.monotonic() - began_s:.0f} s", highlight=False)
-            for note in outcomes[name].notes:
-                console.print(f"  {note}", highlight=False)
+    for name in dict.fromkeys(target.measurement for target in targets if target.measurement):
+        began_s = time.monotonic()
+        outcomes[name] = run(MEASUREMENTS[name], options)
+        console.print(f"{name}: {time.monotonic() - began_s:.0f} s", highlight=False)
+        for note in outcomes[name].notes:
+            console.print(f"  {note}", highlight=False)
     return outcomes
 
 
@@ -145,15 +107,7 @@ def main() -> None:
         "--only", nargs="+", action="extend", default=[], metavar="NAME", help="targets, groups or measurements"
     )
     parser.add_argument("--json", type=Path, help="write all verdicts there")
-    parser.add_argument(
-        "--peers", type=Path, default=default_cache(), help="where peers are kept, and the compiled form"
-    )
-    parser.add_argument(
-        "--form",
-        choices=("compiled", "source"),
-        default="compiled",
-        help="of index, engine and journal; compiled wherever that can be",
-    )
+    parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
     parser.add_argument("--plot", type=Path, help="draw cost against work to this .png or .svg file")
     parser.add_argument("--list", action="store_true", help="show the targets, and measure nothing")
@@ -170,7 +124,7 @@ def main() -> None:
         console.print(table)
         return
     options = Options(peers=chosen.peers, traces=chosen.traces, plot=chosen.plot)
-    outcomes = measure(targets, options, console, chosen.form)
+    outcomes = measure(targets, options, console)
     verdicts = [judge(target, outcomes.get(target.measurement)) for target in targets]
     show(verdicts, console)
     if chosen.json:

@@ -17,7 +17,6 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from tidekv.engine import compiled
 from tidekv.states.accounts import PageAccount
 from tidekv.states.index import PrefixIndex, Receipt
 
@@ -94,7 +93,6 @@ def main() -> None:
     tokens = sum(map(len, prompts)) / 4 / len(prompts)
     rounds = [replay(prompts, chosen.page_size, chosen.pages) for _ in range(chosen.rounds)]
     print(f"{len(prompts)} requests, {tokens:.0f} tokens each, {rounds[0][1]:.0%} of their pages matched")
-    print(f"index: {compiled.form()}")
     for step in STEPS:
         print(f"{step:8} {statistics.median(times[step] for times, _ in rounds):8.2f} us")
     print(f"{'total':8} {statistics.median(sum(times.values()) for times, _ in rounds):8.2f} us a request")

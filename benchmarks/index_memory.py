@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from figures import Figures, option_parser
 
-from tidekv.engine import compiled
 from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.workload.traces import read_trace
 from tidekv.states.accounts import PageAccount
@@ -74,7 +73,7 @@ def main() -> None:
         keys = sum(len(node.edge) for node in nodes)
         pages = device.cached
         told = f"{pages:,} pages in {len(nodes):,} nodes; {allocated / 1e6:.0f} MB, of which keys {keys / 1e6:.0f} MB"
-        figures.add("index.memory", (allocated - keys) / pages, f"{compiled.form()}; {told}")
+        figures.add("index.memory", (allocated - keys) / pages, told)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Prefix indexes beside a peer's, in one process, on the same prompts: `python benchmarks/index_race.py sglang|vllm`.
 
 A recording is replayed: per request the prompt is matched and locked, room is made, pages are taken, the prompt is
-entered and stays locked until 16 later ones have come. Prompts are in each index's own form beforehand: an int64 array
+entered and stays locked until 16 later ones have come. Prompts are in each index's own type beforehand: an int64 array
 and packed tokens for ours, `array("q")` for SGLang, a list of ints for vLLM. Indexes take turns in rounds; ratios are
 taken within a round, and their median counts; short calls have more rounds. Beside SGLang also: matching a cached
 prompt of 32k tokens, evicting 10k tokens from 2,000 leaves, lock and unlock at three depths, and the chain of page
@@ -28,7 +28,6 @@ from peer_trees import Ids, OurTree, SglangTree, VllmPool, chain, check_tree, ch
 from peers import PeerMissing, default_cache, fetch, make_importable
 
 from tidekv.backends.keys import page_digests
-from tidekv.engine import compiled
 from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.workload.traces import read_trace
 
@@ -123,7 +122,7 @@ def race_on_trace(
         told = ", ".join(f"{name} {statistics.median(values):.1f} µs" for name, values in times.items())
         figures.note(f"{len(prompts)} requests, {capacity:,} tokens: {told} a request")
         for name, values in ratios.items():
-            words = f"{compiled.form()}; rounds {min(values):.1f} to {max(values):.1f} at {capacity:,} tokens"
+            words = f"rounds {min(values):.1f} to {max(values):.1f} at {capacity:,} tokens"
             least[name] = min(least.get(name, (float("inf"), "")), (statistics.median(values), words))
     for name, (ratio, words) in least.items():
         figures.add(f"{peer}.replay.{name}", ratio, words)
@@ -166,7 +165,7 @@ def race_match(figures: Figures, rounds: int) -> None:
         calls[name] = lambda tree=tree, prompt=prompt: per_call_ns(lambda: tree.match(prompt))
     for form in ("array", "packed"):
         ratio, own, other = race(calls[form], calls["sglang"], 7 * rounds)
-        words = f"{compiled.form()}; {own / 1e3:.1f} µs against {other / 1e3:.1f} µs"
+        words = f"{own / 1e3:.1f} µs against {other / 1e3:.1f} µs"
         figures.add(f"sglang.match.{form}", ratio, words)
 
 
@@ -188,12 +187,12 @@ def race_eviction(figures: Figures, rounds: int) -> None:
         return float(spent)
 
     ratio, own, other = race(lambda: evict(trees[0]), lambda: evict(trees[1]), 4 * rounds)
-    figures.add("sglang.evict", ratio, f"{compiled.form()}; {own / 1e3:.0f} µs against {other / 1e3:.0f} µs")
+    figures.add("sglang.evict", ratio, f"{own / 1e3:.0f} µs against {other / 1e3:.0f} µs")
 
 
 def race_locks(figures: Figures, rounds: int) -> None:
     """Lock and unlock at the end of a path of so many nodes; the least of the depths' ratios counts."""
-    told, least = [compiled.form()], float("inf")
+    told, least = list[str](), float("inf")
     for depth in DEPTHS:
         ids = numbers(PAGE * depth, 9)
         calls = []
@@ -254,7 +253,6 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a recording; without one only what needs none is measured")
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-keys", action="store_true", help="no page hashes, which no form of the index changes")
     chosen = parser.parse_args()
     with Figures(chosen.json) as figures:
         prompts = read_prompts(chosen.trace, chosen.requests) if chosen.trace else []
@@ -275,8 +273,7 @@ def main() -> None:
         race_locks(figures, chosen.rounds)
         race_match(figures, chosen.rounds)
         race_eviction(figures, chosen.rounds)
-        if not chosen.no_keys:
-            race_keys(figures, chosen.rounds)
+        race_keys(figures, chosen.rounds)
         if prompts:
             race_on_trace(
                 figures, prompts, chosen.rounds, "sglang", lambda size: replay(SglangTree(PAGE, size), prompts)

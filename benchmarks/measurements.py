@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +29,6 @@ class Options:
     peers: Path
     traces: Path
     plot: Path | None = None
-    fastest: Path | None = None
-    """The copy of the package that is measured where it is compiled (`index_forms.py`); None: what this process has."""
-    source: Path | None = None
-    """A copy that runs as source, for a few figures beside those of a compiled one."""
 
 
 @dataclass
@@ -67,10 +63,6 @@ class Measurement:
     read: Callable[[Path, str], Outcome] = lambda file, _: read_figures(file)
     recording: str = ""
     """It can do nothing without this recording."""
-    of_compiled: bool = False
-    """Its figures are those of what may be compiled: they are measured in the fastest form that there can be."""
-    from_source: tuple[str, ...] | None = None
-    """Further arguments that make such a program short, for the figures of the source."""
 
 
 def read_figures(file: Path) -> Outcome:
@@ -133,23 +125,9 @@ def _scaling(options: Options, file: Path) -> list[str]:
 
 
 MEASUREMENTS: dict[str, Measurement] = {
-    "sglang": Measurement(
-        program="index_race.py",
-        budget_s=300,
-        arguments=_race("sglang"),
-        of_compiled=True,
-        from_source=("--rounds", "1", "--no-keys"),
-    ),
-    "vllm": Measurement(
-        program="index_race.py",
-        budget_s=300,
-        arguments=_race("vllm"),
-        of_compiled=True,
-        from_source=("--rounds", "1", "--requests", "1000"),
-    ),
-    "memory": Measurement(
-        program="index_memory.py", budget_s=120, arguments=_memory, of_compiled=True, from_source=()
-    ),
+    "sglang": Measurement(program="index_race.py", budget_s=300, arguments=_race("sglang")),
+    "vllm": Measurement(program="index_race.py", budget_s=300, arguments=_race("vllm")),
+    "memory": Measurement(program="index_memory.py", budget_s=120, arguments=_memory),
     "storage": Measurement(
         program="storage.py",
         budget_s=120,
@@ -163,18 +141,14 @@ MEASUREMENTS: dict[str, Measurement] = {
         budget_s=240,
         arguments=lambda _, file: ["--in-flight", "256", "--requests", "1536", "--json"],
         read=read_engine,
-        of_compiled=True,
-        from_source=("--requests", "768"),
     ),
-    "engine_growth": Measurement(program="engine_growth.py", budget_s=800, of_compiled=True),
-    "latency": Measurement(program="latency.py", budget_s=120, of_compiled=True, from_source=("--seconds", "10")),
+    "engine_growth": Measurement(program="engine_growth.py", budget_s=800),
+    "latency": Measurement(program="latency.py", budget_s=120),
     "journal": Measurement(
         program="journal.py",
         budget_s=480,
         arguments=lambda _, file: ["--pairs", "15"],
         read=read_journal,
-        of_compiled=True,
-        from_source=("--pairs", "3", "--conversation-pairs", "0"),
     ),
     "transfer": Measurement(program="transfer.py", budget_s=240),
     "restore": Measurement(program="restore.py", budget_s=300),
@@ -188,9 +162,7 @@ MEASUREMENTS: dict[str, Measurement] = {
         arguments=lambda options, file: [str(options.traces / SESSIONS), "--json", str(file)],
         recording=SESSIONS,
     ),
-    "scaling": Measurement(
-        program="scaling.py", budget_s=300, arguments=_scaling, of_compiled=True, from_source=("--only", "index")
-    ),
+    "scaling": Measurement(program="scaling.py", budget_s=300, arguments=_scaling),
 }  # fmt: skip
 
 
@@ -210,35 +182,6 @@ def run(measurement: Measurement, options: Options) -> Outcome:
     """Run one; never raises for what the program does."""
     if measurement.recording and not (options.traces / measurement.recording).is_file():
         return Outcome(missing={"": f"there is no {measurement.recording} in {options.traces} (--traces)"})
-    if not measurement.of_compiled:
-        return _run_program(measurement, options, None)
-    outcome = _run_program(measurement, options, options.fastest)
-    if measurement.from_source is not None and options.source is not None and outcome.figures:
-        _add_source(outcome, measurement, replace(options, plot=None))
-    return outcome
-
-
-def _add_source(outcome: Outcome, measurement: Measurement, options: Options) -> None:
-    """Add the figures of the source to the words on those that were measured: shorter runs, for orientation."""
-    shortly = measurement.from_source or ()
-    plain = _run_program(measurement, options, options.source, shortly)
-    for figure, value in plain.figures.items():
-        if figure in outcome.figures:
-            told = outcome.words.get(figure)
-            outcome.words[figure] = f"{told}; from the source {value:.3g}" if told else f"from the source {value:.3g}"
-    if shortly:
-        outcome.notes.append(f"figures from the source are of shorter runs: {' '.join(shortly)}")
-    if plain.failed or plain.missing:
-        outcome.notes.append(f"from the source: {plain.failed or '; '.join(plain.missing.values())}")
-
-
-def _run_program(
-    measurement: Measurement, options: Options, package: Path | None, further: Sequence[str] = ()
-) -> Outcome:
-    environment = dict(os.environ)
-    if package is not None:
-        # Before everything else that may be there.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package), environment.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, "-W", "ignore", str(HERE / measurement.program)]
@@ -247,8 +190,8 @@ def _run_program(
         try:
             with ends_held() as before:
                 process = subprocess.Popen(
-                    [*command, *measurement.arguments(options, file), *further],
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment,
+                    [*command, *measurement.arguments(options, file)],
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
                     preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, before),
                 )  # fmt: skip
             output, errors = process.communicate(timeout=measurement.budget_s)

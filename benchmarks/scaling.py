@@ -29,7 +29,6 @@ from figures import Figures, option_parser, over_n_log_n
 
 from engine import Load, Rig, measure, set_collector  # noqa: TID251  # Not that of the package: engine.py in this folder.
 from tidekv import Replayer
-from tidekv.engine import compiled
 from tidekv.states.accounts import PageAccount
 from tidekv.states.index import PrefixIndex, Receipt
 
@@ -143,7 +142,6 @@ def main() -> None:
         curves = {name: MEASURES[name](chosen.collector) for name in chosen.only or MEASURES}
         for name, points in curves.items():
             told = ", ".join(f"{count:,.0f}: {seconds / count * 1e6:.1f} µs each" for count, seconds in points)
-            told = f"index {compiled.form()}; {told}"
             figures.add(f"scaling.{name}", over_n_log_n(points[0], points[-1]), told)
         if chosen.plot:
             from tidekv.engine.seeing.plots import plot_scaling, save_plot

@@ -14,11 +14,8 @@ This file holds no page's bytes and never waits.
 from __future__ import annotations
 
 import enum
-from array import array
-from collections.abc import Callable
-from typing import Final
 
-from tidekv.states.conditions import make_conditions
+from tidekv.states.conditions import PageConditions
 from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
 from tidekv.states.shapes import NO_PAGES, PageIds, page_ids
 
@@ -31,17 +28,6 @@ class Condition(enum.IntEnum):
     CACHED = 2
     DRAINING = 3
 
-
-def _fastest_reverse() -> Callable[[PageIds], None]:
-    """Find what turns a list of pages round in one loop, where it was compiled; else what Python has."""
-    try:
-        from tidekv.states.native_pages import reverse
-    except ImportError:
-        return array.reverse
-    return reverse
-
-
-_reverse: Final = _fastest_reverse()
 
 # Plain ints: an enum member costs a lookup and a slower comparison on every page.
 _FREE, _OWNED, _CACHED, _DRAINING = (int(condition) for condition in Condition)
@@ -61,7 +47,7 @@ class PageAccount:
             raise InvalidConfig(f"pool {name!r} cannot have {page_count} pages")
         self.name = name
         self.total = page_count
-        self._conditions = make_conditions(page_count)
+        self._conditions = PageConditions(page_count)
         self._counts = [page_count, 0, 0, 0]
         # A stack with its top at the end, so that a fresh pool hands out 0, 1, 2, …
         self._free: PageIds = page_ids(range(page_count - 1, -1, -1))
@@ -120,7 +106,7 @@ class PageAccount:
                 raise BrokenInvariant(f"pool {self.name!r}: {count} pages cannot be taken")
             return NO_PAGES[:]
         pages = free[-count:]
-        _reverse(pages)
+        pages.reverse()
         del free[-count:]
         self._conditions.put(pages, _OWNED)
         self._counts[_FREE] -= count
@@ -176,7 +162,7 @@ class PageAccount:
         self._counts[target] += count
         if target == _FREE:
             freed = pages[:]
-            _reverse(freed)
+            freed.reverse()
             self._free += freed
 
     def _first_fault(self, pages: PageIds, source: int) -> str | None:

@@ -1,13 +1,9 @@
-"""What each page of a pool is at this moment: one byte a page, and changes of many pages at once, all or none.
+"""The condition of each page of a pool: one byte a page, and changes of many pages at once, all or none.
 
-Which changes there are, and what is said where one is refused, is the account's (`accounts`). Two forms do the same:
-this one, by numpy, and `native_conditions`, by one loop, which is the faster where it is compiled and only there.
+`accounts` decides which changes are allowed and words the refusals.
 """
 
 from __future__ import annotations
-
-import sys
-from typing import Protocol
 
 import numpy as np
 
@@ -20,30 +16,11 @@ _UNSIGNED, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)
 _LOOP_PAGES_MAX = 24
 
 
-class PageConditions(Protocol):
-    """The conditions of the pages of one pool, numbers from 0 to 255; 0 at first."""
+class PageConditions:
+    """The conditions of the pages of one pool, numbers from 0 to 255; 0 at first.
 
-    def of(self, page: int) -> int:
-        """Tell the condition of a page that there is."""
-        ...
-
-    def change(self, pages: PageIds, source: int, target: int) -> bool:
-        """Put pages from `source`, which is not `target`, into `target`. False, and nothing is changed, where one is
-        not in `source`, is out of range, or is named twice.
-        """
-        ...
-
-    def put(self, pages: PageIds, target: int) -> None:
-        """Put pages into `target` that are known to be in range."""
-        ...
-
-    def to_bytes(self) -> bytes:
-        """All of them, a byte for each page."""
-        ...
-
-
-class VectorConditions:
-    """Conditions that a loop changes where there are few, and numpy where there are many."""
+    A loop changes few pages, numpy many: each is the faster one there.
+    """
 
     __slots__ = ("_bytes", "_place_bytes", "_places", "_seen_at", "_vector")
 
@@ -57,11 +34,14 @@ class VectorConditions:
         self._place_bytes = self._places.tobytes()
 
     def of(self, page: int) -> int:
-        """See PageConditions."""
+        """Return the condition of a page of the pool."""
         return self._bytes[page]
 
     def change(self, pages: PageIds, source: int, target: int) -> bool:
-        """See PageConditions."""
+        """Move pages from `source` to `target`, a different condition.
+
+        Returns False, with nothing changed, if a page is not in `source`, is out of range, or is named twice.
+        """
         if len(pages) <= _LOOP_PAGES_MAX:
             return self._change_by_loop(pages, source, target)
         ids = _as_index(pages)
@@ -76,7 +56,7 @@ class VectorConditions:
         return True
 
     def put(self, pages: PageIds, target: int) -> None:
-        """See PageConditions."""
+        """Set pages that are known to be in range to `target`."""
         if len(pages) <= _LOOP_PAGES_MAX:
             conditions = self._bytes
             for page in pages:
@@ -85,7 +65,7 @@ class VectorConditions:
             self._vector[_as_index(pages)] = target
 
     def to_bytes(self) -> bytes:
-        """See PageConditions."""
+        """Return the conditions of all pages, one byte a page."""
         return bytes(self._bytes)
 
     def _change_by_loop(self, pages: PageIds, source: int, target: int) -> bool:
@@ -106,18 +86,6 @@ class VectorConditions:
         # Of two places of one page, only one can be the place that was written last.
         self._seen_at[ids] = self._places[: len(ids)]
         return not self._place_bytes.startswith(self._seen_at[ids].tobytes())
-
-
-def make_conditions(page_count: int) -> PageConditions:
-    """Make the form that is the faster one as this module runs: compiled, or not."""
-    if __file__.endswith(".py") or sys.byteorder != "little":
-        return VectorConditions(page_count)
-    try:
-        from tidekv.states.native_conditions import NativeConditions
-    except ImportError:
-        # What mypyc's numbers need at run time (librt) is no longer installed.
-        return VectorConditions(page_count)
-    return NativeConditions(page_count)
 
 
 def _as_index(pages: PageIds) -> np.ndarray[tuple[int], np.dtype[np.intp]]:

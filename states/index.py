@@ -21,7 +21,6 @@ from collections.abc import Iterator
 
 from tidekv.states.accounts import PageAccount
 from tidekv.states.dropping import Dropping, EvictionHook
-from tidekv.states.edges import begins_with
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.eviction import LRU, EvictionPolicy
 from tidekv.states.found import Inserted, Match
@@ -87,7 +86,7 @@ class PrefixIndex:
             child = node.children.get(keys[at : at + width])
             if child is None or child.void:
                 break
-            if not begins_with(keys, child.keys, at):
+            if not keys.startswith(child.keys, at):
                 child = tree.split(child, tree.shared_pages(child.keys, keys, at))
             node = child
             node.tick = tick

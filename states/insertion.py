@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidekv.states.edges import begins_with
 from tidekv.states.found import Inserted
 from tidekv.states.node import Node
 from tidekv.states.shapes import NO_PAGES, PageIds
@@ -36,7 +35,7 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
         if child is None:
             break
         shared, theirs = child.page_count, child.device
-        if not begins_with(keys, child.keys, at):
+        if not keys.startswith(child.keys, at):
             shared = tree.shared_pages(child.keys, keys, at)
             theirs = None if theirs is None else theirs[:shared]
         ours = pages[first : first + shared]

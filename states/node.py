@@ -11,8 +11,8 @@ from tidekv.states.shapes import PageIds, page_ids
 TierName = Literal["device", "host"]
 
 Keys: TypeAlias = "bytes | memoryview"
-"""Keys of pages, one after the other: bytes of their own, or a part of longer ones. Compare by `begins_with` of
-`tidekv.states.edges`, or `startswith`, alone."""
+"""Keys of pages, one after the other: bytes of their own, or a view of longer ones. Compare prompts with them by
+`bytes.startswith`, which takes both; `==` of a view compares element by element."""
 
 # A part keeps all of the bytes alive that it is a part of: up to so many times its own length, it is not copied.
 KEPT_MAX = 4

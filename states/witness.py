@@ -21,8 +21,6 @@ from tidekv.states.node import Node, TierName
 from tidekv.states.request import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
@@ -123,9 +121,8 @@ class Witness:
         for tier in () if components is None else components.tiers:
             self.book_places += (tier.account.free_pages, *_places_of(tier.account.counts, tier))
         self.evicted: list[tuple[str, int, int]] = []
-        """What has left the index since the last step that was taken. The list stays the same one."""
-        self._on_evict = books.index.on_evict
-        self._on_evict.append(self.note_eviction)
+        """What has left the index since the last step that was taken."""
+        books.index.on_evict.append(self.note_eviction)
 
     def note(self, event: Event, given: list[Command], error: str = "") -> Noted:
         """Take the step that has just been made: nothing in the note changes any more."""
@@ -162,10 +159,6 @@ class Witness:
             else:
                 books.append(place[-1] if place else -1)
         return tuple(books)
-
-    def note_evictions_by(self, note: Callable[[Node, TierName], None]) -> None:
-        """From now on evictions are put into `evicted` by somebody else, who does what `note_eviction` does."""
-        self._on_evict[self._on_evict.index(self.note_eviction)] = note
 
     def note_eviction(self, node: Node, tier: TierName) -> None:
         """A copy of a node's pages leaves the index."""

@@ -30,7 +30,6 @@ from tidekv import (
 )
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.compiled import form
 from tidekv.engine.values import ReadyRequest
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
@@ -38,19 +37,6 @@ from tidekv.states.commands import TellReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.rooms import Room, Rooms
 from tidekv.transports.loopback import LoopbackNetwork
-
-# Tests that put methods of their own into the index; a compiled class lets nobody.
-REPLACE_METHODS = ("_raises.py", "mutants.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With a compiled index, leave out what only the source can be put to."""
-    if form() != "source":
-        skip = pytest.mark.skip(reason="the index is compiled: its methods cannot be replaced")
-        for item in items:
-            if item.path.name.endswith(REPLACE_METHODS):
-                item.add_marker(skip)
-
 
 ROOT = Path(__file__).resolve().parent.parent
 # Processes that tests start find tests.support as the tests do. A fork server reads its path from the environment.

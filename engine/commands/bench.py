@@ -45,7 +45,6 @@ def all_targets(
     peers: Annotated[Path | None, typer.Option(help="Where peers are kept; they come from the registry.")] = None,
     traces: Annotated[Path | None, typer.Option(help="The folder of recordings; ../shared/traces if there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw cost against work to this .png or .svg file.")] = None,
-    form: Annotated[str, typer.Option(help="Of the index: compiled, wherever that can be, or source.")] = "compiled",
     show: Annotated[bool, typer.Option("--list", help="Show the targets, and measure nothing.")] = False,
 ) -> None:
     """Measure what tidekv is to reach, beside peers and limits: each target passes, is short, or is missing.
@@ -56,10 +55,8 @@ def all_targets(
 
     program = benchmark_program("all_targets.py")
     check_plot(plot)
-    if form not in ("compiled", "source"):
-        raise InvalidConfig(f"--form must be compiled or source, not {form}")
     chosen = [*(only or ()), *(names or ())]
-    given = {"json": json, "peers": peers, "traces": traces, "plot": plot, "form": form}
+    given = {"json": json, "peers": peers, "traces": traces, "plot": plot}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     command = [sys.executable, str(program), *options, *(["--list"] if show else [])]
     # In the place of this process: ending it ends the measurements.

@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from tidekv.engine.compiled import Form, form
 from tidekv.engine.configuration.cgroups import cpu_limit
 from tidekv.engine.configuration.memory import host_memory
 from tidekv.engine.doctor.finding import Finding, in_bytes
@@ -27,7 +26,6 @@ CLOCK_UNSYNCHRONIZED: Final = 5  # TIME_ERROR of adjtimex.
 def machine_findings(root: Path = Path("/")) -> Iterator[Finding]:
     """Look at versions, CPUs, memory, limits, shared memory, clocks and devices. Takes milliseconds."""
     yield versions()
-    yield prefix_index(form())
     yield cpus(root)
     yield memory(root)
     has_rdma = any(rdma_devices(root))
@@ -50,14 +48,6 @@ def versions() -> Finding:
     if missing:
         return Finding("versions", "bad", f"not installed: {', '.join(missing)}", "Run: pip install tidekv")
     return Finding("versions", "ok", ", ".join(found))
-
-
-def prefix_index(form: Form) -> Finding:
-    """Whether the index runs as the source or compiled; the source is right, and slower."""
-    if form == "stale":
-        advice = "Run in the checkout: python3 dev.py compile, or python3 dev.py compile --remove."
-        return Finding("index", "bad", "compiled, of another source than the one beside it", advice)
-    return Finding("index", "ok", {"source": "runs as source, not compiled", "compiled": "runs compiled"}[form])
 
 
 def cpus(root: Path) -> Finding:

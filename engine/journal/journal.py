@@ -1,15 +1,13 @@
 """The journal of a running engine: a recorder, and a thread that writes what it has recorded.
 
-Writing never blocks the loop. Steps are made to a line on the loop: a thread would hold the interpreter for just as
-long, and longer at a stretch, would find nothing of them in its cache, and each time that two threads pass the
-interpreter on costs as much as some steps. Compiled, each is written at once; else a slice of some at a time. What
-takes long is left to the thread: a prompt of many new pages, and the disk. It wakes a moment after something was noted,
-makes a line of what there is, and writes all lines at once; kill -9 loses that moment at most. Behind a disk that is
-too slow events are dropped, never the service: a `gap` line says how many. What is not in the journal at its end is
-told to the log.
+Writing never blocks the loop. Steps are encoded on the loop, a slice of some at a time: a thread would hold the
+interpreter for just as long, would find nothing of them in its cache, and each hand-over of the interpreter costs as
+much as some steps. The thread does what takes long: hashing a prompt of many new pages, and the disk. It wakes a moment
+after something was noted, makes a line of what there is, and writes all lines at once; kill -9 loses that moment at
+most. If the disk is too slow, events are dropped, never the service: a `gap` line says how many. At its end the journal
+logs what it lacks.
 
-    step ──▶ StepWriter ──────────────▶ lines ──▶ disk       compiled, while nothing waits
-        └──▶ waiting ──▶ slice or thread ──┘                 else
+    step ──▶ waiting ──▶ slice or thread ──▶ lines ──▶ disk
 """
 
 from __future__ import annotations
@@ -20,17 +18,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, EncodedSteps, Recorder
+from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, Recorder
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
 from tidekv.states.witness import Noted
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tidekv.engine.journal.native import Stepped
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
@@ -97,8 +93,6 @@ class Journal:
         )
         self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
         self._note = self._recorder.note
-        self._writer = self._recorder.writer(begun=self._wake_thread, full=self._take_slice, left=self._take_left)
-        """What writes steps at once, if it was compiled. Its steps go before those that wait."""
         self._waiting: deque[Noted | int] = deque()
         """Steps that are not encoded yet, and counts of steps that were dropped."""
         self._lines: deque[SealedLine] = deque()
@@ -131,26 +125,13 @@ class Journal:
         self._wake = threading.Event()
         self._hurry = threading.Event()
         self._closing = threading.Event()
-        self.stepped: Stepped = self._note_step if self._writer is None else self._writer.stepped
-        """Takes the step that the core has just made: never blocks. Asked for anew at each step, since it changes."""
         self._thread = threading.Thread(target=self._write_all, name="tidekv-journal", daemon=True)
         self._thread.start()
 
     # --- On the loop ---
 
-    def _note_step(self, event: Event, given: list[Command], error: str = "") -> None:
-        """Take a step where none was written at once: this one is, if all those before it are in lines."""
-        # Where somebody still encodes, that may be the keys of an arrival.
-        may_be_written = not (self._waiting or self._is_hindered or self._encoding.locked() or self._failure)
-        if self._writer is not None and may_be_written:
-            self._writer.events = self._recorder.witness.events
-            self.stepped = self._writer.stepped
-            self.stepped(event, given, error)
-        else:
-            self._keep_step(event, given, error)
-
-    def _keep_step(self, event: Event, given: list[Command], error: str) -> None:
-        """Take a step, to be encoded later."""
+    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
+        """Take the step that the core has just made. Never blocks."""
         if self._failure is not None:
             self._unnoted += 1
             return
@@ -170,47 +151,18 @@ class Journal:
             self._is_awake = True
             self._wake.set()
 
-    def _take_left(self, event: Event, given: list[Command], error: str, raised: Exception | None) -> None:
-        """Take a step that could not be written at once. It is put behind all that is written."""
-        if raised is not None:
-            self._end_early(raised)
-        self._note_from_now_on()
-        self._keep_step(event, given, error)
-
-    def _note_from_now_on(self) -> None:
-        if self._writer is not None and self.stepped != self._note_step:
-            self._recorder.witness.events = self._writer.events
-            self.stepped = self._note_step
-
-    def _take_slice(self) -> None:
-        """Make a line of what is written, unless the thread does just that."""
-        if self._failure is not None:
-            self._note_from_now_on()
-        else:
-            self._make_line(self._take_written)
-        self._see_what_waits()
-
     def _encode_slice(self) -> None:
-        if not self._is_for_thread:
-            self._make_line(partial(self._encode_line, SLICE_STEPS_MAX, SLICE_PAGES_MAX))
-        self._see_what_waits()
-
-    def _make_line(self, make: Callable[[], object]) -> None:
-        """Do this under the lock, unless the thread has it."""
-        if self._encoding.acquire(blocking=False):
+        """Make a line of what waits, unless that is work for the thread, or the thread is doing it."""
+        if not self._is_for_thread and self._encoding.acquire(blocking=False):
             try:
-                make()
+                self._encode_line(SLICE_STEPS_MAX, SLICE_PAGES_MAX)
             except Exception as error:
                 self._end_early(error)
             finally:
                 self._encoding.release()
-
-    def _see_what_waits(self) -> None:
         if self._is_for_thread or self._encoded_bytes - self._taken_bytes > HURRY_BYTES:
             self._hurry.set()
         self._is_hindered = self._waits_more_than(1)
-        if self._is_hindered:
-            self._note_from_now_on()
 
     def _waits_more_than(self, share: float) -> bool:
         """Whether more waits than that share of what may."""
@@ -237,8 +189,7 @@ class Journal:
 
     @property
     def _events_noted(self) -> int:
-        at_once = 0 if self._writer is None else self._writer.events
-        return max(self._recorder.witness.events, at_once) + self._unnoted
+        return self._recorder.witness.events + self._unnoted
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write what is waiting and the end record, and close the file, within `timeout_s`. The core is not stepped any
@@ -269,7 +220,6 @@ class Journal:
         """Make a line of at most so many steps, with at most so many pages to be hashed; returns how many entries that
         took.
         """
-        self._take_written()
         steps = self._take_steps(steps_max)
         if steps:
             encoded = self._recorder.encode(steps, pages_max=pages_max)
@@ -289,17 +239,6 @@ class Journal:
             self._add_line([self._recorder.gap_line(dropped)])
             return 1
         return 0
-
-    def _take_written(self) -> None:
-        """Make a line of what was written at once."""
-        if self._writer is not None:
-            taken = self._writer.take()
-            if taken is None:
-                # The loop has passed the interpreter on within a step.
-                self._wake.set()
-            elif taken[1]:
-                self._go_on_in_a_new_segment_if_full()
-                self._add_line(self._recorder.steps_pieces(EncodedSteps(taken[1], taken[0], 0)), taken[1])
 
     def _go_on_in_a_new_segment_if_full(self) -> None:
         # Before a line is made: the checksums run through.
@@ -360,8 +299,6 @@ class Journal:
         LOG.warning("journal %s ends here, the engine goes on: %s", self.path, error, exc_info=words)
 
     def _write_waiting(self) -> None:
-        with self._encoding:
-            self._take_written()
         # Not more than there is now: what comes meanwhile makes longer lines later.
         left = len(self._waiting)
         while left > 0 and not self._is_given_up:

@@ -1,8 +1,7 @@
 """Turns the steps of one core into journal lines. No thread, no clock of its own, no policy: whoever calls it writes.
 
 Three parts: `note` belongs to the thread that steps the core and takes what may change after the step; `encode` is most
-of the work (digests of page keys, JSON); lines add the checksums. The last two may run elsewhere and later. Compiled,
-`writer` does the first two in one, at a third of their cost.
+of the work (digests of page keys, JSON); lines add the checksums. The last two may run elsewhere and later.
 Lines of steps are sealed as they come from the encoder; the few others are rendered by structlog.
 """
 
@@ -16,16 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import structlog
 
-from tidekv.engine.journal import native
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.journal.lines import JOURNAL_VERSION, seal, seal_steps
-from tidekv.engine.journal.pages import DIGEST_BYTES, IS_SECRET, PageDigests
+from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.schema import code_checksum, package_versions, schema_checksum
 from tidekv.states.events import NO_DEADLINE, FinishRequested, RequestArrived, RetractRequested
 from tidekv.states.witness import Noted, Witness, encode_pages
 
 if TYPE_CHECKING:
-    from tidekv.engine.journal.native import Left, StepWriter
     from tidekv.states.core import Core
 
 STEPS_PER_LINE_MAX = 512
@@ -111,25 +108,6 @@ class Recorder:
                 left -= hashed
                 keys_bytes += had_bytes
         return EncodedSteps(count, self._encode_whole(noted), keys_bytes)
-
-    def writer(self, *, begun: Callable[[], None], full: Callable[[], None], left: Left) -> StepWriter | None:
-        """What takes steps in the place of `note` and `encode`, and writes each at once; for the thread that steps the
-        core. None where it was not compiled, or where pages need a hash that it does not know.
-        """
-        if self._digests is not None and not IS_SECRET:
-            return None
-        return native.writer(
-            self.witness,
-            self._core,
-            arrived=self._arrived,
-            encode=self._encode_whole,
-            begun=begun,
-            full=full,
-            left=left,
-            crowded=self._forget_the_dead,
-            arrived_max=self._arrived_max,
-            with_tokens=self._digests is None,
-        )
 
     # --- One thread at a time, in the order of the lines ---
 
@@ -226,15 +204,14 @@ class Recorder:
         written = digests.of(keys, known, pages_max=pages_max)
         return None if written is None else (written, digests.hashed - before)
 
-    def _forget_the_dead(self) -> int:
-        """Drop the keys of requests that failed or were aborted. Where an event of one is still to come, it is written
-        with all its keys. Returns how many may be there before this is called again.
+    def _forget_the_dead(self) -> None:
+        """Drop the keys of requests that failed or were aborted. If an event of one is still to come, it is written
+        with all its keys.
         """
         requests = self._core.books.requests
         for name in [name for name in self._arrived if name not in requests]:
             del self._arrived[name]
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
-        return self._arrived_max
 
 
 NOT_ARRIVED = (b"", b"")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tidekv.engine.compiled import Form
 from tidekv.engine.doctor import machine, probe
 from tidekv.engine.doctor.examine import probe_commands, run_probes
 from tidekv.engine.doctor.finding import Finding, in_bytes
@@ -30,7 +29,6 @@ def test_every_check_of_this_machine_says_something() -> None:
     names = [finding.check for finding in found]
     assert names == [
         "versions",
-        "index",
         "cpus",
         "memory",
         "locked memory",
@@ -55,11 +53,6 @@ def test_every_check_of_this_machine_says_something() -> None:
 )
 def test_locked_memory_matters_where_there_is_rdma(limit: int, has_rdma: bool, wanted: str) -> None:
     assert level(machine.locked_memory(limit, has_rdma=has_rdma)) == wanted
-
-
-@pytest.mark.parametrize(("form", "wanted"), [("source", "ok"), ("compiled", "ok"), ("stale", "bad")])
-def test_an_index_that_was_compiled_of_another_source_is_told(form: Form, wanted: str) -> None:
-    assert level(machine.prefix_index(form)) == wanted
 
 
 @pytest.mark.parametrize(("soft", "wanted"), [(128, "bad"), (1024, "warn"), (8192, "ok"), (-1, "ok")])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -13,8 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from tidekv.engine.journal import Recorder, native
-from tidekv.engine.journal import journal as journal_module
+from tidekv.engine.journal import Recorder
 from tidekv.engine.metrics import MetricsFold
 from tidekv.engine.simulation.faults import FAULTS, Chosen
 from tidekv.engine.simulation.simulate import draw_settings
@@ -93,40 +89,6 @@ def simulate(tmp_path: Path) -> Simulate:
         return tape
 
     return run
-
-
-@pytest.fixture(scope="session")
-def step_writer(tmp_path_factory: pytest.TempPathFactory) -> type[Any]:
-    """The type of native_steps.c as it is now, compiled for these tests alone."""
-    name = "native_steps"
-    built = tmp_path_factory.mktemp(name) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    source = Path(native.__file__).with_name(f"{name}.c")
-    include = sysconfig.get_config_var("INCLUDEPY")
-    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{include}"]
-    try:
-        subprocess.run(["gcc", *options, str(source), "-o", str(built), "-lm"], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("there is no gcc")
-    except subprocess.CalledProcessError as error:
-        if b"Python.h: No such file" in error.stderr:
-            pytest.skip("there are no headers of Python")
-        pytest.fail(error.stderr.decode())
-    spec = importlib.util.spec_from_file_location(f"tidekv.engine.journal.{name}", built)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.StepWriter  # type: ignore[no-any-return]  # It has no type information.
-
-
-@pytest.fixture(params=["steps are kept", "steps are written at once"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways that a journal takes steps, with the same bounds: the one that is compiled, and the one that is not."""
-    name: str = request.param
-    at_once = name == "steps are written at once"
-    monkeypatch.setattr(native, "compiled", request.getfixturevalue("step_writer") if at_once else None)
-    monkeypatch.setattr(native, "STEPS_MAX", journal_module.SLICE_STEPS)
-    monkeypatch.setattr(native, "PAGES_MAX", journal_module.SLICE_PAGES_MAX)
-    return name
 
 
 Given = TypeVar("Given", bound=Command)

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from tidekv import InvalidConfig, JournalDamaged, JournalRefused, Replayer
-from tidekv.engine.journal import Journal, native
+from tidekv.engine.journal import Journal
 from tidekv.engine.journal import journal as journal_module
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
 
-pytestmark = pytest.mark.usefixtures("form")
 SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16)
 
 
@@ -44,7 +43,6 @@ def test_journal_is_written_and_replays(tmp_path: Path) -> None:
 
 def test_full_segments_go_on_in_further_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "SLICE_STEPS", 10)
-    monkeypatch.setattr(native, "STEPS_MAX", 10)
     path = tmp_path / "j"
     write(path, 200, segment_bytes=10_000)
     names = {entry.name for entry in tmp_path.iterdir()}
@@ -66,7 +64,6 @@ def test_oldest_segments_are_deleted_and_the_rest_is_refused_clearly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "SLICE_STEPS", 10)
-    monkeypatch.setattr(native, "STEPS_MAX", 10)
     path = tmp_path / "j"
     write(path, 200, segment_bytes=10_000, segments_max=2)
     assert len(list(tmp_path.iterdir())) == 2
@@ -119,11 +116,16 @@ def test_half_a_character_in_a_text_does_not_end_the_journal(tmp_path: Path) -> 
     assert [step.event.cause for step in steps[1:]] == ["no file caf?"] * 2  # type: ignore[attr-defined]
 
 
+def test_keys_of_requests_that_are_gone_are_not_kept_for_ever(tmp_path: Path) -> None:
+    journal = write(tmp_path / "j", 2000)[1]
+    assert len(journal._recorder._arrived) < 600
+
+
 def test_killed_process_leaves_a_journal_that_replays_as_far_as_it_goes(tmp_path: Path) -> None:
     path = tmp_path / "j"
     script = f"""
 from pathlib import Path
-from tidekv.engine.journal import Journal, native
+from tidekv.engine.journal import Journal
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings

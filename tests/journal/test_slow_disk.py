@@ -22,7 +22,6 @@ from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
 
-pytestmark = pytest.mark.usefixtures("form")
 SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16)
 BYTES_MAX = 100_000
 SLICE_BYTES = 20_000
