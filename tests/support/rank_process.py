@@ -17,6 +17,7 @@ from random import Random
 from typing import TypeAlias
 
 import msgspec
+import torch
 
 from tests.support.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
 from tidekv.backends.device import DevicePool
@@ -269,6 +270,7 @@ async def _run(plan: RankPlan, pipe: Connection) -> None:
 
 def run_rank(plan: RankPlan, pipe: Connection) -> None:
     """The process of one rank; both ends of the pipe belong to one test and trust each other."""
+    torch.set_num_threads(1)
     asyncio.run(_run(plan, pipe))
 
 
@@ -276,7 +278,9 @@ class RankProcess:
     """A rank's process, as whoever started it sees it."""
 
     def __init__(self, plan: RankPlan) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported everything: each rank would take seconds for that.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "nixl._api"])
         self.plan = plan
         self._pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=run_rank, args=(plan, theirs))

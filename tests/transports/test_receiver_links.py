@@ -76,7 +76,7 @@ async def test_another_rank_is_a_mismatch(world) -> None:
 
 async def test_a_lost_link_is_lost_once_and_the_same_process_settles_its_rooms(world) -> None:
     gate = world.Gate(world.network)
-    decode, prefill = await world.decode(heartbeat_s=0.01, missed_s=0.05), await world.prefill()
+    decode, prefill = await world.decode(heartbeat_s=0.01, missed_s=5.0), await world.prefill()
     decode.promise(prefill.address, "r1", tokens=16, promised=0, pages=range(4))
     room = await prefill.room("r1")
     await room.send(range(30, 34), start_token=0)
@@ -104,7 +104,7 @@ async def test_a_lost_link_is_lost_once_and_the_same_process_settles_its_rooms(w
 
 async def test_a_dead_writer_settles_its_rooms_and_its_successor_is_another_one(world) -> None:
     gate = world.Gate(world.network)
-    decode, prefill = await world.decode(heartbeat_s=0.01, missed_s=0.05), await world.prefill("prefill:1")
+    decode, prefill = await world.decode(heartbeat_s=0.01, missed_s=5.0), await world.prefill("prefill:1")
     decode.promise("prefill:1", "r1", tokens=8, promised=0, pages=[1, 2])
     room = await prefill.room("r1")
     await room.send([30, 31], start_token=0)
@@ -141,7 +141,7 @@ async def test_a_writer_reached_by_two_addresses_is_lost_as_one(world) -> None:
 
 
 async def test_a_silent_peer_is_lost_though_its_link_is_open(world) -> None:
-    decode, prefill = await world.decode(heartbeat_s=0.01, missed_s=0.03), await world.prefill()
+    decode, prefill = await world.decode(heartbeat_s=0.01, missed_s=0.5), await world.prefill()
     decode.promise(prefill.address, "r1", tokens=8, promised=0, pages=[1, 2])
     await decode.wait(events.PromiseSent)
     world.network.loses = lambda sender, message: True
@@ -155,7 +155,7 @@ async def test_pings_keep_a_link_and_its_lease_alive(world) -> None:
     def clock() -> float:
         return now_s
 
-    decode = await world.decode(heartbeat_s=0.01, missed_s=0.05, lease_s=20.0)
+    decode = await world.decode(heartbeat_s=0.01, missed_s=5.0, lease_s=20.0)
     prefill = await world.prefill(lease_s=10.0, clock=clock)
     decode.promise(prefill.address, "r1", tokens=8, promised=0, pages=[1, 2])
     room = await prefill.room("r1")

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from tests.support.waits import LIMIT_S
+
 
 @pytest.mark.nixl
 @pytest.mark.slow
@@ -38,6 +40,6 @@ def test_a_decode_worker_finds_a_prefill_worker_that_runs_already(
         assert stranger.returncode == 2, stranger.stdout + stranger.stderr
         assert "failed" in stranger.stderr
         prefill.send_signal(signal.SIGTERM)
-        said, _ = prefill.communicate(timeout=30)
+        said, _ = prefill.communicate(timeout=LIMIT_S)
         assert "ended" in said
         assert prefill.returncode == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tidekv.backends.storage import open_storage
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import page_ids
@@ -155,7 +156,7 @@ async def test_a_store_that_hangs_keeps_no_page_and_one_that_dies_is_found_again
         await engine.get_into(rig.keys(range(8)), page_ids(range(8)), timeout_s=30)
     # What comes from now on goes nowhere near the pool.
     servers.node.send_signal(signal.SIGCONT)
-    give_up_s = time.monotonic() + 20
+    give_up_s = time.monotonic() + LIMIT_S
     while not all(await engine.exists(rig.keys(range(8)), timeout_s=5)):
         assert time.monotonic() < give_up_s
     assert (rig.pool.array == 7).all()
@@ -173,7 +174,7 @@ async def test_a_store_that_hangs_keeps_no_page_and_one_that_dies_is_found_again
             await failing
     assert (rig.pool.array == 7).all()
     start_mooncake(servers.port)
-    give_up_s = time.monotonic() + 60
+    give_up_s = time.monotonic() + LIMIT_S
     while True:
         try:
             await engine.probe()
