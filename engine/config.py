@@ -75,11 +75,11 @@ class PeerOptions(Options, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("silence_s", "lease_s"):
-            if self.heartbeat_s * 2 > getattr(self, name):
-                raise InvalidConfig(
-                    f"heartbeat_s must be at most half of {name} ({getattr(self, name):g}), not {self.heartbeat_s:g}"
-                )
+        if self.heartbeat_s * 2 > self.silence_s:
+            half_s = self.silence_s / 2
+            raise InvalidConfig(f"heartbeat_s must be at most half of silence_s, {half_s:g}, not {self.heartbeat_s:g}")
+        if self.silence_s > self.lease_s:
+            raise InvalidConfig(f"silence_s must be at most lease_s, {self.lease_s:g}, not {self.silence_s:g}")
 
 
 class JournalOptions(Options, forbid_unknown_fields=True):

@@ -248,7 +248,7 @@ class DecodeEngine:
         done = self._give_back(events.RetractRequested, ready, output_tokens, tails)
         try:
             held_pages = await asyncio.shield(done)
-        except asyncio.CancelledError:
+        except BaseException:
             done.add_done_callback(partial(self._drop_unclaimed, ready.request_id))
             raise
         return RetractedRequest(
@@ -274,8 +274,8 @@ class DecodeEngine:
         self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=retracted.request.request_id))
 
     def _drop_unclaimed(self, request_id: str, done: asyncio.Future[int]) -> None:
-        """The caller of retract went away: nobody can resume the request."""
-        if done.exception() is None:
+        """Release what the request holds: the call of retract ended without its answer."""
+        if not done.cancelled() and done.exception() is None:
             self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=request_id))
 
     def _give_back(

@@ -46,6 +46,20 @@ LOG = logging.getLogger("tidekv.engine")
 BOUNCE_PAGES = 256
 """Host pages of a peer that was given no host pool, at most."""
 
+COUNTS = (
+    "store_breaker_opened",
+    "store_closed_early",
+    "store_pages_failed",
+    "store_pages_late",
+    "store_pages_present",
+    "store_pages_put",
+    "store_pages_skipped",
+    "store_rooms_declined",
+    "store_rooms_skipped",
+    "store_rooms_without_tokens",
+)
+"""What is counted, so that statistics have all counts from the start."""
+
 
 class PromptStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of what a prefill worker writes to storage. Durations are seconds."""
@@ -100,7 +114,7 @@ class PromptStore:
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         self.settings = settings or PromptStoreSettings()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._storage = storage
         self._device = device
         self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))

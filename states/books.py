@@ -6,7 +6,7 @@ Rules write here and nowhere else. Nothing in this file decides anything.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from tidekv.states.accounts import PageAccount
 from tidekv.states.component_index import ComponentIndex
@@ -27,6 +27,44 @@ if TYPE_CHECKING:
 
     OfTails: TypeAlias = RequestTails | TailBackup | TailPut | TailFetch
     Owner: TypeAlias = Request | AheadRun | Load | LateFetch | LateRecompute | Backup | StorageUse | OfTails
+
+COUNTERS: Final = (
+    "backups_failed",
+    "backups_late",
+    "calls_late",
+    "chunks_foreign",
+    "chunks_repeated",
+    "copies_failed",
+    "copies_late",
+    "extends",
+    "fallbacks_by_raise",
+    "frames_foreign",
+    "frames_late",
+    "l1_pages_dropped",
+    "l2_pages_dropped",
+    "l3_breaker_closed",
+    "l3_breaker_opened",
+    "l3_declined_pages",
+    "l3_fetches_cut",
+    "l3_fetches_late",
+    "l3_pages_short",
+    "l3_probes_failed",
+    "l3_queries_failed",
+    "l3_queries_late",
+    "loads_void",
+    "outcomes_late",
+    "pages_backed_up",
+    "pages_fetched_ahead",
+    "pages_stored",
+    "prefill_retries",
+    "recomputes",
+    "sent_back",
+    "shared_transfer_pages",
+    "shared_transfers_passed_on",
+    "tail_pages_stored",
+    "transitions_raised",
+)
+"""Everything that `Books.count` counts, so that statistics have all counters from the start."""
 
 
 class Books:
@@ -68,7 +106,7 @@ class Books:
         """Whether something happened that may leave too little that can be evicted without losing it."""
         self.write_credit = 0
         """Pages that may be copied ahead of eviction before somebody takes or leaves pages again."""
-        self.counters: dict[str, int] = {}
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._operation = 0
         self._deadlines: list[tuple[float, int, Owner, int]] = []
         self._deadline_number = 0

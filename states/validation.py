@@ -25,6 +25,9 @@ SECONDS_MAX: Final = 365 * 86_400
 VALUE_CHARS_MAX: Final = 60
 """Characters of a refused value that an error shows."""
 
+REFUSALS: Final = (msgspec.ValidationError, OverflowError, UnicodeEncodeError)
+"""What msgspec raises for a value that is not of a type; the last one for surrogates in text."""
+
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
 ByteCount: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -54,7 +57,7 @@ def check_fields(instance: object, error: type[InvalidRequest] = InvalidRequest,
     form, classes = _checked_form(type(instance))
     try:
         msgspec.convert(instance, form, from_attributes=True)
-    except (msgspec.ValidationError, OverflowError):
+    except REFUSALS:
         # One conversion in C for all fields; only a refusal looks at each.
         for name, kind in _hints(type(instance)).items():
             checked(getattr(instance, name), kind, where + name, error)
@@ -74,7 +77,7 @@ def checked(value: object, kind: Any, what: str, error: type[InvalidRequest] = I
         raise refusal(value, kind, what, error)
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, OverflowError):
+    except REFUSALS:
         raise refusal(value, kind, what, error) from None
 
 

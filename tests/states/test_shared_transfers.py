@@ -390,5 +390,5 @@ def test_workers_with_components_share_nothing_before_ready() -> None:
 
 
 def test_the_wait_must_be_some_time() -> None:
-    with pytest.raises(InvalidConfig, match="share_wait_s must be more than 0 seconds"):
+    with pytest.raises(InvalidConfig, match="share_wait_s must be a number above 0"):
         Rig(share_wait_s=0)
