@@ -9,10 +9,17 @@ from tidekv.backends.keys import component_namespace, storage_namespace
 from tidekv.backends.storage.siblings import Siblings
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
+from tidekv.states.validation import short
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.parts import Parts
+
+
+def check_storage(storage: object) -> None:
+    """Raise InvalidConfig unless this is a storage engine or None. Engines of third parties inherit from nothing."""
+    if storage is not None and not all(callable(getattr(storage, name, None)) for name in ("register", "close")):
+        raise InvalidConfig(f"storage must be a URI or a storage engine, not {short(storage)}")
 
 
 class StorageInUse:

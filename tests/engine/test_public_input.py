@@ -13,23 +13,32 @@ from hypothesis import strategies as st
 import tidekv
 from tidekv import (
     AdmissionOptions,
+    DecodeEngine,
     DecodeRequest,
+    DevicePool,
     EngineConfig,
     InvalidConfig,
     InvalidRequest,
     JournalOptions,
     KVEventsOptions,
+    KVLayout,
+    LoopbackTransport,
     MetricsOptions,
+    NixlTransport,
     PeerOptions,
+    PrefillPeer,
+    RankGroup,
     RequestFailed,
     SharingOptions,
     StorageOptions,
     open_storage,
 )
+from tidekv.engine.prefill_peer import PromptStoreSettings, RoomSettings
 from tidekv.states import errors
 from tidekv.states.settings import CoreSettings
 from tidekv.states.validation import checked
 
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
 PROMPT = list(range(100, 122))
 GROUPS = (
     EngineConfig,
@@ -170,6 +179,47 @@ def test_seconds_and_counts_of_a_request_are_checked_as_numpy_gives_them() -> No
     assert checked(5, float | None, "deadline_s") == 5.0
     with pytest.raises(InvalidRequest, match="priority must be a whole number"):
         DecodeRequest(request_id="r", tokens=[1], prefill="p", priority=np.int64(1))
+
+
+PARTS: dict[str, Callable[[str, object], object]] = {
+    "RankGroup": lambda name, value: RankGroup(**{"rank": 0, "ranks": 2, "address": "127.0.0.1:7000", name: value}),
+    "PromptStoreSettings": lambda name, value: PromptStoreSettings(**{name: value}),
+    "RoomSettings": lambda name, value: RoomSettings(**{name: value}),
+    "NixlTransport": lambda name, value: NixlTransport(**{"name": "decode-0", name: value}),
+    "PrefillPeer": lambda name, value: PrefillPeer(
+        **{"device": DevicePool.allocate(LAYOUT, 4), "transport": LoopbackTransport("prefill-0"), name: value}
+    ),
+    "DecodeEngine": lambda name, value: DecodeEngine(
+        **{
+            "config": EngineConfig(),
+            "device": DevicePool.allocate(LAYOUT, 4),
+            "transport": LoopbackTransport("decode-0"),
+            name: value,
+        }
+    ),
+    "open_storage": lambda name, value: open_storage(**{"uri": "memory:?capacity=1MiB", name: value}),
+}
+WRONG_PARTS = [
+    *[("RankGroup", name, value) for name in ("rank", "ranks", "stages", "kv_heads_total") for value in (2.5, True)],
+    *[("RankGroup", name, float("inf")) for name in ("silence_s", "vote_timeout_s", "hold_s", "form_timeout_s")],
+    *[("RankGroup", "address", value) for value in ("nowhere", "a:0", "a:99999", 5)],
+    *[("PromptStoreSettings", name, 2.5) for name in ("batch_pages", "rooms_max", "breaker_failures")],
+    *[("PromptStoreSettings", name, float("nan")) for name in ("hold_s", "put_timeout_s", "close_wait_s")],
+    *[("RoomSettings", name, 0) for name in ("writes_in_flight_max", "pages_per_write_max")],
+    *[("NixlTransport", name, value) for name in ("progress_delay_us", "links_max") for value in (2.5, 0, "1")],
+    *[("NixlTransport", name, float("inf")) for name in ("call_timeout_s", "close_timeout_s")],
+    *[("NixlTransport", name, "\ud800") for name in ("name", "secret")],
+    *[("PrefillPeer", name, 2.5) for name in ("rank", "ranks", "stages", "kv_heads_total", "model", "on_room")],
+    *[("PrefillPeer", name, float("inf")) for name in ("lease_s", "close_deadline_s", "settings", "store_settings")],
+    *[("DecodeEngine", name, 5) for name in ("config", "device", "host", "storage", "recompute", "ranks")],
+    *[("open_storage", name, 5) for name in ("uri", "options")],
+]
+
+
+@pytest.mark.parametrize(("part", "name", "value"), WRONG_PARTS)
+def test_a_part_that_is_given_a_wrong_value_names_the_argument(part: str, name: str, value: object) -> None:
+    with pytest.raises(InvalidConfig, match="storage" if part == "open_storage" else name):
+        PARTS[part](name, value)
 
 
 def test_every_error_is_exported() -> None:
