@@ -55,12 +55,12 @@ def check_fields(instance: object, error: type[InvalidRequest] = InvalidRequest,
     `where` begins the text, such as "request 'r1': ".
     """
     owner: type[Any] = type(instance)
-    form, classes = _checked_form(owner)
+    form, classes = _checked_form(owner)  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
     try:
         msgspec.convert(instance, form, from_attributes=True)
     except REFUSALS:
         # One conversion in C for all fields; only a refusal looks at each.
-        for name, kind in _hints(owner).items():
+        for name, kind in _hints(owner).items():  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
             checked(getattr(instance, name), kind, where + name, error)
         raise error(f"{where}{short(instance)} cannot be used") from None
     for name, kind in classes.items():
@@ -201,7 +201,7 @@ def _hints(owner: type[Any]) -> dict[str, Any]:
 @functools.cache
 def _checked_form(owner: type[Any]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
     """A structure of the plain fields, since msgspec takes an instance of the owner as it is; and the other fields."""
-    hints = _hints(owner)
+    hints = _hints(owner)  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
     plain = [(name, kind) for name, kind in hints.items() if not _is_class(kind)]
     form = msgspec.defstruct(f"Checked{owner.__name__}", plain, kw_only=True)
     return form, {name: kind for name, kind in hints.items() if _is_class(kind)}
