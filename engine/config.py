@@ -25,7 +25,7 @@ from tidekv.states.validation import (
 Vocabulary = Annotated[int, Meta(ge=0, le=2**32)]
 
 
-class StorageOptions(StoragePolicy, forbid_unknown_fields=True):
+class StorageOptions(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The storage tier: policies, which `DecodeEngine.change_policy` changes later, and bounds, which stay."""
 
     fetch_run_pages: PositiveCount = 32
@@ -41,7 +41,7 @@ class StorageOptions(StoragePolicy, forbid_unknown_fields=True):
         return StoragePolicy(**{name: getattr(self, name) for name in POLICY_FIELDS})
 
 
-class AdmissionOptions(Options, forbid_unknown_fields=True):
+class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Admission of requests to device memory."""
 
     queue_max: PositiveCount = 16384
@@ -52,7 +52,7 @@ class AdmissionOptions(Options, forbid_unknown_fields=True):
     """Device pages that an admitted request holds in reserve for the tokens that it generates."""
 
 
-class SharingOptions(Options, forbid_unknown_fields=True):
+class SharingOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sharing of transfers between requests with a common prefix. Not with components."""
 
     enabled: bool = True
@@ -61,7 +61,7 @@ class SharingOptions(Options, forbid_unknown_fields=True):
     """Seconds a request waits for another request's stalled transfer before it asks prefill itself."""
 
 
-class PeerOptions(Options, forbid_unknown_fields=True):
+class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The links to prefill workers."""
 
     lease_s: Seconds = 10.0
@@ -77,14 +77,14 @@ class PeerOptions(Options, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("silence_s", "lease_s"):
-            if self.heartbeat_s * 2 > getattr(self, name):
-                raise InvalidConfig(
-                    f"heartbeat_s must be at most half of {name} ({getattr(self, name):g}), not {self.heartbeat_s:g}"
-                )
+        if self.heartbeat_s * 2 > self.silence_s:
+            half_s = self.silence_s / 2
+            raise InvalidConfig(f"heartbeat_s must be at most half of silence_s, {half_s:g}, not {self.heartbeat_s:g}")
+        if self.silence_s > self.lease_s:
+            raise InvalidConfig(f"silence_s must be at most lease_s, {self.lease_s:g}, not {self.silence_s:g}")
 
 
-class JournalOptions(Options, forbid_unknown_fields=True):
+class JournalOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The journal: a file with every event of a run."""
 
     path: PlainText | None = None
@@ -101,7 +101,7 @@ class JournalOptions(Options, forbid_unknown_fields=True):
     """
 
 
-class MetricsOptions(Options, forbid_unknown_fields=True):
+class MetricsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Metrics for Prometheus."""
 
     listen: PlainText | None = None
@@ -115,7 +115,7 @@ class MetricsOptions(Options, forbid_unknown_fields=True):
             host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
 
 
-class KVEventsOptions(Options, forbid_unknown_fields=True):
+class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV events for routers. Needs the extra `events`."""
 
     endpoint: PlainText | None = None
@@ -128,7 +128,7 @@ class KVEventsOptions(Options, forbid_unknown_fields=True):
     """Number of newest batches that can be requested again."""
 
 
-class EngineConfig(Options, forbid_unknown_fields=True):
+class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a decode engine, apart from its pools, storage and transport.
 
     Raises InvalidConfig, which names the field, the value and what is allowed.

@@ -14,13 +14,13 @@ from tidekv.engine.config import EngineConfig
 from tidekv.engine.effects import TokenRecord
 from tidekv.engine.growth import Growth, kept_tokens, pack_output
 from tidekv.engine.parts import Parts
-from tidekv.engine.storage_swap import CLEAR_S
+from tidekv.engine.storage_swap import CLEAR_S, check_storage
 from tidekv.engine.tails import tails_left
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
 from tidekv.states.policy import StoragePolicy, changed_policy, policy_of
-from tidekv.states.validation import PlainText, Seconds, SecondsOrZero, Text, checked, short
+from tidekv.states.validation import PlainText, Seconds, SecondsOrZero, Text, checked
 
 if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
@@ -69,7 +69,6 @@ class DecodeEngine:
         decide as one.
         """
         self.config = checked(config, EngineConfig, "config", InvalidConfig)
-        self.layout = device.layout
         self._parts = Parts(
             config,
             device=device,
@@ -80,6 +79,7 @@ class DecodeEngine:
             recompute=recompute,
             ranks=ranks,
         )
+        self.layout = device.layout
         self._calls = self._parts.calls
         self._serial = 0
 
@@ -250,7 +250,7 @@ class DecodeEngine:
         done = self._give_back(events.RetractRequested, ready, output_tokens, tails)
         try:
             held_pages = await asyncio.shield(done)
-        except asyncio.CancelledError:
+        except BaseException:
             done.add_done_callback(partial(self._drop_unclaimed, ready.request_id))
             raise
         return RetractedRequest(
@@ -276,8 +276,8 @@ class DecodeEngine:
         self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=retracted.request.request_id))
 
     def _drop_unclaimed(self, request_id: str, done: asyncio.Future[int]) -> None:
-        """The caller of retract went away: nobody can resume the request."""
-        if done.exception() is None:
+        """Release what the request holds: the call of retract ended without its answer."""
+        if not done.cancelled() and done.exception() is None:
             self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=request_id))
 
     def _give_back(
@@ -354,9 +354,9 @@ class DecodeEngine:
             storage = open_storage(storage, options)
         elif options is not None:
             raise InvalidRequest("options go with the URI of a storage, not with an engine that is made already")
-        elif not callable(getattr(storage, "register", None)) or not callable(getattr(storage, "close", None)):
-            hint = "; detach_storage() removes it" if storage is None else ""
-            raise InvalidRequest(f"storage must be a URI or a storage engine, not {short(storage)}{hint}")
+        elif storage is None:
+            raise InvalidRequest("storage must be a URI or a storage engine, not None; detach_storage() removes it")
+        check_storage(storage)
         await self._parts.storage_in_use.swap(storage, timeout_s=self._exchange_s(timeout_s))
 
     async def detach_storage(self, *, timeout_s: float | None = None) -> None:

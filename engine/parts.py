@@ -12,6 +12,8 @@ import msgspec
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.copies import PageCopier
 from tidekv.backends.copy_lanes import CopyLanes
+from tidekv.backends.device import DevicePool
+from tidekv.backends.host import HostPool
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.calls import Calls
 from tidekv.engine.closing import Closable, begin_close, close_in_order
@@ -27,18 +29,17 @@ from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.rank_driver import RankDriver
 from tidekv.engine.rank_group import RankGroup, place_of, settings_digest
-from tidekv.engine.storage_swap import StorageInUse
+from tidekv.engine.storage_swap import StorageInUse, check_storage
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.request import State
+from tidekv.states.validation import checked, short
 from tidekv.transports.blocking import settled
 from tidekv.transports.receiver import Receiver
 
 if TYPE_CHECKING:
-    from tidekv.backends.device import DevicePool
-    from tidekv.backends.host import HostPool
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config import EngineConfig
     from tidekv.engine.values import Recompute
@@ -77,6 +78,14 @@ class Parts:
         ranks: RankGroup | None = None,
     ) -> None:
         """Nothing is started. Raises InvalidConfig for parts that do not fit each other."""
+        checked(device, DevicePool, "device", InvalidConfig)
+        if host is not None:
+            checked(host, HostPool, "host", InvalidConfig)
+        if ranks is not None:
+            checked(ranks, RankGroup, "ranks", InvalidConfig)
+        if recompute is not None and not callable(recompute):
+            raise InvalidConfig(f"recompute must be a coroutine function or none, not {short(recompute)}")
+        check_storage(storage)
         if storage is not None and host is None:
             raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
         if host is not None and not same_pages(host.layout, device.layout):

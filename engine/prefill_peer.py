@@ -22,6 +22,7 @@ from tidekv.engine.poller import PollerThread
 from tidekv.engine.prompt_store import PromptStore, PromptStoreSettings
 from tidekv.states.errors import EngineClosed, InvalidConfig
 from tidekv.states.shapes import Identity, PoolMemory
+from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, short
 from tidekv.transports.base import Poller, Transport
 from tidekv.transports.outgoing import Room, RoomOutcome, RoomSettings
 from tidekv.transports.sender import Sender
@@ -119,6 +120,21 @@ class PrefillPeer:
         of all ranks. `stages`: number of pipeline stages that the ranks form, counted stage by stage; decode must have
         as many.
         """
+        checked(model, Text, "model", InvalidConfig)
+        checked(listen, Text, "listen", InvalidConfig)
+        checked(lease_s, Seconds, "lease_s", InvalidConfig)
+        checked(close_deadline_s, Seconds, "close_deadline_s", InvalidConfig)
+        checked(bigram_keys, bool, "bigram_keys", InvalidConfig)
+        checked(rank, Count, "rank", InvalidConfig)
+        checked(kv_heads_total, Count, "kv_heads_total", InvalidConfig)
+        for name, count in (("ranks", ranks), ("stages", stages)):
+            checked(count, PositiveCount, name, InvalidConfig)
+        if settings is not None:
+            checked(settings, RoomSettings, "settings", InvalidConfig)
+        if store_settings is not None:
+            checked(store_settings, PromptStoreSettings, "store_settings", InvalidConfig)
+        if on_room is not None and not callable(on_room):
+            raise InvalidConfig(f"on_room must be a coroutine function or none, not {short(on_room)}")
         if components:
             if not isinstance(device, DevicePool):
                 raise InvalidConfig(f"components go with a DevicePool, not with {type(device).__name__}")

@@ -19,8 +19,6 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tidekv.backends.component_pools import with_components
 from tidekv.backends.copies import PageCopier
 from tidekv.backends.device import DevicePool
@@ -31,6 +29,7 @@ from tidekv.backends.page_layout import same_pages
 from tidekv.states.accounts import PageAccount
 from tidekv.states.breaker import Breaker
 from tidekv.states.errors import InvalidConfig, TidekvError
+from tidekv.states.validation import Count, Options, PositiveCount, Seconds
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
@@ -46,34 +45,40 @@ LOG = logging.getLogger("tidekv.engine")
 BOUNCE_PAGES = 256
 """Maximum host pages of a peer that was given no host pool."""
 
+COUNTS = (
+    "store_breaker_opened",
+    "store_closed_early",
+    "store_pages_failed",
+    "store_pages_late",
+    "store_pages_present",
+    "store_pages_put",
+    "store_pages_skipped",
+    "store_rooms_declined",
+    "store_rooms_skipped",
+    "store_rooms_without_tokens",
+)
+"""What is counted, so that statistics have all counts from the start."""
 
-class PromptStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of what a prefill worker writes to storage. Durations are in seconds."""
 
-    batch_pages: int = 32
-    """Pages per put."""
-    rooms_max: int = 64
+class PromptStoreSettings(Options, frozen=True, kw_only=True):
+    """Bounds of what a prefill worker writes to storage. Raises InvalidConfig."""
+
+    batch_pages: PositiveCount = 32
+    """Pages of one put."""
+    rooms_max: PositiveCount = 64
     """Maximum prompts being stored at once; further ones are not stored."""
-    hold_s: float = 1.0
-    """Maximum seconds for which a room's pages are lent. Pages not in host memory by then are not stored."""
-    put_timeout_s: float = 30.0
-    breaker_failures: int = 8
+    hold_s: Seconds = 1.0
+    """Maximum time for which a room lends its pages; pages not in host memory by then are not stored."""
+    put_timeout_s: Seconds = 30.0
+    """Maximum time of one put."""
+    breaker_failures: Count = 8
     """Consecutive failures of storage after which nothing is stored until a probe succeeds. 0 disables the breaker."""
-    breaker_backoff_s: float = 1.0
-    breaker_backoff_max_s: float = 30.0
-    """Maximum seconds between probes. The first follows after `breaker_backoff_s`, and each wait is twice the last."""
-    close_wait_s: float = 2.0
-    """Maximum seconds that closing waits for prompts being stored. It then waits for running copies only."""
-
-    def __post_init__(self) -> None:
-        for name in ("batch_pages", "rooms_max", "hold_s", "put_timeout_s", "close_wait_s", *_BACKOFFS):
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"{name} must be more than 0, not {getattr(self, name)!r}")
-        if self.breaker_failures < 0:
-            raise InvalidConfig(f"breaker_failures must be at least 0, not {self.breaker_failures!r}")
-
-
-_BACKOFFS = ("breaker_backoff_s", "breaker_backoff_max_s")
+    breaker_backoff_s: Seconds = 1.0
+    """Time until the first probe."""
+    breaker_backoff_max_s: Seconds = 30.0
+    """Maximum time between probes: each waits twice as long as the one before, up to this."""
+    close_wait_s: Seconds = 2.0
+    """Maximum time that closing waits for prompts being stored, before it cancels them."""
 
 
 class PromptStore:
@@ -101,7 +106,7 @@ class PromptStore:
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         self.settings = settings or PromptStoreSettings()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._storage = storage
         self._device = device
         self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))

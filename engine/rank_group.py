@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.shares import check_stages
+from tidekv.states.validation import Count, PositiveCount, Seconds, Text, check_fields, host_and_port
 from tidekv.states.votes import RANKS_MAX
 from tidekv.transports.ranks import RankChannel
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tidekv.states.settings import CoreSettings
     from tidekv.states.shapes import Identity
     from tidekv.transports.ranks import RankOwner
+else:
+    ProcessGroup = Any  # Made by torch, which is imported only if a group is given.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +36,27 @@ class RankGroup:
     Votes and the rank channel are not encrypted: the address belongs to a network that only the ranks can reach.
     """
 
-    rank: int
-    ranks: int
-    address: str
+    rank: Count
+    ranks: PositiveCount
+    address: Text
     """host:port at which rank 0 listens; the others dial it. The port is not 0: all ranks know it beforehand."""
-    kv_heads_total: int = 0
+    kv_heads_total: Count = 0
     """KV heads of the whole model; 0: as many as all ranks hold together. To be given where there are more ranks than
     heads, so that some ranks hold copies; prefill must say the same.
     """
-    stages: int = 1
+    stages: PositiveCount = 1
     """Pipeline stages: ranks are counted stage by stage, and those of a stage hold the KV of its layers. All ranks
     vote, and the first of the first stage leads; prefill must have as many stages.
     """
-    secret: str = ""
+    secret: Text = ""
     """Must be the same on all ranks; whoever does not know it is not let in."""
-    silence_s: float = 5.0
+    silence_s: Seconds = 5.0
     """A rank that is silent for so long is lost."""
-    vote_timeout_s: float = 10.0
+    vote_timeout_s: Seconds = 10.0
     """A vote that takes longer has failed; who did not take part is lost."""
-    hold_s: float = 10.0
+    hold_s: Seconds = 10.0
     """A call waits for the callers of all ranks so long; then it is refused on all."""
-    form_timeout_s: float = 60.0
+    form_timeout_s: Seconds = 60.0
     """Entering the engine waits for the other ranks so long."""
     group: ProcessGroup | None = None
     """A gloo group of the same ranks to vote in. None: one is made, and made again after a loss; the embedder's group
@@ -61,17 +64,12 @@ class RankGroup:
     """
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= RANKS_MAX or not 0 <= self.rank < self.ranks:
+        check_fields(self, InvalidConfig)
+        if self.ranks > RANKS_MAX or self.rank >= self.ranks:
             raise InvalidConfig(f"rank {self.rank} of {self.ranks}: there are 1 to {RANKS_MAX} ranks, counted from 0")
-        if self.kv_heads_total < 0:
-            raise InvalidConfig(f"kv_heads_total must be a count of heads, not {self.kv_heads_total}")
         check_stages(ranks=self.ranks, stages=self.stages)
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise InvalidConfig(f"address must be host:port with a port that all ranks know, not {self.address!r}")
-        for name in ("silence_s", "vote_timeout_s", "hold_s", "form_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")
+        # All ranks know the port beforehand, so that it cannot be chosen by the system.
+        host_and_port(self.address, "address", InvalidConfig)
 
 
 def open_channel(group: RankGroup, owner: RankOwner, *, settings: bytes) -> RankChannel:

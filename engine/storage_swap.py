@@ -17,6 +17,7 @@ from tidekv.backends.keys import component_namespace, storage_namespace
 from tidekv.backends.storage.base import Siblings
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
+from tidekv.states.validation import short
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
@@ -28,6 +29,12 @@ START_S = 300.0
 """Seconds to open the storage that an engine starts with: an index that has to be rebuilt takes a while."""
 CLEAR_S = 60.0
 """Seconds to clear storage, unless the caller says otherwise."""
+
+
+def check_storage(storage: object) -> None:
+    """Raise InvalidConfig unless this is a storage engine or None. Engines of third parties inherit from nothing."""
+    if storage is not None and not all(callable(getattr(storage, name, None)) for name in ("register", "close")):
+        raise InvalidConfig(f"storage must be a URI or a storage engine, not {short(storage)}")
 
 
 class StorageInUse:

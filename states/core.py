@@ -169,7 +169,11 @@ class Core:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight: no request, load, backup, operation, and nothing in the quarantine."""
+        """Whether nothing is in flight: no request, load, backup or operation, and nothing in the quarantine.
+
+        The circuit breaker's wait and its probe do not count: an engine with unreachable storage is idle all the same.
+        Neither do retracted requests: their pages wait for `resume` or `drop`.
+        """
         in_flight = self.state.requests or self.operations_in_flight or self.loads or self.backups
         return not (in_flight or self.rooms.draining_rooms)
 

@@ -14,7 +14,7 @@ which order they are emptied.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Protocol
+from typing import Final, TYPE_CHECKING, Protocol
 
 from tidekv.states.accounts import PageAccount
 from tidekv.states.component_index import ComponentIndex
@@ -28,6 +28,45 @@ if TYPE_CHECKING:
     from tidekv.states.events import Event, Outcome
     from tidekv.states.request import Load, Request
     from tidekv.states.settings import CoreSettings
+
+
+COUNTERS: Final = (
+    "backups_failed",
+    "backups_late",
+    "calls_late",
+    "chunks_foreign",
+    "chunks_repeated",
+    "copies_failed",
+    "copies_late",
+    "extends",
+    "fallbacks_by_raise",
+    "frames_foreign",
+    "frames_late",
+    "l1_pages_dropped",
+    "l2_pages_dropped",
+    "l3_breaker_closed",
+    "l3_breaker_opened",
+    "l3_declined_pages",
+    "l3_fetches_cut",
+    "l3_fetches_late",
+    "l3_pages_short",
+    "l3_probes_failed",
+    "l3_queries_failed",
+    "l3_queries_late",
+    "loads_void",
+    "outcomes_late",
+    "pages_backed_up",
+    "pages_fetched_ahead",
+    "pages_stored",
+    "prefill_retries",
+    "recomputes",
+    "sent_back",
+    "shared_transfer_pages",
+    "shared_transfers_passed_on",
+    "tail_pages_stored",
+    "transitions_raised",
+)
+"""Everything that `CoreState.count` counts, so that statistics have all counters from the start."""
 
 
 class Operation(Protocol):
@@ -65,7 +104,7 @@ class CoreState:
         """Commands of this step, in the order in which they are to be started."""
         self.operations: dict[int, Operation] = {}
         self.requests: dict[str, Request] = {}
-        self.counters: dict[str, int] = {}
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
         # Work queues: what a rule leaves for others to do in the same step.
         self.answers: dict[Request, Event] = {}
@@ -97,7 +136,7 @@ class CoreState:
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter of what happened."""
-        self.counters[name] = self.counters.get(name, 0) + by
+        self.counters[name] = self.counters[name] + by
 
     def emit(self, command: Command) -> None:
         """Give a command."""

@@ -41,7 +41,11 @@ class TransferFailed(TidekvError):
 
 
 class LinkClosed(TransferFailed):
-    """A control link has ended; the text says which, by whom and why."""
+    """A control link has ended; the text says which, by whom and why. `is_orderly`: the peer said goodbye before."""
+
+    def __init__(self, cause: str | None, *, is_orderly: bool = False) -> None:
+        super().__init__(cause)
+        self.is_orderly = is_orderly
 
 
 class StorageFailed(TidekvError):

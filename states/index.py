@@ -157,11 +157,11 @@ class PrefixIndex:
         node.anchored += 1
         self.device_tier.receipts += 1
         self.device_tier.guard(node)
-        return Receipt(node, "device")
+        return Receipt(node, "device", self.tree)
 
     def unlock(self, receipt: Receipt) -> None:
         """Give back a receipt of `lock`."""
-        node = redeem(receipt, "device")
+        node = redeem(receipt, "device", self.tree)
         node.anchored -= 1
         self.device_tier.receipts -= 1
         self.device_tier.unguard(node)
@@ -180,11 +180,11 @@ class PrefixIndex:
         node.host_anchored += 1
         self.host_tier.receipts += 1
         self.host_tier.guard(node)
-        return Receipt(node, "host")
+        return Receipt(node, "host", self.tree)
 
     def unpin(self, receipt: Receipt) -> None:
         """Give back a receipt of `pin`."""
-        node = redeem(receipt, "host")
+        node = redeem(receipt, "host", self.tree)
         node.host_anchored -= 1
         self.host_tier.receipts -= 1
         self.host_tier.unguard(node)

@@ -145,12 +145,13 @@ class Node:
 
 
 class Receipt:
-    """The proof of one lock ("device") or pin ("host"); giving it back needs it, and works once."""
+    """The proof of one lock ("device") or pin ("host") of one tree; giving it back needs it, and works once."""
 
-    __slots__ = ("kind", "node", "released")
+    __slots__ = ("kind", "node", "released", "tree")
 
-    def __init__(self, node: Node, kind: TierName) -> None:
+    def __init__(self, node: Node, kind: TierName, tree: object) -> None:
         self.node = node
+        self.tree = tree
         self.kind: TierName = kind
         self.released = False
 
@@ -179,8 +180,10 @@ def part_of(keys: Keys, first: int, end: int) -> Keys:
     return part if len(whole) <= KEPT_MAX * count else part.tobytes()
 
 
-def redeem(receipt: Receipt, kind: TierName) -> Node:
-    """Mark a receipt as given back, and return its node. Raises BrokenInvariant for a wrong one."""
+def redeem(receipt: Receipt, kind: TierName, tree: object) -> Node:
+    """Mark a receipt as given back, and return its node. Raises BrokenInvariant for a wrong one, or another tree's."""
+    if receipt.tree is not tree:
+        raise BrokenInvariant(f"{receipt} is of another tree")
     if receipt.kind != kind:
         raise BrokenInvariant(f"{receipt} is no {kind} receipt")
     if receipt.released:

@@ -25,6 +25,9 @@ SECONDS_MAX: Final = 365 * 86_400
 VALUE_CHARS_MAX: Final = 60
 """Characters of a refused value that an error shows."""
 
+REFUSALS: Final = (msgspec.ValidationError, OverflowError, UnicodeEncodeError)
+"""What msgspec raises for a value that is not of a type; the last one for surrogates in text."""
+
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
 ByteCount: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -51,12 +54,13 @@ def check_fields(instance: object, error: type[InvalidRequest] = InvalidRequest,
 
     `where` begins the text, such as "request 'r1': ".
     """
-    form, classes = _checked_form(type(instance))
+    owner: type[Any] = type(instance)
+    form, classes = _checked_form(owner)  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
     try:
         msgspec.convert(instance, form, from_attributes=True)
-    except (msgspec.ValidationError, OverflowError):
+    except REFUSALS:
         # One conversion in C for all fields; only a refusal looks at each.
-        for name, kind in _hints(type(instance)).items():
+        for name, kind in _hints(owner).items():  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
             checked(getattr(instance, name), kind, where + name, error)
         raise error(f"{where}{short(instance)} cannot be used") from None
     for name, kind in classes.items():
@@ -74,7 +78,7 @@ def checked(value: object, kind: Any, what: str, error: type[InvalidRequest] = I
         raise refusal(value, kind, what, error)
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, OverflowError):
+    except REFUSALS:
         raise refusal(value, kind, what, error) from None
 
 
@@ -187,17 +191,17 @@ def _is_class(kind: Any) -> bool:
 
 
 @functools.cache
-def _hints(owner: type) -> dict[str, Any]:
+def _hints(owner: type[Any]) -> dict[str, Any]:
     """The fields that are checked, with their types; those that are `Any` have a check of their own."""
-    names = getattr(owner, "__struct_fields__", None) or getattr(owner, "__dataclass_fields__", ())
+    names: Iterable[str] = getattr(owner, "__struct_fields__", ()) or getattr(owner, "__dataclass_fields__", ())
     hints = get_type_hints(owner, include_extras=True)
     return {name: hints[name] for name in names if hints[name] is not Any}
 
 
 @functools.cache
-def _checked_form(owner: type) -> tuple[type[msgspec.Struct], dict[str, Any]]:
+def _checked_form(owner: type[Any]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
     """A structure of the plain fields, since msgspec takes an instance of the owner as it is; and the other fields."""
-    hints = _hints(owner)
+    hints = _hints(owner)  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
     plain = [(name, kind) for name, kind in hints.items() if not _is_class(kind)]
     form = msgspec.defstruct(f"Checked{owner.__name__}", plain, kw_only=True)
     return form, {name: kind for name, kind in hints.items() if _is_class(kind)}

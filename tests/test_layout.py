@@ -189,3 +189,13 @@ def test_no_extension_module_takes_the_place_of_a_source() -> None:
     suffixes = tuple(EXTENSION_SUFFIXES)
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.name.endswith(suffixes)]
     assert not found, "tidekv runs from its source: delete these files"
+
+
+def test_no_file_is_over_800_lines() -> None:
+    long = {
+        str(path): count
+        for folder in FOLDERS
+        for path in files_of(folder)
+        if (count := len(path.read_text().splitlines())) > 800
+    }
+    assert not long

@@ -188,7 +188,7 @@ class ControlLink:
             raise
         if isinstance(message, wire.Bye):
             self._end(f"{self.peer_label} closed the link: {message.cause}")
-            raise LinkClosed(self._cause)
+            raise LinkClosed(self._cause, is_orderly=True)
         return message
 
     def greeted(self) -> None:

@@ -20,6 +20,7 @@ from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
 from tidekv.states.sending import SenderRoom, WriteJob
 from tidekv.states.sending_tails import TailPart
 from tidekv.states.shapes import PageIds, PoolMemory, page_ids
+from tidekv.states.validation import Options, PositiveCount
 from tidekv.transports import base, wire
 from tidekv.transports.components import components_of
 from tidekv.transports.targets import Target
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     from tidekv.transports.outgoing import Room
 
 
-class RoomSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the writes of one room to one decode rank."""
+class RoomSettings(Options, frozen=True, kw_only=True):
+    """Limits of the writes of one room to one decode rank. Raises InvalidConfig."""
 
-    writes_in_flight_max: int = 4
-    pages_per_write_max: int = 256
+    writes_in_flight_max: PositiveCount = 4
+    """Maximum writes in flight at once."""
+    pages_per_write_max: PositiveCount = 256
+    """Maximum pages of one write."""
 
 
 class Courier:

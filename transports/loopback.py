@@ -152,7 +152,7 @@ class LoopbackLink:
             raise
         if isinstance(message, wire.Bye):
             self._close_with(f"{self.peer_label} closed the link: {message.cause}")
-            raise LinkClosed(self._cause)
+            raise LinkClosed(self._cause, is_orderly=True)
         return message
 
     def greeted(self) -> None:

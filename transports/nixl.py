@@ -20,11 +20,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
 from tidekv.states.shapes import PageIds, PoolMemory
-from tidekv.states.validation import host_and_port
+from tidekv.states.validation import PositiveCount, Seconds, Text, checked, host_and_port
 from tidekv.transports import control, death, wire
 from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
@@ -51,6 +53,16 @@ PART_DESCRIPTORS = 4096
 # What a dead writer had buffered lands within this time of our own progress, which sleeps between its rounds.
 LANDING_S = 0.1
 LANDING_ROUNDS = 5
+
+Name = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=NAME_CHARACTERS_MAX,
+        pattern=r"\A[^\ud800-\udfff]*\Z",
+        description=f"UTF-8 text of 1 to {NAME_CHARACTERS_MAX} characters",
+    ),
+]
 
 
 class NixlTransport:
@@ -91,16 +103,13 @@ class NixlTransport:
         protocol more often than `offences` allows. Without a secret or required client certificates it listens on
         loopback only, unless `allow_no_secret`.
         """
-        if not 0 < len(name) <= NAME_CHARACTERS_MAX:
-            raise InvalidConfig(f"a transport's name has 1 to {NAME_CHARACTERS_MAX} characters, got {len(name)}")
-        if not name.isprintable():
-            raise InvalidConfig(f"a transport's name is printable text, not {name!r}")
-        if progress_delay_us < 1:
-            raise InvalidConfig(f"progress_delay_us is {progress_delay_us}; without a pause it takes a whole core")
-        if links_max < 1:
-            raise InvalidConfig(f"links_max is {links_max}; with less than 1 nobody can connect")
-        if data_network not in ("auto", "loopback", "any"):
-            raise InvalidConfig(f"data_network is {data_network!r}; auto, loopback and any are allowed")
+        checked(name, Name, "name", InvalidConfig)
+        checked(secret, Text, "secret", InvalidConfig)
+        checked(progress_delay_us, PositiveCount, "progress_delay_us", InvalidConfig)
+        checked(call_timeout_s, Seconds, "call_timeout_s", InvalidConfig)
+        checked(close_timeout_s, Seconds, "close_timeout_s", InvalidConfig)
+        checked(links_max, PositiveCount, "links_max", InvalidConfig)
+        checked(data_network, Literal["auto", "loopback", "any"], "data_network", InvalidConfig)
         self.name = name
         self.instance = f"{name}-{uuid.uuid4().hex}"
         self._backends = UCX_ONLY if backends is None else backends

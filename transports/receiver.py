@@ -40,6 +40,18 @@ from tidekv.transports.tasks import OwnedTasks
 REDIAL_S_MAX = 4.0  # Pages wait in the quarantine meanwhile.
 LOG = logging.getLogger("tidekv.transports")
 
+COUNTS = (
+    "dials_failed",
+    "dials_in_pause",
+    "frames_foreign",
+    "frames_late",
+    "links_broken",
+    "messages_unsent",
+    "redials",
+    "rooms_broken",
+)
+"""What is counted, so that statistics have all counts from the start."""
+
 
 class Receiver:
     """All rooms of one decode worker. Every method runs on the loop; `deliver` is called there too."""
@@ -71,7 +83,7 @@ class Receiver:
                 f"heartbeat_s {heartbeat_s} ≤ missed_s {missed_s} ≤ lease_s {lease_s} ≤ {wire.SECONDS_MAX:g} and "
                 "heartbeat_s < lease_s do not all hold, or heartbeat_s is not positive"
             )
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._transport = transport
         self._identity = identity
         self._deliver = deliver

@@ -34,6 +34,19 @@ from tidekv.transports.outgoing import Room, RoomOutcome
 from tidekv.transports.targets import make_target
 from tidekv.transports.tasks import OwnedTasks
 
+COUNTS = (
+    "frames_foreign",
+    "frames_late",
+    "hellos_refused",
+    "links_lost",
+    "promises_differ",
+    "promises_repeated",
+    "rooms_broken",
+    "rooms_refused",
+    *(f"rooms_{outcome.name.lower()}" for outcome in RoomOutcome),
+)
+"""What is counted, so that statistics have all counts from the start."""
+
 
 class Sender:
     """Rooms of all decode workers that dialled us. `on_room` is told of each room as its promise comes."""
@@ -64,7 +77,7 @@ class Sender:
                 f"lease_s is {lease_s} and rooms_max is {rooms_max}; both must be positive, and lease_s at most "
                 f"{wire.SECONDS_MAX:g}"
             )
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._transport = transport
         self._memory = memory
         self._component_memory = dict(component_memory or {})
@@ -214,16 +227,18 @@ class Sender:
         peer = DecodePeer(link, theirs, target, lease_s=hello.lease_of(ours, theirs))
         self._peers.add(peer)
         cause = "prefill is shutting down"
+        is_lost = False
         try:
             while True:
                 message = await link.receive()
                 self._take(peer, message)
         except (LinkClosed, RemoteProtocolError) as error:
             cause = str(error)
+            is_lost = not (isinstance(error, LinkClosed) and error.is_orderly)
             if is_offence(error):
                 link.blame()
         finally:
-            self.counts["links_lost"] += 1
+            self.counts["links_lost"] += is_lost
             peer.is_lost = True
             for delivery in [delivery for delivery in self._deliveries.values() if delivery.peer is peer]:
                 delivery.room.pause()

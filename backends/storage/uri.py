@@ -21,6 +21,7 @@ from tidekv.backends.storage.options import read_extra_options
 from tidekv.backends.storage.redis_pages import open_redis, open_redis_tls
 from tidekv.backends.storage.s3_pages import open_s3
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import Text, checked
 
 ENTRY_POINT_GROUP: Final = "tidekv.storage"
 
@@ -78,8 +79,12 @@ def open_storage(uri: str, options: Mapping[str, object] | str | None = None) ->
     YAML; one name in both, an unknown name or a wrong value is refused with InvalidConfig, which says what is allowed.
     Nothing is opened before `register`.
     """
+    checked(uri, Text, "storage URI", InvalidConfig)
     if isinstance(options, str):
         options = read_extra_options(options)
+    elif options is not None and not isinstance(options, Mapping):
+        # Never the value itself: it may hold a password.
+        raise InvalidConfig(f"storage options must be a mapping, JSON text or @file, not {type(options).__name__}")
     parts = split_uri(uri)
     try:
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []

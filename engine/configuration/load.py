@@ -98,7 +98,7 @@ def gather(
         origins[path] = value.origin
     built: dict[str, dict[str, object]] = {section: {} for section in ("", *section_types())}
     # Groups before the section that holds them.
-    for section in reversed(section_types()):
+    for section in reversed(list(section_types())):
         parent, _, name = section.rpartition(".")
         built[parent][name] = _section(section, sections[section], built[section], origins, mistakes)
     return Loaded(Configuration(**built[""]), origins), mistakes  # type: ignore[arg-type]  # Each is of the type of its section.

@@ -18,7 +18,7 @@ from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import Options, PositiveCount, Seconds, Text, host_and_port
 
 
-class CacheSection(Options, forbid_unknown_fields=True):
+class CacheSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pages and pools of this worker."""
 
     page_size: PositiveCount = 16
@@ -53,7 +53,7 @@ class CacheSection(Options, forbid_unknown_fields=True):
         return l1, size.pages(page_bytes=page_bytes, memory=host, l1_pages=l1, what="cache.l2")
 
 
-class StorageSection(Options, forbid_unknown_fields=True):
+class StorageSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The storage tier (L3)."""
 
     uri: Text = ""
@@ -66,7 +66,7 @@ class StorageSection(Options, forbid_unknown_fields=True):
     """
 
 
-class TransportSection(Options, forbid_unknown_fields=True):
+class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The links and the bulk transfer between workers."""
 
     name: Text = ""
@@ -125,7 +125,7 @@ class TransportSection(Options, forbid_unknown_fields=True):
         return secret
 
 
-class PrefillSection(Options, forbid_unknown_fields=True):
+class PrefillSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A prefill worker (`tidekv prefill`)."""
 
     listen: str = "127.0.0.1:7000"
@@ -142,7 +142,7 @@ class PrefillSection(Options, forbid_unknown_fields=True):
         host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
 
 
-class DecodeSection(Options, forbid_unknown_fields=True):
+class DecodeSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decode worker (`tidekv decode`)."""
 
     prefill: Sequence[str] = ("127.0.0.1:7000",)
@@ -156,7 +156,7 @@ class DecodeSection(Options, forbid_unknown_fields=True):
             host_and_port(address, "prefill", InvalidConfig)
 
 
-class Configuration(Options, forbid_unknown_fields=True):
+class Configuration(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a worker can be told. Each field is a section of the file."""
 
     cache: CacheSection = CacheSection()

@@ -22,7 +22,7 @@ from tidekv.states.settings import CoreSettings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NEVER_S = 1e9
+NEVER_S = 1e7
 """A deadline that nothing reaches: what is slow is slow here, not late."""
 QUERY_S = 0.001
 

@@ -169,7 +169,7 @@ def test_a_value_that_is_replaced_is_not_looked_at() -> None:
 def test_options_that_fit_together_only_are_taken_together() -> None:
     loaded = load(environment=NOTHING, settings=["engine.peer.heartbeat_s=3", "engine.peer.silence_s=9"])
     assert loaded.configuration.engine.peer.heartbeat_s == 3
-    mistake = "engine.peer.heartbeat_s: heartbeat_s must be at most half of silence_s (2), not 3"
+    mistake = "engine.peer.heartbeat_s: heartbeat_s must be at most half of silence_s, 1, not 3"
     assert mistake in said(settings=("engine.peer.heartbeat_s=3",))
     assert "--set engine.peer.heartbeat_s" in said(settings=("engine.peer.heartbeat_s=3",))
 

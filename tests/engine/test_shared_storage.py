@@ -70,7 +70,7 @@ async def test_namespaces_never_meet_and_hidden_prompts_are_not_stored(make_pair
     async with make_pair(prefill_storage=shared(), prefill_namespace="adapter") as first:
         hidden = await first.engine.restore(first.request("hidden", PROMPT, namespace="adapter", cache=False))
         await first.peer.wait_stored()
-        assert "store_pages_put" not in first.peer.statistics()
+        assert not first.peer.statistics()["store_pages_put"]
         await first.engine.finish(hidden)
         adapted = await first.engine.restore(first.request("adapted", PROMPT, namespace="adapter"))
         await first.engine.finish(adapted)

@@ -220,7 +220,7 @@ async def test_engine_serves_and_closes_while_its_journal_hangs(
 ) -> None:
     close = Journal.close
     monkeypatch.setattr(Journal, "close", lambda self: close(self, timeout_s=0.05))
-    async with asyncio.timeout(LIMIT_S), make_pair(journal=str(tmp_path / "j")) as pair:
+    async with asyncio.timeout(LIMIT_S), make_pair(journal_path=str(tmp_path / "j")) as pair:
         journal = pair.engine._parts.journal
         disk = HangingDisk(journal)
         for number in range(200):

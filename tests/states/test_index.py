@@ -329,3 +329,18 @@ def test_void_node_is_never_split(bench: Bench) -> None:
     assert pages is not None
     bench.device.settle(pages)
     assert not list(bench.index.nodes())
+
+
+def test_a_receipt_of_another_tree_is_refused_and_both_stay_as_they_are(bench: Bench) -> None:
+    other = Bench()
+    lock, pin = bench.index.lock(node := bench.put(1, 2)), bench.index.pin(node)
+    other.index.lock(other.put(1, 2))
+    with pytest.raises(BrokenInvariant, match="of another tree"):
+        other.index.unlock(lock)
+    with pytest.raises(BrokenInvariant, match="of another tree"):
+        other.index.unpin(pin)
+    assert (other.index.device_protected, bench.index.device_protected) == (2, 2)
+    bench.index.unlock(lock)
+    bench.index.unpin(pin)
+    for each in (bench, other):
+        each.check()

@@ -144,7 +144,7 @@ async def test_growth_that_one_caller_alone_wants_or_that_cannot_be_had_is_refus
         with pytest.raises(OutOfPages):
             await members[1].engine.wait_grown(readies[1], 20 * world.PAGE_SIZE)
         for member, ready in zip(members, readies, strict=True):
-            with pytest.raises(InvalidRequest, match="cannot grow by -1"):
+            with pytest.raises(InvalidRequest, match="tokens must be a whole number, 0 or more, not -1"):
                 await member.engine.wait_grown(ready, -1)
         beyond = [member.engine.wait_grown(ready, 400) for member, ready in zip(members, readies, strict=True)]
         assert [type(end) for end in await asyncio.gather(*beyond, return_exceptions=True)] == [OutOfPages] * 2
