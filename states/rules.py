@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states import events, steps
 from tidekv.states.commands import TellDropped, TellFailed
+from tidekv.states.errors import PrefillCause
 from tidekv.states.load import Stage
 from tidekv.states.planner import fetches_to_keep
 
@@ -219,6 +220,8 @@ def fail_by_prefill(core: Core, request: Request, event: Event) -> None:
 
 def _prefill_words(event: Event) -> tuple[str, str]:
     assert isinstance(event, events.RoomRefused | events.RoomFailed | events.WriterLost)
+    if (told := PrefillCause.split(event.cause)) is not None:
+        return told[0].value, told[1]
     words = {events.RoomRefused: "refused by prefill", events.RoomFailed: "prefill failed"}
     return words.get(type(event), "prefill lost"), event.cause
 

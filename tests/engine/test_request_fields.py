@@ -67,7 +67,7 @@ async def test_an_address_that_is_none_fails_its_request_at_once(address: str) -
     async with DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport) as engine:
         for _ in range(2):
             async with asyncio.timeout(10):
-                with pytest.raises(RequestFailed, match="prefill failed"):
+                with pytest.raises(RequestFailed, match=r"misconfigured|connection refused"):
                     await engine.restore(DecodeRequest(request_id="r", tokens=[1], prefill=address))
         await engine.wait_settled()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tidekv import RequestFailed, open_storage
+from tidekv import PrefillCause, RequestFailed, open_storage
 from tidekv.engine.workload.fault_workers import finish_turn
 from tidekv.states.errors import CapacityError
 
@@ -24,7 +24,7 @@ LIMIT_S = 60.0
 FAULTS = 8
 LANES = 6
 PROMPTS = 16
-LOST = {"prefill lost", "prefill failed", "refused by prefill"}
+LOST = {cause.value for cause in PrefillCause if cause.retryable}
 
 
 class Worker:

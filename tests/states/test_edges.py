@@ -16,6 +16,7 @@ from tidekv.states.errors import (
     InvalidConfig,
     JournalDamaged,
     PeerMismatch,
+    PrefillCause,
     RankBroken,
     RankLost,
     RanksDiverged,
@@ -168,3 +169,21 @@ def test_no_more_than_the_whole_pool_is_written_back_ahead(ahead: float) -> None
     with pytest.raises(InvalidConfig, match="write_back_ahead must be at"):
         StoragePolicy(write_back_ahead=ahead)
     assert StoragePolicy(write_back_ahead=1.0).write_back_ahead == 1.0
+
+
+@pytest.mark.parametrize("cause", PrefillCause)
+def test_a_cause_of_prefill_is_found_again_in_the_text_of_an_event(cause: PrefillCause) -> None:
+    assert PrefillCause.split(cause.words("ab: c: d")) == (cause, "ab: c: d")
+    assert PrefillCause.split(cause.value) is None
+    assert PrefillCause.split(f"really, {cause.words('x')}") is None
+
+
+def test_what_a_person_has_to_change_is_not_retryable() -> None:
+    assert {cause.value for cause in PrefillCause if not cause.retryable} == {
+        "protocol error",
+        "prefill does not match",
+        "wrong secret",
+        "unknown host",
+        "misconfigured",
+        "prefill raised",
+    }
