@@ -113,13 +113,3 @@ def test_package_is_small_files_and_links() -> None:
     for folder in FOLDERS:
         assert (package / folder).is_symlink()
         assert (package / folder).resolve() == ROOT / folder
-
-
-def test_no_file_is_over_400_lines() -> None:
-    long = {
-        str(path): count
-        for folder in FOLDERS
-        for path in files_of(folder)
-        if (count := len(path.read_text().splitlines())) > 400
-    }
-    assert not long
