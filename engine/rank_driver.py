@@ -176,6 +176,8 @@ class RankDriver:
             # Ranks vote on the cause; its words are not the same on all of them.
             self._calls.note_prefill(event.request_id, event.cause)
             LOG.warning("rank %s: request %s: %s", self._group.rank, event.request_id, event.cause)
+        elif isinstance(event, events.WriterLost):
+            LOG.warning("rank %s: %s: %s", self._group.rank, event.writer, event.cause)
         self._agreement.hear(event)
         self._heard()
 

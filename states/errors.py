@@ -152,7 +152,7 @@ class ReplayDiverged(TidekvError):
 class PrefillCause(StrEnum):
     """Why a prefill did not send what a request asked of it: the `cause` of RequestFailed if no other prefill is left.
 
-    Events carry it as text, as the beginning of their cause: see `words` and `split`.
+    Events carry it as text, as the beginning of their cause: see `words` and `parse`.
     """
 
     PROTOCOL_ERROR = "protocol error"
@@ -184,7 +184,7 @@ class PrefillCause(StrEnum):
         return f"{self.value}: {detail}"
 
     @staticmethod
-    def split(text: str) -> tuple[PrefillCause, str] | None:
+    def parse(text: str) -> tuple[PrefillCause, str] | None:
         """What `words` put together; None for text that does not begin with a cause."""
         cause, separator, detail = text.partition(": ")
         if not separator or cause not in PREFILL_CAUSES:

@@ -130,7 +130,7 @@ class RoomQuestion:
 
     def fail(self, ballot: Ballot, rank: int, kind: int, words: str = "", *, settled: bool = False) -> None:
         """The room will not be completed on this rank. Of its words the cause is voted on, which all ranks report."""
-        told = PrefillCause.split(words)
+        told = PrefillCause.parse(words)
         cause = CAUSE_OF_KIND[kind] if told is None else told[0]
         self._fate = self._fate or kind << 16 | CAUSES.index(cause) << 8 | rank
         self._is_drained |= settled

@@ -220,7 +220,7 @@ def fail_by_prefill(core: Core, request: Request, event: Event) -> None:
 
 def _prefill_words(event: Event) -> tuple[str, str]:
     assert isinstance(event, events.RoomRefused | events.RoomFailed | events.WriterLost)
-    if (told := PrefillCause.split(event.cause)) is not None:
+    if (told := PrefillCause.parse(event.cause)) is not None:
         return told[0].value, told[1]
     words = {events.RoomRefused: "refused by prefill", events.RoomFailed: "prefill failed"}
     return words.get(type(event), "prefill lost"), event.cause

@@ -259,7 +259,7 @@ class ControlListener:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self._check_authentication(address, [where[0] for _, _, _, _, where in found])
+            self._check_authentication(address, [str(where[0]) for _, _, _, _, where in found])
             for family, where in dict.fromkeys((family, where) for family, _, _, _, where in found):
                 place = (where[0], port, *where[2:])
                 listening = socket.create_server(place, family=family, backlog=BACKLOG)
@@ -434,7 +434,7 @@ async def is_loopback(address: str) -> bool:
         )
     except (OSError, UnicodeError):
         return False
-    return _are_loopback([where[0] for _, _, _, _, where in found])
+    return _are_loopback([str(where[0]) for _, _, _, _, where in found])
 
 
 def _are_loopback(hosts: Iterable[str]) -> bool:

@@ -269,7 +269,7 @@ class Receiver:
             if leg.number is not None:
                 self._lost.setdefault(writer, {})[leg.room.room_key] = leg
             if leg.number is None or not leg.room.has_one_writer:
-                kind, detail = PrefillCause.split(cause) or (PrefillCause.LOST, cause)
+                kind, detail = PrefillCause.parse(cause) or (PrefillCause.LOST, cause)
                 self._told.failed(leg.room, kind.words(f"{link.address} is lost: {detail}"))
         for other in self._links.values():
             if other.theirs is not None and other.theirs.instance == writer:

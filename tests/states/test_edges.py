@@ -173,9 +173,9 @@ def test_no_more_than_the_whole_pool_is_written_back_ahead(ahead: float) -> None
 
 @pytest.mark.parametrize("cause", PrefillCause)
 def test_a_cause_of_prefill_is_found_again_in_the_text_of_an_event(cause: PrefillCause) -> None:
-    assert PrefillCause.split(cause.words("ab: c: d")) == (cause, "ab: c: d")
-    assert PrefillCause.split(cause.value) is None
-    assert PrefillCause.split(f"really, {cause.words('x')}") is None
+    assert PrefillCause.parse(cause.words("ab: c: d")) == (cause, "ab: c: d")
+    assert PrefillCause.parse(cause.value) is None
+    assert PrefillCause.parse(f"really, {cause.words('x')}") is None
 
 
 def test_what_a_person_has_to_change_is_not_retryable() -> None:

@@ -235,7 +235,7 @@ def test_ranks_agree_on_the_cause_of_a_failed_room(make_ranks, kind: type[events
     ranks.turn()
     (failed,) = ranks.taken
     assert type(failed) is kind
-    assert PrefillCause.split(failed.cause)[0] is cause
+    assert PrefillCause.parse(failed.cause)[0] is cause
     told = ranks.take(commands.TellFailed)
     assert told.cause == cause.value
     assert "rank 2" in told.detail
