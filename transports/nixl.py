@@ -74,6 +74,7 @@ class NixlTransport:
         call_timeout_s: float = 30.0,
         close_timeout_s: float = 5.0,
         links_max: int = 1024,
+        links_per_address_max: int = 128,
         offences: OffenceLimits | None = None,
         data_network: Literal["auto", "loopback", "any"] = "auto",
         dials: Iterable[str] = (),
@@ -86,8 +87,8 @@ class NixlTransport:
         such as a backend; `close_timeout_s` is how long `close` waits for writes before it destroys the agent under
         them.
 
-        A prefill worker takes at most `links_max` control links, and refuses addresses for a while that break the
-        protocol more often than `offences` allows. Without a secret or required client certificates it listens on
+        A prefill worker takes at most `links_max` control links, `links_per_address_max` of one address, and refuses
+        addresses for a while that break the protocol more often than `offences` allows. Without a secret or required client certificates it listens on
         loopback only, unless `allow_no_secret`.
         """
         if not 0 < len(name) <= NAME_CHARACTERS_MAX:
@@ -96,8 +97,9 @@ class NixlTransport:
             raise InvalidConfig(f"a transport's name is printable text, not {name!r}")
         if progress_delay_us < 1:
             raise InvalidConfig(f"progress_delay_us is {progress_delay_us}; without a pause it takes a whole core")
-        if links_max < 1:
-            raise InvalidConfig(f"links_max is {links_max}; with less than 1 nobody can connect")
+        for limit, value in (("links_max", links_max), ("links_per_address_max", links_per_address_max)):
+            if value < 1:
+                raise InvalidConfig(f"{limit} is {value}; with less than 1 nothing can connect")
         if data_network not in ("auto", "loopback", "any"):
             raise InvalidConfig(f"data_network is {data_network!r}; auto, loopback and any are allowed")
         self.name = name
@@ -114,6 +116,7 @@ class NixlTransport:
             dial_tls=dial_tls,
             listen_tls=listen_tls,
             links_max=links_max,
+            links_per_address_max=links_per_address_max,
             offences=offences or OffenceLimits(),
             allow_no_secret=allow_no_secret,
         )
