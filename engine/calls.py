@@ -15,7 +15,7 @@ from tidekv.engine.tails import ready_tails
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
 from tidekv.states import commands
 from tidekv.states.commands import Command
-from tidekv.states.errors import BrokenInvariant, EngineClosed, InvalidRequest, RequestFailed
+from tidekv.states.errors import PREFILL_CAUSES, BrokenInvariant, EngineClosed, InvalidRequest, RequestFailed
 from tidekv.states.validation import refusal
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class LiveCall:
         self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
         """First token and aux by generation: they come before the core is told."""
         self.ready: ReadyRequest | None = None
+        self.prefill_words = ""
+        """What the prefill of this rank said when it failed: ranks agree on the cause, not on its words."""
         self.reserves_given = 0
         """Answers to its growth so far."""
         self.is_aborted = False
@@ -280,8 +282,17 @@ class Calls:
         if not live.outcome.done():
             live.outcome.set_result(live.ready)
 
+    def note_prefill(self, request_id: str, words: str) -> None:
+        """Keep what the prefill of this rank said about a request, for the error that its caller may get."""
+        if (live := self._live.get(request_id)) is not None:
+            live.prefill_words = words
+
     def _tell_failed(self, command: commands.TellFailed) -> None:
-        self._fail(RequestFailed(command.request_id, command.cause, command.detail))
+        detail = command.detail
+        words = self._live[command.request_id].prefill_words
+        if words and command.cause in PREFILL_CAUSES:
+            detail += f"; on this rank: {words}"
+        self._fail(RequestFailed(command.request_id, command.cause, detail))
 
     def _tell_dropped(self, command: commands.TellDropped) -> None:
         self._fail(RequestFailed(command.request_id, self.drop_cause))

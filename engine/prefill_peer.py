@@ -20,7 +20,7 @@ from tidekv.backends.component_pools import ComponentPools, check_components, wi
 from tidekv.backends.device import DevicePool
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prompt_store import PromptStore, PromptStoreSettings
-from tidekv.states.errors import EngineClosed, InvalidConfig
+from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause
 from tidekv.states.shapes import Identity, PoolMemory
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, short
 from tidekv.transports.base import Poller, Transport
@@ -280,4 +280,4 @@ class PrefillPeer:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"on_room failed for request {room.request_id!r}", "exception": error}
             )
-            room.fail(f"prefill raised {type(error).__name__}: {error}")
+            room.fail(PrefillCause.RAISED.words(f"{type(error).__name__}: {error}"))

@@ -12,6 +12,7 @@ for. Calls raise RankLost until the group is formed again.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -43,6 +44,8 @@ EPOCH_GENERATIONS = 1 << 44
 TIMER_MIN_S = 0.001
 LAST_VOTE_S = 0.1
 """A vote that all ranks have taken part in ends on all of them within this."""
+
+LOG = logging.getLogger("tidekv.engine")
 
 
 class RankDriver:
@@ -169,6 +172,12 @@ class RankDriver:
             if self._group.rank != LEADER:
                 # The leader's caller may never make this call: then it ends here.
                 self._loop.call_later(self._group.hold_s, self._heard)
+        if isinstance(event, events.RoomFailed | events.RoomRefused):
+            # Ranks vote on the cause; its words are not the same on all of them.
+            self._calls.note_prefill(event.request_id, event.cause)
+            LOG.warning("rank %s: request %s: %s", self._group.rank, event.request_id, event.cause)
+        elif isinstance(event, events.WriterLost):
+            LOG.warning("rank %s: %s: %s", self._group.rank, event.writer, event.cause)
         self._agreement.hear(event)
         self._heard()
 

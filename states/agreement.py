@@ -157,10 +157,10 @@ class Agreement:
                 self._unnamed.append(event)
             case events.StorageChanged(available=available, tails=tails):
                 self._storage, self._has_news = available + (available and tails), True
-            case events.WriterLost(writer=writer):
-                self._hear_writer(writer, is_dead=False)
+            case events.WriterLost(writer=writer, cause=cause):
+                self._hear_writer(writer, cause, is_dead=False)
             case events.WriterDead(writer=writer):
-                self._hear_writer(writer, is_dead=True)
+                self._hear_writer(writer, "", is_dead=True)
             case _:
                 self._hear_outcome(event)
 
@@ -184,10 +184,10 @@ class Agreement:
             self._unnamed = [other for other in self._unnamed if other is not call]
             self._refusals.append(Refusal(call, event.cause, "before all ranks had taken it"))
 
-    def _hear_writer(self, writer: str, *, is_dead: bool) -> None:
+    def _hear_writer(self, writer: str, cause: str, *, is_dead: bool) -> None:
         for room in self._rooms.values():
             if room.writer == writer:
-                room.fail(self._ballot, self.rank, LOST, settled=is_dead)
+                room.fail(self._ballot, self.rank, LOST, cause, settled=is_dead)
 
     def _hear_outcome(self, event: Event) -> None:
         ballot = self._ballot
@@ -215,10 +215,10 @@ class Agreement:
                 room.land(ballot, of_room)
             case events.AuxLanded(rank=rank):
                 room.land_aux(ballot, rank)
-            case events.RoomRefused():
-                room.fail(ballot, self.rank, REFUSED)
-            case events.RoomFailed(settled=settled):
-                room.fail(ballot, self.rank, FAILED, settled=settled)
+            case events.RoomRefused(cause=cause):
+                room.fail(ballot, self.rank, REFUSED, cause)
+            case events.RoomFailed(settled=settled, cause=cause):
+                room.fail(ballot, self.rank, FAILED, cause, settled=settled)
             case _:
                 room.drained(ballot, of_room.rank)
 

@@ -39,7 +39,7 @@ from tidekv.states import events
 from tidekv.states.audit import audit_core
 from tidekv.states.backups import Backups
 from tidekv.states.core_state import CoreState
-from tidekv.states.errors import BrokenInvariant, IllegalEvent
+from tidekv.states.errors import BrokenInvariant, IllegalEvent, PrefillCause
 from tidekv.states.events import Event
 from tidekv.states.guards_and_actions import Actions
 from tidekv.states.loads import Loads
@@ -253,13 +253,13 @@ class Core:
         self._fire_at_room(event.request_id, event.generation, event)
 
     def _room_refused(self, event: events.RoomRefused) -> None:
-        lost = events.PrefillLost(at_s=event.at_s, cause="refused by prefill", detail=event.cause)
+        lost = _prefill_lost(event.at_s, PrefillCause.REFUSED, event.cause)
         self._fire_at_room(event.request_id, event.generation, lost)
 
     def _room_failed(self, event: events.RoomFailed) -> None:
         if event.settled:
             self.state.run_guarded(partial(self.rooms.settle_unsent, event.request_id, event.generation))
-        lost = events.PrefillLost(at_s=event.at_s, cause="prefill failed", detail=event.cause, settled=event.settled)
+        lost = _prefill_lost(event.at_s, PrefillCause.FAILED, event.cause, settled=event.settled)
         self._fire_at_room(event.request_id, event.generation, lost)
 
     def _fire_at_room(self, request_id: str, generation: int, event: Event) -> None:
@@ -281,7 +281,7 @@ class Core:
         self.state.run_guarded(partial(self.rooms.writer_dead, event.writer))
 
     def _lose_rooms_of(self, writer: str, cause: str) -> None:
-        lost = events.PrefillLost(at_s=self.state.now_s, cause="prefill lost", detail=cause)
+        lost = _prefill_lost(self.state.now_s, PrefillCause.LOST, cause)
         for room in self.rooms.of_writer(writer):
             assert self.rooms.live(*room.key) is room, "a request that leaves its room ends no other's"
             self.fire(room.request, lost)
@@ -500,3 +500,9 @@ def consequences_table() -> str:
 
 if __name__ == "__main__":
     print(consequences_table(), end="")
+
+
+def _prefill_lost(at_s: float, otherwise: PrefillCause, text: str, *, settled: bool = False) -> events.PrefillLost:
+    """The machine's event for a room that is lost. `otherwise` is the cause if the text begins with none."""
+    cause, detail = PrefillCause.parse(text) or (otherwise, text)
+    return events.PrefillLost(at_s=at_s, cause=cause.value, detail=detail, settled=settled)

@@ -14,7 +14,7 @@ which order they are emptied.
 from __future__ import annotations
 
 import heapq
-from typing import Final, TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from tidekv.states.accounts import PageAccount
 from tidekv.states.component_index import ComponentIndex

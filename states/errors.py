@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Final
 
 VALUE_CHARACTERS_MAX: Final = 500
@@ -150,6 +151,62 @@ class ReplayDiverged(TidekvError):
         self.event = event
         self.recorded = recorded
         self.replayed = replayed
+
+
+class PrefillCause(StrEnum):
+    """Why a prefill did not send what a request asked of it: the `cause` of RequestFailed if no other prefill is left.
+
+    Events carry it as text, as the beginning of their cause: see `words` and `parse`.
+    """
+
+    PROTOCOL_ERROR = "protocol error"
+    MISMATCH = "prefill does not match"
+    WRONG_SECRET = "wrong secret"
+    UNKNOWN_HOST = "unknown host"
+    MISCONFIGURED = "misconfigured"
+    RAISED = "prefill raised"
+    PROCESS_GONE = "prefill process gone"
+    LOST = "prefill lost"
+    SILENT = "prefill silent"
+    UNREACHABLE = "prefill unreachable"
+    CONNECTION_REFUSED = "connection refused"
+    TRANSFER_FAILED = "transfer failed"
+    LEASE_ENDED = "lease ended"
+    CLOSING = "prefill closing"
+    FAILED = "prefill failed"
+    REFUSED = "refused by prefill"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later at the same prefill, with nothing changed. Of the others a person
+        has to change something first: an address, a secret, a version, code.
+        """
+        return self not in NOT_RETRYABLE
+
+    def words(self, detail: str) -> str:
+        """This cause with what is known beyond it, as the text of an event."""
+        return f"{self.value}: {detail}"
+
+    @staticmethod
+    def parse(text: str) -> tuple[PrefillCause, str] | None:
+        """What `words` put together; None for text that does not begin with a cause."""
+        cause, separator, detail = text.partition(": ")
+        if not separator or cause not in PREFILL_CAUSES:
+            return None
+        return PREFILL_CAUSES[cause], detail
+
+
+NOT_RETRYABLE: Final = frozenset(
+    {
+        PrefillCause.PROTOCOL_ERROR,
+        PrefillCause.MISMATCH,
+        PrefillCause.WRONG_SECRET,
+        PrefillCause.UNKNOWN_HOST,
+        PrefillCause.MISCONFIGURED,
+        PrefillCause.RAISED,
+    }
+)
+PREFILL_CAUSES: Final = {cause.value: cause for cause in PrefillCause}
 
 
 class RequestFailed(TidekvError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states import events
+from tidekv.states.errors import PrefillCause
 
 if TYPE_CHECKING:
     from tidekv.states.events import Event
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 LOST, FAILED, REFUSED = 1, 2, 3
 """How a room fails, worst first."""
+CAUSES = tuple(PrefillCause)
+CAUSE_OF_KIND = {LOST: PrefillCause.LOST, FAILED: PrefillCause.FAILED, REFUSED: PrefillCause.REFUSED}
+"""For words that begin with no cause."""
 UNSENT = 1 << 20
 """Above every failure: nothing is wrong, and the promise is not sent; one more: it is; two: aux is here as well."""
 
@@ -124,9 +128,11 @@ class RoomQuestion:
             self._aux_from.add(rank)
             self._say(ballot)
 
-    def fail(self, ballot: Ballot, rank: int, kind: int, *, settled: bool = False) -> None:
-        """The room will not be completed on this rank."""
-        self._fate = self._fate or kind << 8 | rank
+    def fail(self, ballot: Ballot, rank: int, kind: int, words: str = "", *, settled: bool = False) -> None:
+        """The room will not be completed on this rank. Of its words the cause is voted on, which all ranks report."""
+        told = PrefillCause.parse(words)
+        cause = CAUSE_OF_KIND[kind] if told is None else told[0]
+        self._fate = self._fate or kind << 16 | CAUSES.index(cause) << 8 | rank
         self._is_drained |= settled
         self._say(ballot)
 
@@ -199,12 +205,11 @@ def _sent(at_s: float, request_id: str, generation: int) -> Event:
 
 
 def _failed(at_s: float, request_id: str, generation: int, word: int) -> Event:
-    kind, rank = word >> 8, word & 0xFF
+    kind, told, rank = word >> 16, CAUSES[word >> 8 & 0xFF], word & 0xFF
     if kind == REFUSED:
-        return events.RoomRefused(
-            at_s=at_s, request_id=request_id, generation=generation, span=0, cause=f"refused to rank {rank}"
-        )
-    cause = f"rank {rank} lost its prefill" if kind == LOST else f"failed on rank {rank}"
+        cause = told.words(f"refused to rank {rank}")
+        return events.RoomRefused(at_s=at_s, request_id=request_id, generation=generation, span=0, cause=cause)
+    cause = told.words(f"rank {rank} lost its prefill" if kind == LOST else f"failed on rank {rank}")
     # Other ranks' writers may be writing: nothing is settled before all have said so.
     return events.RoomFailed(at_s=at_s, request_id=request_id, generation=generation, cause=cause, settled=False)
 

@@ -19,6 +19,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     NixlTransport,
+    PrefillCause,
     PrefillPeer,
     ReadyRequest,
     RequestFailed,
@@ -109,7 +110,7 @@ async def test_every_call_works_as_documented(tmp_path: Path) -> None:
             await engine.detach_storage()
             with pytest.raises(RequestFailed) as failed:
                 await engine.restore(DecodeRequest(request_id="r3", tokens=ids, prefill="127.0.0.1:1"))
-            assert failed.value.cause == "prefill failed"
+            assert failed.value.cause == PrefillCause.CONNECTION_REFUSED
     assert set(received) == {"received"}
 
 

@@ -11,11 +11,19 @@ import enum
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
-from tidekv.states.errors import RemoteProtocolError
+from tidekv.states.errors import PrefillCause, RemoteProtocolError, TransferFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 from tidekv.transports import wire
 
 ADDRESS_END = 2**64
+
+
+class DialFailed(TransferFailed):
+    """A link could not be opened; `cause` says why."""
+
+    def __init__(self, cause: PrefillCause, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 class Pollable(Protocol):
@@ -212,7 +220,9 @@ class Transport(Protocol):
         ...
 
     async def dial(self, address: str) -> Link:
-        """Open a link, challenge included. Raises TransferFailed or RemoteProtocolError."""
+        """Open a link, challenge included. Raises DialFailed, RemoteProtocolError, or InvalidConfig for an address that
+        is none.
+        """
         ...
 
     async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> Listener:

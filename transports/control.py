@@ -31,13 +31,14 @@ from tidekv.states.errors import (
     InvalidConfig,
     LinkClosed,
     PeerMismatch,
+    PrefillCause,
     RemoteProtocolError,
     TidekvError,
     TransferFailed,
 )
 from tidekv.states.validation import host_and_port
 from tidekv.transports import wire
-from tidekv.transports.base import Link
+from tidekv.transports.base import DialFailed, Link
 from tidekv.transports.offenders import OffenceLimits, Offenders, is_offence, whose
 from tidekv.transports.outbox import Outbox
 from tidekv.transports.tasks import OwnedTasks
@@ -259,7 +260,7 @@ class ControlListener:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self._check_authentication(address, [where[0] for _, _, _, _, where in found])
+            self._check_authentication(address, [str(where[0]) for _, _, _, _, where in found])
             for family, where in dict.fromkeys((family, where) for family, _, _, _, where in found):
                 place = (where[0], port, *where[2:])
                 listening = socket.create_server(place, family=family, backlog=BACKLOG)
@@ -372,8 +373,8 @@ class ControlListener:
 
 
 async def dial(address: str, options: ControlOptions) -> ControlLink:
-    """Open a link to `address` ("host:port"). Raises InvalidConfig for the address, TransferFailed where nobody
-    answers or the secrets differ, PeerMismatch for another version of the protocol.
+    """Open a link to `address` ("host:port"). Raises InvalidConfig for the address, DialFailed if nothing answers or
+    the secrets differ, PeerMismatch for another version of the protocol.
     """
     host, port = parse_address(address)
     writer: asyncio.StreamWriter | None = None
@@ -385,14 +386,17 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
     except BaseException as error:
         if writer is not None:
             writer.transport.abort()
+        if isinstance(error, DialFailed):
+            raise DialFailed(error.cause, f"{address}: {error}") from error
         if isinstance(error, TimeoutError):
-            raise TransferFailed(f"{address} did not answer within {options.handshake_s} s") from error
+            raise DialFailed(PrefillCause.SILENT, f"{address} did not answer within {options.handshake_s} s") from error
         if isinstance(error, asyncio.IncompleteReadError):
-            raise TransferFailed(
-                f"{address} closed during the challenge: the secrets may differ, or it refuses us for a while"
+            raise DialFailed(
+                PrefillCause.UNREACHABLE,
+                f"{address} closed before the challenge: it has too many links, or refuses us for a while",
             ) from error
         if isinstance(error, OSError):
-            raise TransferFailed(f"cannot reach {address}: {error}") from error
+            raise DialFailed(_cause_of(error), f"cannot reach {address}: {error}") from error
         if isinstance(error, ValueError) and not isinstance(error, TidekvError):
             raise InvalidConfig(f"address {address!r} names no host: {error}") from error
         raise
@@ -427,7 +431,7 @@ async def is_loopback(address: str) -> bool:
         )
     except (OSError, UnicodeError):
         return False
-    return _are_loopback([where[0] for _, _, _, _, where in found])
+    return _are_loopback([str(where[0]) for _, _, _, _, where in found])
 
 
 def _are_loopback(hosts: Iterable[str]) -> bool:
@@ -439,9 +443,14 @@ async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
     writer.write(_greeting(ours))
     theirs = _nonce_of(await reader.readexactly(GREETING_BYTES))
     writer.write(_proof(secret, b"dial", ours, theirs))
-    answer = await reader.readexactly(PROOF_BYTES)
+    try:
+        answer = await reader.readexactly(PROOF_BYTES)
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise DialFailed(
+            PrefillCause.WRONG_SECRET, "it closed the connection at our proof: the secrets differ"
+        ) from error
     if not hmac.compare_digest(answer, _proof(secret, b"listen", ours, theirs)):
-        raise TransferFailed("the listener did not prove that it knows the secret")
+        raise DialFailed(PrefillCause.WRONG_SECRET, "it did not prove that it knows the secret")
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> None:
@@ -499,6 +508,18 @@ def _is_failed_challenge(error: Exception) -> bool:
         case RemoteProtocolError():
             return is_offence(error)
     return True
+
+
+def _cause_of(error: OSError) -> PrefillCause:
+    match error:
+        case socket.gaierror():
+            # "Try again" is said by a resolver that does not know, not of a name that does not exist.
+            return PrefillCause.UNREACHABLE if error.errno == socket.EAI_AGAIN else PrefillCause.UNKNOWN_HOST
+        case ConnectionRefusedError():
+            return PrefillCause.CONNECTION_REFUSED
+        case ssl.SSLError():
+            return PrefillCause.MISCONFIGURED
+    return PrefillCause.UNREACHABLE
 
 
 async def _wait_closed(writer: asyncio.StreamWriter) -> None:

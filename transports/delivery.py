@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidekv.states.components import Component, TailPages
-from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
+from tidekv.states.errors import LinkClosed, PrefillCause, RemoteProtocolError, TidekvError
 from tidekv.states.sending import SenderRoom, WriteJob
 from tidekv.states.sending_tails import TailPart
 from tidekv.states.shapes import PageIds, PoolMemory, page_ids
@@ -247,5 +247,5 @@ class Delivery:
             failure = f"a bug: {task.exception()!r}" if task.exception() else task.result()
         self.state.settle(job, landed=not failure)
         if failure:
-            self.room.fail(failure)
+            self.room.fail(PrefillCause.TRANSFER_FAILED.words(failure))
         self.room.advance()

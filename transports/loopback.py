@@ -14,10 +14,17 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from tidekv.states.errors import InvalidConfig, LinkClosed, LocalProtocolError, RemoteProtocolError, TransferFailed
+from tidekv.states.errors import (
+    InvalidConfig,
+    LinkClosed,
+    LocalProtocolError,
+    PrefillCause,
+    RemoteProtocolError,
+    TransferFailed,
+)
 from tidekv.states.shapes import PageIds, PoolMemory
 from tidekv.transports import wire
-from tidekv.transports.base import Exchange, Link, PeerMemory, Poller, check_memory, check_pages
+from tidekv.transports.base import DialFailed, Exchange, Link, PeerMemory, Poller, check_memory, check_pages
 from tidekv.transports.tasks import OwnedTasks, settle
 
 OUTGOING_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX
@@ -328,7 +335,7 @@ class LoopbackTransport:
         """See `Transport.dial`."""
         listener = self.network.listener(address)
         if listener is None:
-            raise TransferFailed(f"cannot reach {address}: nobody listens there")
+            raise DialFailed(PrefillCause.CONNECTION_REFUSED, f"cannot reach {address}: nobody listens there")
         return listener.accept(self)
 
     async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> LoopbackListener:

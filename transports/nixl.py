@@ -87,6 +87,7 @@ class NixlTransport:
         call_timeout_s: float = 30.0,
         close_timeout_s: float = 5.0,
         links_max: int = 1024,
+        links_per_address_max: int = 128,
         offences: OffenceLimits | None = None,
         data_network: Literal["auto", "loopback", "any"] = "auto",
         dials: Iterable[str] = (),
@@ -99,9 +100,9 @@ class NixlTransport:
         such as a backend; `close_timeout_s` is how long `close` waits for writes before it destroys the agent under
         them.
 
-        A prefill worker takes at most `links_max` control links, and refuses addresses for a while that break the
-        protocol more often than `offences` allows. Without a secret or required client certificates it listens on
-        loopback only, unless `allow_no_secret`.
+        A prefill worker takes at most `links_max` control links, `links_per_address_max` of one address, and refuses
+        addresses for a while that break the protocol more often than `offences` allows. Without a secret or required
+        client certificates it listens on loopback only, unless `allow_no_secret`.
         """
         checked(name, Name, "name", InvalidConfig)
         checked(secret, Text, "secret", InvalidConfig)
@@ -109,6 +110,7 @@ class NixlTransport:
         checked(call_timeout_s, Seconds, "call_timeout_s", InvalidConfig)
         checked(close_timeout_s, Seconds, "close_timeout_s", InvalidConfig)
         checked(links_max, PositiveCount, "links_max", InvalidConfig)
+        checked(links_per_address_max, PositiveCount, "links_per_address_max", InvalidConfig)
         checked(data_network, Literal["auto", "loopback", "any"], "data_network", InvalidConfig)
         self.name = name
         self.instance = f"{name}-{uuid.uuid4().hex}"
@@ -124,6 +126,7 @@ class NixlTransport:
             dial_tls=dial_tls,
             listen_tls=listen_tls,
             links_max=links_max,
+            links_per_address_max=links_per_address_max,
             offences=offences or OffenceLimits(),
             allow_no_secret=allow_no_secret,
         )

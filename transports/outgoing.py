@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from tidekv.states.errors import InvalidRequest, ProtocolError
+from tidekv.states.errors import InvalidRequest, PrefillCause, ProtocolError
 from tidekv.states.sending_tails import TailAsked
 from tidekv.states.shapes import PageIds, PoolMemory, page_ids
 from tidekv.transports import base, wire
@@ -207,7 +207,7 @@ class Room:
 
     def close(self) -> None:
         """Prefill is closing: end the room, and tell decode."""
-        self._give_up(RoomOutcome.CLOSED, "prefill is shutting down")
+        self._give_up(RoomOutcome.CLOSED, PrefillCause.CLOSING.words("prefill is shutting down"))
 
     def receive(self, delivery: Delivery) -> None:
         """A decode rank has all that it needs; with the last of them the room is over."""
@@ -242,7 +242,10 @@ class Room:
     def expire(self) -> None:
         """The lease is over. Decode is told as well: it may live, and it is us who stood still."""
         late = min(self.deliveries, key=lambda delivery: delivery.lease_until_s).peer
-        self._give_up(RoomOutcome.LEASE_ENDED, f"{late.hello.instance} did not name the room for {late.lease_s:g} s")
+        self._give_up(
+            RoomOutcome.LEASE_ENDED,
+            PrefillCause.LEASE_ENDED.words(f"{late.hello.instance} did not name the room for {late.lease_s:g} s"),
+        )
 
     def advance(self) -> None:
         """Post what may be posted, and say what may be said; see whether all is settled."""

@@ -10,8 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError, TransferFailed
-from tidekv.transports import base, hello, wire
+from tidekv.states.errors import (
+    InvalidRequest,
+    LinkClosed,
+    PeerMismatch,
+    PrefillCause,
+    RemoteProtocolError,
+    TidekvError,
+)
+from tidekv.transports import base, hello, process, wire
 from tidekv.transports.offenders import is_offence
 from tidekv.transports.tasks import OwnedTasks
 
@@ -88,7 +95,7 @@ class PrefillLink:
             link, theirs = await self._within_silence(self._greet(transport, ours))
         except TidekvError as error:
             self._judge(error)
-            self._owner.link_refused(self, str(error))
+            self._owner.link_refused(self, cause_of(error).words(str(error)))
             return
         except BaseException:
             # Cancelled: the handshake may have ended in the same turn of the loop.
@@ -107,7 +114,8 @@ class PrefillLink:
         except (LinkClosed, RemoteProtocolError) as error:
             cause = str(error)
             self._judge(error)
-            self._lose(cause)
+            is_gone = isinstance(error, LinkClosed) and process.is_gone(theirs.process)
+            self._lose((PrefillCause.PROCESS_GONE if is_gone else cause_of(error)).words(cause))
         finally:
             beat.cancel()
             await link.close(cause)
@@ -144,8 +152,9 @@ class PrefillLink:
         if not task.cancelled():
             # It ended while it was being cancelled: with a link, or with an error of its own.
             return task.result()
-        raise TransferFailed(
-            f"{self.address} did not complete the handshake within {self._beats_max * self._heartbeat_s} s"
+        raise base.DialFailed(
+            PrefillCause.SILENT,
+            f"{self.address} did not complete the handshake within {self._beats_max * self._heartbeat_s} s",
         )
 
     async def _greet(self, transport: base.Transport, ours: wire.Hello) -> tuple[base.Link, wire.Hello]:
@@ -168,7 +177,7 @@ class PrefillLink:
         while not self._is_lost:
             if self._beats_missed > self._beats_max:
                 cause = f"{self.address} was not heard of for {self._beats_max * self._heartbeat_s} s"
-                self._lose(cause)
+                self._lose(PrefillCause.SILENT.words(cause))
                 await link.close(cause)
                 return
             self._beats_missed += 1
@@ -185,6 +194,22 @@ class PrefillLink:
         if not self._is_lost:
             self._is_lost = True
             self._owner.link_lost(self, cause)
+
+
+def cause_of(error: TidekvError) -> PrefillCause:
+    """Why a prefill cannot serve us, if this error ended its link, or kept it from being opened."""
+    match error:
+        case base.DialFailed():
+            return error.cause
+        case PeerMismatch():
+            return PrefillCause.MISMATCH
+        case RemoteProtocolError():
+            return PrefillCause.PROTOCOL_ERROR
+        case InvalidRequest():
+            return PrefillCause.MISCONFIGURED
+        case LinkClosed():
+            return PrefillCause.LOST
+    return PrefillCause.FAILED
 
 
 def batches(rooms: list[tuple[str, int]], size: int) -> list[tuple[tuple[str, int], ...]]:

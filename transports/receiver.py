@@ -29,12 +29,19 @@ from functools import cache, partial
 
 from tidekv.states import events
 from tidekv.states.components import TailPages
-from tidekv.states.errors import InvalidConfig, LocalProtocolError, PeerMismatch, RemoteProtocolError, TidekvError
+from tidekv.states.errors import (
+    InvalidConfig,
+    LocalProtocolError,
+    PeerMismatch,
+    PrefillCause,
+    RemoteProtocolError,
+    TidekvError,
+)
 from tidekv.states.shapes import Identity, PageIds, PoolMemory
 from tidekv.transports import base, hello, slices, wire
 from tidekv.transports.incoming import FrameOfRoom, IncomingRoom, Leg, RoomKey, Told, event_of, packed_tails
 from tidekv.transports.offenders import Offenders
-from tidekv.transports.prefill_link import PrefillLink
+from tidekv.transports.prefill_link import PrefillLink, cause_of
 from tidekv.transports.tasks import OwnedTasks
 
 REDIAL_S_MAX = 4.0  # Pages wait in the quarantine meanwhile.
@@ -180,7 +187,9 @@ class Receiver:
         for address in addresses:
             if address not in self._links and (pause_s := self._offenders.pause_left_s(address)) > 0:
                 self.counts["dials_in_pause"] += 1
-                return f"{address} broke the protocol too often, and is not dialled for another {pause_s:.1f} s"
+                return PrefillCause.PROTOCOL_ERROR.words(
+                    f"{address} broke the protocol too often, and is not dialled for another {pause_s:.1f} s"
+                )
         return ""
 
     def extend(self, request_id: str, generation: int, span: int, first: int, pages: PageIds) -> None:
@@ -272,7 +281,8 @@ class Receiver:
             if leg.number is not None:
                 self._lost.setdefault(writer, {})[leg.room.room_key] = leg
             if leg.number is None or not leg.room.has_one_writer:
-                self._told.failed(leg.room, f"{link.address} is lost: {cause}")
+                kind, detail = PrefillCause.parse(cause) or (PrefillCause.LOST, cause)
+                self._told.failed(leg.room, kind.words(f"{link.address} is lost: {detail}"))
         for other in self._links.values():
             if other.theirs is not None and other.theirs.instance == writer:
                 # The same process under another address: the core gives up all rooms of the writer.
@@ -338,11 +348,8 @@ class Receiver:
 
     def _lose_patience(self, room: IncomingRoom, patience_s: float) -> None:
         for leg in room.unconnected_legs:
-            self._fail_unsent(
-                leg,
-                f"{leg.link.address} was not connected within {patience_s:.3g} s, its share of the "
-                "time that the request has",
-            )
+            cause = f"{leg.link.address} was not connected within {patience_s:.3g} s, its share of the request's time"
+            self._fail_unsent(leg, PrefillCause.SILENT.words(cause))
 
     def _open_leg(self, leg: Leg, theirs: wire.Hello) -> None:
         """Say what waited for the link."""
@@ -358,7 +365,7 @@ class Receiver:
                 leg.link.say_or_raise(message)
         except TidekvError as error:
             # A link that failed just now, or a promise that no frame can hold: it did not leave.
-            self._fail_unsent(leg, str(error))
+            self._fail_unsent(leg, cause_of(error).words(str(error)))
             return
         if leg.number is not None:
             self._told.sent(leg.room, theirs.instance)
@@ -388,7 +395,8 @@ class Receiver:
             event = event_of(leg, message, self._clock())
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
-            self._told.failed(leg.room, f"{leg.link.address} broke the protocol: {error}")
+            cause = PrefillCause.PROTOCOL_ERROR.words(f"{leg.link.address} broke the protocol: {error}")
+            self._told.failed(leg.room, cause)
             self._stop(leg)
             return
         if isinstance(message, wire.Failed | wire.Refused):
@@ -409,7 +417,8 @@ class Receiver:
         self._forget(leg)
         if not leg.has_ended:
             self.counts["rooms_broken"] += 1
-            self._told.failed(leg.room, f"{leg.link.address} stopped the room without a cause")
+            cause = PrefillCause.PROTOCOL_ERROR.words(f"{leg.link.address} stopped the room without a cause")
+            self._told.failed(leg.room, cause)
         if leg.number is not None:
             self._told.drained(room_key, leg.number)
 

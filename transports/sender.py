@@ -22,6 +22,7 @@ from tidekv.states.errors import (
     EngineClosed,
     InvalidConfig,
     LinkClosed,
+    PrefillCause,
     RemoteProtocolError,
     TransferFailed,
 )
@@ -305,7 +306,7 @@ class Sender:
             delivery.extend(message)
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
-            delivery.room.fail(str(error))
+            delivery.room.fail(PrefillCause.PROTOCOL_ERROR.words(str(error)))
 
     def _take_of_unknown(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
         self.counts["frames_late"] += 1
@@ -398,7 +399,8 @@ class Sender:
     def _break(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
         """The promise contradicts itself: nothing was or will be written."""
         self.counts["rooms_broken"] += 1
-        self._say(peer, wire.Failed(room=promise.room, cause=wire.brief(cause)))
+        told = PrefillCause.PROTOCOL_ERROR.words(cause)
+        self._say(peer, wire.Failed(room=promise.room, cause=wire.brief(told)))
         self._say(peer, wire.Drained(room=promise.room, rank=self._rank))
 
     def _drop(self, room: Room) -> None:

@@ -19,7 +19,7 @@ from tidekv.engine.config import EngineConfig, JournalOptions, StorageOptions
 from tidekv.engine.configuration import load
 from tidekv.engine.configuration.options import all_options, section_types
 from tidekv.engine.metrics.collector import MetricsCollector
-from tidekv.states import core, errors, guards_and_actions
+from tidekv.states import errors, guards_and_actions
 from tidekv.states.core import consequences_table
 from tidekv.states.table import diagram
 from tidekv.transports import wire
@@ -118,26 +118,33 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_every_error_is_explained_and_no_other() -> None:
-    (table, causes) = text_of("errors.md").split("## Causes")
+    (table, *causes) = text_of("errors.md").split("## Causes")
     kinds = {
         name
         for name, value in vars(errors).items()
         if isinstance(value, type) and issubclass(value, errors.TidekvError)
     }
     assert set(first_cells(table)) == kinds
-    for row in re.findall(r"^\| `.*$", table + causes, re.MULTILINE):
+    for row in re.findall(r"^\| `.*$", "".join((table, *causes)), re.MULTILINE):
         assert all(cell.strip() for cell in row.strip("|").split("|")), row
 
 
 def test_every_cause_of_a_failed_request_is_explained() -> None:
     explained = set(first_cells(text_of("errors.md").split("## Causes")[1]))
     given = set(re.findall(r'_fail\(request, "([^"]+)"', inspect.getsource(guards_and_actions)))
-    given |= set(re.findall(r'cause="([^"]+)", detail=', inspect.getsource(core)))
-    assert len(given) == 6
-    for source in (ROOT / "engine").glob("*.py"):
+    assert len(given) == 3
+    for source in (ROOT / "engine").rglob("*.py"):
         for call in re.findall(r"AbortRequested\((.*?)\n? *\)\n", source.read_text(), re.DOTALL):
             given |= set(re.findall(r'cause="([^"]+)"', call))
     assert given | {"aborted"} == explained
+
+
+def test_every_cause_of_prefill_is_explained_and_whether_it_may_be_retried() -> None:
+    rows = re.findall(
+        r"^\| `([^`]+)` \| [^|]+ \| (yes|no) \|", text_of("errors.md").split("## Causes")[2], re.MULTILINE
+    )
+    assert dict(rows) == {cause.value: "yes" if cause.retryable else "no" for cause in errors.PrefillCause}
+    assert len(rows) == len(errors.PrefillCause)
 
 
 def test_every_message_of_the_protocol_is_described_and_no_other() -> None:

@@ -132,7 +132,7 @@ async def test_a_prefill_that_is_not_there_fails_the_request_with_its_address(ma
 
         with pytest.raises(RequestFailed, match="nobody") as failed:
             await pair.engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill="nobody", send_prompt=True))
-        assert failed.value.cause == "prefill failed"
+        assert failed.value.cause == "connection refused"
         await pair.assert_nothing_held()
 
 

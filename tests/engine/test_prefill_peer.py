@@ -127,7 +127,7 @@ async def test_an_exception_of_on_room_fails_its_room_in_its_own_words(network: 
     async with peer(network, on_room=fail) as prefill, Decode(network) as decode:
         decode.promise(prefill.address)
         failed = await decode.wait(events.RoomFailed)
-        assert failed.cause == "prefill raised MemoryError: no page left"
+        assert failed.cause == "prefill raised: MemoryError: no page left"
         await decode.wait(events.RoomDrained)
         assert prefill.statistics()["rooms_failed"] == 1
     assert [type(error) for error in heard] == [MemoryError]

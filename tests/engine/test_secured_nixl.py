@@ -13,7 +13,7 @@ from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayo
 from tidekv.backends.keys import pack_tokens
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.states.errors import RequestFailed
+from tidekv.states.errors import PrefillCause, RequestFailed
 
 pytestmark = pytest.mark.nixl
 
@@ -70,15 +70,17 @@ async def test_a_prompt_is_handed_over_under_tls_and_a_secret() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decode_options", "words"),
+    ("decode_options", "words", "cause"),
     [
-        ({"secret": "s3cret"}, "closed|cannot reach|did not answer"),
-        ({"secret": "s3cret", "dial_tls": "untrusting"}, "certificate verify failed"),
-        ({"secret": "wrong", "dial_tls": "trusting"}, "secrets may differ"),
+        ({"secret": "s3cret"}, "closed|cannot reach|did not answer", PrefillCause.UNREACHABLE),
+        ({"secret": "s3cret", "dial_tls": "untrusting"}, "certificate verify failed", PrefillCause.MISCONFIGURED),
+        ({"secret": "wrong", "dial_tls": "trusting"}, "secrets differ", PrefillCause.WRONG_SECRET),
     ],
     ids=["no TLS", "certificate unknown", "another secret"],
 )
-async def test_whoever_is_configured_in_another_way_fails_its_requests_in_words(decode_options, words: str) -> None:
+async def test_whoever_is_configured_in_another_way_fails_its_requests_in_words(
+    decode_options, words: str, cause: PrefillCause
+) -> None:
     contexts = {"untrusting": ssl.create_default_context, "trusting": trusting}
     if (kind := decode_options.get("dial_tls")) is not None:
         decode_options = decode_options | {"dial_tls": contexts[kind]()}
@@ -86,7 +88,7 @@ async def test_whoever_is_configured_in_another_way_fails_its_requests_in_words(
     async with workers(prefill, NixlTransport("decode-0", **decode_options)) as restore:
         with pytest.raises(RequestFailed, match=words) as failed:
             await restore("r1")
-        assert failed.value.cause == "prefill failed"
+        assert failed.value.cause == cause
 
 
 async def test_prefill_takes_no_decode_worker_without_a_certificate_where_it_asks_for_one() -> None:

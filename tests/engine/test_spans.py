@@ -118,9 +118,9 @@ async def test_failure_is_an_error_with_its_cause(make_pair, exporter, provider)
         await pair.engine.finish(await pair.restore("r2", PROMPT))
     span = named(exporter, "r1")
     assert span.status.status_code is StatusCode.ERROR
-    assert span.attributes["tidekv.cause"] == failed.value.cause == "prefill failed"
+    assert span.attributes["tidekv.cause"] == failed.value.cause == "connection refused"
     assert span.status.description is not None
-    assert span.status.description.startswith("prefill failed: ")
+    assert span.status.description.startswith("connection refused: ")
     assert named(exporter, "r2").status.status_code is StatusCode.UNSET
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tidekv.states.books import COUNTERS
 
 from tidekv.engine import prompt_store
-from tidekv.states.books import COUNTERS
 from tidekv.transports import receiver, sender
 
 ROOT = Path(__file__).resolve().parents[2]

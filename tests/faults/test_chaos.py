@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.fault_workers import finish_turn
 from tests.support.waits import LIMIT_S
-from tidekv import RequestFailed, open_storage
+from tidekv import PrefillCause, RequestFailed, open_storage
 from tidekv.states.errors import CapacityError
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 FAULTS = 8
 LANES = 6
 PROMPTS = 16
-LOST = {"prefill lost", "prefill failed", "refused by prefill"}
+LOST = {cause.value for cause in PrefillCause if cause.retryable}
 
 
 class Worker:

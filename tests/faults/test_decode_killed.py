@@ -151,7 +151,7 @@ async def test_stopped_for_longer_than_its_lease_it_goes_on_with_right_bytes(
         assert room.outcome == RoomOutcome.LEASE_ENDED
         child.signal(signal.SIGCONT)
         # It hears that the room is over, and keeps the pages from everybody until the last write has ended.
-        assert (await child.line.hear(Failed)).cause in ("prefill failed", "prefill lost")
+        assert (await child.line.hear(Failed)).cause in ("lease ended", "prefill lost")
         assert (await child.counts())["device_draining"] == 20
         prefill.gate.open_gate()
         assert (await take_turn(child, "r1", prompt(1, 20), prefill))["transfer"] == 20 * PAGE_SIZE

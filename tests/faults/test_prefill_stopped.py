@@ -106,7 +106,7 @@ async def test_a_stopped_prefill_fails_its_requests_over_and_keeps_its_pages_unt
         ready = [await restore for restore in waiting.values()]
         with pytest.raises(RequestFailed) as failed:
             await alone
-        assert failed.value.cause == "prefill lost"
+        assert failed.value.cause == "prefill silent"
         assert decode.core()["device_draining"] == 30
         await pass_s(STOPPED_S)
         assert decode.core()["device_draining"] == 30
@@ -129,7 +129,7 @@ async def test_a_stopped_prefill_that_is_killed_gives_its_pages_back(
         await child.wait_stopped()
         with pytest.raises(RequestFailed, match="was not heard of") as failed:
             await waiting
-        assert failed.value.cause == "prefill lost"
+        assert failed.value.cause == "prefill silent"
         assert decode.core()["device_draining"] == 10
         child.signal(signal.SIGKILL)
         await decode.assert_nothing_held()

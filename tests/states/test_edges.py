@@ -16,6 +16,7 @@ from tidekv.states.errors import (
     InvalidConfig,
     JournalDamaged,
     PeerMismatch,
+    PrefillCause,
     RankBroken,
     RankLost,
     RanksDiverged,
@@ -174,3 +175,21 @@ def test_no_more_than_the_whole_pool_is_written_back_ahead(ahead: float) -> None
     with pytest.raises(InvalidConfig, match="write_back_ahead must be a number from 0 to 1"):
         StoragePolicy(write_back_ahead=ahead)
     assert StoragePolicy(write_back_ahead=1.0).write_back_ahead == 1.0
+
+
+@pytest.mark.parametrize("cause", PrefillCause)
+def test_a_cause_of_prefill_is_found_again_in_the_text_of_an_event(cause: PrefillCause) -> None:
+    assert PrefillCause.parse(cause.words("ab: c: d")) == (cause, "ab: c: d")
+    assert PrefillCause.parse(cause.value) is None
+    assert PrefillCause.parse(f"really, {cause.words('x')}") is None
+
+
+def test_what_a_person_has_to_change_is_not_retryable() -> None:
+    assert {cause.value for cause in PrefillCause if not cause.retryable} == {
+        "protocol error",
+        "prefill does not match",
+        "wrong secret",
+        "unknown host",
+        "misconfigured",
+        "prefill raised",
+    }

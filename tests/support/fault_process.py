@@ -200,6 +200,12 @@ class FaultProcess:
         """The child's counts of now."""
         return (await self.ask(AskCounts(), Counts)).counts
 
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        assert self._child.pid is not None
+        return self._child.pid
+
     def signal(self, number: signal.Signals) -> None:
         """Stop, continue, interrupt or kill the child."""
         assert self._child.pid is not None

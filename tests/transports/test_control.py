@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import re
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -13,9 +15,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.waits import LIMIT_S
-from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, RemoteProtocolError, TransferFailed
+from tidekv.states.errors import (
+    InvalidConfig,
+    LinkClosed,
+    PeerMismatch,
+    PrefillCause,
+    RemoteProtocolError,
+    TransferFailed,
+)
 from tidekv.transports import control, outbox, wire
-from tidekv.transports.base import Link
+from tidekv.transports.base import DialFailed, Link
 from tidekv.transports.control import ControlOptions
 
 ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
@@ -154,7 +163,7 @@ async def test_a_frame_of_nearly_the_limit_passes_and_one_above_is_not_sent(ends
 
 async def test_a_wrong_secret_is_refused_before_anything_is_read(ends: Ends) -> None:
     listener = await ends.listen(secret="right")
-    with pytest.raises(TransferFailed, match="secrets may differ"):
+    with pytest.raises(TransferFailed, match="secrets differ"):
         await ends.dial(listener.address, secret="wrong")
     assert listener.statistics()["links_refused"] == 1
     assert ends.links.empty()
@@ -487,3 +496,51 @@ async def test_an_address_of_the_network_needs_a_secret_or_certificates(ends: En
 async def test_addresses_of_this_machine_only_are_known(address: str, is_loopback: bool) -> None:
     assert await control.is_loopback(address) is is_loopback
     assert not await control.is_loopback("name.invalid:1")
+
+
+async def test_why_a_listener_cannot_be_dialled_is_one_of_a_few_causes(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cause_of(address: str, **options: object) -> PrefillCause:
+        with pytest.raises(DialFailed, match=re.escape(address)) as failed:
+            await ends.dial(address, **options)
+        return failed.value.cause
+
+    listener = await ends.listen(secret="s", links_max=1)
+    assert await cause_of(listener.address, secret="t") is PrefillCause.WRONG_SECRET
+    await ends.dial(listener.address, secret="s")
+    assert await cause_of(listener.address, secret="s") is PrefillCause.UNREACHABLE
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        assert await cause_of(f"127.0.0.1:{port}", handshake_s=0.05) is PrefillCause.SILENT
+    assert await cause_of(f"127.0.0.1:{port}") is PrefillCause.CONNECTION_REFUSED
+    tls = ssl.create_default_context()
+    plain = await ends.listen()
+    assert await cause_of(plain.address, dial_tls=tls) in (PrefillCause.MISCONFIGURED, PrefillCause.UNREACHABLE)
+
+    async def resolved(error: OSError) -> PrefillCause:
+        async def fail(*arguments: object, **named: object) -> None:
+            raise error
+
+        monkeypatch.setattr(asyncio, "open_connection", fail)
+        return await cause_of("name.invalid:1")
+
+    assert await resolved(socket.gaierror(socket.EAI_NONAME, "no such name")) is PrefillCause.UNKNOWN_HOST
+    assert await resolved(socket.gaierror(socket.EAI_AGAIN, "no answer")) is PrefillCause.UNREACHABLE
+    assert await resolved(OSError(113, "no route to host")) is PrefillCause.UNREACHABLE
+
+
+async def test_a_listener_that_proves_another_secret_is_told_as_that(ends: Ends) -> None:
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(control._greeting(bytes(32)))
+        await reader.readexactly(control.GREETING_BYTES + control.PROOF_BYTES)
+        writer.write(bytes(control.PROOF_BYTES))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    with pytest.raises(DialFailed, match="did not prove") as failed:
+        await ends.dial(f"{host}:{port}", secret="s")
+    assert failed.value.cause is PrefillCause.WRONG_SECRET
+    server.close()

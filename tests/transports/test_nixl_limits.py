@@ -41,5 +41,17 @@ async def test_whoever_offends_more_often_than_was_said_is_kept_away() -> None:
 
 
 def test_no_links_at_all_are_refused_at_once() -> None:
-    with pytest.raises(InvalidConfig, match="links_max"):
-        NixlTransport("prefill", links_max=0)
+    for limit in ("links_max", "links_per_address_max"):
+        with pytest.raises(InvalidConfig, match=limit):
+            NixlTransport("prefill", **{limit: 0})
+
+
+async def test_one_address_has_as_many_links_as_was_said() -> None:
+    listener = await NixlTransport("prefill", links_per_address_max=1).listen("127.0.0.1:0", stay)
+    dialling = NixlTransport("decode")
+    link = await dialling.dial(listener.address)
+    with pytest.raises(TransferFailed):
+        await dialling.dial(listener.address)
+    assert listener.statistics()["links_over_quota"] == 1
+    await link.close()
+    await listener.close()

@@ -10,6 +10,7 @@ import pytest
 from tidekv import Replayer
 from tidekv.states.errors import (
     InvalidRequest,
+    PrefillCause,
     RequestFailed,
 )
 from tidekv.states.shapes import PageIds
@@ -156,3 +157,22 @@ async def test_storage_is_used_while_all_ranks_have_one(world) -> None:
         await members[1].engine.attach_storage("memory:?capacity=64MiB")
         await world.settle(members)
         assert all(member.engine._core.state.storage_available for member in members)
+
+
+async def test_what_one_prefill_rank_raises_is_the_cause_on_all_ranks_and_its_words_are_kept(world) -> None:
+    async with world.instance(2) as members:
+
+        async def bug(room: object) -> None:
+            raise ZeroDivisionError("no such head")
+
+        members[1].peer._on_room = bug
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        failed = await asyncio.gather(
+            *(member.restore("r1", world.PROMPT) for member in members), return_exceptions=True
+        )
+        assert [type(end) for end in failed] == [RequestFailed] * 2
+        assert {end.cause for end in failed} == {PrefillCause.RAISED}
+        assert all("failed on rank" in end.detail for end in failed)
+        # That prefill rank tells both decode ranks; those that had heard it by the vote have its words.
+        assert any("on this rank: prefill raised: ZeroDivisionError: no such head" in end.detail for end in failed)
+        await world.settle(members)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidekv.states import commands, events
+from tidekv.states.errors import PrefillCause
 from tidekv.states.questions import OperationQuestion
 from tidekv.states.room_questions import FAILED, RoomQuestion
 from tidekv.states.shapes import page_ids
@@ -142,7 +143,8 @@ def test_a_room_that_fails_on_one_rank_fails_on_all_and_its_pages_wait_for_every
     ranks.room(events.RoomFailed, ranks=[1], cause="connection refused", settled=True)
     ranks.turn()
     (failed,) = ranks.taken
-    assert failed == events.RoomFailed(at_s=0.0, request_id="a", generation=0, cause="failed on rank 1", settled=False)
+    cause = "prefill failed: failed on rank 1"
+    assert failed == events.RoomFailed(at_s=0.0, request_id="a", generation=0, cause=cause, settled=False)
     assert ranks.take(commands.TellFailed).detail == "failed on rank 1"
     ranks.take(commands.SendAbort)
     assert ranks.turn().events == []
@@ -163,7 +165,7 @@ def test_a_refused_room_says_which_rank_was_refused(make_ranks) -> None:
     ranks.turn()
     (refused,) = ranks.taken
     assert isinstance(refused, events.RoomRefused)
-    assert refused.cause == "refused to rank 0"
+    assert refused.cause == "refused by prefill: refused to rank 0"
     assert ranks.turn().events == []
 
 
@@ -176,7 +178,7 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
     ranks.hear(events.WriterLost, ranks=[1], writer="p1", cause="silent")
     ranks.hear(events.WriterLost, ranks=[1], writer="someone else", cause="silent")
     ranks.turn()
-    assert ranks.taken[0].cause == "rank 1 lost its prefill"
+    assert ranks.taken[0].cause == "prefill lost: rank 1 lost its prefill"
     ranks.room(events.RoomDrained, ranks=[0], rank=0)
     assert ranks.turn().events == []
     ranks.hear(events.WriterDead, ranks=[1], writer="p1")
@@ -233,3 +235,21 @@ def test_a_room_that_is_left_asks_for_the_last_of_its_writers() -> None:
     assert room.is_over
     room.close(ballot)
     assert ballot.taken == 0
+
+
+@pytest.mark.parametrize("cause", PrefillCause)
+@pytest.mark.parametrize("kind", [events.RoomFailed, events.RoomRefused])
+def test_ranks_agree_on_the_cause_of_a_failed_room(make_ranks, kind: type[events.Event], cause: PrefillCause) -> None:
+    ranks = make_ranks(3)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1, 2)
+    more = {"settled": False} if kind is events.RoomFailed else {"span": 0}
+    ranks.room(kind, ranks=[2], cause=cause.words("the words: of one rank"), **more)
+    ranks.turn()
+    (failed,) = ranks.taken
+    assert type(failed) is kind
+    assert PrefillCause.parse(failed.cause)[0] is cause
+    told = ranks.take(commands.TellFailed)
+    assert told.cause == cause.value
+    assert "rank 2" in told.detail

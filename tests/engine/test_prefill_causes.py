@@ -1,0 +1,80 @@
+"""What a caller hears when no prefill sends the rest: one of a few causes, and the words behind it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidekv import DecodeRequest, DevicePool, LoopbackTransport, PrefillCause, PrefillPeer, RequestFailed
+from tidekv.transports import wire
+from tidekv.transports.base import Link
+
+PROMPT = list(range(100, 142))
+
+
+async def failure(pair, prefill: str) -> RequestFailed:
+    with pytest.raises(RequestFailed) as failed:
+        await pair.engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill=prefill, deadline_s=30.0))
+    await pair.assert_nothing_held()
+    return failed.value
+
+
+async def test_an_address_at_which_nothing_listens(make_pair) -> None:
+    async with make_pair() as pair:
+        failed = await failure(pair, "nobody")
+        assert failed.cause == PrefillCause.CONNECTION_REFUSED
+        assert "nobody" in failed.detail
+        assert PrefillCause(failed.cause).retryable
+
+
+async def test_a_prefill_of_another_model_is_told_by_the_field(make_pair) -> None:
+    async with make_pair() as pair:
+        pool = DevicePool.allocate(pair.device.layout, 8)
+        transport = LoopbackTransport("other", pair.network)
+        async with PrefillPeer(device=pool, transport=transport, listen="other", model="another model"):
+            failed = await failure(pair, "other")
+        assert failed.cause == PrefillCause.MISMATCH
+        assert "differs in model: ours is '', theirs is 'another model'" in failed.detail
+        assert not PrefillCause(failed.cause).retryable
+
+
+async def test_an_exception_in_on_room(make_pair) -> None:
+    async def bug(room: object) -> None:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    async with make_pair() as pair:
+        pool = DevicePool.allocate(pair.device.layout, 8)
+        transport = LoopbackTransport("buggy", pair.network)
+        heard: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context))
+        async with PrefillPeer(device=pool, transport=transport, listen="buggy", on_room=bug):
+            failed = await failure(pair, "buggy")
+        assert failed.cause == PrefillCause.RAISED
+        assert failed.detail == "ZeroDivisionError: first line\\nsecond line"
+        assert len(heard) == 1
+
+
+async def test_a_prefill_that_closes(make_pair) -> None:
+    async with make_pair() as pair:
+        pool = DevicePool.allocate(pair.device.layout, 8)
+        transport = LoopbackTransport("closing", pair.network)
+        peer = PrefillPeer(device=pool, transport=transport, listen="closing")
+        async with peer:
+            restoring = asyncio.create_task(failure(pair, "closing"))
+            await peer.room("r1")
+        assert (await restoring).cause == PrefillCause.CLOSING
+
+
+async def test_a_prefill_that_begins_with_anything_but_hello(make_pair) -> None:
+    async def rogue(link: Link) -> None:
+        link.send(wire.Ping(sent_at=0.0))
+        await asyncio.Event().wait()
+
+    async with make_pair() as pair:
+        transport = LoopbackTransport("rogue", pair.network)
+        listener = await transport.listen("rogue", rogue)
+        failed = await failure(pair, "rogue")
+        assert failed.cause == PrefillCause.PROTOCOL_ERROR
+        assert "began with Ping" in failed.detail
+        await listener.close()
