@@ -288,6 +288,10 @@ class Backups:
 
     def _put_in_turn(self, backup: Backup) -> None:
         books = self._books
+        others = bool(self.waiting) or any(other.storing for other in self._live)
+        if not books.storage.may_put_beside(others):
+            self._end(backup)
+            return
         if books.settings.put_wait_s and books.storage.holds_puts and self._without_storage(backup.leaf)[1]:
             self.waiting[backup] = None
             backup.op = books.begin(backup, deadline_s=books.settings.put_wait_s)

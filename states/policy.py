@@ -64,6 +64,10 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Puts give way to fetches: one waits until no fetch is under way, but no longer than this. 0: it never waits."""
     put_fetch_s_max: float = 0.0
     """While fetches take longer than this on average, puts wait as if one were under way. 0: however long they take."""
+    put_host_share: float = 0.5
+    """Share of the host pool that may be in use when a put begins beside others: the rest is kept for reads. A put
+    beyond it is left out; the next one of the same prefix includes its pages. 1: no bound.
+    """
     breaker_failures: int = 8
     """After so many failures or lates of storage in a row it is asked nothing until a probe has succeeded. 0: never."""
     breaker_backoff_s: float = 1.0
@@ -84,12 +88,15 @@ class StoragePolicy(msgspec.Struct, frozen=True, kw_only=True):
             "put_wait_s",
             "put_fetch_s_max",
             "write_back_ahead",
+            "put_host_share",
             "breaker_failures",
         ):
             if not getattr(self, name) >= 0:
                 raise InvalidConfig(f"{name} must be at least 0, not {getattr(self, name)!r}")
         if not self.write_back_ahead <= 1:
             raise InvalidConfig(f"write_back_ahead must be at most 1, the whole pool, not {self.write_back_ahead!r}")
+        if not self.put_host_share <= 1:
+            raise InvalidConfig(f"put_host_share must be at most 1, the whole pool, not {self.put_host_share!r}")
         for name in ("prefetch_base_s", "prefetch_per_ki_token_s", "breaker_backoff_s", "breaker_backoff_max_s"):
             if not getattr(self, name) > 0:
                 raise InvalidConfig(f"{name} must be more than 0 seconds, not {getattr(self, name)!r}")

@@ -103,6 +103,15 @@ class StorageUse:
         bound_s = self._books.settings.put_fetch_s_max
         return bound_s > 0 and self._pace.fetch_s(self._books.now_s) > bound_s
 
+    def may_put_beside(self, others: bool) -> bool:
+        """Whether a put, whose host pages are pinned already, may begin. The first one always may."""
+        books = self._books
+        room = books.settings.put_host_share * books.settings.host_pages
+        if not others or books.index.host_protected <= room:
+            return True
+        books.count("l3_puts_declined")
+        return False
+
     def fetch_began(self, load: Load | TailFetch, page_count: int) -> None:
         """Storage writes to the host pages of a load from now on, which waits for it."""
         self.fetching[load] = page_count
