@@ -114,6 +114,11 @@ ROWS: dict[str, tuple[str, str, str]] = {
         "writes slow storage down for readers",
         "—",
     ),
+    "put_host_share": (
+        "a share of the host pool, 0 to 1; a put begins beside others only if no more is pinned; 1: no bound",
+        "higher if storage is fast and bursts of finished requests are to be stored whole",
+        "the pages are not in storage; counted as `l3_puts_declined`",
+    ),
     "breaker_failures": (
         "failures and lates in a row, after which storage is asked nothing; 0: never",
         "lower where failing calls are slow",

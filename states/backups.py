@@ -295,6 +295,10 @@ class Backups:
 
     def _put_in_turn(self, backup: Backup) -> None:
         state = self._state
+        others = bool(self.waiting) or any(other.storing for other in self._live)
+        if not self.storage.may_put_beside(others):
+            self._end(backup)
+            return
         if state.settings.put_wait_s and self.storage.holds_puts and self._without_storage(backup.leaf)[1]:
             self.waiting[backup] = None
             backup.op = state.start_operation(backup, deadline_s=state.settings.put_wait_s)

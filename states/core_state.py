@@ -51,6 +51,7 @@ COUNTERS: Final = (
     "l3_fetches_late",
     "l3_pages_short",
     "l3_probes_failed",
+    "l3_puts_declined",
     "l3_queries_failed",
     "l3_queries_late",
     "loads_void",

@@ -73,6 +73,10 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     """Maximum time for which a put waits until no fetch is in flight. 0: puts never wait."""
     put_fetch_s_max: SecondsOrZero = 0.0
     """Puts wait as if a fetch were in flight while fetches take longer than this on average. 0 disables the rule."""
+    put_host_share: Share = 0.5
+    """Share of the host pool that may be in use when a put begins beside others: the rest is kept for reads. A put
+    beyond it is left out; the next one of the same prefix includes its pages. 1: no bound.
+    """
     breaker_failures: Count = 8
     """Consecutive failures or timeouts of storage after which it is not called until a probe succeeds. 0 disables the
     circuit breaker.

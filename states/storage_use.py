@@ -204,6 +204,15 @@ class StorageUse:
         bound_s = self._state.settings.put_fetch_s_max
         return bound_s > 0 and self._pace.fetch_s(self._state.now_s) > bound_s
 
+    def may_put_beside(self, others: bool) -> bool:
+        """Whether a put, whose host pages are pinned already, may begin. The first one always may."""
+        state = self._state
+        room = state.settings.put_host_share * state.settings.host_pages
+        if not others or state.index.host_protected <= room:
+            return True
+        state.count("l3_puts_declined")
+        return False
+
     def fetch_began(self, load: Load | TailFetch, page_count: int) -> None:
         """Storage writes to the host pages of a load from now on, which waits for it."""
         self.fetching[load] = page_count

@@ -64,6 +64,8 @@ class TailPuts:
         self._index = index
         self.waiting: dict[TailPut, None] = {}
         """Puts that give way to fetches, in order."""
+        self._live: dict[TailPut, None] = {}
+        """Puts that hold a pin."""
 
     def begin(self, leaf: Node, components: Iterable[str] = ()) -> None:
         """Put the tails at the end of `leaf`, of these components or of all, that the host has whole, if storage has
@@ -84,11 +86,14 @@ class TailPuts:
         with Undo() as undo:
             put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
             undo.callback(self._index.unpin, put.pin)
+            if not self.storage.may_put_beside(bool(self._live)):
+                return
             if state.settings.put_wait_s and self.storage.holds_puts:
                 put.op = state.start_operation(put, deadline_s=state.settings.put_wait_s)
                 self.waiting[put] = None
             else:
                 self._put(put)
+            self._live[put] = None
             undo.keep()
 
     def _put(self, put: TailPut) -> None:
@@ -131,4 +136,5 @@ class TailPuts:
         """Nothing reads its pages any more: let go of them. Can be called again where it raised."""
         assert put.pin is not None
         self._index.unpin(put.pin)
+        self._live.pop(put, None)
         self._state.pages_freed = True

@@ -60,13 +60,26 @@ class Chunks:
         found = [(slot, at) for at, slot in enumerate(slots) if slot is not None]
         bad = await self._fetch(call, found, keys, pages, causes)
         if bad:
-            await self.forget([(keys[at], slot) for slot, at in bad])
-            # The index is known anew by now: what another process put in place of a page is somewhere else.
+            await self._forget_bad(bad, keys, causes)
+            # The mirror is current now: a page that another process replaced is in another slot.
             moved = [(new, at) for old, at in bad if (new := self._slot_by_key.get(keys[at])) not in (None, old)]
             bad = await self._fetch(call, moved, keys, pages, causes)
             if bad:
-                await self.forget([(keys[at], slot) for slot, at in bad])
+                await self._forget_bad(bad, keys, causes)
         return causes
+
+    async def _forget_bad(self, bad: list[tuple[int, int]], keys: Sequence[bytes], causes: list[str]) -> None:
+        """Remove pages that are not whole. One that the index no longer has in its slot was removed or replaced by
+        another process while it was read: that is no damage, it is missing.
+        """
+        try:
+            removed = await self.on_index(lambda: self._place.index.forget([(keys[at], slot) for slot, at in bad]))
+        except IndexFailed as error:
+            self._counts.failures[error.cause] += len(bad)
+            return
+        for (_, at), was_there in zip(bad, removed, strict=True):
+            if not was_there:
+                causes[at] = "missing"
 
     def get_cached(self, keys: Sequence[bytes], pages: PageIds) -> bool:
         """Read and verify a few pages at once, on the event loop, if the kernel has all of them in memory. False: they

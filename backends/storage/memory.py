@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from tidekv.backends.storage.base import (
 from tidekv.backends.storage.calls import Call, Calls
 from tidekv.backends.storage.counts import Counts
 from tidekv.backends.storage.options import Option, Size, read_options
+from tidekv.backends.storage.records import page_checksum
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.shapes import PageIds, PoolMemory
 
@@ -31,6 +32,13 @@ OPTIONS: Final[Mapping[str, Option]] = {"capacity": Size()}
 CAPACITY_DEFAULT_BYTES: Final = 1 << 30
 
 _Work = Callable[[Call], list[str]]
+
+
+class _Stored(NamedTuple):
+    """A page, and the checksum that its bytes had when they were stored."""
+
+    page: npt.NDArray[np.uint8]
+    checksum: bytes
 
 
 def open_memory(*, authority: str, path: str, options: Mapping[str, object]) -> MemoryStorage:
@@ -49,7 +57,7 @@ class MemoryStorage:
     def __init__(self, *, capacity_bytes: int) -> None:
         self.uri = f"memory:?capacity={capacity_bytes}"
         self._capacity_bytes = capacity_bytes
-        self._pages: OrderedDict[bytes, npt.NDArray[np.uint8]] = OrderedDict()
+        self._pages: OrderedDict[bytes, _Stored] = OrderedDict()
         self._counts = Counts()
         self._calls = Calls(self.uri)
         # One thread, so that calls take effect one after the other and no page is copied on the loop.
@@ -85,8 +93,13 @@ class MemoryStorage:
             found = self._pages.get(key)
             if found is None:
                 return "missing"
+            buffer = buffer_of(page)
+            np.copyto(np.frombuffer(buffer, np.uint8), found.page)
+            # Of the bytes in the host page: that also covers the copy.
+            if page_checksum(buffer) != found.checksum:
+                self._pages.pop(key, None)
+                return "corrupt"
             self._pages.move_to_end(key)
-            np.copyto(np.frombuffer(buffer_of(page), np.uint8), found)
             return ""
 
         def get_all(call: Call) -> list[str]:
@@ -106,7 +119,7 @@ class MemoryStorage:
             # numpy copies without holding the interpreter; tobytes() would stop the loop for each page.
             stored = np.empty(self._page_bytes, np.uint8)
             np.copyto(stored, np.frombuffer(buffer_of(page), np.uint8))
-            self._pages[key] = stored
+            self._pages[key] = _Stored(stored, page_checksum(stored.data))
             self._pages.move_to_end(key)
             while len(self._pages) * self._page_bytes > self._capacity_bytes:
                 self._pages.popitem(last=False)
@@ -151,10 +164,23 @@ class MemoryStorage:
         self._ready()
 
     async def verify(self) -> AsyncIterator[Verdict]:
-        """Tell each page's key; see Storage."""
+        """Check each page; see Storage."""
         self._ready()
         for key in list(self._pages):
-            yield Verdict(key=key, ok=True, cause="")
+
+            def check(_: Call, key: bytes = key) -> list[str]:
+                found = self._pages.get(key)
+                if found is None:
+                    return ["missing"]
+                return ["" if page_checksum(found.page.data) == found.checksum else "corrupt"]
+
+            async def body(call: Call, check: _Work = check) -> list[str]:
+                return await self._on_thread(call, check)
+
+            (cause,) = await self._calls.run(body)
+            # A page that was removed meanwhile is no damage.
+            if cause != "missing":
+                yield Verdict(key=key, ok=not cause, cause=cause)
 
     async def close(self) -> None:
         """Wait for the calls that run, and forget everything; see Storage."""

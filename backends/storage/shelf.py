@@ -229,14 +229,21 @@ class Shelf:
             yield pairs[first : first + self._write_pages]
 
     async def verify(self, pairs: Sequence[tuple[bytes, int]]) -> list[Verdict]:
-        """Read stored pages and tell which are whole."""
+        """Read stored pages and return which are whole; those that are removed or replaced meanwhile are left out."""
         keys, slots = [key for key, _ in pairs], [slot for _, slot in pairs]
         self._chunks_in_flight += 1
         try:
             causes = await self._chunks.on_worker(lambda: verify_stored(self._place.segments, keys, slots))
         finally:
             self._chunks_in_flight -= 1
-        return [Verdict(key=key, ok=not cause, cause=cause) for key, cause in zip(keys, causes, strict=True)]
+        if any(causes):
+            # A change and no look: another process erases a header before its removal can be seen in the index.
+            await self._chunks.bring_up(self._place.index.note_touched)
+        return [
+            Verdict(key=key, ok=not cause, cause=cause)
+            for key, slot, cause in zip(keys, slots, causes, strict=True)
+            if not cause or self._slot_by_key.get(key) == slot
+        ]
 
     def hurry(self) -> None:
         """Let calls wait no longer for the index while another process has it locked: they fail instead."""

@@ -18,6 +18,7 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
             prefetch_base_s=0.1,
             lookahead_pages_max=random.choice((0, 1000)),
             put_wait_s=0.0,
+            put_host_share=1.0,
             breaker_failures=0,
         )
     return StoragePolicy(

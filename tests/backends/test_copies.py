@@ -361,3 +361,24 @@ async def test_copiers_that_share_lanes_run_one_after_the_other_and_leave_them_o
     await second.close()
     await lanes.close()
     assert len(copy_threads()) == before
+
+
+async def test_a_copier_on_shared_lanes_is_closed_only_when_its_own_copies_have_ended() -> None:
+    device, host = device_pool(), HostPool.allocate(LAYOUT, PAGES)
+    lanes = CopyLanes(device.device)
+    lanes.start()
+    first, second = PageCopier(device, host, lanes=lanes), PageCopier(device, host, lanes=lanes)
+    on_host = filled(host, 2)
+    gate = gated(first)
+    copy = first.to_device([0], [0])
+    closing = asyncio.create_task(first.close())
+    # The other one has nothing in flight: its end waits for nothing, and ends nothing of the first one.
+    await second.close()
+    await asyncio.wait({closing}, timeout=0)
+    assert not closing.done()
+    assert not copy.done()
+    gate.opened.set()
+    await closing
+    assert copy.done()
+    assert torch.equal(device.read_pages([0])[0], on_host[0])
+    await lanes.close()

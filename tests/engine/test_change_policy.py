@@ -29,7 +29,7 @@ async def test_policies_change_while_requests_run(make_pair, tmp_path: Path) -> 
         {"write": "back", "write_back_ahead": 0.5},
         {"lookahead_pages_max": 16, "fetch_deadline_share": 0.5},
         {"prefetch_base_s": 0.5, "prefetch_per_ki_token_s": 0.5, "prefetch_threshold_tokens": 0},
-        {"put_wait_s": 0.01, "put_fetch_s_max": 0.001},
+        {"put_wait_s": 0.01, "put_fetch_s_max": 0.001, "put_host_share": 0.25},
         {"breaker_failures": 4, "breaker_backoff_s": 0.5, "breaker_backoff_max_s": 1.0},
         {"lookahead_pages_max": 0, "fetch_deadline_share": 0.0, "write_back_ahead": 1.0},
     ]

@@ -96,7 +96,7 @@ def test_tails_go_to_storage_and_come_from_there_whatever_happens() -> None:
     # Its tail reaches back beyond what a turn adds to a prompt, and the caches are small.
     wide = (Component(name="window", kind="window", window_tokens=12, device_pages=30, host_pages=30),)
     settings = settings_with(wide, device_pages=24, host_pages=20)
-    settings = msgspec.structs.replace(settings, prefetch_threshold_tokens=0, prefetch_base_s=0.1)
+    settings = msgspec.structs.replace(settings, prefetch_threshold_tokens=0, prefetch_base_s=0.1, put_host_share=1.0)
     for seed in range(5):
         report: Report = simulate(seed, 120, [*OF_STORAGE, "flush"], settings=settings)
         assert set(report.ends) == {"READY"}

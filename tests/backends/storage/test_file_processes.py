@@ -221,3 +221,19 @@ async def test_a_writer_that_is_taken_for_dead_publishes_nothing(files: Rig, nam
     assert engine.statistics().failures == {"reservation lost": 1}
     assert await other_rig.get(other, [1]) == [False]
     await other_rig.close()
+
+
+async def test_a_page_that_another_engine_removed_or_replaced_meanwhile_is_no_damage(files: Rig) -> None:
+    first, second = await files.open(), await files.open()
+    assert all(await files.put(first, range(4)))
+    # The second one knows the slots; it does not look at the index again for keys that it knows.
+    assert all(await files.get(second, range(4)))
+    listed = next(second._shelf.stored())
+    assert await first.delete(files.keys([0, 1])) == [True, True]
+    assert await files.put(first, [1]) == [True]
+    assert await files.get(second, range(4)) == [False, True, True, True]
+    assert second.statistics().misses == {"missing": 1}
+    # Nor is it to a check of pages that were listed before.
+    verdicts = await second._shelf.verify(listed)
+    assert [verdict.key for verdict in verdicts if verdict.ok] == files.keys(range(2, 4))
+    assert len(verdicts) == 2

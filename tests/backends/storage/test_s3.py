@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tidekv.backends.storage import open_storage
+from tidekv.backends.storage.base import Holding
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import page_ids
 
@@ -180,3 +181,20 @@ def test_wrong_uris_and_options_are_refused_by_name() -> None:
         with pytest.raises(InvalidConfig, match=words):
             open_storage(uri)
     assert "s3cret" not in open_storage("s3://bucket/p", {"access_key_id": "me", "secret_access_key": "s3cret"}).uri
+
+
+async def test_holdings_leave_out_what_is_no_namespace(s3: Rig) -> None:
+    engine = await s3.open()
+    await s3.put(engine, range(3))
+    link, prefix = engine._service._link, engine._service._options.prefix
+    odd = b"d" * 32
+    for name in ("notes/p/a", "zz/p/b", f"{b'short'.hex()}/p/c", f"{odd.hex()}ab/p/d", "meta"):
+        await link.put(f"{prefix}/{name}", b"4096")
+    # A namespace whose size is not written there as a number has pages all the same.
+    await link.put(f"{prefix}/{odd.hex()}/p/{bytes(32).hex()}", b"x")
+    await link.put(f"{prefix}/{odd.hex()}/meta", b"4 KiB")
+    await link.put(f"{prefix}x/{bytes(32).hex()}/p/e", b"x")
+    assert sorted(await engine.holdings(), key=lambda holding: holding.namespace) == [
+        Holding(namespace=odd, page_bytes=None, pages=1),
+        Holding(namespace=s3.NAMESPACE, page_bytes=4096, pages=3),
+    ]
