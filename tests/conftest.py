@@ -10,10 +10,12 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
+from transitions import Machine
 
 from tidekv import (
     DecodeEngine,
@@ -32,10 +34,13 @@ from tidekv.engine.compiled import form
 from tidekv.engine.values import ReadyRequest
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.states import core
 from tidekv.states.commands import TellReady
 from tidekv.states.events import AbortRequested
+from tidekv.states.machine import ShortMachine
 from tidekv.states.request import Room
 from tidekv.states.rooms import Rooms
+from tidekv.states.table import build_machine
 from tidekv.transports.loopback import LoopbackNetwork
 
 # Tests that put methods of their own into the index; a compiled class lets nobody.
@@ -49,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.name.endswith(REPLACE_METHODS):
                 item.add_marker(skip)
+
+
+@pytest.fixture(params=[ShortMachine, Machine], ids=["short machine", "plain machine"])
+def both_machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test on the machine that the core uses, and on the library's plain one."""
+    monkeypatch.setattr(core, "build_machine", partial(build_machine, machine_class=request.param))
 
 
 PAGE_SIZE = 4

@@ -13,6 +13,8 @@ from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings
 
+pytestmark = pytest.mark.usefixtures("both_machines")
+
 STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
 PROMPT, window, state, finish, device_pages = (
     STORIES[name] for name in ("PROMPT", "window", "state", "finish", "device_pages")

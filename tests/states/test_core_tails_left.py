@@ -11,6 +11,8 @@ import pytest
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 
+pytestmark = pytest.mark.usefixtures("both_machines")
+
 STORIES = runpy.run_path(str(Path(__file__).with_name("tail_stories.py")))
 PROMPT, window, state, finish, device_pages = (
     STORIES[name] for name in ("PROMPT", "window", "state", "finish", "device_pages")
