@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Self
 
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.effects import TokenRecord
 from tidekv.engine.growth import Growth, kept_tokens
 from tidekv.engine.parts import Parts
 from tidekv.engine.tails import tails_left
+from tidekv.engine.token_record import TokenRecord
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, RequestFailed

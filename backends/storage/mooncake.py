@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
+from tidekv.backends.storage.mooncake_options import MooncakeOptions
 from tidekv.backends.storage.mooncake_pages import MooncakePages
 from tidekv.backends.storage.options import Choice, Number, Option, Size, read_options
 from tidekv.backends.storage.remote import Limits, RemoteStorage
@@ -34,31 +34,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "connect_timeout_s": Number(0.05, 60.0),
     "request_timeout_s": Number(0.05, 60.0),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeOptions:
-    """How a store is used.
-
-    `capacity`: bytes of the pages, with their headers, that this process keeps there; the store evicts by itself too.
-    `clients`: processes that speak with the store, one call each at a time. `chunk`: bytes of one call, about; each
-    client has so much memory registered. `host`: our own address, as the others reach it; found out if it is not given.
-    `admin`: the master's HTTP address, the only way to list what is there. `request_timeout_s`: how long one call may
-    take before its client is ended and replaced.
-    """
-
-    master: tuple[str, int]
-    capacity: int = 10 * 1000**3
-    chunk: int = 8 << 20
-    clients: int = 2
-    prefix: str = "tidekv"
-    protocol: str = "tcp"
-    device: str = ""
-    host: str | None = None
-    metadata: str = "P2PHANDSHAKE"
-    admin: str | None = None
-    connect_timeout_s: float = 2.0
-    request_timeout_s: float = 5.0
 
 
 def open_mooncake(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:

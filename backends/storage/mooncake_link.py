@@ -23,7 +23,7 @@ from tidekv.backends.storage.remote import ServerTrouble
 from tidekv.states.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from tidekv.backends.storage.mooncake import MooncakeOptions
+    from tidekv.backends.storage.mooncake_options import MooncakeOptions
 
 # Busy: somebody stores the object just now. A lease that ran out means that the bytes may have been replaced while they
 # were read; a failed transfer, that the node that had them is gone. Both are as good as missing.

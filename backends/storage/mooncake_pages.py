@@ -29,7 +29,7 @@ from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
 if TYPE_CHECKING:
-    from tidekv.backends.storage.mooncake import MooncakeOptions
+    from tidekv.backends.storage.mooncake_options import MooncakeOptions
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from tidekv.backends.storage.remote import ServerTrouble
 from tidekv.states.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from tidekv.backends.storage.redis import RedisOptions
+    from tidekv.backends.storage.redis_options import RedisOptions
 
 SCAN_KEYS: Final = 1000
 

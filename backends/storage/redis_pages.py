@@ -29,8 +29,8 @@ from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
 if TYPE_CHECKING:
-    from tidekv.backends.storage.redis import RedisOptions
     from tidekv.backends.storage.redis_link import RedisLink
+    from tidekv.backends.storage.redis_options import RedisOptions
 
 T = TypeVar("T")
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from tidekv.backends.storage.options import Number, Option, Size, read_options
 from tidekv.backends.storage.remote import Limits, RemoteStorage
+from tidekv.backends.storage.s3_options import S3Options
 from tidekv.backends.storage.s3_pages import S3Pages
 from tidekv.backends.storage.server_options import File, Flag, Text
 from tidekv.states.errors import InvalidConfig
@@ -37,33 +36,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "connect_timeout_s": Number(0.05, 60.0),
     "request_timeout_s": Number(0.05, 600.0),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class S3Options:
-    """How a bucket is used.
-
-    `capacity`: bytes of all pages of a namespace, with their headers. `connections`: requests under way at once, each
-    of one page. `path_style`: the bucket is in the path (as endpoints of one's own want it) and not in the host name.
-    `bulk_delete`: delete many objects by one request, which some servers do not know. `request_timeout_s`: how long one
-    request may take, and so how long pages may stay with a server that hangs.
-    """
-
-    bucket: str
-    prefix: str
-    capacity: int = 100 * 1000**3
-    connections: int = 16
-    endpoint: str | None = None
-    region: str | None = None
-    access_key_id: str | None = None
-    secret_access_key: str | None = None
-    session_token: str | None = None
-    path_style: bool = True
-    bulk_delete: bool = True
-    tls_ca: Path | None = None
-    tls_insecure: bool = False
-    connect_timeout_s: float = 2.0
-    request_timeout_s: float = 5.0
 
 
 def open_s3(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta
     from obstore.store import ClientConfig, S3Config
 
-    from tidekv.backends.storage.s3 import S3Options
+    from tidekv.backends.storage.s3_options import S3Options
 
 LIST_OBJECTS: Final = 1000
 

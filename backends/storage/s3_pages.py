@@ -29,8 +29,8 @@ from tidekv.states.shapes import PageIds, PoolMemory
 if TYPE_CHECKING:
     from obstore import ObjectMeta
 
-    from tidekv.backends.storage.s3 import S3Options
     from tidekv.backends.storage.s3_link import S3Link
+    from tidekv.backends.storage.s3_options import S3Options
 
 T = TypeVar("T")
 
