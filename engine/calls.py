@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tidekv.engine.effects import TokenRecord
 from tidekv.engine.storage_calls import own_cancels_only
 from tidekv.engine.tails import ready_tails
+from tidekv.engine.token_record import TokenRecord
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
 from tidekv.states import commands
 from tidekv.states.commands import Command

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal, Self
 from tidekv.backends.keys import pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config import EngineConfig
-from tidekv.engine.effects import TokenRecord
 from tidekv.engine.growth import Growth, kept_tokens, pack_output
 from tidekv.engine.parts import Parts
 from tidekv.engine.storage_swap import CLEAR_S, check_storage
 from tidekv.engine.tails import tails_left
+from tidekv.engine.token_record import TokenRecord
 from tidekv.engine.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, RequestFailed

@@ -1,12 +1,17 @@
-"""What every call to a storage engine goes through: whose cancellation it is, and how many calls are in flight."""
+"""What every call to a storage engine goes through; the engine may be another project's code."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tidekv.states.errors import TidekvError
+
+if TYPE_CHECKING:
+    from tidekv.backends.storage.base import Storage
+    from tidekv.engine.token_record import TokenRecord
+    from tidekv.states.commands import Command
 
 T = TypeVar("T")
 
@@ -36,6 +41,26 @@ class CallsInFlight:
     async def quiet(self) -> None:
         """Wait until no call is in flight."""
         await self._quiet.wait()
+
+
+class StorageCalls(Protocol):
+    """Runs calls to storage, and counts those under way."""
+
+    def need_storage(self) -> Storage:
+        """The storage of full pages. Raises TidekvError if there is none."""
+        ...
+
+    def use_storage(self, call: Awaitable[None], name: str) -> None:
+        """Run a call; storage is not quiet before it has ended."""
+        ...
+
+    def record_put(self, op: int) -> TokenRecord:
+        """The tokens behind a put whose request is gone."""
+        ...
+
+    def words_of(self, command: Command, raised: Exception) -> str:
+        """The text of an outcome for an exception."""
+        ...
 
 
 async def own_cancels_only(call: Awaitable[T], whose: str) -> T:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tidekv.backends.keys import component_namespace, storage_namespace
 from tidekv.backends.storage.base import Siblings
@@ -20,8 +20,34 @@ from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, St
 from tidekv.states.validation import short
 
 if TYPE_CHECKING:
+    from tidekv.backends.component_pools import ComponentPools
+    from tidekv.backends.host import HostPool
     from tidekv.backends.storage.base import Storage
-    from tidekv.engine.parts import Parts
+    from tidekv.engine.calls import Calls
+    from tidekv.engine.driver import Driver
+    from tidekv.engine.effects import Effects
+    from tidekv.engine.poller import PollerThread
+    from tidekv.engine.rank_driver import RankDriver
+    from tidekv.engine.rank_group import RankGroup
+    from tidekv.states.core import Core
+    from tidekv.states.shapes import Identity
+
+
+class Engine(Protocol):
+    """The parts of an engine that an exchange of its storage concerns."""
+
+    core: Core
+    calls: Calls
+    driver: Driver
+    front: Driver | RankDriver
+    effects: Effects
+    host: HostPool | None
+    components: dict[str, ComponentPools]
+    identity: Identity
+    rank_group: RankGroup | None
+    storage_poller: PollerThread
+    is_open: bool
+
 
 LOG = logging.getLogger("tidekv.engine")
 
@@ -40,7 +66,7 @@ def check_storage(storage: object) -> None:
 class StorageInUse:
     """One storage engine or none, and those that were left and are not closed yet."""
 
-    def __init__(self, parts: Parts, first: Storage | None) -> None:
+    def __init__(self, parts: Engine, first: Storage | None) -> None:
         self.current: Storage | None = None
         self.tails: dict[str, Storage] = {}
         """Beside it, by component, the engines of those that have host pages."""

@@ -16,7 +16,8 @@ from tidekv.states.errors import TidekvError
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
-    from tidekv.engine.effects import Caller, Effects, TokenRecord
+    from tidekv.engine.storage_calls import StorageCalls
+    from tidekv.engine.token_record import Caller, TokenRecord
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
 
@@ -30,7 +31,7 @@ class TailEffects:
         caller: Caller,
         post: Callable[[Event], None],
         clock: Callable[[], float],
-        effects: Effects,
+        calls: StorageCalls,
         store_timeout_s: float,
         query_timeout_s: float,
     ) -> None:
@@ -39,7 +40,7 @@ class TailEffects:
         self._caller = caller
         self._post = post
         self._clock = clock
-        self._effects = effects
+        self._calls = calls
         self._store_timeout_s = store_timeout_s
         self._query_timeout_s = query_timeout_s
 
@@ -50,8 +51,8 @@ class TailEffects:
 
     def _query(self, command: commands.QueryTails) -> None:
         record = self._caller.tokens_of(command.request_id)
-        storage = self._effects.need_storage()
-        self._effects.use_storage(self._run_query(storage, dict(self.storages), record, command), f"query {command.op}")
+        storage = self._calls.need_storage()
+        self._calls.use_storage(self._run_query(storage, dict(self.storages), record, command), f"query {command.op}")
 
     async def _run_query(
         self, storage: Storage, tails: Mapping[str, Storage], record: TokenRecord, command: commands.QueryTails
@@ -69,7 +70,7 @@ class TailEffects:
                 ranges = ranges_of(await self._exist(engine, keys), command.tails_first)
                 here.append(events.StoredTail(name, ranges))
         except Exception as raised:
-            found, error, here = 0, self._effects.words_of(command, raised), []
+            found, error, here = 0, self._calls.words_of(command, raised), []
         self._post(
             events.StorageAnswered(at_s=self._clock(), op=command.op, found=found, error=error, tails=tuple(here))
         )
@@ -80,7 +81,7 @@ class TailEffects:
     def _fetch(self, command: commands.FetchTail) -> None:
         record = self._caller.tokens_of(command.request_id)
         storage = self._storage_of(command.component)
-        self._effects.use_storage(self._run_fetch(storage, record, command), f"fetch {command.op}")
+        self._calls.use_storage(self._run_fetch(storage, record, command), f"fetch {command.op}")
 
     async def _run_fetch(self, storage: Storage, record: TokenRecord, command: commands.FetchTail) -> None:
         good, error = 0, ""
@@ -91,13 +92,13 @@ class TailEffects:
             got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s)
             good = leading(await own_cancels_only(got, "storage"))
         except Exception as raised:
-            error = self._effects.words_of(command, raised)
+            error = self._calls.words_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
 
     def _store(self, command: commands.StoreTail) -> None:
-        record = self._effects.record_put(command.op)
+        record = self._calls.record_put(command.op)
         storage = self._storage_of(command.component)
-        self._effects.use_storage(self._run_store(storage, record, command), f"store {command.op}")
+        self._calls.use_storage(self._run_store(storage, record, command), f"store {command.op}")
 
     async def _run_store(self, storage: Storage, record: TokenRecord, command: commands.StoreTail) -> None:
         stored, error = 0, ""
@@ -109,7 +110,7 @@ class TailEffects:
                 # Exchanged meanwhile: to the core, "stored" means in the storage that is in use.
                 stored = 0
         except Exception as raised:
-            error = self._effects.words_of(command, raised)
+            error = self._calls.words_of(command, raised)
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
 
     def _storage_of(self, component: str) -> Storage:

@@ -237,11 +237,6 @@ class Backups:
         if backup.storing:
             self.storage.note(failed=True)
 
-    @property
-    def next_waiting(self) -> Backup | None:
-        """Whose put may begin, since no fetch is under way any more."""
-        return next(iter(self.waiting)) if self.waiting and not self.storage.holds_puts else None
-
     def put_now(self, backup: Backup) -> None:
         """Wait for fetches no longer."""
         del self.waiting[backup]

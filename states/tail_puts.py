@@ -105,11 +105,6 @@ class TailPuts:
             undo.keep()
         put.op = op
 
-    @property
-    def next_waiting(self) -> TailPut | None:
-        """Whose put may begin, since no fetch is under way any more."""
-        return next(iter(self.waiting)) if self.waiting and not self.storage.holds_puts else None
-
     def put_now(self, put: TailPut) -> None:
         """Wait for fetches no longer. After a raise, `give_up` ends it."""
         self.waiting.pop(put, None)

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
+from transitions import Machine
 
 from tests.support.configs import engine_config
 from tests.support.waits import PATIENT
@@ -33,10 +35,13 @@ from tidekv.backends.storage.base import Storage
 from tidekv.engine.values import ReadyRequest
 from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.states import core
 from tidekv.states.commands import TellReady
 from tidekv.states.events import AbortRequested
+from tidekv.states.machine import ShortMachine
 from tidekv.states.request import Room
 from tidekv.states.rooms import Rooms
+from tidekv.states.table import build_machine
 from tidekv.transports.loopback import LoopbackNetwork
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +51,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 # The only profile: how long an example takes depends on what else the machine does.
 settings.register_profile("tidekv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tidekv")
+
+
+@pytest.fixture(params=[ShortMachine, Machine], ids=["short machine", "plain machine"])
+def both_machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test on the machine that the core uses, and on the library's plain one."""
+    monkeypatch.setattr(core, "build_machine", partial(build_machine, machine_class=request.param))
+
 
 PAGE_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)

@@ -191,7 +191,7 @@ def test_no_extension_module_takes_the_place_of_a_source() -> None:
     assert not found, "tidekv runs from its source: delete these files"
 
 
-def test_no_file_is_over_800_lines() -> None:
+def test_no_module_is_over_800_lines() -> None:
     long = {
         str(path): count
         for folder in FOLDERS
@@ -199,3 +199,102 @@ def test_no_file_is_over_800_lines() -> None:
         if (count := len(path.read_text().splitlines())) > 800
     }
     assert not long
+
+
+# --- Cycles ---
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """By module, the modules among `sources` that it imports anywhere: in functions and for types only, too.
+
+    The import of a package is not an import of the modules that its `__init__` imports.
+    """
+    graph: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= inner & sources.keys() or {str(node.module)}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        graph[name] = (found & sources.keys()) - {name}
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import one another, directly or by way of others (strongly connected components, by Tarjan)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        path.append(name)
+        for other in sorted(graph[name]):
+            if other not in order:
+                visit(other)
+            if other in path:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == order[name]:
+            component = path[path.index(name) :]
+            del path[path.index(name) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for name in sorted(graph):
+        if name not in order:
+            visit(name)
+    return found
+
+
+def test_no_modules_import_one_another_not_even_for_types() -> None:
+    sources = {}
+    for folder in FOLDERS:
+        for path in files_of(folder):
+            parts = ("tidekv", *path.relative_to(ROOT).with_suffix("").parts)
+            sources[".".join(parts).removesuffix(".__init__")] = path.read_text()
+    assert cycles(import_graph(sources)) == []
+
+
+def test_a_cycle_by_way_of_a_type_or_a_function_is_found() -> None:
+    sources = {
+        "a": "def late():\n    from b import thing",
+        "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import c",
+        "c": "import a\nimport d",
+        "d": "",
+    }
+    assert cycles(import_graph(sources)) == [["a", "b", "c"]]
+    assert cycles(import_graph({**sources, "c": "import d"})) == []
+
+
+# --- States ---
+
+MAY_COMPARE_STATES = {"table.py", "machine.py", "request.py", "guards_and_actions.py"}
+
+
+def state_comparisons(source: str) -> list[int]:
+    """Lines that compare the state of a request, or name one of the states."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = (node.left, *node.comparators)
+            if any(isinstance(side, ast.Attribute) and side.attr == "state" for side in sides):
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "State":
+            lines.append(node.lineno)
+    return lines
+
+
+def test_states_are_compared_in_the_package_of_the_table_only() -> None:
+    comparing = {path.name: lines for path in files_of("states") if (lines := state_comparisons(path.read_text()))}
+    assert set(comparing) - MAY_COMPARE_STATES == set(), comparing
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["if it.state is READY: pass", "ok = it.state in (a, b)", "here = State.READY", "x = a == it.state"],
+)
+def test_a_comparison_of_states_is_found_in_each_of_its_forms(line: str) -> None:
+    assert state_comparisons(line) == [1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -26,8 +26,22 @@ from tidekv.transports.components import components_of
 from tidekv.transports.targets import Target
 from tidekv.transports.tasks import OwnedTasks
 
-if TYPE_CHECKING:
-    from tidekv.transports.outgoing import Room
+
+class Sent(Protocol):
+    """What a delivery asks of its room, which spans all decode ranks."""
+
+    request_id: str
+
+    def advance(self) -> None:
+        """Post the writes that have become possible, and see whether all is settled."""
+        ...
+
+    def fail(self, cause: str) -> None:
+        """Give the room up for all ranks."""
+        ...
+
+
+RoomT = TypeVar("RoomT", bound=Sent)
 
 
 class RoomSettings(Options, frozen=True, kw_only=True):
@@ -39,7 +53,7 @@ class RoomSettings(Options, frozen=True, kw_only=True):
     """Maximum pages of one write."""
 
 
-class Courier:
+class Courier(Generic[RoomT]):
     """What rooms share: the transport, their tasks, the clock, and the counts of what was sent."""
 
     def __init__(
@@ -53,7 +67,7 @@ class Courier:
         clock: Callable[[], float],
         settings: RoomSettings,
         tasks: OwnedTasks,
-        on_finish: Callable[[Room], None],
+        on_finish: Callable[[RoomT], None],
     ) -> None:
         self.transport = transport
         self.memory = memory
@@ -86,10 +100,10 @@ class DecodePeer:
         """Its live rooms, by request id and generation."""
 
 
-class Delivery:
+class Delivery(Generic[RoomT]):
     """One room's part for one decode rank."""
 
-    def __init__(self, room: Room, courier: Courier, peer: DecodePeer, promise: wire.Promise) -> None:
+    def __init__(self, room: RoomT, courier: Courier[RoomT], peer: DecodePeer, promise: wire.Promise) -> None:
         """Take a promise over. Raises RemoteProtocolError where it contradicts itself or the pools."""
         self.room = room
         self.key = promise.room

@@ -41,7 +41,7 @@ class Room:
 
     def __init__(
         self,
-        courier: Courier,
+        courier: Courier[Room],
         promises: Sequence[tuple[DecodePeer, wire.Promise]],
         *,
         on_end: Callable[[Room], None],
@@ -209,20 +209,20 @@ class Room:
         """Prefill is closing: end the room, and tell decode."""
         self._give_up(RoomOutcome.CLOSED, PrefillCause.CLOSING.words("prefill is shutting down"))
 
-    def receive(self, delivery: Delivery) -> None:
+    def receive(self, delivery: Delivery[Room]) -> None:
         """A decode rank has all that it needs; with the last of them the room is over."""
         delivery.is_received = True
         delivery.state.stop("decode has received all")
         if all(other.is_received for other in self.deliveries):
             self.end(RoomOutcome.RECEIVED, "decode has received all")
 
-    def abort(self, delivery: Delivery, link: base.Link) -> None:
+    def abort(self, delivery: Delivery[Room], link: base.Link) -> None:
         """A decode rank wants the writing to stop, and to hear on `link` when it has."""
         delivery.say_drained_on(link)
         self._tell_others(delivery, "another decode rank aborted the room")
         self.end(RoomOutcome.ABORTED, "decode aborted the room")
 
-    def give_up(self, delivery: Delivery, cause: str) -> None:
+    def give_up(self, delivery: Delivery[Room], cause: str) -> None:
         """A decode rank gave the room up."""
         self._tell_others(delivery, f"another decode rank gave the room up: {cause}")
         self.end(RoomOutcome.FAILED, f"decode gave the room up: {cause}")
@@ -272,7 +272,7 @@ class Room:
             self._tell_others(None, cause)
             self.end(outcome, cause)
 
-    def _tell_others(self, delivery: Delivery | None, cause: str) -> None:
+    def _tell_others(self, delivery: Delivery[Room] | None, cause: str) -> None:
         """Say Failed, and Drained when that is so, to the decode ranks that have not ended the room themselves."""
         for other in self.deliveries:
             if self.outcome is None and other is not delivery and not other.is_received:

@@ -103,7 +103,7 @@ class Sender:
             tasks=self._tasks,
             on_finish=on_finish,
         )
-        self._deliveries: dict[wire.Room, Delivery] = {}
+        self._deliveries: dict[wire.Room, Delivery[Room]] = {}
         self._gatherings = Gatherings()
         self._newest: dict[str, Room] = {}
         self._generations: dict[tuple[str, str, str], int] = {}
@@ -290,7 +290,7 @@ class Sender:
                 if gathering.name[1:] in named:
                     gathering.renew(peer, now)
 
-    def _take_of_room(self, delivery: Delivery, peer: DecodePeer, message: wire.AnyMessage) -> None:
+    def _take_of_room(self, delivery: Delivery[Room], peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
             case wire.Extend():
                 self._extend(delivery, message)
@@ -301,7 +301,7 @@ class Sender:
             case wire.Failed():
                 delivery.room.give_up(delivery, message.cause)
 
-    def _extend(self, delivery: Delivery, message: wire.Extend) -> None:
+    def _extend(self, delivery: Delivery[Room], message: wire.Extend) -> None:
         try:
             delivery.extend(message)
         except RemoteProtocolError as error:

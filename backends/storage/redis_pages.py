@@ -32,6 +32,7 @@ from tidekv.states.shapes import PageIds, PoolMemory
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.redis_link import RedisLink
+    from tidekv.backends.storage.redis_options import RedisOptions
 
 T = TypeVar("T")
 

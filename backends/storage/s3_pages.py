@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
     from tidekv.backends.storage.s3_link import S3Link
+    from tidekv.backends.storage.s3_options import S3Options
 
 T = TypeVar("T")
 

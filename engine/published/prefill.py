@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tidekv.engine.published.setups import PAGE_TOKENS
 from tidekv.engine.published.stations import Line
@@ -10,13 +10,27 @@ from tidekv.states import commands, events
 
 if TYPE_CHECKING:
     from tidekv.engine.published.prompts import Prompt
-    from tidekv.engine.published.world import World
+    from tidekv.engine.published.setups import Speeds
+    from tidekv.engine.simulation.schedule import Schedule
+
+
+class Surroundings(Protocol):
+    """The modeled world as prefill sees it."""
+
+    schedule: Schedule
+    speeds: Speeds
+    link: Line
+    prefill_reads: Line
+
+    def step(self, event: events.Event) -> None:
+        """Let the core take an event."""
+        ...
 
 
 class PrefillWorker:
     """One worker. Its own cache is as large as need be, in every arm of every table: what is compared is decode's."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Surroundings) -> None:
         self._world = world
         self._compute = Line(world.schedule, world.speeds.prefill_tokens_per_s)
         self._known: dict[int, int] = {}

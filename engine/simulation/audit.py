@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from tidekv.engine.simulation.memory import Violation
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.world import World
+    from tidekv.engine.simulation.surroundings import Surroundings
     from tidekv.states.node import Node
 
 
-def audit(world: World) -> None:
+def audit(world: Surroundings) -> None:
     """Raise BrokenInvariant or Violation at the first contradiction."""
     world.core.check()
     world.device.check()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.tails import LiveTails
+from tidekv.engine.simulation.tiers import TierSurroundings
 from tidekv.states import commands, events
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.world import World
+    from collections.abc import Sized
+
     from tidekv.states.components import TailTable
     from tidekv.states.events import TailLeft
 
@@ -19,10 +21,57 @@ SESSIONS = 5
 ALPHABET = b"ab"
 
 
+class CallerSurroundings(TierSurroundings, Protocol):
+    """The world as its callers see it."""
+
+    prompt_tokens_max: int
+    retracting: dict[str, tuple[Caller, bytes]]
+    retracted_ids: set[str]
+
+    @property
+    def peers(self) -> Sized:
+        """The prefill peers."""
+        ...
+
+    def next_serial(self) -> int:
+        """A number for the tokens of a request."""
+        ...
+
+    def new_id(self) -> str:
+        """A name for a request: a new one, or one that was used before."""
+        ...
+
+    def take_arrival(self) -> bool:
+        """Whether one more request may be made."""
+        ...
+
+    def arrive(self, caller: Caller, *, cache: bool, priority: int) -> None:
+        """Step the arrival of a request."""
+        ...
+
+    def is_live(self, caller: Caller) -> bool:
+        """Whether the request lives."""
+        ...
+
+    def end(self, caller: Caller) -> None:
+        """Forget a request that is over for its caller."""
+        ...
+
+    def leave_tokens(self, caller: Caller, tags: list[int]) -> None:
+        """Keep the tokens that a request leaves: operations may name them until they are forgotten."""
+        ...
+
+    def check_tails(self, caller: Caller, who: str) -> None:
+        """Check what a ready request was given of components."""
+        ...
+
+
 class Caller:
     """One request as its caller sees it."""
 
-    def __init__(self, world: World, client: Client, request_id: str, tokens: bytes, namespace: str) -> None:
+    def __init__(
+        self, world: CallerSurroundings, client: Client, request_id: str, tokens: bytes, namespace: str
+    ) -> None:
         self.client = client
         self.request_id = request_id
         self.tokens = tokens
@@ -52,7 +101,7 @@ class Caller:
 class Client:
     """Makes one request after the other."""
 
-    def __init__(self, world: World, random: Random, sessions: list[tuple[str, bytes]]) -> None:
+    def __init__(self, world: CallerSurroundings, random: Random, sessions: list[tuple[str, bytes]]) -> None:
         self._world = world
         self._random = random
         self._sessions = sessions

@@ -7,20 +7,62 @@ its death is told. One that is cut off for a while goes on writing, and hears no
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.schedule import Link
+from tidekv.engine.simulation.surroundings import Surroundings
 from tidekv.states import commands, events
 from tidekv.states.shapes import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.engine.simulation.tails import Tags
-    from tidekv.engine.simulation.world import World
     from tidekv.states.components import TailPages
 
 DETECTION_S = 0.2
 RoomKey = tuple[str, int]
+
+
+class Frames(Protocol):
+    """The way of frames to the core."""
+
+    def deliver(self, room: ServedRoom, event: events.Event) -> None:
+        """Deliver a frame of this room, unless its sender is out of reach."""
+        ...
+
+
+class RoomsOut(Protocol):
+    """Which room is with which peer."""
+
+    def is_cancelled(self, key: RoomKey) -> bool:
+        """Whether decode gave the room up before the promise was sent."""
+        ...
+
+    def sent(self, key: RoomKey, peer: Peer) -> None:
+        """Note that the promise left."""
+        ...
+
+    def unsent(self, command: commands.SendPromise, cause: str) -> None:
+        """Note that the promise could not be sent."""
+        ...
+
+    def life(self, key: RoomKey) -> Incarnation:
+        """The incarnation that a room is with."""
+        ...
+
+
+class PeerSurroundings(Surroundings, Protocol):
+    """The world as a peer sees it."""
+
+    @property
+    def frames(self) -> Frames:
+        """The way of frames to the core."""
+        ...
+
+    @property
+    def rooms_out(self) -> RoomsOut:
+        """Which room is with which peer."""
+        ...
 
 
 class Incarnation:
@@ -81,7 +123,7 @@ class ServedRoom:
 class Peer:
     """One prefill worker."""
 
-    def __init__(self, world: World, random: Random, name: str) -> None:
+    def __init__(self, world: PeerSurroundings, random: Random, name: str) -> None:
         self._world = world
         self._random = random
         self._name = name

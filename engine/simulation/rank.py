@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
 from tidekv.engine.simulation.rank_callers import RankCaller, Script
@@ -23,7 +23,10 @@ from tidekv.states.questions import LOST_RANK
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tidekv.engine.simulation.ranks import RankGroupWorld
+    from tidekv.engine.simulation.memory import Contents
+    from tidekv.engine.simulation.schedule import Schedule
+    from tidekv.states.settings import CoreSettings
+
 
 FAULTS: dict[str, str] = {
     "rank_lags": "a frame, a vote or a caller of one rank is late",
@@ -43,10 +46,43 @@ FAULTS: dict[str, str] = {
 """Name of each kind and what happens."""
 
 
+class Group(Protocol):
+    """The group as one of its ranks sees it."""
+
+    settings: CoreSettings
+    contents: Contents
+    schedule: Schedule
+    epoch: int
+
+    def hits(self, name: str, random: Random) -> bool:
+        """Whether a fault strikes a rank now."""
+        ...
+
+    def delay(self, rank: SimulatedRank) -> float:
+        """How long something takes on a rank."""
+        ...
+
+    def wish(self, rank: SimulatedRank) -> None:
+        """Let the leader know that a rank has news."""
+        ...
+
+    def stepped(self, rank: SimulatedRank, word: int) -> None:
+        """Compare the event that a rank's core has taken with those of the others."""
+        ...
+
+    def ended(self, script: Script, rank: int, end: str) -> None:
+        """Note that the request is over for the caller of one rank."""
+        ...
+
+    def try_to_form(self) -> None:
+        """Form a new group as soon as no rank has anything in flight."""
+        ...
+
+
 class SimulatedRank:
     """One rank of the group."""
 
-    def __init__(self, world: RankGroupWorld, number: int, random: Random) -> None:
+    def __init__(self, world: Group, number: int, random: Random) -> None:
         self.number = number
         self.random = random
         self.events = 0

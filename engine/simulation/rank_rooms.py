@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.rank import SimulatedRank
+    from tidekv.engine.simulation.surroundings import RankSurroundings
     from tidekv.engine.simulation.tails import Tags
     from tidekv.states.components import TailPages
     from tidekv.states.shapes import PageIds
@@ -38,7 +38,7 @@ class WrittenRoom:
 class RankRooms:
     """All rooms of one rank."""
 
-    def __init__(self, rank: SimulatedRank) -> None:
+    def __init__(self, rank: RankSurroundings) -> None:
         self._rank = rank
         self._rooms: dict[RoomKey, WrittenRoom] = {}
         self._lives = [0, 0, 0]

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.rank import SimulatedRank
     from tidekv.engine.simulation.rank_tiers import RankTiers
+    from tidekv.engine.simulation.surroundings import RankSurroundings
     from tidekv.engine.simulation.tails import Tags
 
 
 class RankTailStorage:
     """What one rank's storage does for its components. Its records are among the rank's `stored` tags."""
 
-    def __init__(self, rank: SimulatedRank, tiers: RankTiers) -> None:
+    def __init__(self, rank: RankSurroundings, tiers: RankTiers) -> None:
         self._rank = rank
         self._tiers = tiers
 

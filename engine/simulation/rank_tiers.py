@@ -8,14 +8,14 @@ from tidekv.states import commands, events
 
 if TYPE_CHECKING:
     from tidekv.engine.simulation.memory import SimulatedPool
-    from tidekv.engine.simulation.rank import SimulatedRank
+    from tidekv.engine.simulation.surroundings import RankSurroundings
     from tidekv.states.shapes import PageIds
 
 
 class RankTiers:
     """The local tiers of one rank."""
 
-    def __init__(self, rank: SimulatedRank) -> None:
+    def __init__(self, rank: RankSurroundings) -> None:
         self._rank = rank
 
     def raises(self, op: int) -> bool:

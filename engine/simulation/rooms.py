@@ -13,13 +13,13 @@ from tidekv.engine.simulation.prefill import Incarnation, Peer, Prompt, RoomKey,
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.world import World
+    from tidekv.engine.simulation.surroundings import Surroundings
 
 
 class RoomsOut:
     """Rooms that decode opened, from the promise until it is done with them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Surroundings) -> None:
         self._world = world
         self._unsent: dict[RoomKey, bool] = {}
         self._with: dict[RoomKey, tuple[Peer, Incarnation]] = {}
@@ -92,7 +92,7 @@ class RoomsOut:
 class Frames:
     """Delivers frames of prefill to the core, and others that nobody sent."""
 
-    def __init__(self, world: World, random: Random) -> None:
+    def __init__(self, world: Surroundings, random: Random) -> None:
         self._world = world
         self._random = random
         self._recent: deque[ServedRoom] = deque(maxlen=8)

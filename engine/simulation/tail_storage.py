@@ -16,14 +16,13 @@ from tidekv.states import commands, events
 
 if TYPE_CHECKING:
     from tidekv.engine.simulation.tails import Tags
-    from tidekv.engine.simulation.tiers import SimulatedStorage
-    from tidekv.engine.simulation.world import World
+    from tidekv.engine.simulation.tiers import SimulatedStorage, TierSurroundings
 
 
 class SimulatedTailStorage:
     """Records of all components. They are never wrong, but they may be gone, and answers may lie."""
 
-    def __init__(self, world: World, storage: SimulatedStorage, random: Random) -> None:
+    def __init__(self, world: TierSurroundings, storage: SimulatedStorage, random: Random) -> None:
         self._world = world
         self._storage = storage
         self._random = random

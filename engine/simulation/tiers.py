@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
 from tidekv.engine.simulation.stored import StoredTags
+from tidekv.engine.simulation.surroundings import Surroundings
 from tidekv.states import commands, events
 from tidekv.states.shapes import PageIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tidekv.engine.simulation.world import World
 
 FETCH_S_MAX = 10.0
 """A fetch that is late takes no more than twice this, however long somebody would wait for it."""
@@ -21,10 +21,19 @@ STUCK_S = 500.0
 """How long what is stuck is stuck: far beyond every deadline, so that "never" ends before the run does."""
 
 
+class TierSurroundings(Surroundings, Protocol):
+    """The world as its tiers see it."""
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """Where operations end."""
+        ...
+
+
 class Outcomes:
     """Tells the outcome of an operation: once, whatever happens, or twice where that is the fault."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Surroundings) -> None:
         self._world = world
         self._open: set[int] = set()
 
@@ -56,7 +65,7 @@ class Outcomes:
 class SimulatedStorage:
     """A storage engine: which prefixes it has. Its pages are never wrong, but they may be gone, and it may lie."""
 
-    def __init__(self, world: World, random: Random) -> None:
+    def __init__(self, world: TierSurroundings, random: Random) -> None:
         self._world = world
         self._random = random
         self._kept = StoredTags(world.faults, random)
@@ -166,7 +175,7 @@ class SimulatedStorage:
 class SimulatedCopies:
     """Copies between the pools."""
 
-    def __init__(self, world: World, random: Random) -> None:
+    def __init__(self, world: TierSurroundings, random: Random) -> None:
         self._world = world
         self._random = random
 

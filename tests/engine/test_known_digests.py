@@ -15,8 +15,8 @@ from tidekv.backends import page_keys
 from tidekv.backends.keys import namespace_seed, page_digests
 from tidekv.backends.page_keys import PageKeys
 from tidekv.engine import known_digests
-from tidekv.engine.effects import TokenRecord
 from tidekv.engine.known_digests import KnownDigests
+from tidekv.engine.token_record import TokenRecord
 
 PAGES = PageKeys(2)
 # Few different tokens, so that prompts share prefixes, and odd lengths, so that some end within a page.

@@ -7,6 +7,8 @@ import pytest
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 
+pytestmark = pytest.mark.usefixtures("both_machines")
+
 
 def fill_device(rig: Rig, *, free: int) -> None:
     """A READY request that takes all device pages but so many."""

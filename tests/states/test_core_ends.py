@@ -9,6 +9,8 @@ from tidekv.states import commands, events
 from tidekv.states.request import State
 from tidekv.states.table import LIVE
 
+pytestmark = pytest.mark.usefixtures("both_machines")
+
 EIGHT = b"abcdefgh"
 WITH_ROOM = (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 

@@ -11,6 +11,8 @@ from tests.support.tail_stories import PROMPT, device_pages, finish, left_by, st
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 
+pytestmark = pytest.mark.usefixtures("both_machines")
+
 rig_with = partial(tail_stories.rig_with, storage=False)
 
 
