@@ -1,7 +1,7 @@
-"""The storage of the simulated world as components use it: which of their pages it has, by tag.
+"""Storage of components in the simulated environment, by tag.
 
-What may go wrong is what may go wrong with full pages, under the same names: answers that promise too much or too
-little, reads that are short, late or corrupt, puts that are partial, and records that vanish in between.
+The faults are those of full pages, under the same names: answers that report too much or too little; reads that are
+short, late or corrupt; partial puts; and records that are lost in between.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class SimulatedTailStorage:
-    """Records of all components. They are never wrong, but they may be gone, and answers may lie."""
+    """Records of all components. They are never wrong, but may be lost, and answers may be false."""
 
     def __init__(self, world: World, storage: SimulatedStorage, random: Random) -> None:
         self._world = world
         self._storage = storage
         self._random = random
         self._kept = StoredTags(world.faults, random)
-        """Tags say of which component they are."""
+        """Each tag also identifies its component."""
 
     def query(self, command: commands.QueryTails) -> None:
-        """Answer how many full pages are there, and where pages of components are."""
+        """Report how many full pages are stored, and at which positions pages of components are."""
         world = self._world
         world.outcomes.begin(command.op)
         if world.faults.hits("query_raises"):
@@ -96,7 +96,7 @@ class SimulatedTailStorage:
         )
 
     def store(self, command: commands.StoreTail) -> None:
-        """Put records, which must be those that the tokens say."""
+        """Put records. Their content must match the tokens."""
         world, faults = self._world, self._world.faults
         world.outcomes.begin(command.op)
         if faults.hits("store_raises"):
