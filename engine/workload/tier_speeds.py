@@ -1,6 +1,6 @@
-"""How fast pages go each way: to and from the host, storage, and another process. What `tidekv bench tiers` measures.
+"""Throughput of pages from and to host memory, storage and another process, as measured by `tidekv bench tiers`.
 
-The folder `benchmarks/` measures each of them beside what one would write by hand; this is one look at all of them.
+The folder `benchmarks/` compares each of them with a hand-written baseline; this is an overview of all of them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ WAYS = (
 
 
 async def measure_tiers(*, storage: str = "", pages: int = PAGES, rounds: int = ROUNDS) -> dict[str, float]:
-    """GB/s of each of `WAYS`: the median over rounds of one batch of pages at random places.
+    """Return GB/s of each of `WAYS`: the median over rounds of one batch of pages at random places.
 
-    `storage`: a URI; empty: files in a temporary directory. Raises what the storage engine raises, StorageFailed where
-    it does not keep a batch.
+    `storage` is a URI; empty uses files in a temporary directory. Raises errors of the storage engine, and
+    StorageFailed if it does not keep a batch.
     """
     total_bytes = pages * LAYOUT.page_bytes
     speeds = {WAYS[0]: await _memcpy(total_bytes, rounds)}
@@ -70,7 +70,7 @@ async def _gb_s(work: Callable[[], Awaitable[None]], total_bytes: int, rounds: i
         started_at_s = time.perf_counter()
         await work()
         seconds.append(time.perf_counter() - started_at_s)
-    # The first round touches memory for the first time.
+    # Without the first round, which touches the memory for the first time.
     return total_bytes / median(seconds[1:]) / 1e9
 
 
@@ -154,7 +154,7 @@ async def _transfer(poller: PollerThread, pages: int, rounds: int) -> float:
 
 
 def print_tiers(speeds: dict[str, float], *, pages: int = PAGES) -> None:
-    """Print the speeds as a table."""
+    """Print the throughputs as a table."""
     batch, page = pages * LAYOUT.page_bytes / 1e6, LAYOUT.page_bytes / 1e6
     table = Table("way", "GB/s", title=f"{batch:.0f} MB in pages of {page:.2f} MB at random places")
     for way, speed in speeds.items():
@@ -163,5 +163,5 @@ def print_tiers(speeds: dict[str, float], *, pages: int = PAGES) -> None:
 
 
 def run_tiers(*, storage: str) -> dict[str, float]:
-    """Measure on a loop of its own."""
+    """Measure on a new event loop."""
     return asyncio.run(measure_tiers(storage=storage))
