@@ -1,11 +1,11 @@
-"""Every target with what was measured: `python benchmarks/all_targets.py`, or `tidekv bench all`.
+"""Report of every target with its measured figure: `python benchmarks/all_targets.py`, or `tidekv bench all`.
 
-Runs the measurements that the chosen targets need, and prints for each target what is asked, what was measured, and the
-verdict: pass, short, missing (a peer, a recording or a machine that is not there), or failed. Figures are reported, not
-asserted: the exit code is 0 whatever they are. All of it takes 11 to 25 minutes on two cores.
+Runs the measurements that the chosen targets need, and prints for each target the bound, the figure and the verdict:
+pass, short, missing (a peer, a recording or a machine is not available), or failed. Figures are reported, not asserted:
+the exit code is 0 in any case. A complete run takes 11 to 25 minutes on two cores.
 
-Index, engine and journal are measured in the fastest form that ships, compiled where mypyc and a C compiler are there,
-else as source; beside the figures of the compiled form stand those of the source, of shorter runs. See
+Index, engine and journal are measured in the fastest form that ships: compiled if mypyc and a C compiler are available,
+otherwise from source. Next to the figures of the compiled form stand those of the source, from shorter runs. See
 `index_forms.py`.
 """
 
@@ -37,7 +37,7 @@ COLORS = {"pass": "green", "short": "red", "missing": "yellow", "failed": "magen
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one target."""
+    """The verdict on one target."""
 
     target: Target
     verdict: str
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def chosen_targets(names: Sequence[str]) -> list[Target]:
-    """Targets whose name, the beginning of it, or measurement is named; all, if none is. Raises SystemExit."""
+    """Return the targets selected by name, prefix of a name, or measurement; all by default. Raises SystemExit."""
     if not names:
         return list(TARGETS)
     chosen = [target for target in TARGETS if any(_is_named(target, name) for name in names)]
@@ -62,7 +62,7 @@ def _is_named(target: Target, name: str) -> bool:
 
 
 def judge(target: Target, outcome: Outcome | None) -> Verdict:
-    """One target's verdict."""
+    """Return the verdict on one target."""
     if outcome is None:
         return Verdict(target, "not measured", None, target.not_measured)
     value = outcome.figures.get(target.figure)
@@ -74,9 +74,7 @@ def judge(target: Target, outcome: Outcome | None) -> Verdict:
 
 @contextmanager
 def copies(form: str, cache: Path, console: Console) -> Iterator[tuple[Path, Path | None]]:
-    """Copies of the package: one to measure index, engine and journal in, and where that is compiled one of the source
-    beside it.
-    """
+    """Yield copies of the package to measure in: one for index, engine and journal and, if compiled, a source copy."""
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         source, fast = Path(folder) / "source", Path(folder) / "compiled"
         copy_source(source)
@@ -99,7 +97,7 @@ def copies(form: str, cache: Path, console: Console) -> Iterator[tuple[Path, Pat
 
 
 def measure(targets: Sequence[Target], options: Options, console: Console, form: str) -> dict[str, Outcome]:
-    """Run what the targets need, one after the other; outcomes by measurement."""
+    """Run the required measurements one after the other; returns outcomes by measurement."""
     outcomes: dict[str, Outcome] = {}
     with ExitStack() as stack:
         wanted = list(dict.fromkeys(target.measurement for target in targets if target.measurement))
@@ -116,7 +114,7 @@ def measure(targets: Sequence[Target], options: Options, console: Console, form:
 
 
 def show(verdicts: Sequence[Verdict], console: Console) -> None:
-    """The table, and how many of which."""
+    """Print the table, and the number of each verdict."""
     table = Table("target", "what is asked", "measured", "asked", "", "more")
     for found in verdicts:
         color = COLORS[found.verdict]
@@ -139,26 +137,24 @@ def show(verdicts: Sequence[Verdict], console: Console) -> None:
 
 
 def main() -> None:
-    """Read the options, measure, judge, print."""
+    """Parse the options, measure, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only", nargs="+", action="extend", default=[], metavar="NAME", help="targets, groups or measurements"
     )
     parser.add_argument("--json", type=Path, help="write all verdicts there")
-    parser.add_argument(
-        "--peers", type=Path, default=default_cache(), help="where peers are kept, and the compiled form"
-    )
+    parser.add_argument("--peers", type=Path, default=default_cache(), help="cache for peers and for the compiled form")
     parser.add_argument(
         "--form",
         choices=("compiled", "source"),
         default="compiled",
-        help="of index, engine and journal; compiled wherever that can be",
+        help="form of index, engine and journal; compiled if possible",
     )
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
-    parser.add_argument("--plot", type=Path, help="draw cost against work to this .png or .svg file")
-    parser.add_argument("--list", action="store_true", help="show the targets, and measure nothing")
+    parser.add_argument("--plot", type=Path, help="write a plot of cost against work to this .png or .svg file")
+    parser.add_argument("--list", action="store_true", help="list the targets without measuring")
     chosen = parser.parse_args()
-    # The program that runs is of a session of its own, and is ended with this one.
+    # A measuring program runs in a session of its own and is ended with this one, so SIGTERM must unwind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     targets = chosen_targets(chosen.only)
     console = Console(width=None if Console().is_terminal else 200)

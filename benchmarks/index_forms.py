@@ -1,10 +1,10 @@
-"""The two forms of the package, each in a copy of it: what `tidekv bench all` measures index, engine and journal in.
+"""The two forms of the package in copies of it, in which `tidekv bench all` measures index, engine and journal.
 
-The package ships as source, and with its index and some loops compiled where mypyc and a C compiler are there (see
-`tidekv.engine.compiled`). Targets are about the fastest form that ships. Compiled files in the checkout would change
-what runs there from then on, so a copy is compiled, once for each state of the source; what came of it is kept where
-peers are. The checkout is read, and never written to. A program is measured in a copy by putting that before everything
-else in PYTHONPATH, and says itself which form it has run.
+The package ships as source, and with its index and some loops compiled if mypyc and a C compiler are available (see
+`tidekv.engine.compiled`). Targets are stated for the fastest form that ships. Compiled files in the checkout would
+change what runs there from then on, so a copy is compiled instead, once for each state of the source, and the result is
+kept in the cache of peers. The checkout is only read. To measure a copy, its folder is put first in PYTHONPATH; the
+measured program reports the form that it ran.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import tidekv
 from tidekv.engine import compiled
 
 KEPT = 3
-"""Compiled forms of other states of the source that are kept, those used last: two megabytes each."""
+"""Number of compiled forms of other states of the source that are kept, in LRU order; two megabytes each."""
 
 PREFIX = "tidekv-compiled-"
 
 
 class NotCompiled(Exception):
-    """There can be no compiled form here; its text says why."""
+    """The package cannot be compiled here; the text is the reason."""
 
 
 def package_folder() -> Path:
-    """The package that this process has imported."""
+    """Return the folder of the package that this process has imported."""
     return Path(str(tidekv.__file__)).parent
 
 
 def copy_source(folder: Path) -> None:
-    """Copy the package into a folder, as source whatever the checkout runs; the folder is for PYTHONPATH."""
+    """Copy the package into a folder for PYTHONPATH, as source regardless of the form that the checkout runs."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__", compiled.DIGEST)
     shutil.copytree(package_folder(), folder / "tidekv", ignore=ignored)
 
@@ -44,12 +44,12 @@ def copy_source(folder: Path) -> None:
 def copy_compiled(folder: Path, cache: Path) -> None:
     """Copy the package into a folder, compiled.
 
-    Takes half a minute of CPU unless `cache` has what this source was compiled to. Raises NotCompiled where a compiler
-    is missing or refuses, or a folder cannot be written to.
+    Takes half a minute of CPU unless `cache` has the result for this source. Raises NotCompiled if a compiler is
+    missing or fails, or if a folder cannot be written.
     """
     try:
         copy_source(folder)
-        # Of the copy: the source may change meanwhile.
+        # Digest of the copy, because the source may change meanwhile.
         kept = cache / f"{PREFIX}{sys.implementation.cache_tag}-{_digest(folder / 'tidekv')}"
         if not kept.is_dir():
             compiled.build(folder / "tidekv" / "states", folder, quiet=True)
@@ -65,20 +65,20 @@ def copy_compiled(folder: Path, cache: Path) -> None:
 
 
 def _digest(package: Path) -> str:
-    """Names the source that counts, and what compiles it."""
+    """Return a digest of the relevant source and of its compiler."""
     try:
         compiler = metadata.version("mypy")
     except metadata.PackageNotFoundError as error:
         raise NotCompiled("mypyc is not installed (it comes with mypy)") from error
     digest = hashlib.sha256(f"{compiler} {sys.version} {compiled.digest_of(package / 'states')}".encode())
-    # Types of the others are in what is compiled.
+    # The compiled modules also depend on the types of the others.
     for path in sorted((package / "states").glob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _keep(folder: Path, kept: Path) -> None:
-    """Keep what was compiled, and forget what was used longest ago."""
+    """Keep the compiled files, and delete the least recently used ones."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     before = sorted(kept.parent.glob(f"{PREFIX}*"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in before[KEPT:]:
@@ -89,6 +89,6 @@ def _keep(folder: Path, kept: Path) -> None:
             there = whole / path.relative_to(folder)
             there.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, there)
-        # Whoever was faster has kept the same.
+        # Another process may have kept the same files first.
         if not kept.is_dir():
             whole.rename(kept)

@@ -264,7 +264,10 @@ BAD_SESSIONS: list[tuple[Json, str]] = [
     (session("b", step(-1.0, 64, (1,))), r"Expected `float` >= 0.0 - at `\$.requests\[0\].t`"),
     (session("b", step(0.0, 200, (1, 2))), "request 0 has ids of 2 blocks, but 200 tokens have 3 full blocks of 64"),
     (session("b", step(0.0, 64, (1,), h=[0, 1, 1])), "request 0 must have either h or hash_ids"),
-    (session("b", step(3.0, 64, (1,)), step(2.0, 64, (1,))), "request 1 at 2.0 s is earlier than the previous one at 3.0 s"),
+    (
+        session("b", step(3.0, 64, (1,)), step(2.0, 64, (1,))),
+        "request 1 at 2.0 s is earlier than the previous one at 3.0 s",
+    ),
     (session("b", short_form(0, 1, tokens=64)), "request 0: h must be .*, not 2 numbers"),
     (session("b", short_form(2, tokens=128)), "request 0 keeps 2 blocks of the previous one, which has 0"),
     # A length that nobody has memory for is refused before it is made.
