@@ -157,14 +157,14 @@ class ScriptedTransport:
 
     async def add_peer(self, instance: str, metadata: bytes, memory: PoolMemory) -> PeerMemory:
         """See `Transport.add_peer`."""
-        raise NotImplementedError("decode writes to nobody")
+        raise NotImplementedError("decode never writes")
 
     async def remove_peer(self, peer: PeerMemory) -> None:
         """See `Transport.remove_peer`."""
 
     async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
         """See `Transport.write`."""
-        raise NotImplementedError("decode writes to nobody")
+        raise NotImplementedError("decode never writes")
 
     async def dial(self, address: str) -> Link:
         """See `Transport.dial`."""
@@ -172,7 +172,7 @@ class ScriptedTransport:
 
     async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> Listener:
         """See `Transport.listen`."""
-        raise NotImplementedError("nobody dials decode")
+        raise NotImplementedError("decode never listens")
 
     async def wait_gone(self, instance: str, hello: wire.Hello) -> None:
         """See `Transport.wait_gone`."""
@@ -217,7 +217,7 @@ class KeyStorage:
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Storage.delete`."""
-        raise NotImplementedError("nobody deletes here")
+        raise NotImplementedError("this benchmark never deletes")
 
     async def clear(self) -> int:
         """See `Storage.clear`."""

@@ -140,7 +140,7 @@ def measure_nixl(report: Report) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NIXL_TIMEOUT_S)
         said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-        measured = said[-1] if said else f"it ended with {done.returncode}, and said nothing"
+        measured = said[-1] if said else f"it exited with {done.returncode} and printed nothing"
     except subprocess.TimeoutExpired:
         measured = f"it was not done after {NIXL_TIMEOUT_S} s"
     report.row("NIXL write between pools on the device", measured)

@@ -209,7 +209,7 @@ async def nixl_gb_s(rig: Rig, shape: Shape = SHAPES[1]) -> float:
             await writer.write(peer, ids, ids)
             spent_s.append(time.perf_counter() - began_s)
         if not torch.equal(source.rows[0], target.rows[0]):
-            raise RuntimeError("NIXL said that the bytes are in place, and they are not")
+            raise RuntimeError("NIXL reported the write as done, but the bytes are not in place")
         return pages * shape.layout.page_bytes / statistics.median(spent_s) / 1e9
     finally:
         await writer.close()

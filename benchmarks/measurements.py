@@ -252,7 +252,7 @@ def _run_program(
             output, errors = process.communicate(timeout=measurement.budget_s)
             if process.returncode:
                 lines = [line for line in errors.strip().splitlines() if line.strip()]
-                failed = f"exit code {process.returncode}: {lines[-1].strip() if lines else 'it said nothing'}"
+                failed = f"exit code {process.returncode}: {lines[-1].strip() if lines else 'no output'}"
         except BaseException as error:
             if process is None:
                 raise

@@ -201,7 +201,7 @@ def main() -> None:
     ):
         print(f"{words:28} {1e6 * found[kind]:8.0f} us  {found[kind] / bare:5.2f} x")
     print("lag of the loop, p99 of a block:")
-    for kind, words in (("idle", "idle"), ("alone", "turns that nobody votes in"), ("voting", "turns with votes")):
+    for kind, words in (("idle", "idle"), ("alone", "turns without votes"), ("voting", "turns with votes")):
         print(f"{words:28} {1e3 * found[f'lag {kind}']:8.2f} ms")
 
 

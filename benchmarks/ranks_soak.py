@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--trace", default="", help="a recording of agent sessions; without one, generated agents")
     parser.add_argument("--fault-rate", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--no-deaths", dest="deaths", action="store_false", help="kill and stop nobody")
+    parser.add_argument("--no-deaths", dest="deaths", action="store_false", help="do not kill or stop ranks")
     sys.exit(asyncio.run(soak(parser.parse_args())))
 
 

@@ -111,7 +111,7 @@ class SimulatedPool:
     def check(self) -> None:
         """Raise a Violation if a free page is being read or written."""
         for page in (*self._writers, *self._readers):
-            self._require_taken(page, "somebody")
+            self._require_taken(page, "a reader or writer")
 
     @property
     def is_quiet(self) -> bool:

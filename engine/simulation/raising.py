@@ -86,7 +86,7 @@ class Places:
         calls = {name: self._watched(getattr(PageAccount, name)) for name in ACCOUNT_CALLS}
         for account in (books.device, books.host):
             account.__class__ = type("WatchedAccount", (PageAccount,), {"__slots__": (), **calls})
-        core.step = self._stepping(core.step)  # type: ignore[method-assign, assignment]  # Calls count within steps alone.
+        core.step = self._stepping(core.step)  # type: ignore[method-assign, assignment]  # Calls count only within steps.
 
     def _stepping(self, step: Callable[[Event], list[Command]]) -> Callable[[Event], list[Command]]:
         def call(event: Event) -> list[Command]:

@@ -40,7 +40,7 @@ class SimulatedTailStorage:
         caller = world.caller(command.request_id)
         wanted = caller.tags[command.first : command.first + command.count]
         if len(wanted) != command.count or not 0 <= command.tails_first <= command.first + command.count:
-            raise Violation(f"{command} asks for pages that the prompt does not have")
+            raise Violation(f"{command} requests pages that the prompt does not have")
         delay = self._storage.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
         world.schedule.after(delay, self._answer, command, wanted, caller.tail_tags)
 

@@ -80,7 +80,7 @@ class SimulatedTails:
         """Raise a Violation unless a promise requests exactly the pages of each tail that decode cannot have."""
         if not self.components:
             if tails is not None:
-                raise Violation(f"{tails} are promised where there are no components")
+                raise Violation(f"{tails} are promised, but the model has no components")
             return
         if tails is None or [tail.component for tail in tails] != list(self.components):
             raise Violation(f"a promise names the components {tails}, not each of {list(self.components)}")
@@ -113,7 +113,7 @@ class SimulatedTails:
             shared = [page for page in table.pages if page not in table.own]
             self._require(table.component, shared, (Condition.CACHED,), who)
             if (shared and not component.is_shared) or len(set(table.own)) < component.live_pages(page_size):
-                raise Violation(f"{who} cannot go on with {table}")
+                raise Violation(f"{who} cannot generate with {table}")
             self.counts["tails_shared"] += bool(shared)
 
     # --- Callers that compute ---

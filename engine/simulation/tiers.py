@@ -71,7 +71,7 @@ class SimulatedStorage:
         delay = self.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
         wanted = world.caller(command.request_id).tags[command.first : command.first + command.count]
         if len(wanted) != command.count:
-            raise Violation(f"{command} asks for pages that the prompt does not have")
+            raise Violation(f"{command} requests pages that the prompt does not have")
         world.schedule.after(delay, self._answer, command, wanted)
 
     def _answer(self, command: commands.QueryStorage, wanted: list[int]) -> None:
@@ -103,7 +103,7 @@ class SimulatedStorage:
             return
         wanted = world.caller(command.request_id).tags[command.first : command.first + len(command.host_pages)]
         if len(wanted) != len(command.host_pages):
-            raise Violation(f"{command} asks for pages that the prompt does not have")
+            raise Violation(f"{command} requests pages that the prompt does not have")
         self._kept.lose_one(wanted)
         world.host.begin_write(command.host_pages, f"fetch {command.op}")
         deadline_s = min(command.timeout_s, FETCH_S_MAX)

@@ -316,7 +316,7 @@ class World:
             raise Violation(f"{command} has sources that are not {len(caller.tokens)} tokens")
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
         if (command.tails is None) != (not self.settings.components):
-            raise Violation(f"{command} does not say whether there are components")
+            raise Violation(f"{command} has tails although there are no components, or none although there are")
         tails = caller.computed or command.tails or ()
         caller.tails = LiveTails(tails, len(caller.tokens))
         self.check_tails(caller, command.request_id)
