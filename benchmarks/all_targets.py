@@ -1,8 +1,8 @@
-"""Every target with what was measured: `python benchmarks/all_targets.py`, or `tidekv bench all`.
+"""Report of every target with its measured figure: `python benchmarks/all_targets.py`, or `tidekv bench all`.
 
-Runs the measurements that the chosen targets need, and prints for each target what is asked, what was measured, and the
-verdict: pass, short, missing (a peer, a recording or a machine that is not there), or failed. Figures are reported, not
-asserted: the exit code is 0 whatever they are. All of it takes 11 to 25 minutes on two cores.
+Runs the measurements that the chosen targets need, and prints for each target the bound, the figure and the verdict:
+pass, short, missing (a peer, a recording or a machine is not available), or failed. Figures are reported, not asserted:
+the exit code is 0 in any case. A complete run takes 11 to 25 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLORS = {"pass": "green", "short": "red", "missing": "yellow", "failed": "magen
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one target."""
+    """The verdict on one target."""
 
     target: Target
     verdict: str
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def chosen_targets(names: Sequence[str]) -> list[Target]:
-    """Targets whose name, the beginning of it, or measurement is named; all, if none is. Raises SystemExit."""
+    """Return the targets selected by name, prefix of a name, or measurement; all by default. Raises SystemExit."""
     if not names:
         return list(TARGETS)
     chosen = [target for target in TARGETS if any(_is_named(target, name) for name in names)]
@@ -55,7 +55,7 @@ def _is_named(target: Target, name: str) -> bool:
 
 
 def judge(target: Target, outcome: Outcome | None) -> Verdict:
-    """One target's verdict."""
+    """Return the verdict on one target."""
     if outcome is None:
         return Verdict(target, "not measured", None, target.not_measured)
     value = outcome.figures.get(target.figure)
@@ -78,7 +78,7 @@ def measure(targets: Sequence[Target], options: Options, console: Console) -> di
 
 
 def show(verdicts: Sequence[Verdict], console: Console) -> None:
-    """The table, and how many of which."""
+    """Print the table, and the number of each verdict."""
     table = Table("target", "what is asked", "measured", "asked", "", "more")
     for found in verdicts:
         color = COLORS[found.verdict]
@@ -101,7 +101,7 @@ def show(verdicts: Sequence[Verdict], console: Console) -> None:
 
 
 def main() -> None:
-    """Read the options, measure, judge, print."""
+    """Parse the options, measure, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only", nargs="+", action="extend", default=[], metavar="NAME", help="targets, groups or measurements"
@@ -109,10 +109,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all verdicts there")
     parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
-    parser.add_argument("--plot", type=Path, help="draw cost against work to this .png or .svg file")
-    parser.add_argument("--list", action="store_true", help="show the targets, and measure nothing")
+    parser.add_argument("--plot", type=Path, help="write a plot of cost against work to this .png or .svg file")
+    parser.add_argument("--list", action="store_true", help="list the targets without measuring")
     chosen = parser.parse_args()
-    # The program that runs is of a session of its own, and is ended with this one.
+    # A measuring program runs in a session of its own and is ended with this one, so SIGTERM must unwind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     targets = chosen_targets(chosen.only)
     console = Console(width=None if Console().is_terminal else 200)

@@ -1,8 +1,8 @@
-"""How fast pages move between the pools, beside a plain memcpy: `python benchmarks/copies.py`.
+"""Throughput of page copies between the pools, next to a plain memcpy: `python benchmarks/copies.py`.
 
-For each shape of page: pages at random places and pages in runs of 16, up and down, with the pool's own tensors and
-with the caller's (one allocation a piece). Every figure is the best of several rounds, in GB/s of page bytes. On a
-machine with CUDA the device pool is in GPU memory, and memcpy is still that of the host.
+For each shape of page: pages at random places and pages in runs of 16, in both directions, with the pool's own tensors
+and with the caller's (one allocation per piece). Every figure is the best of several rounds, in GB/s of page bytes. On
+a machine with CUDA the device pool is in GPU memory, and memcpy is still that of the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = [  # (layers, kv heads, head_dim, page_size, pages of one copy)
 
 
 def memcpy_gb_s(total_bytes: int) -> float:
-    """Copy that many bytes from one array to another."""
+    """Return the throughput of a copy from one array to another."""
     source, target = np.ones(total_bytes, dtype=np.uint8), np.zeros(total_bytes, dtype=np.uint8)
     best_s = float("inf")
     for _ in range(ROUNDS):
@@ -43,7 +43,7 @@ def memcpy_gb_s(total_bytes: int) -> float:
 
 
 async def best_gb_s(copy: Callable[[], Awaitable[None]], total_bytes: int) -> float:
-    """Await the copy several times and take the fastest."""
+    """Return the throughput of the fastest of several copies."""
     best_s = float("inf")
     for _ in range(ROUNDS):
         started_at_s = time.perf_counter()
@@ -53,13 +53,13 @@ async def best_gb_s(copy: Callable[[], Awaitable[None]], total_bytes: int) -> fl
 
 
 def pages_in_runs(page_count: int, total: int, run_pages: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Distinct pages of a pool: runs at random places, in random order."""
+    """Return distinct pages of a pool: runs at random places, in random order."""
     starts = np.random.default_rng(seed).permutation(total // run_pages)[: page_count // run_pages] * run_pages
     return (starts[:, None] + np.arange(run_pages)).reshape(-1)
 
 
 def device_pool(layout: KVLayout, total: int, device: str, *, wrapped: bool) -> DevicePool:
-    """A pool of one allocation, or of one for each piece."""
+    """Return a pool of one allocation, or of one per piece."""
     if not wrapped:
         return DevicePool.allocate(layout, total, device=device)
     k, v = (

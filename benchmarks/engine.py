@@ -1,15 +1,15 @@
-"""What the engine itself costs: `python benchmarks/engine.py`, CPU time of this process per request.
+"""CPU time of the engine per request: `python benchmarks/engine.py`.
 
-One decode engine with device, host and storage tiers and a journal; prompts of 4,096 tokens, the first half of which is
-cached: a third of the requests have theirs in device memory, a third in host memory, a third in storage. The other half
-comes from a prefill that answers by script (`engine_rig.py`), chunk by chunk, and only when all requests of a block are
-in flight. A request is restored, grows by 64 tokens, and is finished, which backs it up in both lower tiers. All pools
-are full before a block begins, so that every page has to be evicted first.
+One decode engine with device, host and storage tiers and a journal serves prompts of 4,096 tokens, the first half of
+which is cached: for a third of the requests in device memory, for a third in host memory, for a third in storage. The
+other half comes from a scripted prefill (`engine_rig.py`), chunk by chunk, and only once all requests of a block are in
+flight. A request is restored, grows by 64 tokens, and is finished, which backs it up to both lower tiers. All pools are
+full before a block begins, so every page must be evicted first.
 
-The figure is the CPU time of the process over a block, all threads, from the first call until nothing is in flight any
-more and the journal is written, without what script and storage took themselves; per request, the median of the blocks.
-By part: samples of the loop's thread in further blocks, by the innermost frame that belongs to a part, and the CPU time
-of each thread. Pages are tiny, so that moving bytes hides nothing.
+The figure is the CPU time of the process over a block, all threads, from the first call until nothing is in flight and
+the journal is written, without the time of script and storage; per request, the median of the blocks. The figures by
+part come from samples of the loop's thread in further blocks, by the innermost frame that belongs to a part, and from
+the CPU time of each thread. Pages are tiny, so that moving bytes does not dominate.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ OUTPUT_TOKENS = 64
 TIERS = ("l1", "l2", "l3")
 IDLE_S = 2.0
 ADVISED_THRESHOLDS = (50_000, 20, 50)
-"""What docs/operating.md says for thousands of requests in flight."""
+"""Settings of the cycle collector that docs/operating.md advises for thousands of requests in flight."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is served."""
+    """Description of the requests to serve."""
 
     prompt_tokens: int
     page_size: int
@@ -68,13 +68,13 @@ class Load:
 
     @property
     def layout(self) -> KVLayout:
-        """The smallest pages that there are."""
+        """Return the smallest possible pages."""
         return KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", page_size=self.page_size)
 
 
 @dataclass
 class Figures:
-    """What was measured at one number of requests in flight. Times are CPU in µs a request, medians of the blocks."""
+    """Results at one number of requests in flight. Times are CPU in µs per request, medians of the blocks."""
 
     in_flight: int
     blocks: int
@@ -85,7 +85,7 @@ class Figures:
     """From there until everything is backed up."""
     blocks_us: list[float]
     rig_us: float
-    """What script and storage took, which is not in the figures."""
+    """Time of script and storage, which is not included in the figures."""
     events: float
     journal_bytes: float
     threads_us: dict[str, float] = field(default_factory=dict)
@@ -94,14 +94,14 @@ class Figures:
 
 @dataclass(frozen=True)
 class Block:
-    """What one block took. Times are CPU seconds."""
+    """Results of one block. Times are CPU seconds."""
 
     restore_s: float
     """Until all were READY."""
     finish_s: float
     """From there until everything was backed up."""
     rig_s: float
-    """What script and storage took, which is not in the two."""
+    """Time of script and storage, which is not included in the two."""
     sources: Counter[str]
     """Tokens by source."""
     threads_s: dict[str, float]
@@ -117,7 +117,7 @@ class Rig:
         self.requests = 0
         self._random = random.Random(seed)
         self._pages = -(-(load.prompt_tokens + OUTPUT_TOKENS) // load.page_size) + 1
-        # Room for all that is in flight, for what they find cached, and for little else.
+        # Room for the requests in flight and their cached halves, and for little else.
         self._device_pages = int(max(in_flight, 8) * self._pages * 1.25)
         self._host_pages = 2 * self._device_pages
         self.script = Script(chunk_pages=load.chunk_tokens // load.page_size, page_size=load.page_size)
@@ -142,16 +142,19 @@ class Rig:
 
     @property
     def rig_cpu_s(self) -> float:
-        """CPU time that the surroundings took."""
+        """CPU time of script and storage."""
         return self.script.cpu_s + self.storage.cpu_s
 
     def tokens(self, count: int) -> array[int]:
-        """Tokens that nobody had before."""
+        """Return tokens that were not used before."""
         packed = self._random.randbytes(2 * count)
         return array("I", array("H", packed))
 
     async def prepare(self) -> list[array[int]]:
-        """Prompts for a block, whose first halves are in the tiers; everything else in the pools is of no use."""
+        """Return prompts for a block, with their first halves in the tiers.
+
+        The rest of the pools holds unrelated pages.
+        """
         half = self.load.prompt_tokens // 2
         prefixes: dict[str, list[array[int]]] = {tier: [] for tier in TIERS}
         for number in range(self.in_flight):
@@ -169,7 +172,7 @@ class Rig:
         return [prefix + self.tokens(rest) for tier in TIERS for prefix in prefixes[tier]]
 
     async def _fill(self, pages: int) -> None:
-        """Serve prompts until so many pages were taken."""
+        """Serve prompts until this many pages were taken."""
         count = -(-pages // (self.load.prompt_tokens // self.load.page_size))
         await self._serve_all([self.tokens(self.load.prompt_tokens) for _ in range(count)])
 
@@ -229,7 +232,7 @@ class Rig:
 
 
 async def measure(load: Load, in_flight: int, blocks: int, *, journal: bool, parts: bool, show: int) -> Figures:
-    """The figures at one number of requests in flight."""
+    """Return the figures at one number of requests in flight."""
     with tempfile.TemporaryDirectory(prefix="tidekv-") as folder:
         path = Path(folder) / "run.journal"
         rig = Rig(load, in_flight, str(path) if journal else None)
@@ -275,7 +278,7 @@ async def _by_part(rig: Rig, figures: Figures, blocks: int, show: int) -> None:
 
 
 async def measure_idle(load: Load) -> float:
-    """Share of a core that an engine takes which has served and has nothing to do."""
+    """Return the share of a core that an idle engine takes after having served requests."""
     rig = Rig(load, 16, None)
     async with rig.engine:
         await rig.block()
@@ -289,7 +292,7 @@ def _size_of(path: Path) -> int:
 
 
 def set_collector(collector: str) -> None:
-    """Set Python's cycle collector as docs/operating.md says ("advised"), or leave it as Python has it."""
+    """Set Python's cycle collector as docs/operating.md advises ("advised"), or leave its default."""
     if collector == "advised":
         gc.collect()
         gc.freeze()
@@ -297,10 +300,10 @@ def set_collector(collector: str) -> None:
 
 
 def main() -> None:
-    """Read the options, measure, print."""
+    """Parse the options, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 16, 256, 1024, 4096])
-    parser.add_argument("--requests", type=int, default=1024, help="so many at least, at each number in flight")
+    parser.add_argument("--requests", type=int, default=1024, help="minimum requests at each number in flight")
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--chunk-tokens", type=int, default=512)
@@ -310,10 +313,10 @@ def main() -> None:
         "--collector",
         choices=("default", "advised"),
         default="default",
-        help="Python's cycle collector: as Python sets it, or as docs/operating.md says for many requests in flight",
+        help="Python's cycle collector: its default, or as docs/operating.md advises for many requests in flight",
     )
-    parser.add_argument("--no-parts", action="store_true", help="leave out the sampling by part")
-    parser.add_argument("--lines", type=int, default=0, help="show so many functions with the most samples")
+    parser.add_argument("--no-parts", action="store_true", help="skip the sampling by part")
+    parser.add_argument("--lines", type=int, default=0, help="number of functions with the most samples to show")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     set_collector(options.collector)

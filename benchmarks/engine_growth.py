@@ -1,9 +1,9 @@
-"""What a request costs with many in flight, over few: `python benchmarks/engine_growth.py --json FILE`.
+"""Cost per request with many in flight relative to few: `python benchmarks/engine_growth.py --json FILE`.
 
 Two engines of `engine.py` in one process, under its load: one serves blocks of 256 requests, the other of 4,096. A
-round is blocks of the first, one of the second, and blocks of the first again, so that a machine that becomes slower
-for minutes takes from both; the figure is the median of the rounds. Python's cycle collector is set as
-docs/operating.md says for so many in flight.
+round consists of blocks of the first, one block of the second, and blocks of the first again, so that a machine that
+slows down for minutes affects both. The figure is the median of the rounds. Python's cycle collector is set as
+docs/operating.md advises for this many in flight.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from engine import TIERS, Load, Rig, set_collector  # noqa: TID251  # Not that o
 
 LOAD = Load(prompt_tokens=4096, page_size=64, chunk_tokens=512, tiers=TIERS)
 FEW_BLOCKS = 3
-"""So many before, and so many after the one block of many."""
+"""Number of small blocks before the large one, and after it."""
 
 
 async def block_us(rig: Rig) -> float:
-    """CPU µs a request of one block."""
+    """Return CPU µs per request of one block."""
     block = await rig.block()
     return (block.restore_s + block.finish_s) * 1e6 / rig.in_flight
 
 
 async def measure(figures: Figures, few: int, many: int, rounds: int) -> None:
-    """Rounds of both, after one block of each."""
+    """Measure rounds of both, after one warm-up block of each."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidekv-bench-")))
         rigs = [Rig(LOAD, in_flight, str(folder / f"{in_flight}.journal")) for in_flight in (few, many)]
@@ -48,7 +48,7 @@ async def measure(figures: Figures, few: int, many: int, rounds: int) -> None:
 
 
 def main() -> None:
-    """Read the options and measure."""
+    """Parse the options and measure."""
     parser = option_parser(__doc__)
     parser.add_argument("--few", type=int, default=256)
     parser.add_argument("--many", type=int, default=4096)

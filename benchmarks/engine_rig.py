@@ -1,8 +1,8 @@
-"""What surrounds the engine in `benchmarks/engine.py`: a prefill that answers by script, and storage without bytes.
+"""Environment of the engine in `benchmarks/engine.py`: a scripted prefill, and storage without bytes.
 
-Both are in the engine's process and on its loop, so that nothing else runs beside it, and both measure the CPU time
-that they take themselves, which is none of the engine's. What they are asked goes through the engine's own code down to
-the frame (`wire.encode_frame`, `wire.decode_body`) and down to the call of the storage engine.
+Both run in the engine's process and on its loop, so that nothing runs beside it, and both measure their own CPU time,
+which is not the engine's. Calls go through the engine's own code down to the frame (`wire.encode_frame`,
+`wire.decode_body`) and down to the call of the storage engine.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from tidekv.transports import wire
 from tidekv.transports.base import Link, Listener, PeerMemory
 
 FRAMES_A_TURN = 64
-"""So many frames come at once: what a socket's buffer holds of them is of that order."""
+"""Frames that arrive at once, of the order of what a socket's buffer holds."""
 
 
 class Script:
-    """The prefill side: holds its answers back until `expected` rooms are open, and then answers all of them in turns.
+    """The prefill side. It waits with its answers until `expected` rooms are open, and then answers all in turns.
 
-    So all requests are in flight at the same time. Each turn brings one chunk of each room, as a prefill does that
+    This way all requests are in flight at the same time. Each turn sends one chunk of each room, as a prefill does that
     computes many prompts chunk by chunk.
     """
 
     def __init__(self, *, chunk_pages: int, page_size: int) -> None:
         self.expected = 1
         self.cpu_s = 0.0
-        """What this side of the wire has taken."""
+        """CPU time of this side of the wire."""
         self._chunk_pages = chunk_pages
         self._page_size = page_size
         self._rooms: list[tuple[ScriptedLink, wire.Promise]] = []
         self._frames: deque[tuple[ScriptedLink, bytes]] = deque()
 
     def take(self, link: ScriptedLink, frame: bytes) -> None:
-        """A frame of decode."""
+        """Process a frame from decode."""
         started_s = time.thread_time()
         message = wire.decode_body(frame[wire.LENGTH.size :])
         if isinstance(message, wire.Hello):
@@ -123,7 +123,7 @@ class ScriptedLink:
         return wire.decode_body(frame[wire.LENGTH.size :])
 
     def deliver(self, frame: bytes) -> None:
-        """A frame for decode."""
+        """Queue a frame for decode."""
         self._incoming.append(frame)
         self._arrived.set()
 
@@ -137,7 +137,7 @@ class ScriptedLink:
 
 
 class ScriptedTransport:
-    """See `Transport`: it dials one script, whatever the address."""
+    """See `Transport`. Every address dials the same script."""
 
     name = "decode"
     instance = "decode-bench"
@@ -157,14 +157,14 @@ class ScriptedTransport:
 
     async def add_peer(self, instance: str, metadata: bytes, memory: PoolMemory) -> PeerMemory:
         """See `Transport.add_peer`."""
-        raise NotImplementedError("decode writes to nobody")
+        raise NotImplementedError("decode never writes")
 
     async def remove_peer(self, peer: PeerMemory) -> None:
         """See `Transport.remove_peer`."""
 
     async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
         """See `Transport.write`."""
-        raise NotImplementedError("decode writes to nobody")
+        raise NotImplementedError("decode never writes")
 
     def check_address(self, address: str) -> None:
         """See `Transport.check_address`."""
@@ -175,7 +175,7 @@ class ScriptedTransport:
 
     async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> Listener:
         """See `Transport.listen`."""
-        raise NotImplementedError("nobody dials decode")
+        raise NotImplementedError("decode never listens")
 
     async def wait_gone(self, instance: str, hello: wire.Hello) -> None:
         """See `Transport.wait_gone`."""
@@ -190,14 +190,14 @@ class ScriptedTransport:
 
 
 class KeyStorage:
-    """A storage engine that knows keys and holds no bytes; see `Storage`. Its calls end a turn of the loop later."""
+    """Storage engine that keeps keys but no bytes; see `Storage`. Its calls end one turn of the loop later."""
 
     uri = "keys:"
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
         self.cpu_s = 0.0
-        """What it has taken itself."""
+        """CPU time of its own calls."""
 
     async def register(self, pool: PoolMemory, buffer_of: object, *, namespace: bytes, poller: Poller) -> None:
         """See `Storage.register`."""
@@ -220,7 +220,7 @@ class KeyStorage:
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Storage.delete`."""
-        raise NotImplementedError("nobody deletes here")
+        raise NotImplementedError("this benchmark never deletes")
 
     async def clear(self) -> int:
         """See `Storage.clear`."""

@@ -1,4 +1,4 @@
-"""Where CPU time goes in `benchmarks/engine.py`: samples of the loop's thread by part, and the time of each thread."""
+"""CPU time in `benchmarks/engine.py`: samples of the loop's thread by part, and the time of each thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS = (
 
 
 class Sampler:
-    """Counts where the loop's thread is, in ticks of the process's CPU time."""
+    """Samples the position of the loop's thread, in ticks of the process's CPU time."""
 
     def __init__(self) -> None:
         self.parts: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class Sampler:
 
 
 def thread_times() -> dict[str, float]:
-    """CPU time of each thread of this process, by name. (On Linux.)"""
+    """Return the CPU time of each thread of this process, by name (Linux only)."""
     return {
         thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
         for thread in threading.enumerate()

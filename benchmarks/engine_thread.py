@@ -1,10 +1,10 @@
-"""What a synchronous scheduler pays for each call of an `EngineThread`: `python benchmarks/engine_thread.py`.
+"""Cost of each call of an `EngineThread` for a synchronous scheduler: `python benchmarks/engine_thread.py`.
 
-Two rigs on loopback. In the first, 256 requests wait for a prefill worker that never answers: that is a poll with
-nothing new, while the engine's thread has its beats and timers to do. In the second, 256 requests are READY, and a loop
-grows them token by token as continuous batching does. Times are those of the calling thread, wall clock, in µs: the
-interpreter lock is shared with the engine's thread, and what that takes of it is in them. The bound for a poll with
-nothing new is 5 µs; the exit code is 1 where its median or mean is above.
+Two rigs on loopback. In the first, 256 requests wait for a prefill worker that never answers; it measures a poll
+without news while the engine's thread runs its heartbeats and timers. In the second, 256 requests are READY, and a loop
+grows them token by token, as in continuous batching. Times are wall-clock times of the calling thread in µs, which
+include waiting for the interpreter lock that the engine's thread shares. A poll without news must take at most 5 µs;
+the exit code is 1 if its median or mean is above.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", p
 
 
 async def never_answer(room: Room) -> None:
-    """A prefill worker that takes its time."""
+    """Serve a room without ever answering."""
     await room.received()
 
 
 @contextmanager
 def rig(*, answers: bool) -> Iterator[EngineThread]:
-    """An engine's thread, and a prefill peer on the same loop."""
+    """Yield an engine's thread with a prefill peer on the same loop."""
     network = LoopbackNetwork()
     pool = DevicePool.allocate(LAYOUT, IN_FLIGHT * 5)
     serve = SyntheticPrefill(pool).serve if answers else never_answer
@@ -69,7 +69,7 @@ def rig(*, answers: bool) -> Iterator[EngineThread]:
 
 
 def timed(call: Callable[[], object], count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Call it so often; returns the time of each call in µs, less what reading the clock takes."""
+    """Return the time of each of `count` calls in µs, minus the cost of reading the clock."""
     clock = time.perf_counter_ns
     stamps = np.empty(count + 1, dtype=np.int64)
     for number in range(count):
@@ -105,7 +105,7 @@ def take_all(thread: EngineThread) -> list[ReadyRequest]:
 
 
 def main() -> int:
-    """Measure all and print the table."""
+    """Measure all calls and print the table."""
     rows: list[tuple[str, np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
     with rig(answers=False) as thread:
         rows.append(("poll, nothing in flight", timed(thread.poll, POLLS)))

@@ -1,10 +1,10 @@
-"""What a measuring program leaves behind: a JSON file of named figures, words on each, and what is missing and why.
+"""Output of a measuring program: a JSON file of named figures, comments on each, and what is missing and why.
 
     {"figures": {"sglang.match.array": 4.1}, "words": {"sglang.match.array": "25 µs against 103 µs"},
      "missing": {"sglang.": "it did not come from the registry"}, "notes": ["4000 requests, …"]}
 
-`missing` is by the beginning of names. The file is written with every figure, so that what was measured stays, however
-the program ends.
+Keys of `missing` are prefixes of names. The file is written again with every figure, so that earlier figures are kept
+if the program fails later.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from peers import PeerMissing
 
 
 def option_parser(what: str | None) -> argparse.ArgumentParser:
-    """The options that every measuring program has: where its figures go."""
+    """Return a parser with the option that every measuring program has: the output file."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     return parser
 
 
 class Figures:
-    """Collects figures and writes them at the end of the block. A missing peer ends the block and is one of them."""
+    """Collects figures and writes them. PeerMissing ends the block and is recorded as missing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,18 +37,18 @@ class Figures:
         self._notes: list[str] = []
 
     def add(self, name: str, value: float, words: str = "") -> None:
-        """One figure."""
+        """Add a figure."""
         self._figures[name] = value
         if words:
             self._words[name] = words
         self._write()
 
     def missing(self, beginning: str, why: str) -> None:
-        """Figures whose names begin so cannot be measured here."""
+        """Record that figures with this prefix cannot be measured here."""
         self._missing[beginning] = why
 
     def note(self, words: str) -> None:
-        """Something for whoever reads the table."""
+        """Add a remark to the report."""
         self._notes.append(words)
 
     def __enter__(self) -> Self:
@@ -68,6 +68,6 @@ class Figures:
 
 
 def over_n_log_n(first: tuple[float, float], last: tuple[float, float]) -> float:
-    """Growth of the cost from (n, seconds) to (n, seconds), over that of n log n."""
+    """Return the growth of the cost between two points (n, seconds), divided by the growth of n log n."""
     (few, few_s), (many, many_s) = first, last
     return (many_s / few_s) / (many * math.log(many) / (few * math.log(few)))

@@ -1,8 +1,9 @@
-"""What the CUDA paths reach on this machine's GPU: `python benchmarks/gpu.py [--json FILE]`, in a few minutes.
+"""Throughput of the CUDA paths on this machine's GPU: `python benchmarks/gpu.py [--json FILE]`, in a few minutes.
 
-Pinned copies are the limit; beside them pages at random places, both ways, in both forms; where the forms meet; how
-much a decode-like step is slowed down by copies beside it; the CPU time of the threads that wait for copies; the time
-until layer 0 can be read; and a NIXL write in device memory. Without a GPU it says so in one line, and nothing else.
+Pinned copies are the limit. Measured against it: pages at random places, in both directions and both forms; the size at
+which the forms are equal; the slowdown of a decode-like step by copies beside it; the CPU time of the threads that wait
+for copies; the time until layer 0 can be read; and a NIXL write in device memory. Without a GPU the program prints one
+line to that effect and exits.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from rich.table import Table
 from tidekv.backends.cuda_copies import KERNEL_BELOW_BYTES, CopyChoice, CopyForm
 
 NO_GPU = "there was no GPU: the CUDA paths have not run"
-# NIXL and UCX may end the process that asks too much of them.
+# In a process of its own with a timeout: NIXL and UCX may end a process that exceeds their capabilities.
 NIXL_TIMEOUT_S = 60
 
 
 @dataclass
 class Report:
-    """Figures by name as the target table wants them, the table's rows, and what could not be measured."""
+    """Figures by name for the target table, rows of the printed table, and what could not be measured."""
 
     about: dict[str, str]
     rows: list[tuple[str, str, str]] = field(default_factory=list)
@@ -42,15 +43,15 @@ class Report:
     missing: dict[str, str] = field(default_factory=dict)
 
     def row(self, what: str, measured: str, asked: str = "") -> None:
-        """One row."""
+        """Add a row."""
         self.rows.append((what, measured, asked))
 
     def figure(self, name: str, value: float, words: str) -> None:
-        """One figure of the target table."""
+        """Add a figure of the target table."""
         self.figures[name], self.words[name] = value, words
 
     def print(self) -> None:
-        """The table, under what it was measured on."""
+        """Print the table below a description of the machine."""
         table = Table("what", "measured", "asked", title=", ".join(f"{name} {is_}" for name, is_ in self.about.items()))
         for row in self.rows:
             table.add_row(*row)
@@ -58,7 +59,7 @@ class Report:
 
 
 def about() -> dict[str, str]:
-    """Card, driver, versions and date."""
+    """Return card, driver, versions and date."""
     found = {"card": torch.cuda.get_device_name(), "driver": driver(), "torch": torch.__version__}
     found["CUDA"] = str(torch.version.cuda)
     spec = importlib.util.find_spec("triton")
@@ -68,7 +69,7 @@ def about() -> dict[str, str]:
 
 
 def driver() -> str:
-    """The driver's version, where nvidia-smi says it."""
+    """Return the driver's version if nvidia-smi reports it."""
     if shutil.which("nvidia-smi") is None:
         return "unknown"
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -77,7 +78,7 @@ def driver() -> str:
 
 
 def measure_speeds(rig: Rig, report: Report) -> None:
-    """The limit, pages in both forms, and where these meet."""
+    """Measure the limit, pages in both forms, and the size at which these are equal."""
     limits = pinned_limits(rig)
     for way in (TO_DEVICE, TO_HOST):
         report.row(f"one pinned copy {way}, the limit", f"{limits[way]:.1f} GB/s")
@@ -103,7 +104,7 @@ def measure_speeds(rig: Rig, report: Report) -> None:
 
 
 async def measure_load(rig: Rig, report: Report) -> None:
-    """A step beside copies, the threads that wait, and layers."""
+    """Measure a step beside copies, the threads that wait, and layers."""
     step = decode_like(rig)
     chosen: dict[str, float] = {}
     for shape in SHAPES[:2]:
@@ -134,12 +135,12 @@ async def measure_load(rig: Rig, report: Report) -> None:
 
 
 def measure_nixl(report: Report) -> None:
-    """A write in device memory, by a process that may end as it likes."""
+    """Measure a write in device memory, in a process that may crash."""
     command = [sys.executable, "-W", "ignore", __file__, "--nixl-only"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NIXL_TIMEOUT_S)
         said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-        measured = said[-1] if said else f"it ended with {done.returncode}, and said nothing"
+        measured = said[-1] if said else f"it exited with {done.returncode} and printed nothing"
     except subprocess.TimeoutExpired:
         measured = f"it was not done after {NIXL_TIMEOUT_S} s"
     report.row("NIXL write between pools on the device", measured)
@@ -148,8 +149,8 @@ def measure_nixl(report: Report) -> None:
 def main() -> None:
     """Measure, print, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write figures and rows there")
-    parser.add_argument("--nixl-only", action="store_true", help="write by NIXL, and say how fast")
+    parser.add_argument("--json", type=Path, help="write figures and rows to this file")
+    parser.add_argument("--nixl-only", action="store_true", help="measure only the write by NIXL, and print its speed")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"not measured: {NO_GPU}")

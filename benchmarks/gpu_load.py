@@ -1,6 +1,6 @@
-"""What copies cost whatever else the machine does: a decode-like step beside them, the threads that wait, and layers.
+"""Interference of copies with other work: a decode-like step beside them, the threads that wait, and layers.
 
-Copies run here as an engine's do, through `PageCopier`, both ways at once and without a pause.
+Copies run as an engine's do, through `PageCopier`, in both directions at once and without a pause.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from tidekv.backends.device import DevicePool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.shapes import page_ids
 
-# Of one copy: what a prompt of some hundred tokens has.
+# Bytes of one copy: the KV of a prompt of some hundred tokens.
 COPY_BYTES = 64 << 20
 WAYS = (TO_DEVICE, TO_HOST)
-# Copies of one direction that are in flight at a time: enough that the bus is never without one.
+# Copies of one direction in flight at a time, enough to keep the bus busy.
 IN_FLIGHT = 3
 BATCH, HEADS = 64, 32
 
 
 @dataclass(frozen=True)
 class GraphedStep:
-    """A step that was captured. What it reads must live on, and the graph does not see to that."""
+    """A captured step. It keeps the tensors that the graph reads alive, which the graph itself does not."""
 
     graph: torch.cuda.CUDAGraph
     step: Callable[[], None]
 
     def __call__(self) -> None:
-        """Launch it all."""
+        """Launch the graph."""
         self.graph.replay()
 
 
 def decode_like(rig: Rig) -> Callable[[], None]:
-    """A step that reads weights and KV as decoding does, 2 GiB of them, and is bound by memory; as a CUDA graph."""
+    """Return a memory-bound step that reads 2 GiB of weights and KV like decoding, as a CUDA graph."""
     dtype, hidden, context = torch.bfloat16, rig.hidden, rig.context
     weights = [torch.randn(hidden, hidden, dtype=dtype, device=rig.device) for _ in range(8)]
     hidden_state = torch.randn(BATCH, hidden, dtype=dtype, device=rig.device)
@@ -71,7 +71,7 @@ def decode_like(rig: Rig) -> Callable[[], None]:
 
 
 def steps_ms(rig: Rig, step: Callable[[], None]) -> float:
-    """Milliseconds on the device of one step, of many that are queued at once."""
+    """Return milliseconds on the device per step, of many that are queued at once."""
     count = rig.steps
     if rig.device.type != "cuda":
         began_s = time.perf_counter()
@@ -91,7 +91,7 @@ def steps_ms(rig: Rig, step: Callable[[], None]) -> float:
 
 @asynccontextmanager
 async def copying(copier: PageCopier, pools: Pools, ways: tuple[str, ...] = WAYS) -> AsyncIterator[list[int]]:
-    """Copies these ways without a pause, as long as the block lasts; the list grows by each copy's bytes."""
+    """Copy in these directions without a pause for the duration of the block. The list grows by each copy's bytes."""
     pages = max(1, min(COPY_BYTES // pools.device.layout.page_bytes, pools.count // (2 * IN_FLIGHT)))
     above, below = pools.pages(1, seed=1), pools.pages(1, seed=2)
     done: list[int] = []
@@ -99,7 +99,7 @@ async def copying(copier: PageCopier, pools: Pools, ways: tuple[str, ...] = WAYS
     running = asyncio.Event()
 
     async def keep_copying(number: int, way: str) -> None:
-        # Each has pages of its own, so that no copy reads what another writes.
+        # Each copy has pages of its own, so that no copy reads what another writes.
         mine = slice(number * pages, (number + 1) * pages)
         up = way == TO_DEVICE
         while not stopped:
@@ -118,7 +118,7 @@ async def copying(copier: PageCopier, pools: Pools, ways: tuple[str, ...] = WAYS
 
 
 async def started(pools: Pools, choice: CopyChoice | None = None) -> PageCopier:
-    """A copier whose kernel is compiled, where there is one."""
+    """Return a started copier, with its kernel compiled if there is one."""
     copier = PageCopier(pools.device, pools.host, choice=choice)
     copier.start()
     await copier.to_device([], [])
@@ -128,7 +128,7 @@ async def started(pools: Pools, choice: CopyChoice | None = None) -> PageCopier:
 async def slowdown_percent(
     rig: Rig, pools: Pools, choice: CopyChoice | None, step: Callable[[], None], ways: tuple[str, ...] = WAYS
 ) -> float:
-    """How much longer steps take on the device while pages are copied these ways; the median of pairs."""
+    """Return the slowdown of steps on the device while pages are copied in these directions; the median of pairs."""
     copier = await started(pools, choice)
     slower = []
     await asyncio.to_thread(steps_ms, rig, step)
@@ -142,7 +142,7 @@ async def slowdown_percent(
 
 
 def lane_cpu_s(ending: str) -> float:
-    """CPU seconds of the lanes' threads whose names end so."""
+    """Return CPU seconds of the lanes' threads with this ending of their names."""
     clocks = [
         time.pthread_getcpuclockid(thread.ident)
         for thread in threading.enumerate()
@@ -152,7 +152,7 @@ def lane_cpu_s(ending: str) -> float:
 
 
 async def waiting_cpu(pools: Pools) -> dict[str, float]:
-    """Shares of a core, in percent, of the threads that wait and that launch while copies never pause; and copies/s."""
+    """Return percent of a core of the threads that wait and that launch while copies never pause, and copies/s."""
     copier = await started(pools)
     async with copying(copier, pools) as done:
         began_s, wait_s, launch_s = time.perf_counter(), lane_cpu_s("-wait"), lane_cpu_s("-launch")
@@ -167,7 +167,7 @@ async def waiting_cpu(pools: Pools) -> dict[str, float]:
 
 
 async def layer_times_ms(rig: Rig, pools: Pools) -> dict[str, float]:
-    """Milliseconds from the call until layer 0, and all layers, can be read; and of the same copy without layers."""
+    """Return milliseconds from the call until layer 0, and all layers, can be read; and of a copy without layers."""
     copier = await started(pools)
     pages = max(1, COPY_BYTES // pools.device.layout.page_bytes)
     above, below = pools.pages(1, seed=1)[:pages], pools.pages(1, seed=2)[:pages]
@@ -189,7 +189,7 @@ async def layer_times_ms(rig: Rig, pools: Pools) -> dict[str, float]:
 
 
 async def nixl_gb_s(rig: Rig, shape: Shape = SHAPES[1]) -> float:
-    """GB/s of a NIXL write between two pools in device memory, by two agents of this process. Raises what it raises."""
+    """Return GB/s of a NIXL write between two pools in device memory, by two agents of this process."""
     pages = max(2, rig.total_bytes // 4 // shape.layout.page_bytes)
     source, target = (DevicePool.allocate(shape.layout, pages, device=rig.device) for _ in range(2))
     source.rows[0].fill_(7)
@@ -209,7 +209,7 @@ async def nixl_gb_s(rig: Rig, shape: Shape = SHAPES[1]) -> float:
             await writer.write(peer, ids, ids)
             spent_s.append(time.perf_counter() - began_s)
         if not torch.equal(source.rows[0], target.rows[0]):
-            raise RuntimeError("NIXL said that the bytes are in place, and they are not")
+            raise RuntimeError("NIXL reported the write as done, but the bytes are not in place")
         return pages * shape.layout.page_bytes / statistics.median(spent_s) / 1e9
     finally:
         await writer.close()

@@ -1,6 +1,6 @@
-"""What `gpu.py` measures with: pools of a size, copies in one form, time that passes on the device, and its bus.
+"""Tools for `gpu.py`: pools of a given size, copies in one form, timing on the device, and the limit of its bus.
 
-Everything goes through a `Rig`, so that the program itself can be run without a GPU, on figures that mean nothing.
+Everything goes through a `Rig`, so that the program itself can be run without a GPU, with meaningless figures.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tidekv.backends.memory import PageIndex
 from tidekv.backends.piece_moves import Launch, triton_launch
 from tidekv.backends.streams import streams_of
 
-# Above and below every stretch that there is.
+# Below and above the length of every stretch.
 ALWAYS, NEVER = 1 << 60, 0
 TO_DEVICE, TO_HOST = "to device", "to host"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rig:
-    """A device, how much is copied at a time, and how often; and the decode-like step that is run beside copies."""
+    """A device, the size and number of copies, and the dimensions of the decode-like step beside copies."""
 
     device: torch.device
     total_bytes: int
@@ -42,18 +42,18 @@ class Rig:
 
     @classmethod
     def of_this_machine(cls) -> Rig:
-        """The current GPU: 512 MiB, or what an eighth of its free memory has."""
+        """Return a rig for the current GPU: 512 MiB, or an eighth of its free memory if that is less."""
         free_bytes, _ = torch.cuda.mem_get_info()
         device = torch.device("cuda", torch.cuda.current_device())
         return cls(device=device, total_bytes=min(512 << 20, free_bytes // 8), rounds=7)
 
     def synchronize(self) -> None:
-        """Wait until the device has nothing to do."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def gb_s(self, work: Callable[[], None], total_bytes: int) -> float:
-        """GB/s of work on a stream of its own, launching included: the median of the rounds, after one to warm up."""
+        """Return GB/s of work on a stream of its own, launch included: the median of the rounds after a warm-up."""
         stream, spent_s = streams_of(self.device).make(), []
         for _ in range(self.rounds + 1):
             self.synchronize()
@@ -66,7 +66,7 @@ class Rig:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's KV on one GPU, and the size of its pages."""
+    """KV of a model on one GPU, and the size of its pages."""
 
     name: str
     page_size: int
@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def layout(self) -> KVLayout:
-        """In bfloat16, with heads of 128."""
+        """Return the layout in bfloat16, with heads of 128."""
         return KVLayout(
             num_layers=self.layers,
             num_kv_heads=self.kv_heads,
@@ -94,7 +94,7 @@ SHAPES = (
     Shape("1 of 8 ranks", 64, kv_heads=1),
     Shape("1 of 8 ranks", 16, kv_heads=1),
 )
-# Pages of 32 KiB, of which stretches of any length can be made.
+# Pages of 32 KiB, from which stretches of any length can be formed.
 SMALL = Shape("4 layers, 1 head", 16, layers=4, kv_heads=1)
 
 
@@ -111,7 +111,7 @@ class Pools:
         self.host = HostPool.allocate(layout, 2 * self.count)
 
     def mover(self, kernel_below_bytes: int | None = None) -> CudaMover:
-        """A mover with its kernel compiled; by default it chooses as the engine does."""
+        """Return a mover with its kernel compiled. By default it chooses the form as the engine does."""
         choice = CopyChoice() if kernel_below_bytes is None else CopyChoice(kernel_below_bytes)
         mover = CudaMover(self.device, self.host, choice, find_launch=self.rig.find_launch)
         streams_of(self.rig.device).make().run(mover.warm_up)
@@ -119,13 +119,13 @@ class Pools:
         return mover
 
     def pages(self, run_pages: int, *, seed: int) -> PageIndex:
-        """Distinct pages: runs of so many, at random places."""
+        """Return distinct pages in runs of this length, at random places."""
         runs = -(-self.count // run_pages)
         starts = np.random.default_rng(seed).permutation(2 * self.count // run_pages)[:runs] * run_pages
         return (starts[:, None] + np.arange(run_pages)).reshape(-1)[: self.count].astype(np.int64)
 
     def gb_s(self, mover: CudaMover, way: str, run_pages: int = 1) -> float:
-        """Speed of copies of all pages, at random places of the device, in runs of host pages."""
+        """Return GB/s of copies of all pages, at random places of the device, in runs of host pages."""
         above, below = self.pages(1, seed=1), self.pages(run_pages, seed=2)
         count = min(len(above), len(below))
         above, below = above[:count], below[:count]
@@ -135,7 +135,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one form copies pages one way; `limit_gb_s` is one pinned copy of as many bytes: what the bus does."""
+    """Speed of one form for pages in one direction; `limit_gb_s` is that of one pinned copy of as many bytes."""
 
     shape: Shape
     way: str
@@ -146,13 +146,13 @@ class Speed:
 
     @property
     def percent(self) -> float:
-        """Of the limit."""
+        """Percent of the limit."""
         return 100 * self.gb_s / self.limit_gb_s
 
 
 def pinned_limits(rig: Rig) -> dict[str, float]:
-    """GB/s of one asynchronous copy of contiguous pinned memory, each way."""
-    pools = Pools(rig, SMALL)  # Which keeps its memory pinned for as long as it lives.
+    """Return GB/s of one asynchronous copy of contiguous pinned memory, in each direction."""
+    pools = Pools(rig, SMALL)  # Keeps its memory pinned while it is referenced.
     host = pools.host.buffer.view(-1)[: rig.total_bytes]
     device = torch.empty(len(host), dtype=torch.uint8, device=rig.device)
 
@@ -166,7 +166,7 @@ def pinned_limits(rig: Rig) -> dict[str, float]:
 
 
 def page_speeds(rig: Rig, limits: dict[str, float]) -> list[Speed]:
-    """Pages at random places on both sides, in all shapes, both ways, in both forms where there are two."""
+    """Return the speeds of pages at random places on both sides, in all shapes, directions and forms."""
     speeds = []
     for shape in SHAPES:
         pools = Pools(rig, shape)
@@ -182,7 +182,7 @@ def page_speeds(rig: Rig, limits: dict[str, float]) -> list[Speed]:
 
 
 def meeting_point(rig: Rig) -> list[tuple[int, dict[CopyForm, float]]]:
-    """GB/s of both forms, the slower way of each, by the bytes of a stretch of host memory; empty without a kernel."""
+    """Return GB/s of both forms, each in its slower direction, by bytes of a stretch; empty without a kernel."""
     pools = Pools(rig, SMALL)
     movers = {CopyForm.KERNEL: pools.mover(ALWAYS), CopyForm.ASYNC: pools.mover(NEVER)}
     if not movers[CopyForm.KERNEL].has_kernel:

@@ -1,9 +1,9 @@
-"""What it costs that some heads of a token are a stretch of their own: `python benchmarks/head_slices.py`.
+"""Cost of transferring slices of the heads within each token: `python benchmarks/head_slices.py`.
 
-Two processes, NIXL over shared memory; KV of 128 x 2 bytes a head and token, pages of 16 tokens, 16 layers. Each row
-writes the same bytes in two ways: as stretches of the slice within each token, which is what is done between unequal
-numbers of ranks, and as whole pieces of that size, which is what a layout with the heads outside of the tokens would
-allow. Beside it stands what it would cost to gather the slice into such pieces first, by one strided copy.
+Two processes, NIXL over shared memory; KV of 128 x 2 bytes per head and token, pages of 16 tokens, 16 layers. Each row
+writes the same bytes in two ways: as stretches of the slice within each token, as done between unequal numbers of
+ranks, and as whole pieces of that size, as a layout with heads outside of tokens would allow. The last column is the
+cost of first gathering the slice into such pieces by one strided copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tidekv.transports.slices import heads_of
 PAGE_SIZE = 16
 HEAD_BYTES = 256
 PIECES = 32
-CASES = [  # (heads of a prefill rank, heads of a decode rank): 8 heads in all
+CASES = [  # (heads of a prefill rank, heads of a decode rank), of 8 heads in all
     (4, 2),
     (2, 4),
     (8, 2),
@@ -37,12 +37,12 @@ CASES = [  # (heads of a prefill rank, heads of a decode rank): 8 heads in all
 
 
 def piece_bytes(heads: int) -> tuple[int, ...]:
-    """Bytes of each piece of a page with so many heads."""
+    """Return the bytes of each piece of a page with this many heads."""
     return (PAGE_SIZE * heads * HEAD_BYTES,) * PIECES
 
 
 async def write(ours: int, theirs: int, pages: int, rounds: int) -> float:
-    """Seconds of a write of the heads that both have."""
+    """Return the seconds of a write of the heads that both have."""
     count = min(ours, theirs)
     pool = NumpyPool(2 * pages, piece_bytes(ours), seed=1)
     child = await NixlChild.spawn(pages=2 * pages, pieces=piece_bytes(theirs))
@@ -71,7 +71,7 @@ async def write(ours: int, theirs: int, pages: int, rounds: int) -> float:
 
 
 def gather(ours: int, count: int, pages: int, rounds: int) -> float:
-    """Seconds of copying so many heads of each token together, for all pieces."""
+    """Return the seconds of gathering this many heads of each token, for all pieces."""
     source = torch.ones(PIECES, pages, PAGE_SIZE, ours, HEAD_BYTES, dtype=torch.uint8)
     target = torch.zeros(PIECES, pages, PAGE_SIZE, count, HEAD_BYTES, dtype=torch.uint8)
     times = []
@@ -83,7 +83,7 @@ def gather(ours: int, count: int, pages: int, rounds: int) -> float:
 
 
 async def measure(pages: int, rounds: int) -> Table:
-    """All rows."""
+    """Measure all rows."""
     title = f"{pages} pages at random, medians of {rounds}"
     table = Table(
         "prefill → decode heads", "bytes of a stretch", "MB", "stretches ms", "GB/s", "whole ms", "GB/s", title=title
@@ -100,7 +100,7 @@ async def measure(pages: int, rounds: int) -> Table:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Parse the options, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,10 +1,10 @@
-"""What the prefix index costs a request: conversations of many turns, replayed against the index and its accounts.
+"""Cost of the prefix index per request: conversations of many turns, replayed against the index and its page accounts.
 
     python benchmarks/index.py [--requests 4000] [--page-size 64] [--pages 15000]
 
 Each request matches its prompt, locks the match, makes room, takes pages, inserts, locks the leaf and stays locked
-until 16 later ones have come. Prompts are packed beforehand. Prints microseconds a request, by call; read them as
-orientation: they are medians over rounds in one process on whatever machine this is.
+until 16 later ones have arrived. Prompts are packed in advance. Prints microseconds per request, by call. They are for
+orientation: medians over rounds in one process on the current machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS = ("match", "lock", "evict", "take", "insert", "relock", "unlock")
 
 
 def conversations(count: int, page_size: int, seed: int = 7) -> list[bytes]:
-    """Packed prompts of `count` requests: 64 conversations at a time, each turn adds a question and an answer."""
+    """Return packed prompts of `count` requests: 64 conversations at a time, each turn adds question and answer."""
     source = np.random.default_rng(seed)
     system = [source.integers(0, 100_000, 2048, dtype=np.int32) for _ in range(4)]
     live: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
@@ -45,7 +45,7 @@ def conversations(count: int, page_size: int, seed: int = 7) -> list[bytes]:
 
 
 def replay(prompts: list[bytes], page_size: int, page_count: int) -> tuple[dict[str, float], float]:
-    """Run all requests on a fresh index; microseconds a request by step, and the share of pages that were matched."""
+    """Run all requests on a new index; returns microseconds per request by step, and the share of matched pages."""
     device = PageAccount("device", page_count)
     index = PrefixIndex(key_bytes=page_size * 4, device=device, host=PageAccount("host", 0))
     held: deque[Receipt] = deque()

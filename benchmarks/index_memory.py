@@ -1,8 +1,8 @@
-"""What a page in the index costs in memory: `python benchmarks/index_memory.py --json FILE [--trace RECORDING]`.
+"""Memory per page in the index: `python benchmarks/index_memory.py --json FILE [--trace RECORDING]`.
 
-A recording is entered, without evictions, until the index holds a million pages; what the interpreter has allocated for
-the index meanwhile, without the bytes of the keys themselves, is divided by the pages. Without a recording: prompts of
-150 pages, each of which shares 50 with others.
+A recording is inserted, without evictions, until the index holds a million pages. The memory that the interpreter has
+allocated for the index, without the bytes of the keys, is divided by the number of pages. Without a recording the
+prompts have 150 pages, of which 50 are shared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARED, OWN = 50, 100
 
 
 def made_up() -> Iterator[bytes]:
-    """Prompts that begin with one of a hundred beginnings."""
+    """Yield prompts that begin with one of a hundred prefixes."""
     number = 0
     while True:
         begin = np.random.default_rng(number % 100).integers(0, VOCABULARY, SHARED * PAGE, dtype=np.uint32)
@@ -36,14 +36,14 @@ def made_up() -> Iterator[bytes]:
 
 
 def recorded(path: Path) -> Iterator[bytes]:
-    """Prompts of a recording, in whole pages."""
+    """Yield the prompts of a recording, in whole pages."""
     for request in read_trace(path, TraceOptions(time_scale=0.0)):
         packed = request.prompt.packed(VOCABULARY)
         yield packed[: len(packed) // KEY_BYTES * KEY_BYTES]
 
 
 def main() -> None:
-    """Read the options and measure."""
+    """Parse the options and measure."""
     parser = option_parser(__doc__)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--pages", type=int, default=1_000_000)

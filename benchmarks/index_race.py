@@ -1,13 +1,13 @@
-"""Prefix indexes beside a peer's, in one process, on the same prompts: `python benchmarks/index_race.py sglang|vllm`.
+"""Comparison of prefix indexes in one process on the same prompts: `python benchmarks/index_race.py sglang|vllm`.
 
-A recording is replayed: per request the prompt is matched and locked, room is made, pages are taken, the prompt is
-entered and stays locked until 16 later ones have come. Prompts are in each index's own type beforehand: an int64 array
-and packed tokens for ours, `array("q")` for SGLang, a list of ints for vLLM. Indexes take turns in rounds; ratios are
-taken within a round, and their median counts; short calls have more rounds. Beside SGLang also: matching a cached
-prompt of 32k tokens, evicting 10k tokens from 2,000 leaves, lock and unlock at three depths, and the chain of page
-hashes.
+A recording is replayed: for each request the prompt is matched and locked, room is made, pages are taken, the prompt is
+inserted and stays locked until 16 later ones have arrived. Prompts are converted to each index's own form in advance:
+an int64 array and packed tokens for tidekv, `array("q")` for SGLang, a list of ints for vLLM. Indexes take turns in
+rounds; ratios are taken within a round, and their median is the figure; short calls have more rounds. Next to SGLang
+also: matching a cached prompt of 32k tokens, evicting 10k tokens from 2,000 leaves, lock and unlock at three depths,
+and the chain of page hashes.
 
-Times are CPU times of the one thread, so that who else is on the machine matters less. Writes figures as JSON, see
+Times are CPU times of the one thread, to reduce the influence of other processes. Writes figures as JSON, see
 `figures.py`.
 """
 
@@ -41,7 +41,7 @@ EVICTED, LEAVES, LEAF_TOKENS = 10_000, 2000, 1024
 
 
 def read_prompts(path: Path, count: int) -> list[Ids]:
-    """The first prompts of a recording, cut to whole pages."""
+    """Return the first prompts of a recording, cut to whole pages."""
     prompts = []
     for request in read_trace(path, TraceOptions(time_scale=0.0, requests_max=count)):
         ids = np.frombuffer(request.prompt.packed(VOCABULARY), "<u4").astype(np.int64)
@@ -51,7 +51,7 @@ def read_prompts(path: Path, count: int) -> list[Ids]:
 
 
 def replay(tree: OurTree | SglangTree, prompts: list[Ids]) -> list[int]:
-    """Nanoseconds of each request but the first ones."""
+    """Return nanoseconds of each request, without the first ones."""
     held: deque[Any] = deque()
     spent = []
     gc.collect()
@@ -77,7 +77,7 @@ def replay(tree: OurTree | SglangTree, prompts: list[Ids]) -> list[int]:
 
 
 def replay_vllm(pool: VllmPool, prompts: list[Ids]) -> list[int]:
-    """The same with vLLM's calls."""
+    """Replay as above, with vLLM's calls."""
     held: deque[Any] = deque()
     spent = []
     gc.collect()
@@ -100,7 +100,7 @@ def replay_vllm(pool: VllmPool, prompts: list[Ids]) -> list[int]:
 def race_on_trace(
     figures: Figures, prompts: list[Ids], rounds: int, peer: str, run_peer: Callable[[int], list[int]]
 ) -> None:
-    """Rounds at each capacity; the least of the capacities' ratios counts."""
+    """Run rounds at each capacity; the figure is the smallest of the capacities' ratios."""
     least: dict[str, tuple[float, str]] = {}
     for capacity in CAPACITIES:
         ratios: dict[str, list[float]] = {}
@@ -129,7 +129,7 @@ def race_on_trace(
 
 
 def per_call_ns(work: Callable[[], object], *, least_ms: float = 4.0) -> float:
-    """Nanoseconds of a call that can be repeated."""
+    """Return nanoseconds per call of a repeatable function."""
     work()
     count = 1
     while True:
@@ -143,14 +143,14 @@ def per_call_ns(work: Callable[[], object], *, least_ms: float = 4.0) -> float:
 
 
 def race(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> tuple[float, float, float]:
-    """Median of theirs by ours within rounds, and the medians of both."""
+    """Return the median ratio of theirs to ours within rounds, and the medians of both."""
     pairs = [(ours(), theirs()) for _ in range(rounds)]
     ratio = statistics.median(other / own for own, other in pairs)
     return ratio, statistics.median(own for own, _ in pairs), statistics.median(other for _, other in pairs)
 
 
 def race_match(figures: Figures, rounds: int) -> None:
-    """A cached prompt of 32k tokens, as one node."""
+    """Compare the match of a cached prompt of 32k tokens, as one node."""
     ids = numbers(LONG, 1)
     trees: dict[str, OurTree | SglangTree] = {
         "array": OurTree(PAGE, 1_000_000, packed=False),
@@ -170,7 +170,7 @@ def race_match(figures: Figures, rounds: int) -> None:
 
 
 def race_eviction(figures: Figures, rounds: int) -> None:
-    """10k tokens, the least recently used ones of 2,000 leaves; the leaves that went are entered again."""
+    """Compare the eviction of 10k tokens from 2,000 leaves in LRU order; evicted leaves are inserted again."""
     trees = [OurTree(PAGE, 4_000_000, packed=True), SglangTree(PAGE, 4_000_000)]
     seeds = iter(range(10_000, 90_000))
     for tree in trees:
@@ -191,7 +191,7 @@ def race_eviction(figures: Figures, rounds: int) -> None:
 
 
 def race_locks(figures: Figures, rounds: int) -> None:
-    """Lock and unlock at the end of a path of so many nodes; the least of the depths' ratios counts."""
+    """Compare lock and unlock at the end of a path of several nodes; the figure is the smallest ratio of the depths."""
     told, least = list[str](), float("inf")
     for depth in DEPTHS:
         ids = numbers(PAGE * depth, 9)
@@ -211,7 +211,7 @@ def race_locks(figures: Figures, rounds: int) -> None:
 
 
 def race_keys(figures: Figures, rounds: int) -> None:
-    """The chain of page hashes over 32k tokens, which both must make alike."""
+    """Compare the chain of page hashes over 32k tokens, which must be equal."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_hash_str
 
@@ -232,7 +232,7 @@ def race_keys(figures: Figures, rounds: int) -> None:
 
 
 def note_limits(figures: Figures) -> None:
-    """What nobody who compares, copies or hashes 32k tokens can be faster than."""
+    """Note lower bounds for comparing, copying or hashing 32k tokens."""
     packed = numbers(LONG, 1).astype("<u4").tobytes()
     same = bytes(bytearray(packed))
     within = b"\0" * 64 + packed
@@ -246,11 +246,11 @@ def note_limits(figures: Figures) -> None:
 
 
 def main() -> None:
-    """Read the options, prepare the peer, race."""
+    """Parse the options, prepare the peer, race."""
     parser = option_parser(__doc__)
     parser.add_argument("peer", choices=("sglang", "vllm"))
     parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
-    parser.add_argument("--trace", type=Path, help="a recording; without one only what needs none is measured")
+    parser.add_argument("--trace", type=Path, help="a recording; without one, measurements that need it are skipped")
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()

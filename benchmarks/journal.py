@@ -1,23 +1,23 @@
-"""What a journal costs: `python benchmarks/journal.py`, CPU time of the engine's process per request.
+"""Cost of a journal: `python benchmarks/journal.py`, CPU time of the engine's process per request.
 
 Two processes with an engine each, one with a journal and one without, and the load of `engine.py` for both: prompts of
 4,096 tokens, the first half of which is cached in device memory, host memory or storage, 256 of them in flight at once,
-and pools that are full. Prefill answers by script, and storage keeps keys alone, so no other process takes part.
+and full pools. Prefill is scripted, and storage keeps only keys, so no other process takes part.
 
-Both engines make their tiers ready for the same prompts; then both serve them at the same time and on the same core,
-which the system gives now to the one and now to the other, some milliseconds each. So whatever the machine does to its
-speed hits both alike. It did not while one process served a block with the one engine and then with the other: such
-pairs were spread over tens of points, and told 10 and 11 % where these tell 14. Two engines on one core find colder
-caches than one alone, which may add to that. A block's figure is the CPU time of the process, all threads, from the
-first call until nothing is in flight any more and the journal is written, without what script and storage took
-themselves. The figure is the median over the pairs of how much it grows, and beside it the ratio of the two sums.
+Both engines prepare their tiers for the same prompts, and then serve them at the same time on the same core, between
+which the system switches every few milliseconds. Changes of the machine's speed thus affect both alike. This was not so
+when one process served blocks with the two engines in turn: such pairs were spread over tens of points, with medians of
+10 and 11 % instead of the 14 % found here. Two engines on one core have colder caches than a single one, which may add
+to that. The figure of a block is the CPU time of the process, all threads, from the first call until nothing is in
+flight and the journal is written, without the time of script and storage. The result is the median increase over the
+pairs, and next to it the ratio of the sums.
 
-Then what the journal takes is seen directly, in blocks of a third engine: the time of its calls on the loop, without
-that of the clock, and of its thread. That leaves out what it does to the caches of everybody else, which is a good part
-of it. Then the journal is replayed.
+Then the journal's own time is measured directly, in blocks of a third engine: its calls on the loop, without the cost
+of the clock, and its thread. This excludes its effect on the caches of other code, which is a large part of its cost.
+Then the journal is replayed.
 
-In the end, what `journal_conversations.py` measures, in a process of its own: conversations over NIXL, with shorter
-prompts that are nearly all cached. Until version 5 of the journal that was the figure.
+Finally `journal_conversations.py` runs in a process of its own: conversations over NIXL, with shorter prompts that are
+nearly all cached. Until version 5 of the journal that was the figure.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ CLOCK_CALLS = 20_000
 
 
 class Side:
-    """One of the two engines, and what its blocks took."""
+    """One of the two engines, and the results of its blocks."""
 
     def __init__(self, load: Load, in_flight: int, journal: str | None) -> None:
         self.rig = Rig(load, in_flight, journal)
         self.block_us: list[float] = []
-        """CPU a request, for each block."""
+        """CPU per request, for each block."""
         self.loop_s = self.writer_s = 0.0
         self.calls = 0
-        """Steps that were watched."""
+        """Observed steps."""
 
     def watch_journal(self) -> None:
-        """From now on, add up what the loop spends in the journal. That costs something as well."""
+        """From now on, sum up the loop's time in the journal. The measurement itself has a cost, too."""
         journal, driver = self.rig.engine._parts.journal, self.rig.engine._parts.driver
         assert journal is not None
         clock = time.thread_time
@@ -78,15 +78,15 @@ class Side:
         driver._watchers = tuple(between if watcher is journal else watcher for watcher in driver._watchers)
 
     async def prepare(self) -> tuple[list[array[int]], list[array[int]]]:
-        """Prompts and outputs of a block."""
+        """Return prompts and outputs of a block."""
         prompts = await self.rig.prepare()
         outputs = [self.rig.tokens(OUTPUT_TOKENS) for _ in prompts]
-        # What the journal still has to write belongs to no block.
+        # Data that the journal has yet to write must not count for the next block.
         await asyncio.sleep(3 * COALESCE_S)
         return prompts, outputs
 
     async def serve(self, prompts: list[array[int]], outputs: list[array[int]]) -> None:
-        """One block."""
+        """Serve one block."""
         rig = self.rig
         rig.script.expected = len(prompts)
         gc.collect()
@@ -106,7 +106,7 @@ class Side:
 
 
 def _writer_cpu_s() -> float:
-    """CPU time of the journal's thread. (On Linux; it is a part of the process's time.)"""
+    """Return the CPU time of the journal's thread (Linux only), which is part of the process's time."""
     for thread in threading.enumerate():
         if thread.name == "tidekv-journal" and thread.ident is not None:
             return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -114,7 +114,7 @@ def _writer_cpu_s() -> float:
 
 
 def _clock_s() -> float:
-    """What asking the clock twice adds to a time that is taken with it."""
+    """Return the time that two readings of the clock add to a measured interval."""
     started_s = time.thread_time()
     for _ in range(CLOCK_CALLS):
         time.thread_time()
@@ -122,7 +122,7 @@ def _clock_s() -> float:
 
 
 class Process:
-    """One of the two engines that are compared, in a process of its own."""
+    """One of the two compared engines, in a process of its own."""
 
     def __init__(self, arguments: list[str], side: str) -> None:
         self._process = subprocess.Popen(
@@ -133,13 +133,13 @@ class Process:
         )
 
     def say(self, word: str) -> None:
-        """One line to the process."""
+        """Send a line to the process."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
     def hear(self) -> str:
-        """One line from it. Raises RuntimeError where it has ended."""
+        """Return a line from the process. Raises RuntimeError if it has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -147,12 +147,12 @@ class Process:
         return line.strip()
 
     def end(self) -> None:
-        """Have it end, and wait for that."""
+        """Make the process end, and wait for it."""
         self._process.communicate("end\n")
 
 
 async def _be_a_side(load: Load, in_flight: int, journal: str | None) -> None:
-    """What such a process does: make ready, wait for the word, serve a block, tell the µs a request; and again."""
+    """Run one side: prepare, wait for the command, serve a block, print µs per request; repeatedly."""
     side = Side(load, in_flight, journal)
     async with side.rig.engine:
         while True:
@@ -165,7 +165,7 @@ async def _be_a_side(load: Load, in_flight: int, journal: str | None) -> None:
 
 
 def measure_pairs(pairs: int, arguments: list[str]) -> list[tuple[float, float]]:
-    """µs a request without a journal and with one, for each pair of blocks."""
+    """Return µs per request without a journal and with one, for each pair of blocks."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -179,7 +179,7 @@ def measure_pairs(pairs: int, arguments: list[str]) -> list[tuple[float, float]]
             side.say(GO)
         without_us, with_us = (float(side.hear()) for side in sides)
         if pair >= 0:
-            # The first pair warms everything up.
+            # The first pair is a warm-up.
             found.append((without_us, with_us))
     for side in sides:
         side.end()
@@ -187,7 +187,7 @@ def measure_pairs(pairs: int, arguments: list[str]) -> list[tuple[float, float]]
 
 
 async def _see_directly(side: Side) -> tuple[float, float, float]:
-    """µs a request on the loop and on the journal's thread, and the rest of the engine's."""
+    """Return µs per request on the loop and on the journal's thread, and of the rest of the engine."""
     clock_s = _clock_s()
     side.watch_journal()
     found = []
@@ -218,7 +218,7 @@ def show_pairs(found: list[tuple[float, float]], in_flight: int, console: Consol
 
 
 async def measure_directly(load: Load, in_flight: int, console: Console) -> None:
-    """Print what the journal's own calls take, and check that what was measured replays."""
+    """Print the time of the journal's own calls, and check that the measured journal replays."""
     with tempfile.TemporaryDirectory(prefix="tidekv-") as folder:
         path = Path(folder) / "run.journal"
         on = Side(load, in_flight, str(path))
@@ -242,15 +242,15 @@ async def measure_directly(load: Load, in_flight: int, console: Console) -> None
 
 
 def main() -> None:
-    """Read the options and measure."""
+    """Parse the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--in-flight", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--conversation-pairs", type=int, default=5, help="0 leaves the conversations out")
-    parser.add_argument("--side", choices=("off", "on"), help="be one of the two processes that are compared")
+    parser.add_argument("--conversation-pairs", type=int, default=5, help="0 skips the conversations")
+    parser.add_argument("--side", choices=("off", "on"), help="run as one of the two compared processes")
     options = parser.parse_args()
     load = Load(options.prompt_tokens, options.page_size, options.chunk_tokens, TIERS)
     if options.side:

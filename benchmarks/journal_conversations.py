@@ -1,10 +1,10 @@
-"""What a journal costs in conversations over NIXL: `python benchmarks/journal_conversations.py`.
+"""Cost of a journal in conversations over NIXL: `python benchmarks/journal_conversations.py`.
 
 Two decode engines in this process, one with a journal and one without, and a prefill worker in a process of its own,
-joined by NIXL. The engines take turns in serving the same conversations, block by block, in changing order, so that
-whatever else the machine does hits both alike. The figure is the CPU time of this process (loop, journal, poller and
-copy threads) per request, and the median over the pairs of blocks of how much it grows. A block lasts until the journal
-has written what it noted. `journal.py` has the load of the other figures of the engine: long prompts, 256 at once.
+connected by NIXL. The engines take turns in serving the same conversations, block by block, in changing order, so that
+changes of the machine's speed affect both alike. The figure is the CPU time of this process (loop, journal, poller and
+copy threads) per request, and the median increase over the pairs of blocks. A block lasts until the journal has written
+its records. `journal.py` has the load of the engine's other figures: long prompts, 256 at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OUTPUT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Load:
-    """What is served, and how its KV lies in memory."""
+    """Description of the requests, and the layout of their KV."""
 
     layout: KVLayout
     conversations: int
@@ -60,12 +60,12 @@ class Load:
 
     @property
     def requests(self) -> int:
-        """Requests of a block."""
+        """Number of requests in a block."""
         return self.conversations * self.turns
 
     @property
     def order(self) -> PrefillOrder:
-        """What the prefill worker needs to know."""
+        """Return the order for the prefill worker."""
         return PrefillOrder(
             name="prefill-0",
             fingerprint="synthetic",
@@ -76,7 +76,7 @@ class Load:
         )
 
     def prompts(self, block: int) -> list[list[tuple[array[int], array[int]]]]:
-        """Prompt and output of each turn of each conversation of a block."""
+        """Return prompt and output of each turn of each conversation of a block."""
         words = random.Random(block)
         talks = []
         for _ in range(self.conversations):
@@ -91,7 +91,7 @@ class Load:
 
 
 class Side:
-    """One of the two engines, and what its blocks took."""
+    """One of the two engines, and the results of its blocks."""
 
     def __init__(self, name: str, load: Load, journal: str | None) -> None:
         self.load = load
@@ -107,7 +107,7 @@ class Side:
         self.stepped_s = self.writer_s = 0.0
 
     def watch_journal(self) -> None:
-        """From now on, add up what the loop spends in the journal. That costs something as well."""
+        """From now on, sum up the loop's time in the journal. The measurement itself has a cost, too."""
         journal, driver = self.engine._parts.journal, self.engine._parts.driver
         assert journal is not None
         clock = time.thread_time
@@ -121,7 +121,7 @@ class Side:
         driver._watchers = tuple(between if watcher is journal else watcher for watcher in driver._watchers)
 
     async def serve(self, address: str, block: int) -> None:
-        """Serve every turn of every conversation of a block; the conversations run side by side."""
+        """Serve every turn of every conversation of a block, with the conversations in parallel."""
         talks = self.load.prompts(block)
 
         async def converse(number: int) -> None:
@@ -140,14 +140,14 @@ class Side:
             for number in range(len(talks)):
                 group.create_task(converse(number))
         await self.engine.wait_settled()
-        # What the journal still has to write belongs to this block; the other engine waits just as long.
+        # Data that the journal has yet to write belongs to this block. The other engine waits equally long.
         await asyncio.sleep(2 * COALESCE_S)
         self.block_s.append(time.process_time() - started_s)
         self.writer_s += _writer_cpu_s() - writer_s
 
 
 def _writer_cpu_s() -> float:
-    """CPU time of the journal's thread. (On Linux; it is a part of the process's time.)"""
+    """Return the CPU time of the journal's thread (Linux only), which is part of the process's time."""
     for thread in threading.enumerate():
         if thread.name == "tidekv-journal" and thread.ident is not None:
             return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -155,7 +155,7 @@ def _writer_cpu_s() -> float:
 
 
 async def measure(pairs: int, load: Load) -> None:
-    """Print a table of the pairs, and check that what was measured replays."""
+    """Print a table of the pairs, and check that the measured journal replays."""
     block_requests = load.requests
     with tempfile.TemporaryDirectory(prefix="tidekv-") as folder:
         path = Path(folder) / "run.journal"
@@ -169,7 +169,7 @@ async def measure(pairs: int, load: Load) -> None:
                     await prefill.counts(forget=True)
                     await side.serve(prefill.address, pair)
                 if pair < 0:
-                    # The first pair warms everything up.
+                    # The first pair is a warm-up.
                     off.block_s, on.block_s = [], []
             pair_s = list(on.block_s)
             on.watch_journal()
@@ -210,7 +210,7 @@ async def measure(pairs: int, load: Load) -> None:
 
 
 def load_of(options: argparse.Namespace) -> Load:
-    """What the options say."""
+    """Return the load that the options describe."""
     layout = KVLayout(
         num_layers=options.layers,
         num_kv_heads=options.kv_heads,
@@ -224,7 +224,7 @@ def load_of(options: argparse.Namespace) -> Load:
 
 
 def option_parser() -> argparse.ArgumentParser:
-    """The options of this program."""
+    """Return the parser of this program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--conversations", type=int, default=8)
@@ -238,7 +238,7 @@ def option_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Read the options and measure."""
+    """Parse the options and measure."""
     options = option_parser().parse_args()
     uvloop.run(measure(options.pairs, load_of(options)))
 

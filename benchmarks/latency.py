@@ -1,11 +1,12 @@
-"""How soon outcomes reach whoever waits for them, and what waiting costs: `python benchmarks/latency.py --json FILE`.
+"""Delay of outcomes, and the cost of waiting for them: `python benchmarks/latency.py --json FILE`.
 
-A decode engine on uvloop, 256 requests in flight, each with 4,096 tokens of which half are cached; a prefill worker in
-another process answers each after four seconds on average, over NIXL. Measured are the time from the frame that makes a
-request READY to its caller's coroutine; that from the end of the last write, as the prefill worker's loop learns it, to
-the same place (both processes have one clock); the loop's lag; the messages that decode sends; the CPU of polling
-threads. Then, on idle engines: one small page read from storage and copied to the device, from call to outcome; and how
-many pages a conversation hashes. With `--awake` the cores do not sleep meanwhile, as on hosts that are set so.
+A decode engine on uvloop with 256 requests in flight, each with 4,096 tokens, half of them cached; a prefill worker in
+another process answers each after four seconds on average, over NIXL. Measured are: the time from the frame that makes
+a request READY to its caller's coroutine; the time from the end of the last write, as the prefill worker's loop
+receives it, to the same place (both processes share a clock); the loop's lag; the messages that decode sends; the CPU
+time of polling threads. Then, on idle engines: one small page read from storage and copied to the device, from call to
+outcome; and the number of pages that a conversation hashes. `--awake` prevents the cores from sleeping, as on hosts
+configured that way.
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ IDLE_S = 2.0
 SMALL_CALLS = 400
 TURNS, TURN_TOKENS = 8, 1024
 TURNS_MAX = 1 << 12
-"""A task of the load serves fewer requests than this, one after the other: each then has tokens of its own."""
+"""Maximum requests of one task of the load, each with tokens of its own."""
 
 
 async def be_prefill(told: Connection) -> None:
-    """A prefill worker that answers after a while; at the end it tells when which of decode's pages were in place."""
+    """Run a prefill worker that answers after a delay.
+
+    At the end it reports when which pages of decode were written.
+    """
     pool = DevicePool.allocate(LAYOUT, PROMPT_TOKENS // PAGE + 1)
     written: list[tuple[int, int]] = []
     transport = NixlTransport(name="prefill-0")
@@ -81,7 +85,7 @@ async def be_prefill(told: Connection) -> None:
 
     async def serve(room: Room) -> None:
         assert room.tokens is not None
-        # Without a limit the last of so many would keep the run for half a minute.
+        # Limited, because otherwise the last of so many would prolong the run by half a minute.
         await asyncio.sleep(min(random.expovariate(1 / ANSWER_S), ANSWER_S_MAX))
         await room.send(page_ids(range(-(-len(room.tokens) // 4 // PAGE))), start_token=0)
         await room.finish(first_token=1)
@@ -96,14 +100,14 @@ async def be_prefill(told: Connection) -> None:
 
 
 def prefill_process(told: Connection) -> None:
-    """The prefill worker's process."""
+    """Run the process of the prefill worker."""
     torch.set_num_threads(1)
     uvloop.run(be_prefill(told))
 
 
 @contextmanager
 def awake() -> Iterator[None]:
-    """Keep the cores from sleeping: on each a process that runs only where nothing else wants to. (On Linux.)"""
+    """Keep the cores from sleeping, by a process on each that runs only if the core is idle otherwise (Linux only)."""
     context = multiprocessing.get_context("spawn")
     spinners = [context.Process(target=spin, args=(core, os.getpid())) for core in os.sched_getaffinity(0)]
     for spinner in spinners:
@@ -117,7 +121,7 @@ def awake() -> Iterator[None]:
 
 
 def spin(core: int, parent: int) -> None:
-    """Turn round and round on one core, until the parent has ended."""
+    """Spin on one core until the parent has ended."""
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     while os.getppid() == parent:
@@ -126,7 +130,7 @@ def spin(core: int, parent: int) -> None:
 
 
 def poller_cpu_s() -> float:
-    """CPU time of the polling threads of this process. (On Linux.)"""
+    """Return the CPU time of the polling threads of this process (Linux only)."""
     return sum(
         time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
         for thread in threading.enumerate()
@@ -135,7 +139,7 @@ def poller_cpu_s() -> float:
 
 
 class Load:
-    """256 requests in flight for some seconds, and what was seen of them."""
+    """Keeps 256 requests in flight for some seconds, and records their times."""
 
     def __init__(self, engine: DecodeEngine, address: str, arrived_ns: dict[str, int]) -> None:
         self.engine = engine
@@ -149,7 +153,7 @@ class Load:
         self._tails = np.random.default_rng(IN_FLIGHT).integers(0, 1 << 16, count, dtype=np.uint32).tobytes()
 
     async def run(self, seconds: float) -> int:
-        """Serve; returns how many requests."""
+        """Serve; returns the number of requests."""
         async with asyncio.TaskGroup() as group:
             lag = group.create_task(self._lag())
             tasks = [group.create_task(self._serve(number)) for number in range(IN_FLIGHT)]
@@ -166,7 +170,7 @@ class Load:
         while not self._over:
             turn += 1
             name = f"r{number}-{turn}"
-            # Cut out of what was made before: making them takes longer than what is measured.
+            # Sliced from tokens made in advance, because making them takes longer than what is measured.
             at = 4 * (number * TURNS_MAX + turn)
             tail = self._tails[at : at + half_bytes]
             request = DecodeRequest(request_id=name, tokens=prefix + tail, prefill=self.address, send_prompt=True)
@@ -185,7 +189,7 @@ class Load:
 
 
 def since_written_us(ready_at: list[tuple[int, int]], written: list[tuple[int, int]]) -> list[float]:
-    """For each READY request the time since the last write to its last page."""
+    """Return for each READY request the time since the last write to its last page."""
     times: dict[int, list[int]] = {}
     for page, at_ns in written:
         times.setdefault(page, []).append(at_ns)
@@ -198,7 +202,7 @@ def since_written_us(ready_at: list[tuple[int, int]], written: list[tuple[int, i
 
 
 async def measure_load(figures: Figures, seconds: float) -> None:
-    """The hand-over with 256 requests in flight."""
+    """Measure the hand-over with 256 requests in flight."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=prefill_process, args=(theirs,))
@@ -266,14 +270,14 @@ async def measure_load(figures: Figures, seconds: float) -> None:
 
 
 def add_percentiles(figures: Figures, name: str, values: list[float]) -> None:
-    """p50 and p99 of microseconds."""
+    """Add p50 and p99 of values in microseconds."""
     p50, p99 = (float(np.percentile(values, percent)) for percent in (50, 99))
     for percent, value in (("p50", p50), ("p99", p99)):
         figures.add(f"{name}.{percent}", value, f"p50 {p50:.0f} µs, p99 {p99:.0f} µs, {len(values)} of them")
 
 
 async def note_hop(figures: Figures) -> None:
-    """What nobody on this loop can be faster than: a future that is resolved, and the coroutine that waits for it."""
+    """Note the lower bound on this loop: resolving a future, until its coroutine runs."""
     loop = asyncio.get_running_loop()
     spent = []
     for _ in range(2000):
@@ -286,7 +290,7 @@ async def note_hop(figures: Figures) -> None:
 
 
 async def measure_small_calls(figures: Figures) -> None:
-    """One page read from storage, and one copied to the device."""
+    """Measure one page read from storage, and one copied to the device."""
     layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16", page_size=PAGE)
     host, device = HostPool.allocate(layout, 4), DevicePool.allocate(layout, 4)
     poller = PollerThread()
@@ -318,7 +322,7 @@ async def measure_small_calls(figures: Figures) -> None:
 
 
 async def measure_hashing(figures: Figures) -> None:
-    """Pages that a conversation hashes, by its new pages."""
+    """Measure the pages that a conversation hashes, relative to its new pages."""
     hashed = 0
     sha256 = keys_module.sha256
 
@@ -351,7 +355,7 @@ async def measure_hashing(figures: Figures) -> None:
 
 
 async def measure(figures: Figures, seconds: float) -> None:
-    """Everything, in turn."""
+    """Run all measurements in turn."""
     await note_hop(figures)
     await measure_hashing(figures)
     await measure_small_calls(figures)
@@ -359,7 +363,7 @@ async def measure(figures: Figures, seconds: float) -> None:
 
 
 def main() -> None:
-    """Read the options and measure."""
+    """Parse the options and measure."""
     parser = option_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=16.0)
     parser.add_argument("--awake", action="store_true", help="keep the cores from sleeping")

@@ -1,6 +1,6 @@
-"""The programs that bring the figures of the target table: how each is called, how long it may take, what it says.
+"""The programs that produce the figures of the target table: command lines, time limits, and readers of their output.
 
-Each runs in a process of its own, one after the other: a peer's stand-ins, or a program that fails, stay there.
+Each runs in a process of its own, one after the other, so that stand-ins of a peer and failures stay there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONVERSATIONS, SESSIONS = "conversation_trace.jsonl.gz", "claude-code-sessions.j
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What measurements are told."""
+    """Options of measurements."""
 
     peers: Path
     traces: Path
@@ -33,7 +33,7 @@ class Options:
 
 @dataclass
 class Outcome:
-    """What a measurement brought: figures by name, words on them, and what is missing, by the beginning of names."""
+    """Results of a measurement: figures by name, comments on them, and reasons for missing ones by prefix."""
 
     figures: dict[str, float] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
@@ -41,10 +41,10 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     failed: str = ""
     not_measured: str = ""
-    """What it lacks a machine for."""
+    """Hardware that the measurement lacks."""
 
     def why_not(self, figure: str) -> tuple[str, str]:
-        """Verdict and reason for a figure that is not there."""
+        """Return verdict and reason for a missing figure."""
         if self.not_measured:
             return "not measured", self.not_measured
         for beginning, why in self.missing.items():
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One program. `arguments` makes its command line; `read` makes an outcome of its JSON file and its output."""
+    """One program. `arguments` builds its command line; `read` converts its JSON file and output to an outcome."""
 
     program: str
     budget_s: float
@@ -66,13 +66,13 @@ class Measurement:
 
 
 def read_figures(file: Path) -> Outcome:
-    """What `figures.Figures` wrote."""
+    """Read the file of `figures.Figures`."""
     found = json.loads(file.read_text())
     return Outcome(found["figures"], found["words"], found["missing"], found["notes"])
 
 
 def read_engine(_: Path, output: str) -> Outcome:
-    """`engine.py --json` at 256 in flight, and by part."""
+    """Read `engine.py --json` at 256 in flight, and by part."""
     found = json.loads(output[output.index("{") :])
     (few,) = found["figures"]
     parts = ", ".join(f"{name} {us:.0f}" for name, us in {**few["parts_us"], **few["threads_us"]}.items())
@@ -83,20 +83,20 @@ def read_engine(_: Path, output: str) -> Outcome:
 
 
 def read_storage(file: Path, _: str) -> Outcome:
-    """`storage.py --json`."""
+    """Read `storage.py --json`."""
     asked = [target for target in json.loads(file.read_text())["targets"] if target["what"].startswith("exists")]
     told = "; ".join(f"{target['what']}: {target['got']}" for target in asked)
     return Outcome({"exists": max(float(target["got"]) for target in asked)}, {"exists": told})
 
 
 def read_gpu(file: Path, _: str) -> Outcome:
-    """`gpu.py --json`."""
+    """Read `gpu.py --json`."""
     found = json.loads(file.read_text())
     return Outcome(not_measured=found["why"]) if found["verdict"] == "not measured" else read_figures(file)
 
 
 def read_journal(_: Path, output: str) -> Outcome:
-    """What `journal.py` prints: the load of the engine's other figures first, then conversations over NIXL."""
+    """Read the output of `journal.py`: first the load of the engine's other figures, then conversations over NIXL."""
     found = re.findall(r"median ([+-][\d.]+)%", output)
     seen = re.findall(r"seen directly: (.*)", output)
     if not found:
@@ -168,9 +168,7 @@ MEASUREMENTS: dict[str, Measurement] = {
 
 @contextmanager
 def ends_held() -> Iterator[set[signal.Signals]]:
-    """Hold back what ends us, until whatever is begun within has a name by which it can be ended with us; the signals
-    that were held before.
-    """
+    """Block terminating signals until a process started within can be ended by its id; yields those blocked before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield before
@@ -179,7 +177,7 @@ def ends_held() -> Iterator[set[signal.Signals]]:
 
 
 def run(measurement: Measurement, options: Options) -> Outcome:
-    """Run one; never raises for what the program does."""
+    """Run a measurement; never raises for failures of its program."""
     if measurement.recording and not (options.traces / measurement.recording).is_file():
         return Outcome(missing={"": f"there is no {measurement.recording} in {options.traces} (--traces)"})
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
@@ -197,11 +195,11 @@ def run(measurement: Measurement, options: Options) -> Outcome:
             output, errors = process.communicate(timeout=measurement.budget_s)
             if process.returncode:
                 lines = [line for line in errors.strip().splitlines() if line.strip()]
-                failed = f"exit code {process.returncode}: {lines[-1].strip() if lines else 'it said nothing'}"
+                failed = f"exit code {process.returncode}: {lines[-1].strip() if lines else 'no output'}"
         except BaseException as error:
             if process is None:
                 raise
-            # Its children, too: they are of its session.
+            # The whole session, which includes its children.
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             if not isinstance(error, subprocess.TimeoutExpired):

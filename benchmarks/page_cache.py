@@ -1,7 +1,7 @@
-"""Files that the kernel has in memory, or has not: what makes a read of storage one of the disk, and the proof of it.
+"""Control of the kernel's page cache: makes a read of storage one of the disk, and verifies that it was.
 
-Linux only. What was dropped is counted page by page before a read, and what the disk brought is read from the process's
-own counter behind it, so that a file system that keeps files in memory is noticed.
+Linux only. The pages left in memory are counted before a read, and the bytes that came from the disk are read from the
+process's own counter after it, so that a file system that keeps files in memory is detected.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class NoDisk(Exception):
-    """The folder is not on a disk whose reads can be told from those of memory; the words say why."""
+    """Reads of the disk cannot be told apart from reads of memory in this folder; the text is the reason."""
 
 
 class Cached:
-    """The files of a folder below which nothing is written any more, as the kernel has them in memory."""
+    """The files of a folder that is no longer written, as cached by the kernel."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
-        """Write them out, so that they can be dropped. Raises NoDisk where nothing can be said of them."""
+        """Write the files to disk, so that they can be dropped. Raises NoDisk if their state cannot be determined."""
         if sys.platform != "linux":
-            raise NoDisk("only Linux says what it has of a file in memory")
+            raise NoDisk("only on Linux can the cached part of a file be determined")
         self._files = [path for path in folder.rglob(pattern) if path.stat().st_size]
         if not self._files:
             raise NoDisk(f"there is no {pattern} below {folder}")
@@ -35,7 +35,7 @@ class Cached:
                 os.fsync(file.fileno())
 
     def drop(self) -> None:
-        """Have the kernel forget all of them. Raises NoDisk if it does not."""
+        """Drop all of them from the page cache. Raises NoDisk if some stay."""
         for _ in range(ATTEMPTS_MAX):
             for path in self._files:
                 with path.open("rb") as file:
@@ -43,15 +43,15 @@ class Cached:
             left = self.resident_bytes()
             if not left:
                 return
-        raise NoDisk(f"the kernel keeps {left} bytes of {self._files[0].parent} in memory, whatever it is told")
+        raise NoDisk(f"the kernel keeps {left} bytes of {self._files[0].parent} in memory although told to drop them")
 
     def resident_bytes(self) -> int:
-        """How much of them is in memory."""
+        """Return the number of their bytes that are in memory."""
         return sum(map(_resident_bytes, self._files))
 
 
 def disk_bytes() -> int:
-    """What this process has had read from disks so far."""
+    """Return the bytes that were read from disks for this process so far."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 

@@ -1,9 +1,9 @@
 """The published tables on a modeled clock, without the sweep: `python benchmarks/paper.py --json FILE`.
 
-`tidekv bench paper` prints them, and sweeps every constant. See `tidekv.engine.published` for method and sources.
+`tidekv bench paper` prints them and sweeps every constant. See `tidekv.engine.published` for method and sources.
 
-The rows are of the constants that were fixed before the first run. Beside the capacity effect stands what comes of
-decoding steps by the published milliseconds a token, with a prefill speed that was assumed later: no row rests on it.
+The rows use the constants that were fixed before the first run. Next to the capacity effect stands the result with
+decoding steps by the published milliseconds per token and a prefill speed assumed later; no row depends on it.
 """
 
 from __future__ import annotations

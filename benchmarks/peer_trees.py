@@ -1,7 +1,7 @@
-"""One adapter for each prefix index: SGLang's Rust tree core, vLLM's KV cache manager, and ours.
+"""Adapters for each prefix index: SGLang's Rust tree core, vLLM's KV cache manager, and tidekv's.
 
-All of them serve a request in the same steps: find its prompt, lock what was found, make room, take pages, enter the
-prompt, and hold it locked. `is_known_to_work` puts each to what its own project says it does, before it is measured.
+All serve a request in the same steps: match its prompt, lock the match, make room, take pages, insert the prompt, and
+hold it locked. `check_tree` and `check_vllm` verify the documented behavior of each before it is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKEN_BYTES = 4
 
 
 class OurTree:
-    """tidekv's index with accounts for device and host memory. Tokens come as an int64 array, or packed already."""
+    """tidekv's index with accounts for device and host memory. Tokens are an int64 array, or packed in advance."""
 
     def __init__(self, page_size: int, capacity: int, *, packed: bool) -> None:
         self.page_size = page_size
@@ -33,43 +33,43 @@ class OurTree:
         self._packed = packed
         self._key_bytes = page_size * TOKEN_BYTES
         self.lock = self.index.lock
-        """Of a node; what it returns unlocks it."""
+        """Locks a node; its result unlocks it."""
         self.unlock = self.index.unlock
 
     def prompt(self, tokens: Ids) -> Any:
-        """What a caller has, made beforehand: just now, as each peer's is, and not long ago."""
+        """Return the prompt in the form that a caller has, prepared in advance as for each peer."""
         return tokens.astype("<u4").tobytes() if self._packed else tokens.copy()
 
     def match(self, prompt: Any) -> tuple[int, Any, Any]:
-        """Tokens found, where they end, and the keys."""
+        """Return the tokens found, the node where they end, and the keys."""
         packed = prompt if self._packed else pack_tokens(prompt)
         keys = packed[: len(packed) // self._key_bytes * self._key_bytes]
         found = self.index.match("", keys)
         return found.device_pages * self.page_size, found.device_node, keys
 
     def free(self) -> int:
-        """Tokens that can be taken."""
+        """Return the number of tokens that can be taken."""
         return self.device.free * self.page_size
 
     def evict(self, tokens: int) -> None:
-        """Make room for so many."""
+        """Make room for this many tokens."""
         self.index.evict_device(-(-tokens // self.page_size))
 
     def take(self, tokens: int) -> Any:
-        """Pages for so many."""
+        """Take pages for this many tokens."""
         return self.device.take(tokens // self.page_size)
 
     def insert(self, keys: Any, node: Any, taken: Any) -> Any:
-        """Enter the prompt; where it ends."""
+        """Insert the prompt; returns the node where it ends."""
         return self.index.insert("", keys, self.index.device_path(node) + taken).node
 
     def held(self) -> int:
-        """Tokens in the index."""
+        """Return the number of tokens in the index."""
         return self.device.cached * self.page_size
 
 
 class SglangTree:
-    """SGLang's unified radix cache on its Rust core, and the paged allocator that it frees into."""
+    """SGLang's unified radix cache on its Rust core, with the paged allocator into which it frees."""
 
     def __init__(self, page_size: int, capacity: int) -> None:
         import torch
@@ -98,7 +98,7 @@ class SglangTree:
             raise PeerMissing(f"sglang uses {core} and not its Rust core")
 
     def prompt(self, tokens: Ids) -> Any:
-        """Its own form: array("q")."""
+        """Return the prompt as array("q")."""
         ids = array("q")
         ids.frombytes(np.ascontiguousarray(tokens, dtype=np.int64).tobytes())
         return ids
@@ -130,7 +130,7 @@ class SglangTree:
         return self._allocator.alloc(tokens)
 
     def insert(self, keys: Any, node: Any, taken: Any) -> Any:
-        """See OurTree. It is told how much was found, so that it does not take that for a duplicate."""
+        """See OurTree. Passes the number of tokens found, so that they do not count as duplicates."""
         before = self.tree.path_device_indices(node)
         value = self._torch.cat([before, taken]) if len(before) else taken
         params = self._base.InsertParams(key=keys, value=value, prev_prefix_len=len(before))
@@ -142,7 +142,7 @@ class SglangTree:
 
 
 class VllmPool:
-    """vLLM's KV cache manager with SHA-256 block hashes. A request is hashed when it is made."""
+    """vLLM's KV cache manager with SHA-256 block hashes. A request is hashed when it is created."""
 
     def __init__(self, page_size: int, capacity: int) -> None:
         import torch
@@ -176,35 +176,35 @@ class VllmPool:
         self._names = 0
 
     def prompt(self, tokens: Ids) -> list[int]:
-        """Its own form: a list of ints."""
+        """Return the prompt as a list of ints."""
         return tokens.tolist()
 
     def begin(self, prompt: list[int]) -> Any:
-        """A request, hashed."""
+        """Create a request, which hashes it."""
         self._names += 1
         return self._request(f"r{self._names}", prompt, self._sampling, None, block_hasher=self._hasher)
 
     def match(self, request: Any) -> tuple[int, Any]:
-        """Tokens found, and their blocks."""
+        """Return the tokens found, and their blocks."""
         blocks, found, *_ = self.manager.get_computed_blocks(request)
         return found, blocks
 
     def enter(self, request: Any, tokens: int, found: int, blocks: Any) -> bool:
-        """Lock what was found, evict, take and enter; False where there is no room."""
+        """Lock the match, evict, take and insert; False if there is no room."""
         return self.manager.allocate_slots(request, tokens - found, found, blocks) is not None
 
     def end(self, request: Any) -> None:
-        """Unlock."""
+        """Unlock the request."""
         self.manager.free(request)
 
 
 def numbers(count: int, seed: int) -> Ids:
-    """Tokens."""
+    """Return random tokens."""
     return np.random.default_rng(seed).integers(0, 128_000, size=count, dtype=np.int64)
 
 
 def enter(tree: OurTree | SglangTree, tokens: Ids) -> Any:
-    """Serve one request and unlock it; returns where it ends."""
+    """Serve one request and unlock it; returns the node where it ends."""
     found, node, keys = tree.match(tree.prompt(tokens))
     locked = tree.lock(node)
     leaf = tree.insert(keys, node, tree.take(len(tokens) // tree.page_size * tree.page_size - found))
@@ -213,7 +213,7 @@ def enter(tree: OurTree | SglangTree, tokens: Ids) -> Any:
 
 
 def check_tree(tree: OurTree | SglangTree) -> None:
-    """What a paged radix cache does; raises PeerMissing where this one does something else."""
+    """Check the behavior of a paged radix cache. Raises PeerMissing if this one differs."""
     size = tree.page_size
     base, other = numbers(8 * size, 1), numbers(8 * size, 2)
     branch = np.concatenate([base[: 4 * size], other[: 4 * size]])
@@ -235,7 +235,7 @@ def check_tree(tree: OurTree | SglangTree) -> None:
 
 
 def check_vllm(pool: VllmPool) -> None:
-    """What vLLM says of its prefix cache: full blocks are reused, but the last token is always computed."""
+    """Check vLLM's documented behavior: full blocks are reused, but the last token is always computed."""
     size = pool.page_size
     tokens = pool.prompt(numbers(8 * size, 1))
     first = pool.begin(tokens)
@@ -249,7 +249,7 @@ def check_vllm(pool: VllmPool) -> None:
 
 
 def chain(packed: bytes, page_size: int) -> list[str]:
-    """The page hashes that SGLang documents: SHA-256 over the hash before and the page's tokens as u32."""
+    """Return the page hashes as documented by SGLang: SHA-256 over the previous hash and the page's tokens as u32."""
     previous, found = b"", []
     width = page_size * TOKEN_BYTES
     for at in range(0, len(packed) - width + 1, width):
@@ -260,4 +260,4 @@ def chain(packed: bytes, page_size: int) -> list[str]:
 
 def _expect(holds: object, what: str) -> None:
     if not holds:
-        raise PeerMissing(f"it does not do what its project says it does ({what}), so it is not measured")
+        raise PeerMissing(f"it does not behave as its project documents ({what}), so it is not measured")

@@ -1,11 +1,11 @@
-"""The systems that tidekv is measured beside: taken from the package registry when they are asked for, and imported.
+"""Systems that tidekv is compared with: downloaded from the package registry on demand, and imported.
 
-A peer's wheel is downloaded without its dependencies, by pip, into a folder of the caller's, and unpacked there. Of
-what it imports, small packages that it really uses are taken from the registry too; what it only imports (model code,
-user interfaces, GPU compilers) is stood in for by empty modules. That is no running server, and none is needed: indexes
-and page hashes run on the CPU. What they must do before they are measured is in `peer_trees.py`.
+The wheel of a peer is downloaded without its dependencies, by pip, into a cache folder, and unpacked there. Of its
+imports, small packages that it really uses are downloaded too; those that it only imports (model code, user interfaces,
+GPU compilers) are replaced by empty modules. The result is not a running server, which is not needed: indexes and page
+hashes run on the CPU. `peer_trees.py` checks their behavior before they are measured.
 
-A process imports one peer at most: their stand-ins get into each other's way.
+A process imports at most one peer, because their stand-ins conflict.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ CACHE_VARIABLE = "BENCH_PEERS"
 
 
 class PeerMissing(Exception):
-    """A peer is not there to be measured; its text says why."""
+    """A peer cannot be measured; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What makes a peer importable."""
+    """Requirements for importing a peer."""
 
     name: str
     version: str
     needs: tuple[str, ...]
-    """Packages that it uses, with their versions where that matters."""
+    """Packages that it uses, with versions where these matter."""
     stands_in: tuple[str, ...]
-    """Packages that it imports and does not use here."""
+    """Packages that it imports but does not use here."""
     leaves_out: tuple[str, ...] = ()
-    """Ends of names in its wheel that are not unpacked."""
+    """Suffixes of names in its wheel that are not unpacked."""
 
     @property
     def wheels(self) -> tuple[str, ...]:
-        """All that is downloaded."""
+        """Return everything to download."""
         return (f"{self.name}=={self.version}", *self.needs)
 
 
@@ -72,13 +72,13 @@ PEERS = {
 
 
 def default_cache() -> Path:
-    """Where peers are kept unless somebody says otherwise."""
+    """Return the default cache folder."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named) if named else Path.home() / ".cache" / "tidekv-bench" / "peers"
 
 
 def fetch(name: str, cache: Path) -> Path:
-    """Download and unpack a peer unless it is there already; returns the folder to import from. Raises PeerMissing."""
+    """Download and unpack a peer unless it is cached; returns the folder to import from. Raises PeerMissing."""
     peer = PEERS[name]
     digest = hashlib.sha256(repr((peer.wheels, peer.leaves_out)).encode()).hexdigest()[:8]
     folder = cache / f"{peer.name}-{peer.version}-{sys.implementation.cache_tag}-{digest}"
@@ -99,7 +99,7 @@ def fetch(name: str, cache: Path) -> Path:
 
 def _download(peer: Peer, wheels: Path) -> None:
     pip = ["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels)]
-    # An environment may have no pip; the interpreter that it was made from mostly has one.
+    # An environment may lack pip; the interpreter that it was created from usually has it.
     said = "there is no pip"
     for python in dict.fromkeys((sys.executable, getattr(sys, "_base_executable", sys.executable))):
         try:
@@ -116,7 +116,7 @@ def _download(peer: Peer, wheels: Path) -> None:
 
 
 def _unpack(wheel: Path, folder: Path, leaves_out: tuple[str, ...]) -> None:
-    # Only the peer's own extensions can be left out: those of what it needs are needed.
+    # Only extensions of the peer itself may be left out; those of its dependencies are needed.
     own = wheel.name.startswith(folder.name.partition("-")[0] + "-")
     with zipfile.ZipFile(wheel) as packed:
         for name in packed.namelist():
@@ -125,7 +125,7 @@ def _unpack(wheel: Path, folder: Path, leaves_out: tuple[str, ...]) -> None:
 
 
 class _Anything(type):
-    """A class whose every attribute is such a class."""
+    """A class whose attributes are all such classes."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -135,7 +135,7 @@ class _Anything(type):
 
 def _anything(name: str) -> type:
     def first_or_self(self: object, *arguments: object, **_: object) -> object:
-        # So it serves as a decorator, too.
+        # So that it also works as a decorator.
         return arguments[0] if arguments else self
 
     def attribute(self: object, name: str) -> type:
@@ -155,7 +155,7 @@ class _StandIn(types.ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes empty modules for the packages named, where nobody has real ones."""
+    """Creates empty modules for the named packages, unless real ones are installed."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = frozenset(names)
@@ -172,14 +172,14 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is in it."""
+        """Leave the module empty."""
 
 
 def make_importable(name: str, folder: Path) -> None:
     """Prepare this process to import a peer from its folder. Nothing of the peer is imported yet."""
     warnings.filterwarnings("ignore")
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    # What is real goes before what stands in for it: torch and transformers look for compilers when they are imported.
+    # Real packages first: torch and transformers look for compilers when imported, and must not find stand-ins.
     import torch
     import torch._inductor.runtime.triton_heuristics
     import torch.utils._triton
@@ -188,10 +188,10 @@ def make_importable(name: str, folder: Path) -> None:
     del AutoImageProcessor, AutoProcessor, AutoTokenizer, PretrainedConfig, ProcessorMixin
     torch.utils._triton.has_triton_package()
     torch.set_num_threads(1)
-    # Behind our own packages: of those that both have, ours are used.
+    # After the installed packages, which take precedence.
     sys.path.append(str(folder))
     if name == "sglang":
-        # Its own __init__ loads the whole server.
+        # Its own __init__ would load the whole server.
         package = types.ModuleType("sglang")
         package.__path__ = [str(folder / "sglang")]
         package.__version__ = PEERS[name].version  # type: ignore[attr-defined]  # As a package has it.

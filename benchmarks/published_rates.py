@@ -13,7 +13,7 @@ PUBLISHED = {
 
 
 def main() -> None:
-    """Serve the rounds and compare."""
+    """Serve the rounds and compare their rates."""
     parser = option_parser(__doc__)
     chosen = parser.parse_args()
     with Figures(chosen.json) as figures:

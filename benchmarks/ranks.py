@@ -1,14 +1,14 @@
-"""What agreeing costs: one vote beside a bare gloo all_reduce of the same size, and how many there are.
+"""Cost of agreement: one vote next to a bare gloo all_reduce of the same size, and the number of votes.
 
     python benchmarks/ranks.py --ranks 2 --requests 256 --votes 2000
 
-Every rank is a process. Three kinds alternate in blocks, so that all of them see the same machine: the bare all_reduce
-in a plain loop; a vote of `VoteThread`, awaited on uvloop; and a whole turn of real cores with that many
-requests in flight, frames left out: casting, voting, deciding. Figures are medians of rank 0, in microseconds. At the
-end the lag of the loop is measured, in blocks by turns: while nothing happens; while turns follow one another without a
-pause; and while they do so and nobody votes: a thread sleeps for as long as a vote takes, and each rank decides by its
-own words. What votes do to the loop is the difference between the last two. Of each block the p99 is taken, and of all
-blocks' the median: the machine itself stops for milliseconds now and then.
+Every rank is a process. Three kinds alternate in blocks, so that changes of the machine affect all of them: the bare
+all_reduce in a plain loop; a vote of `VoteThread`, awaited on uvloop; and a whole turn of real cores with that many
+requests in flight, without frames: cast, vote, decide. Figures are medians of rank 0, in microseconds. At the end the
+lag of the loop is measured, in alternating blocks: idle; with turns in direct succession; and with such turns but
+without votes, in which a thread sleeps for the duration of a vote, and each rank decides by its own words. The effect
+of votes on the loop is the difference between the last two. The figure is the p99 of each block, and the median of all
+blocks, because the machine itself occasionally stops for milliseconds.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ LAG_TURNS = 400
 
 
 def settings() -> CoreSettings:
-    """Room for all requests at once."""
+    """Return settings with room for all requests at once."""
     return CoreSettings(page_size=16, key_bytes=64, device_pages=8192, host_pages=64)
 
 
 class Turns:
-    """A core with requests in flight, whose rooms come on a little in each turn."""
+    """A core with requests in flight, whose rooms progress a little in each turn."""
 
     def __init__(self, requests: int) -> None:
         self.core = Core(settings())
-        # Without frames every rank names the calls itself, as the leader does.
+        # Without frames every rank lists the calls itself, as the leader does.
         self.agreement = Agreement(self.core, rank=0)
         self._names = [f"r{number}" for number in range(requests)]
         self._turn = 0
@@ -62,23 +62,23 @@ class Turns:
             )
 
     def opening(self) -> Opening:
-        """What the leader's frame says: every rank makes it here, from the same calls."""
+        """Return the content of the leader's frame, which every rank derives here from the same calls."""
         return self.agreement.open_turn(float(self._turn))
 
     def hear(self) -> None:
-        """One outcome for each of a few requests."""
+        """Deliver one outcome for each of a few requests."""
         self._turn += 1
         name = self._names[self._turn % len(self._names)]
         self.agreement.hear(events.PromiseSent(at_s=0.0, request_id=name, generation=0, writer="p", ranks=1))
 
     def decide(self, words: array[int]) -> None:
-        """Have the core take what was decided."""
+        """Let the core take the decided events."""
         for event in self.agreement.decide(words).events:
             self.agreement.stepped(event, self.core.step(event))
 
 
 async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -> dict[str, float]:
-    """One rank's part; medians in seconds."""
+    """Run one rank's part; returns medians in seconds."""
     store = distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=60)
@@ -149,7 +149,7 @@ async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -
     found = {kind: statistics.median(values) for kind, values in times.items()}
 
     for _ in range(votes // BLOCK):
-        # All ranks come to each block together.
+        # All ranks enter each block together.
         await thread.reduce(array("q", bytes(8 * words)))
         await lag_while("lag idle", asyncio.sleep(LAG_BLOCK_S))
         await lag_while("lag voting", time_turns(LAG_TURNS))
@@ -161,7 +161,7 @@ async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -
 
 
 def work(rank: int, ranks: int, port: int, votes: int, requests: int, tell: Callable[[object], None]) -> None:
-    """A rank's process."""
+    """Run the process of a rank."""
     torch.set_num_threads(1)
     found = uvloop.run(measure(rank, ranks, port, votes, requests))
     if rank == 0:
@@ -187,7 +187,7 @@ def main() -> None:
     for worker in workers:
         worker.join()
         if worker.exitcode:
-            # The others wait for it.
+            # The other ranks would wait for it.
             for other in workers:
                 other.kill()
             raise SystemExit(f"a rank ended with exit code {worker.exitcode}")
@@ -201,7 +201,7 @@ def main() -> None:
     ):
         print(f"{words:28} {1e6 * found[kind]:8.0f} us  {found[kind] / bare:5.2f} x")
     print("lag of the loop, p99 of a block:")
-    for kind, words in (("idle", "idle"), ("alone", "turns that nobody votes in"), ("voting", "turns with votes")):
+    for kind, words in (("idle", "idle"), ("alone", "turns without votes"), ("voting", "turns with votes")):
         print(f"{words:28} {1e3 * found[f'lag {kind}']:8.2f} ms")
 
 

@@ -1,15 +1,15 @@
-"""What the tiers cost together: `python benchmarks/restore.py --json FILE`.
+"""Cost of the tiers in combination: `python benchmarks/restore.py --json FILE`.
 
 A decode engine with a `file:` store, and a prefill worker in another process that keeps prefixes, so that it only
-sends. Pages are 1 MiB of 16 tokens. Measured are: 4,096 tokens from storage to device through the host, beside the
-slower of the two stages by itself; a prompt of which half comes from storage and half by transfer, beside either half
-alone; and how often storage is asked for a prefix of 10,000 tokens that 50 waiting requests share.
+sends. Pages are 1 MiB of 16 tokens. Measured are: 4,096 tokens from storage through the host to the device, relative to
+the slower of the two stages by itself; a prompt of which half comes from storage and half by transfer, relative to
+either half by itself; and the number of loads of a prefix of 10,000 tokens that 50 waiting requests share.
 
-Storage is a disk. The same with files that the kernel has in memory is told beside it: reads are copies by the
-processor then, as those to the device and the transfer are, and what two processors can do bounds them: both stages at
-once and untied, or the processor time of restore and transfer. So are 1,024 tokens from storage, and a transfer that
-takes about as long as the restore. Everything is measured in turns, round by round, since the speed of a machine
-drifts; a figure is the median of the ratios of each round.
+Storage is a disk. The same with files in the page cache is reported next to it: reads are then copies by the processor,
+like those to the device and the transfer, so the limit is set by two processors: both stages at once and independent,
+or the processor time of restore and transfer. Also reported are 1,024 tokens from storage, and a transfer that takes
+about as long as the restore. Everything is measured in turns, round by round, because the speed of a machine drifts; a
+figure is the median of the ratios of each round.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") el
 
 
 async def measure_tiers(figures: Figures, rounds: int, folder: Path) -> None:
-    """Pipeline and overlap, of a disk and of memory."""
+    """Measure pipeline and overlap, from disk and from memory."""
     disk, memory = Times(on_disk=True), Times(on_disk=False)
     async with tier_rig(folder) as rig:
         for number in range(rounds + 1):
@@ -60,14 +60,14 @@ async def measure_tiers(figures: Figures, rounds: int, folder: Path) -> None:
 
 
 def add_both(figures: Figures, name: str, found: list[tuple[float, str]]) -> None:
-    """The figure of a disk, with the words of both, and that of files in memory by a name of its own."""
+    """Add the figure from disk with the comments on both, and the figure from memory under its own name."""
     (figure, words), (cached, cached_words) = found
     figures.add(name, figure, f"{words}. Files in memory: {cached:.3g}, {cached_words}")
     figures.add(f"{name}_cached", cached, cached_words)
 
 
 def pipeline(times: Times) -> tuple[float, str]:
-    """The part of the slower stage's speed, in percent, and what both stages take by themselves."""
+    """Return the restore's percentage of the slower stage's speed, and a comment with both stages by themselves."""
     middle = {name: f"{times.median(name):.0f} ms" for name in times.spent_ms}
     untied, short = 100 / times.over_slower("untied", "read", "copy"), 100 * times.pipeline("_short")
     plain = f"the disk alone {middle['plain']}, " if times.on_disk else ""
@@ -80,9 +80,10 @@ def pipeline(times: Times) -> tuple[float, str]:
 
 
 def overlap(times: Times, transfers: dict[str, int]) -> tuple[float, str]:
-    """Restore and transfer at once, over the slower of them; the first transfer counts, of others it is told.
+    """Return the time of simultaneous restore and transfer over the slower of the two.
 
-    Beside it, what all processors together take for the work of both.
+    The figure is that of the first transfer; the others are in the comment, with the time that all processors would
+    need for the work of both.
     """
     words, ratios = [f"restore {times.median('restore'):.0f} ms"], []
     for kind, pages in transfers.items():
@@ -97,7 +98,7 @@ def overlap(times: Times, transfers: dict[str, int]) -> tuple[float, str]:
 
 
 async def measure_sharing(figures: Figures) -> None:
-    """50 requests that come at once, with one prefix in storage."""
+    """Measure 50 simultaneous requests with one prefix in storage."""
     prefix = tokens_of(4, SHARED_TOKENS // SMALL.page_size * SMALL.page_size)
     prefix_pages = len(prefix) // 4 // SMALL.page_size
     num_pages = prefix_pages + 4 * SHARERS
@@ -133,7 +134,7 @@ async def _hold(engine: DecodeEngine, address: str, name: str, tokens: bytes) ->
 
 
 async def measure(figures: Figures, rounds: int, parent: Path | None) -> None:
-    """Everything, in turn."""
+    """Run all measurements in turn."""
     await measure_sharing(figures)
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-", dir=parent) as folder:
         try:
@@ -144,11 +145,11 @@ async def measure(figures: Figures, rounds: int, parent: Path | None) -> None:
 
 
 def main() -> None:
-    """Read the options and measure."""
+    """Parse the options and measure."""
     parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
-        "--folder", type=Path, help="on the disk that storage is to be; otherwise that of temporary files"
+        "--folder", type=Path, help="folder on the disk to measure; the one for temporary files by default"
     )
     chosen = parser.parse_args()
     torch.set_num_threads(1)

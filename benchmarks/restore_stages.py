@@ -1,7 +1,7 @@
-"""The stages of a restore by themselves: storage to host, host to device, the disk alone, and both stages at once.
+"""The stages of a restore by themselves: storage to host, host to device, the disk only, and both stages at once.
 
-They have pools and a directory of their own, and as many threads as an engine has, so that they can be measured in
-turns with one.
+They have their own pools and directory, and as many threads as an engine has, so that they can be measured in turns
+with one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN_THREADS, PLAIN_BYTES = 2, 1 << 20
 
 
 class Stages:
-    """So many pages in storage, and as many others in host memory."""
+    """Pages in storage, and as many others in host memory."""
 
     def __init__(self, storage: Storage, copier: PageCopier, host: HostPool, folder: Path, pages: int) -> None:
         self._storage = storage
@@ -43,28 +43,28 @@ class Stages:
         self.files: Cached
 
     async def put(self) -> None:
-        """Store what is read later."""
+        """Store the pages that are read later."""
         assert all(await self._storage.put_from(self._keys, self._read_pages, timeout_s=60.0))
         self._plain_file.write_bytes(self._memory)
         self.files = Cached(self._folder, "*.seg")
 
     async def read(self, pages: int) -> None:
-        """Storage to host memory, verified, in one call: the first so many."""
+        """Read the first `pages` pages from storage to host memory, verified, in one call."""
         got = self._storage.get_into(self._keys[:pages], self._read_pages[:pages], timeout_s=60.0)
         assert all(await got)
 
     async def copy(self, pages: int) -> None:
-        """Host memory to device memory, in one call."""
+        """Copy from host memory to device memory, in one call."""
         await self._copier.to_device(self._copy_pages[:pages], self._device_pages[:pages])
 
     async def both(self, pages: int) -> None:
-        """Both at once, of different pages: no stage waits for the other."""
+        """Run both at once with different pages, so that no stage waits for the other."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.read(pages))
             group.create_task(self.copy(pages))
 
     async def plain(self) -> None:
-        """As many bytes of a file by preadv, and nothing else."""
+        """Read as many bytes of a file by preadv, and do nothing else."""
         file = os.open(self._plain_file, os.O_RDONLY)
         try:
             firsts = range(0, len(self._memory), PLAIN_BYTES)
@@ -85,7 +85,7 @@ class Stages:
 
 @asynccontextmanager
 async def open_stages(folder: Path, layout: KVLayout, pages: int) -> AsyncIterator[Stages]:
-    """Stages of a directory that is empty."""
+    """Open the stages on an empty directory."""
     host, device = HostPool.allocate(layout, 2 * pages), DevicePool.allocate(layout, pages)
     content = np.random.default_rng(0).integers(0, 256, (2 * pages, layout.page_bytes), dtype=np.uint8)
     host.write_pages(range(2 * pages), torch.from_numpy(content))

@@ -1,7 +1,7 @@
-"""An engine and its prefill worker beside the stages by themselves, measured in turns; for the benchmark of restores.
+"""An engine with its prefill worker and the single stages, measured in turns, for the benchmark of restores.
 
-Times are to READY. Where storage is a disk, the kernel is made to forget its files before each read, and the read is
-refused if its bytes did not come from the disk.
+Times are until READY. If storage is a disk, its files are dropped from the page cache before each read, and the
+measurement is rejected if the bytes did not come from the disk.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ HALF_PAGES, LONG_PAGES, SHORT_PAGES = 256, 768, 64
 
 
 def tokens_of(seed: int, count: int) -> bytes:
-    """Packed tokens."""
+    """Return packed tokens."""
     return np.random.default_rng(seed).integers(0, VOCABULARY, count, dtype=np.uint32).tobytes()
 
 
 HALF = tokens_of(1, HALF_PAGES * LARGE.page_size)
-# One token more, which is a page of its own: the last page of a prompt is always sent.
+# One more token, which is a page of its own, because the last page of a prompt is always sent.
 END = tokens_of(2, 1)
 OTHER, LONG = tokens_of(3, HALF_PAGES * LARGE.page_size), tokens_of(5, LONG_PAGES * LARGE.page_size)
-# With how many pages come from storage.
+# Prompts with the number of pages that come from storage.
 PROMPTS = {
     "restore": (HALF + END, HALF_PAGES),
     "transfer": (OTHER + END, 0),
@@ -56,7 +56,7 @@ PROMPTS = {
     "both_long": (HALF + LONG, HALF_PAGES),
     "restore_short": (HALF[: 4 * SHORT_PAGES * LARGE.page_size] + END, SHORT_PAGES),
 }
-# The long ones are for the disk, which takes as long as their transfers.
+# The long ones are for the disk, which is about as slow as their transfers.
 OF_DISKS = ("transfer_long", "both_long")
 
 
@@ -68,15 +68,15 @@ class Pair:
         self.address = prefill.address
         self.ready_at_s = 0.0
         self._names = 0
-        # The clock of another process's processor time, as clock_getcpuclockid makes it.
+        # The CPU clock of another process, as computed by clock_getcpuclockid.
         self._clocks = (time.CLOCK_PROCESS_CPUTIME_ID, (~prefill._process.pid << 3) | 2)
 
     def cpu_s(self) -> float:
-        """Processor time of both processes."""
+        """Return the processor time of both processes."""
         return sum(map(time.clock_gettime, self._clocks))
 
     async def ready(self, tokens: bytes, *, cache: bool = False) -> dict[str, int]:
-        """Tokens by source of a request that was READY at `ready_at_s`, and is finished now."""
+        """Restore and finish a request; returns tokens by source, and sets `ready_at_s`."""
         self._names += 1
         request = DecodeRequest(
             request_id=f"r{self._names}", tokens=tokens, prefill=self.address, send_prompt=True, cache=cache
@@ -88,41 +88,41 @@ class Pair:
         return dict(ready.sources)
 
     async def forget(self) -> None:
-        """Leave pages in storage alone."""
+        """Flush all tiers except storage."""
         await self.engine.flush(("l1", "l2"))
 
 
 @dataclass
 class Times:
-    """Milliseconds of everything, round by round, in one condition of the files."""
+    """Milliseconds of every measurement, by round, in one state of the page cache."""
 
     on_disk: bool
     spent_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     cpu_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of both processes."""
+    """Processor time of both processes."""
 
     def forget(self) -> None:
-        """Begin anew: what was measured first was the first time for the machine, too."""
+        """Drop the results of warm-up rounds."""
         self.spent_ms.clear()
         self.cpu_ms.clear()
 
     def median(self, name: str) -> float:
-        """What it takes in most rounds."""
+        """Return the median over the rounds."""
         return statistics.median(self.spent_ms[name])
 
     def pipeline(self, kind: str) -> float:
-        """Of the slower stage's speed, how much a restore has."""
+        """Return the restore's share of the slower stage's speed."""
         return 1 / self.over_slower(f"restore{kind}", f"read{kind}", f"copy{kind}")
 
     def over_slower(self, what: str, first: str, second: str) -> float:
-        """What something takes, over the slower of two others of the same round; the median."""
+        """Return the median of a time over the slower of two others of the same round."""
         spent = self.spent_ms
         rounds = zip(spent[what], spent[first], spent[second], strict=True)
         return statistics.median(both / max(one, other) for both, one, other in rounds)
 
 
 class TierRig:
-    """An engine and the stages by themselves, and what they take in turns."""
+    """An engine and the single stages, with their times measured in turns."""
 
     def __init__(self, pair: Pair, files: Cached, stages: Stages, read_ends_s: list[float]) -> None:
         self._pair = pair
@@ -131,12 +131,12 @@ class TierRig:
         self._read_ends_s = read_ends_s
 
     async def run_round(self, times: Times) -> None:
-        """Everything once."""
+        """Run every measurement once."""
         stages = self._stages
         if times.on_disk:
             await self._timed(times, "plain", stages.plain, HALF_PAGES, stages.files)
         else:
-            # What was dropped last is in memory again after this.
+            # Files dropped last may be in the page cache again after this.
             await self._pair.forget()
             await self._restore(*PROMPTS["restore"])
             await stages.read(HALF_PAGES)
@@ -163,7 +163,7 @@ class TierRig:
         before_bytes, before_cpu_s, began_s = disk_bytes(), self._pair.cpu_s(), time.perf_counter()
         self._pair.ready_at_s = 0.0
         await work()
-        # To READY, where there is one, and not to the end of everything.
+        # Until READY if there is a request, not until the end of the call.
         ended_s = self._pair.ready_at_s or time.perf_counter()
         times.spent_ms[name].append(1e3 * (ended_s - began_s))
         times.cpu_ms[name].append(1e3 * (self._pair.cpu_s() - before_cpu_s))
@@ -177,7 +177,7 @@ class TierRig:
 
 @asynccontextmanager
 async def tier_rig(folder: Path) -> AsyncIterator[TierRig]:
-    """An engine that has HALF in storage, a prefill worker that has all prompts, and the stages."""
+    """Open an engine that has HALF in storage, a prefill worker that has all prompts, and the stages."""
     order = PrefillOrder(
         name="prefill-0", fingerprint="s", layout=LARGE, num_pages=12 * HALF_PAGES,
         chunk_tokens=32 * LARGE.page_size, vocabulary=VOCABULARY,
@@ -209,7 +209,7 @@ async def tier_rig(folder: Path) -> AsyncIterator[TierRig]:
     ):
         pair = Pair(engine, prefill)
         await pair.ready(HALF, cache=True)
-        # Prefill has all of it from now on.
+        # After this, prefill has all prompts.
         for prompt, _ in PROMPTS.values():
             await pair.ready(prompt)
         yield TierRig(pair, Cached(folder / "engine", "*.seg"), stages, read_ends_s)

@@ -1,13 +1,12 @@
-"""What a hundred times the work costs: `python benchmarks/scaling.py --json FILE [--plot FILE]`.
+"""Cost at a hundred times the work: `python benchmarks/scaling.py --json FILE [--plot FILE]`.
 
-Index, engine and journal do 1, 10 and 100 times the same work; figures are CPU times. The index serves so many times
-the requests with so many times the pages, the engine has so many times the requests in flight, the journal so many
-times the events, which are written and then replayed. Of each: its cost at 100 times the work, over what n log n
-allows.
+Index, engine and journal do 1, 10 and 100 times the same work; figures are CPU times. The index has that factor of
+requests and of pages, the engine that factor of requests in flight, the journal that factor of events, which are
+written and then replayed. The result of each is its cost at 100 times the work, relative to n log n.
 
-Python's cycle collector is set as docs/operating.md says for much work, unless `--collector default` is given: at its
-usual thresholds it walks over all that lives again and again, but only where there is so much of it that 1 time the
-work has none of that.
+Python's cycle collector is set as docs/operating.md advises for much work, unless `--collector default` is given: with
+its default thresholds it repeatedly scans all live objects, but only if there are many, so 1 time the work would not
+include that cost.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from tidekv.states.accounts import PageAccount
 from tidekv.states.index import PrefixIndex, Receipt
 
 Points: TypeAlias = list[tuple[float, float]]
-"""Pieces of work, and CPU seconds."""
+"""Amounts of work, and CPU seconds."""
 
 TIMES = (1, 10, 100)
 INDEX_RUNS = {100: 1, 10: 3, 1: 31}
-"""So many at each in a round, of which the median counts: the smallest takes a millisecond."""
+"""Runs at each factor in a round, of which the median counts; the smallest takes a millisecond."""
 INDEX_ROUNDS = 5
 INDEX_REQUESTS, INDEX_PAGES, PAGE, TURN_PAGES, LIVE = 300, 3000, 16, 16, 16
 IN_FLIGHT = 40
@@ -46,7 +45,7 @@ LOAD = Load(prompt_tokens=512, page_size=64, chunk_tokens=512, tiers=("l1", "l2"
 
 
 def index_s(times: int) -> float:
-    """CPU seconds for conversations that grow turn by turn, as many as the index has room for one and a half times."""
+    """Return CPU seconds for growing conversations with 1.5 times as many pages as the index can hold."""
     requests, pages = INDEX_REQUESTS * times, INDEX_PAGES * times
     device = PageAccount("device", pages)
     index = PrefixIndex(key_bytes=PAGE * 4, device=device, host=PageAccount("host", pages))
@@ -76,7 +75,7 @@ def index_s(times: int) -> float:
 
 
 def index_round(collector: str) -> Points:
-    """Requests and CPU seconds, for each amount of work, in this process."""
+    """Return requests and CPU seconds for each amount of work, measured in this process."""
     set_collector(collector)
     return sorted(
         (INDEX_REQUESTS * times, statistics.median(index_s(times) for _ in range(runs)))
@@ -85,8 +84,9 @@ def index_round(collector: str) -> Points:
 
 
 def index_points(collector: str) -> Points:
-    """The round whose growth is the median of all. Each has a process of its own, since its largest run takes a fourth
-    more time in memory that was used before.
+    """Return the round with the median growth.
+
+    Each round has a process of its own, because its largest run takes a quarter longer in memory that was used before.
     """
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         rounds = [pool.apply(index_round, (collector,)) for _ in range(INDEX_ROUNDS)]
@@ -94,14 +94,14 @@ def index_points(collector: str) -> Points:
 
 
 def engine_s(times: int) -> float:
-    """CPU seconds of one block with so many requests in flight."""
+    """Return CPU seconds of one block with this factor of requests in flight."""
     in_flight = IN_FLIGHT * times
     found = uvloop.run(measure(LOAD, in_flight, 1 if times == TIMES[-1] else 5, journal=False, parts=False, show=0))
     return found.engine_us * in_flight / 1e6
 
 
 async def write_journal(path: Path, requests: int) -> None:
-    """A run of so many requests, 40 at a time."""
+    """Write the journal of a run with this many requests, 40 at a time."""
     rig = Rig(LOAD, IN_FLIGHT, str(path))
     async with rig.engine:
         for _ in range(requests // IN_FLIGHT):
@@ -109,7 +109,7 @@ async def write_journal(path: Path, requests: int) -> None:
 
 
 def journal_point(times: int) -> tuple[float, float]:
-    """Events, and CPU seconds of their replay."""
+    """Return the number of events, and CPU seconds of their replay."""
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         path = Path(folder) / "run.journal"
         uvloop.run(write_journal(path, JOURNAL_REQUESTS * times))
@@ -128,9 +128,9 @@ MEASURES: dict[str, Callable[[str], Points]] = {
 
 
 def main() -> None:
-    """Read the options and measure."""
+    """Parse the options and measure."""
     parser = option_parser(__doc__)
-    parser.add_argument("--plot", type=Path, help="draw it to this .png or .svg file, too")
+    parser.add_argument("--plot", type=Path, help="also write a plot to this .png or .svg file")
     parser.add_argument("--only", nargs="+", choices=tuple(MEASURES))
     parser.add_argument(
         "--collector", choices=("advised", "default"), default="advised", help="Python's cycle collector"

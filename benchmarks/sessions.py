@@ -1,14 +1,14 @@
 """Agent sessions end to end in two processes, with and without decode cache: `python benchmarks/sessions.py RECORDING`.
 
-Lengths are an eighth of the recorded ones. Requests are served one at a time: the time to ready is that of the request,
-and not that of others whose pages are being verified. The prefill worker keeps prefixes in both runs: what differs is
-what it has to send. All pages of every 16th request are verified. Storage is in memory, since nearly all hits are in
-L1. Two figures from two passes:
+Lengths are an eighth of the recorded ones. Requests are served one at a time, so the time to ready does not include the
+verification of other requests. The prefill worker keeps prefixes in both runs, which differ in what it must send. All
+pages of every 16th request are verified. Storage is in memory, since nearly all hits are in L1. Two figures from two
+passes:
 
 - The time to ready, of the first requests: a token has 56 KiB of KV, as in a model of 7B parameters with 28 layers and
-  4 KV heads (Qwen2.5-7B); both device pools together take 9.4 GB. Prefill has computed a prompt when decode asks for
-  it, so that the time is that of the hand-over.
-- The bytes on the wire, of all requests: with little KV a token, which changes both sums by the same factor.
+  4 KV heads (Qwen2.5-7B); both device pools together take 9.4 GB. Prefill has computed a prompt before decode requests
+  it, so the time is that of the hand-over.
+- The bytes on the wire, of all requests: with little KV per token, which changes both sums by the same factor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERIFY_EVERY = 16
 
 
 def replay(recording: Path, *, sessions: int, requests: int, tiers: TierOptions) -> JobResult:
-    """Both phases of a recording."""
+    """Run both phases of a recording."""
     options = TraceOptions(length_scale=1 / 8, time_scale=0.0, requests_max=requests, sessions_max=sessions)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(run_trace(recording, options, tiers))
@@ -41,13 +41,13 @@ def replay(recording: Path, *, sessions: int, requests: int, tiers: TierOptions)
 
 
 def main() -> None:
-    """Run both passes both ways, and write the figures."""
+    """Run both passes with and without cache, and write the figures."""
     parser = option_parser(__doc__)
     parser.add_argument("recording", type=Path)
     parser.add_argument("--sessions", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=240, help="at most so many for the time to ready; 0: all")
+    parser.add_argument("--requests", type=int, default=240, help="maximum requests for the time to ready; 0 is all")
     parser.add_argument("--in-flight", type=int, default=1)
-    parser.add_argument("--compute-within", action="store_true", help="prefill begins to compute when decode asks")
+    parser.add_argument("--compute-within", action="store_true", help="compute prompts only when decode requests them")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     tiers = TierOptions(

@@ -1,14 +1,15 @@
-"""How fast the `file:` engine is, beside what one would write by hand: `python benchmarks/storage.py [--help]`.
+"""Speed of the `file:` engine relative to hand-written baselines: `python benchmarks/storage.py [--help]`.
 
-In each round every candidate does the same work right after the other, since the speed of a machine drifts; ratios are
-medians over rounds. Work is one batch of pages: put under new keys, then got back from the page cache, then got again
-after the kernel was told to forget the files. All use the same memory. Engines take checksums and are bounded to three
-batches, so that they make room as they do in service; what the baselines do, and what they do without,
-storage_baselines.py says. The last of three ratios is to copies and checksums by two threads and nothing else
-(storage_floor.py): what an engine that checks its pages could reach at most on two processors.
+In each round every candidate does the same work directly after the other, because the speed of a machine drifts; ratios
+are medians over rounds. The work is one batch of pages: put under new keys, then read back from the page cache, then
+read again after the files were dropped from the page cache. All use the same memory. Engines compute checksums and are
+limited to three batches, so that they evict as in service; `storage_baselines.py` describes what the baselines do and
+omit. The last of three ratios is to copies and checksums by two threads and nothing else (`storage_floor.py`), the
+upper bound for an engine that checks its pages on two processors.
 
-What other programs disturb is done again, twice at most, and it is said how often that was in vain. Then one line for
-each target: pass or short. The loop's lag is compared with an idle loop of another process that runs at the same time.
+Measurements disturbed by other programs are repeated at most twice; the number of those still disturbed is printed.
+Then one line for each target: pass or short. The loop's lag is compared with an idle loop of another process that runs
+at the same time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ EXISTS_KEYS = 1000
 EXISTS_US_MAX = 1.0
 TIMEOUT_S = 300.0
 SMALL_PAGE_BYTES = 64 << 10
-# The least ratio to a file a page for small pages, and to the fastest raw way for others.
+# Minimum ratio to a file per page for small pages, and to the fastest raw way for others.
 SMALL_PAGES = {"write": 5.0, "read": 2.0}
 LARGE_PAGES = {"write": 0.8, "read": 0.9}
 ATTEMPTS_MAX = 3
@@ -57,7 +58,7 @@ Speeds = dict[tuple[str, str], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One thing that was promised, and what came of it."""
+    """One target, and its result."""
 
     what: str
     wanted: str
@@ -104,7 +105,7 @@ async def open_engine(name: str, options: str, root: Path, pages: Pages, poller:
     count, page_bytes = pages.shape
     directory = root / name.replace(" ", "-").replace(":", "").replace(",", "")
     storage = open_storage(f"file:{directory}?{options}", {"capacity": 3 * BATCH_BYTES + (32 << 20)})
-    # As a host pool gives its pages.
+    # In the same form as a host pool passes its pages.
     memory = memoryview(pages.reshape(-1))
     segment = Segment(address=pages.ctypes.data, piece_bytes=page_bytes, stride_bytes=page_bytes, page_count=count)
     await storage.register(
@@ -124,10 +125,10 @@ async def race(
     others, disturbed = Others(), 0
     for turn in range(rounds + 1):
         keys = keys_of(page_bytes, turn)
-        # Another one first each round: what the one before left in the caches is nobody's privilege.
+        # The first one changes each round, because each candidate leaves the caches in a state that affects the next.
         order = (*candidates[turn % len(candidates) :], *candidates[: turn % len(candidates)])
         if "write" not in kinds:
-            # What is read must be there.
+            # Everything that is read must exist.
             for candidate in order:
                 await candidate.put(keys)
         for kind in kinds:
@@ -140,7 +141,7 @@ async def race(
                     break
             else:
                 disturbed += 1
-            if turn:  # The first round makes files.
+            if turn:  # The first round creates files.
                 for name, speed in found.items():
                     speeds.setdefault((name, kind), []).append(speed)
     return speeds, keys, disturbed
@@ -155,14 +156,14 @@ async def once(candidate: Candidate, kind: str, keys: Sequence[bytes]) -> float:
 
 
 def ratio(speeds: Speeds, ours: str, theirs: Sequence[str], kind: str) -> float:
-    """Return how many times as fast as the fastest of some others we are, as the median over rounds."""
+    """Return the ratio of our speed to the fastest of some others, as the median over rounds."""
     fastest = max(theirs, key=lambda name: statistics.median(speeds[name, kind]))
     pairs = zip(speeds[ours, kind], speeds[fastest, kind], strict=True)
     return statistics.median(one / other for one, other in pairs)
 
 
 def show(speeds: Speeds, candidates: Sequence[Candidate], page_bytes: int, kinds: Sequence[str]) -> Table:
-    """Draw the speeds, and how many times a file a page, the fastest raw way and the floor each is."""
+    """Return a table of the speeds, with ratios to a file per page, the fastest raw way and the floor."""
     count = BATCH_BYTES // page_bytes
     title = f"{count} pages of {page_bytes >> 10} KiB, MB/s (times a file a page, the fastest raw, the fastest checked)"
     table = Table(title=title)
@@ -193,7 +194,7 @@ def speed_targets(speeds: Speeds, engine: str, page_bytes: int) -> list[Target]:
 
 
 async def exists_us(engine: Engine, keys: Sequence[bytes]) -> float:
-    """Return what asking for the existence of a key costs, in batches."""
+    """Return µs per key of an existence look-up, in batches."""
     asked = list(keys[:EXISTS_KEYS])
     costs = []
     for _ in range(50):
@@ -204,7 +205,7 @@ async def exists_us(engine: Engine, keys: Sequence[bytes]) -> float:
 
 
 async def late_ms(running: Callable[[], bool]) -> list[float]:
-    """Return by how much the loop was late, each time it was asked, while something runs."""
+    """Return the loop's lag for each of many short sleeps while `running`."""
     late: list[float] = []
     while running():
         asked_at_s = time.perf_counter()
@@ -214,12 +215,12 @@ async def late_ms(running: Callable[[], bool]) -> list[float]:
 
 
 async def lag_ms_p99(engine: Engine, keys: Sequence[bytes]) -> tuple[float, float]:
-    """Return how late the loop is at p99 while the engine works, and an idle one in another process meanwhile."""
+    """Return the loop's p99 lag while the engine works, and that of an idle loop in another process meanwhile."""
     idle = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--idle-loop", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert idle.stdout is not None
-    # It says when it has started.
+    # The process prints a line when it has started.
     await idle.stdout.readline()
     until_s = time.monotonic() + LAG_S
 
@@ -237,7 +238,7 @@ async def lag_ms_p99(engine: Engine, keys: Sequence[bytes]) -> tuple[float, floa
 
 
 async def idle_loop() -> None:
-    """Be an idle loop until the standard input ends, and print how late it was at p99."""
+    """Run an idle loop until standard input ends, and print its p99 lag."""
     loop = asyncio.get_running_loop()
     print("started", flush=True)
     ended = loop.run_in_executor(None, sys.stdin.read)
@@ -277,7 +278,7 @@ async def bench(
 def main() -> None:
     """Run on a directory given, or a temporary one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--directory", help="where to make the files; a temporary one by default")
+    parser.add_argument("--directory", help="directory for the files; a temporary one by default")
     parser.add_argument("--page-kib", type=int, nargs="+", default=[64, 1024, 8192])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)

@@ -1,8 +1,8 @@
-"""What one would write by hand instead of a storage engine, for the benchmarks of storage: nothing here checks a page,
-survives a crash, or is bounded.
+"""Hand-written alternatives to a storage engine, for the benchmarks of storage: no checks of pages, no crash safety, no
+limit of size.
 
     FilePerPage    a synchronous store: open, one read or write, close
-    Raw            one file, one preadv or pwrite a page, in one thread or shared by several
+    Raw            one file, one preadv or pwrite per page, in one thread or shared by several
     RawNixl        one file, one transfer of NIXL's POSIX plugin for all pages, polled without a pause
 """
 
@@ -25,9 +25,7 @@ Pages = npt.NDArray[np.uint8]
 
 
 class Candidate(Protocol):
-    """Something that stores the pages of one pool under keys. `started_at_s`: when the work of the last call began,
-    after what had to be tidied up before.
-    """
+    """A store for the pages of one pool. `started_at_s` is when the work of the last call began, after its cleanup."""
 
     name: str
     started_at_s: float
@@ -42,7 +40,7 @@ class Candidate(Protocol):
         """Return the files that hold the pages."""
 
     async def close(self) -> None:
-        """Give everything back."""
+        """Close everything."""
 
 
 class FilePerPage:
@@ -78,7 +76,7 @@ class FilePerPage:
         return list(self.directory.iterdir())
 
     async def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: no file is open."""
 
 
 class Raw:
@@ -120,12 +118,12 @@ class Raw:
         if len(self.parts) == 1:
             part(self.parts[0])
         else:
-            # Nothing else runs meanwhile: this is a benchmark's own loop.
+            # Blocking is harmless, since nothing else runs on this benchmark's loop.
             list(self.threads.map(part, self.parts))
 
 
 class RawNixl:
-    """Pages at fixed places of one file, moved by NIXL's POSIX plugin and nothing of ours."""
+    """Pages at fixed places of one file, moved by NIXL's POSIX plugin only."""
 
     started_at_s = 0.0
 
@@ -156,7 +154,7 @@ class RawNixl:
                 self.agent.name, np.array([[0, page_bytes, self.file, page_bytes, count]], np.uint64), "FILE"
             ),
         ]
-        # Every second page first: NIXL would make one descriptor of all of them otherwise, which is no faster.
+        # Every second page first: otherwise NIXL would merge all of them into one descriptor, which is not faster.
         self.order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]).astype(np.int32)
 
     async def put(self, keys: Sequence[bytes]) -> None:
@@ -172,12 +170,12 @@ class RawNixl:
         return [self.path]
 
     async def close(self) -> None:
-        """Give the agent back."""
+        """Release the agent and close the file."""
         for prepared in self.lists:
             self.agent.release_dlist_handle(prepared)
         for registered in self.registered:
             self.agent.deregister_memory(registered)
-        self.agent = self.lists = self.registered = None  # type: ignore[assignment]  # Ends the agent here and now.
+        self.agent = self.lists = self.registered = None  # type: ignore[assignment]  # Releases the agent at once.
         os.close(self.file)
 
     def _run(self, operation: str) -> None:
@@ -211,7 +209,7 @@ def pool_pages(page_bytes: int, batch_bytes: int) -> Pages:
 
 
 def forget_cached(candidate: Candidate) -> None:
-    """Write the candidate's files to disk and tell the kernel to drop them from its cache."""
+    """Write the candidate's files to disk and drop them from the page cache."""
     for path in candidate.files():
         with opened(path) as file:
             os.fsync(file)
@@ -220,7 +218,7 @@ def forget_cached(candidate: Candidate) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a file for reading, for a while."""
+    """Open a file for reading for the duration of the block."""
     file = os.open(path, os.O_RDONLY)
     try:
         yield file

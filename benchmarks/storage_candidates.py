@@ -1,13 +1,13 @@
-"""Ways to build an embedded store, measured side by side: `python benchmarks/storage_candidates.py [--help]`.
+"""Designs of an embedded store, compared: `python benchmarks/storage_candidates.py [--help]`.
 
     a file a page            open, one read or write, close; the directory is the index
-    segments, plain preadv   fixed slots in large files, one call a run of neighbors, shared by two threads
+    segments, plain preadv   fixed slots in large files, one call per run of neighbors, shared by two threads
     segments, NIXL           the same slots moved by NIXL's POSIX plugin, by aio and by io_uring
-    index in SQLite          a row a slot, in write-ahead mode: a run of slots published, then looked up from scratch
-    index in LMDB            the same in LMDB (pip install lmdb; left out, and said so, where it is not there)
+    index in SQLite          a row per slot, in write-ahead mode: a run of slots published, then loaded from scratch
+    index in LMDB            the same in LMDB (pip install lmdb; reported as not measured without it)
 
-Pages first, without checksums, so that only the way they move differs; then the index alone, for as many pages as there
-are; then what an engine opens with 100,000 pages costs. Figures of one machine compare with one another.
+First pages, without checksums, so that only the way they move differs; then the index by itself, for as many pages as
+there are; then the time to open an engine with 100,000 pages. Figures compare only on the same machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = ("write", "read", "cold read")
 
 
 class SqliteIndex:
-    """A table of slots, as the engine keeps it."""
+    """A table of slots, as in the engine."""
 
     name = "SQLite, write-ahead"
 
@@ -62,7 +62,7 @@ class SqliteIndex:
         self.db.execute("COMMIT")
 
     def load(self) -> int:
-        """Read everything, as a process that starts does."""
+        """Read everything, as a starting process does."""
         return len({key: slot for slot, key in self.db.execute("SELECT slot, key FROM slots")})
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class SqliteIndex:
 
 
 class LmdbIndex:
-    """Key to slot in LMDB. Slots by change, by owner and by age would each need a database of their own beside it."""
+    """Key to slot in LMDB. Look-ups by change, by owner and by age would each need another database."""
 
     name = "LMDB"
 
@@ -86,7 +86,7 @@ class LmdbIndex:
             cursor.putmulti([(key, (first + at).to_bytes(8, "little")) for at, key in enumerate(keys)])
 
     def load(self) -> int:
-        """Read everything, as a process that starts does."""
+        """Read everything, as a starting process does."""
         with self.env.begin() as view:
             return len({bytes(key): int.from_bytes(slot, "little") for key, slot in view.cursor()})
 
@@ -101,7 +101,7 @@ def key_of(number: int) -> bytes:
 
 
 async def move(candidates: Sequence[Candidate], page_bytes: int, rounds: int) -> Table:
-    """Measure how fast pages move, in MB/s."""
+    """Measure the throughput of pages, in MB/s."""
     speeds: dict[tuple[str, str], list[float]] = {}
     for turn in range(rounds + 1):
         keys = [key_of(turn << 32 | at) for at in range(BATCH_BYTES // page_bytes)]
@@ -111,7 +111,7 @@ async def move(candidates: Sequence[Candidate], page_bytes: int, rounds: int) ->
                     forget_cached(candidate)
                 await (candidate.put if kind == "write" else candidate.get)(keys)
                 speed = BATCH_BYTES / (time.perf_counter() - candidate.started_at_s) / 1e6
-                if turn:  # The first round makes files.
+                if turn:  # The first round creates files.
                     speeds.setdefault((candidate.name, kind), []).append(speed)
     table = Table("", *KINDS, title=f"pages of {page_bytes >> 10} KiB, MB/s, medians of {rounds}")
     for candidate in candidates:
@@ -120,7 +120,7 @@ async def move(candidates: Sequence[Candidate], page_bytes: int, rounds: int) ->
 
 
 def compare_indices(root: Path, count: int, batch: int) -> Table:
-    """Measure what an index costs a page: published by batches, and loaded at once."""
+    """Measure the cost of an index per page: published in batches, and loaded at once."""
     table = Table("", "publish, µs a page", f"load {count} pages, ms", title=f"index, {batch} pages a transaction")
     makers: list[Callable[[Path], SqliteIndex | LmdbIndex]] = [SqliteIndex, LmdbIndex]
     for make in makers:
@@ -145,7 +145,7 @@ def compare_indices(root: Path, count: int, batch: int) -> Table:
 
 
 async def time_opening(root: Path, count: int) -> tuple[float, float]:
-    """Return how long the engine takes to open a directory of so many pages, and to open it without its index."""
+    """Return the seconds to open a directory of this many pages with the engine, and to open it without its index."""
     pages = np.random.default_rng(1).integers(0, 256, (4096, OPENED_PAGE_BYTES), np.uint8)
     segment = Segment(
         address=pages.ctypes.data,
@@ -156,7 +156,7 @@ async def time_opening(root: Path, count: int) -> tuple[float, float]:
     poller = PollerThread()
     poller.start()
 
-    async def opened() -> tuple[Any, float]:  # The engine, and how long it took.
+    async def opened() -> tuple[Any, float]:  # The engine, and seconds to open it.
         storage = open_storage(f"file:{root}", {"capacity": 4 * count * OPENED_PAGE_BYTES})
         started_at_s = time.perf_counter()
         await storage.register(
@@ -199,13 +199,13 @@ async def measure(root: Path, page_kib: Sequence[int], rounds: int, console: Con
     opened_s, rebuilt_s = await time_opening(root / "opened", OPENED_PAGES)
     verdict = "pass" if opened_s < 2 else "short"
     console.print(f"{verdict}: {OPENED_PAGES:,} pages opened in {opened_s:.2f} s (less than 2 s wanted)")
-    console.print(f"the same without its index, which is made again from the segments: {rebuilt_s:.2f} s")
+    console.print(f"the same without its index, which is rebuilt from the segments: {rebuilt_s:.2f} s")
 
 
 def main() -> None:
     """Run on a directory given, or a temporary one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--directory", help="where to make the files; a temporary one by default")
+    parser.add_argument("--directory", help="directory for the files; a temporary one by default")
     parser.add_argument("--page-kib", type=int, nargs="*", default=[64, 1024, 8192])
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()

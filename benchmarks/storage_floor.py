@@ -1,7 +1,7 @@
-"""What bounds an engine that checks its pages, and whether a measurement was disturbed; for the benchmark of storage.
+"""Upper bound for an engine that checks its pages, and detection of disturbances, for the benchmark of storage.
 
-Checked    copies and checksums and nothing else: two threads, a file and a processor each, no index, no event loop
-Others     how much of the processors other programs take meanwhile
+Checked    copies and checksums and nothing else: two threads with a file and a processor each, no index, no event loop
+Others     processor time that other programs use meanwhile
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from storage_baselines import Pages
 
 from tidekv.backends.storage.file import worker_threads
 
-# What fits in a processor's cache, so that summing it does not read memory again.
+# Fits in a processor's cache, so that the checksum does not read memory again.
 PIECE_BYTES: Final = 512 << 10
 SHARE_MAX: Final = 0.1
 PAUSE_S: Final = 0.1
@@ -25,7 +25,7 @@ WAIT_S_MAX: Final = 3.0
 
 
 class Checked:
-    """Moves the pages of one pool, each thread its half, and takes the checksum of each page beside it."""
+    """Moves the pages of one pool, half by each thread, with a checksum of each page."""
 
     started_at_s = 0.0
 
@@ -38,11 +38,11 @@ class Checked:
         self.threads = worker_threads(threads, "checked")
 
     async def put(self, keys: Sequence[bytes]) -> None:
-        """Sum and write each page."""
+        """Compute the checksum of each page and write it."""
         self._run("write")
 
     async def get(self, keys: Sequence[bytes]) -> None:
-        """Read and sum each page."""
+        """Read each page and compute its checksum."""
         self._run("read")
 
     def files(self) -> list[Path]:
@@ -57,7 +57,7 @@ class Checked:
 
     def _run(self, operation: str) -> None:
         self.started_at_s = time.perf_counter()
-        # Nothing else runs meanwhile: this is a benchmark's own loop.
+        # Blocking is harmless, since nothing else runs on this benchmark's loop.
         list(self.threads.map(lambda number: self._move(operation, number), range(len(self.parts))))
 
     def _move(self, operation: str, number: int) -> None:
@@ -71,7 +71,7 @@ class Checked:
                 os.pwritev(file, buffers, offset)
 
     def _pieces(self, pages: Sequence[memoryview]) -> Iterator[tuple[int, Sequence[memoryview]]]:
-        """Return what is moved at once: where it begins in the file, and its memory."""
+        """Yield the units that are moved at once: offset in the file, and memory."""
         at_once = PIECE_BYTES // self.page_bytes
         for at in range(0, len(pages), max(at_once, 1)):
             if at_once:
@@ -82,13 +82,16 @@ class Checked:
 
 
 class Others:
-    """Watches what other programs use. Kernel threads are left out: they write the pages of this one to disk."""
+    """Measures the use by other programs.
+
+    Kernel threads are excluded, since they write this process's pages to disk.
+    """
 
     def __init__(self) -> None:
         self._used_s, self._at_s = _others_s(), time.perf_counter()
 
     def begin(self) -> None:
-        """Wait a while for the others to pause, and measure from here."""
+        """Wait a while for the others to pause, and start measuring."""
         until_s = time.perf_counter() + WAIT_S_MAX
         while True:
             self._used_s, self._at_s = _others_s(), time.perf_counter()
@@ -98,14 +101,14 @@ class Others:
         self._used_s, self._at_s = _others_s(), time.perf_counter()
 
     def disturb(self) -> bool:
-        """True if they took more than SHARE_MAX of one processor since the beginning."""
+        """Whether they used more than SHARE_MAX of one processor since `begin`."""
         return _others_s() - self._used_s > SHARE_MAX * (time.perf_counter() - self._at_s)
 
 
 def _others_s() -> float:
-    """Return the seconds of processors that all programs but this process used so far."""
+    """Return the processor seconds that all programs except this process have used so far."""
     with Path("/proc/stat").open() as file:
-        # User, nice, system, then idle and waiting for disks, then interrupts and what the hypervisor took.
+        # User, nice, system, idle, iowait, irq, softirq, steal.
         ticks = [int(word) for word in file.readline().split()[1:9]]
     kernel = sum(_kernel_ticks(path) for path in Path("/proc").iterdir() if path.name.isdigit())
     own = os.times()
@@ -113,7 +116,7 @@ def _others_s() -> float:
 
 
 def _kernel_ticks(process: Path) -> int:
-    """Return what a kernel thread used; 0 for any other process, and for one that has just ended."""
+    """Return the ticks that a kernel thread has used; 0 for any other process, and for one that has just ended."""
     try:
         words = (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,14 +1,14 @@
-"""Kill writers and readers of one `file:` directory at random moments: `python benchmarks/storage_kills.py [KILLS]`.
+"""Kill test of writers and readers of one `file:` directory: `python benchmarks/storage_kills.py [KILLS]`.
 
 Several processes at once fork children that open the directory, write and read it, and are killed (SIGKILL) some
-milliseconds later, wherever they are: opening, reserving, writing, publishing, evicting, closing. Readers and this
-process check every byte of every page that they are given, all the time. Afterwards the directory is opened again:
+milliseconds later, at any point: opening, reserving, writing, publishing, evicting, closing. Readers and this process
+continuously check every byte of every page that they read. Afterwards the directory is opened again:
 
-    no wrong byte       every page said to be there is whole; so says `verify`
+    no wrong byte       every page reported as present is whole; `verify` agrees
     no lost bound       the files were never larger than the capacity
-    no stuck lock       nothing is reserved for the dead, the index is sound, and every slot can be written again
+    no stuck lock       nothing is reserved for dead processes, the index is sound, and every slot can be written again
 
-Exits with 1 where one of these does not hold.
+Exits with 1 if one of these does not hold.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ FORKERS = 4
 LIFE_MAX_S = 0.08
 TIMEOUT_S = 30.0
 READER_WRONG = 3
-"""How a child ends that was given a page with a wrong byte."""
+"""Exit code of a child that read a page with a wrong byte."""
 
 
 def key_of(number: int) -> bytes:
-    """The key of a page."""
+    """Return the key of a page."""
     return hashlib.sha256(number.to_bytes(8, "little")).digest()
 
 
 def content_of(number: int) -> npt.NDArray[np.uint8]:
-    """The page of that key, as every process makes it."""
+    """Return the page of that key, equal in every process."""
     seed = int.from_bytes(key_of(number)[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, PAGE_BYTES, np.uint8)
 
 
 class Pages:
-    """One host pool, and an engine on the directory that checks what it reads."""
+    """A host pool, and checked access to an engine on the directory."""
 
     def __init__(self) -> None:
         self.array = np.zeros((POOL_PAGES, PAGE_BYTES), np.uint8)
@@ -66,7 +66,7 @@ class Pages:
         self._memory = PoolMemory(segments=(segment,), page_count=POOL_PAGES)
 
     async def open(self, root: Path) -> Storage:
-        """Open the directory. Files are read and written by threads: a poller would not survive a fork."""
+        """Open the directory. Files are read and written by threads, because a poller would not survive a fork."""
         capacity = CAPACITY_PAGES * PAGE_BYTES
         engine = open_storage(f"file:{root}?io=threads&capacity={capacity}&chunk={4 * PAGE_BYTES}")
         await engine.register(
@@ -78,14 +78,14 @@ class Pages:
         return engine
 
     async def put(self, engine: Storage, numbers: list[int]) -> int:
-        """Store pages; returns how many were."""
+        """Store pages; returns the number of stored ones."""
         for page, number in enumerate(numbers):
             self.array[page] = content_of(number)
         keys = [key_of(number) for number in numbers]
         return sum(await engine.put_from(keys, page_ids(range(len(numbers))), timeout_s=TIMEOUT_S))
 
     async def get(self, engine: Storage, numbers: list[int]) -> tuple[int, int]:
-        """Read pages; returns how many there were, and how many of those are not what was put."""
+        """Read pages; returns how many were found, and how many of those differ from what was put."""
         keys = [key_of(number) for number in numbers]
         found = await engine.get_into(keys, page_ids(range(len(numbers))), timeout_s=TIMEOUT_S)
         wrong = sum(
@@ -96,7 +96,7 @@ class Pages:
 
 
 async def live(root: Path, seed: int) -> int:
-    """A child: writes or reads until it is killed."""
+    """Run a child: write or read until it is killed."""
     chooser = random.Random(seed)
     pages = Pages()
     writes = chooser.random() < 0.7
@@ -112,7 +112,7 @@ async def live(root: Path, seed: int) -> int:
 
 
 def fork_and_kill(root: Path, kills: int, seed: int) -> int:
-    """One forker: kills so many children, one after the other. Returns how many saw a wrong byte."""
+    """Run a forker: kill children one after the other. Returns how many saw a wrong byte."""
     chooser = random.Random(seed)
     wrong = 0
     for child in range(kills):
@@ -133,12 +133,12 @@ def fork_and_kill(root: Path, kills: int, seed: int) -> int:
 
 
 def used_bytes(root: Path) -> int:
-    """What all files of pages take."""
+    """Return the size of all files of pages."""
     return sum(file.stat().st_size for file in root.glob("*/*.seg"))
 
 
 async def watch(root: Path, kills: int, seed: int) -> Counter[str]:
-    """Start the forkers, read and write beside them until they are done, and count what is seen."""
+    """Start the forkers, read and write beside them until they end, and count the results."""
     counts: Counter[str] = Counter()
     shares = [kills // FORKERS + (number < kills % FORKERS) for number in range(FORKERS)]
     forkers = [
@@ -171,7 +171,7 @@ async def watch(root: Path, kills: int, seed: int) -> Counter[str]:
 
 
 async def examine(root: Path, counts: Counter[str]) -> None:
-    """Open what is left, and count what must not be."""
+    """Open the remaining directory, and count violations."""
     started_s = time.perf_counter()
     pages = Pages()
     engine = await pages.open(root)
@@ -206,7 +206,7 @@ MUST_BE_ZERO = (
 
 
 async def main(kills: int, seed: int) -> bool:
-    """Run, show the numbers, and tell whether all is well."""
+    """Run, print the numbers, and return whether no violation was found."""
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory) / "pages"

@@ -1,10 +1,10 @@
-"""How fast storage on a server is, and what it costs the event loop: `python benchmarks/storage_servers.py URI…`.
+"""Throughput of storage on a server, and its effect on the event loop: `python benchmarks/storage_servers.py URI…`.
 
     redis-server --port 7000 --save '' &
     python benchmarks/storage_servers.py redis://127.0.0.1:7000
 
-For each URI and page size: batches are put under new keys and got back, three times over; medians. Meanwhile a task
-sleeps for a millisecond over and over: its lateness is the loop's lag, beside that of the same loop with nothing to do.
+For each URI and page size, batches are put under new keys and read back, three times; figures are medians. Meanwhile a
+task repeatedly sleeps for a millisecond: its delay is the loop's lag, printed next to that of an idle loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT_S = 300.0
 
 
 async def lags_ms(until: asyncio.Event) -> list[float]:
-    """Return how late a short sleep was, each time, until told to end."""
+    """Return the lag of each short sleep, until the event is set."""
     late = []
     while not until.is_set():
         started_s = time.perf_counter()
@@ -45,7 +45,7 @@ def p99(values: list[float]) -> float:
 
 
 async def idle_lag_ms() -> float:
-    """Return the lag of a loop that has nothing else to do."""
+    """Return the lag of an idle loop."""
     until = asyncio.Event()
     asyncio.get_running_loop().call_later(IDLE_S, until.set)
     return p99(await lags_ms(until))

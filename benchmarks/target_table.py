@@ -1,7 +1,7 @@
-"""What tidekv is to be measured by: every target as data. `tidekv bench all` prints them with what was measured.
+"""The targets of tidekv as data. `tidekv bench all` prints them with the measured figures.
 
-A target names its figure, and the measurement (`measurements.py`) that brings it; one without a measurement says why
-there is none. Most figures are ratios taken within one run, so that the speed of the machine cancels out.
+A target names its figure and the measurement (`measurements.py`) that produces it; a target without a measurement
+states the reason. Most figures are ratios taken within one run, so that the speed of the machine cancels out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One thing that is asked for. It passes if the figure is `at_least`, or `at_most`, so much."""
+    """One target. It is met if the figure is `at_least`, or `at_most`, the bound."""
 
     name: str
     asks: str
@@ -21,7 +21,7 @@ class Target:
     at_least: float | None = None
     at_most: float | None = None
     not_measured: str = ""
-    """Why there is no measurement."""
+    """The reason if there is no measurement."""
 
     @property
     def group(self) -> str:
@@ -30,18 +30,18 @@ class Target:
 
     @property
     def asked(self) -> str:
-        """The bound in words."""
+        """The bound as text."""
         if self.at_least is not None:
             return f"≥ {self.at_least:g} {self.unit}"
         return "" if self.at_most is None else f"≤ {self.at_most:g} {self.unit}"
 
     @property
     def is_time(self) -> bool:
-        """Whether it asks for a time, which a slower machine makes longer. The others are shares, ratios and counts."""
+        """Whether the figure is a time, which depends on the machine. Others are shares, ratios and counts."""
         return self.unit in ("µs", "ms")
 
     def passes(self, value: float) -> bool:
-        """Whether a figure reaches the target."""
+        """Whether a figure meets the target."""
         if self.at_least is not None:
             return value >= self.at_least
         assert self.at_most is not None

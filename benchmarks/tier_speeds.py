@@ -45,10 +45,10 @@ WAYS = (
 
 
 async def measure_tiers(*, storage: str = "", pages: int = PAGES, rounds: int = ROUNDS) -> dict[str, float]:
-    """GB/s of each of `WAYS`: the median over rounds of one batch of pages at random places.
+    """Return GB/s of each of `WAYS`: the median over rounds of one batch of pages at random places.
 
-    `storage`: a URI; empty: files in a temporary directory. Raises what the storage engine raises, StorageFailed where
-    it does not keep a batch.
+    `storage` is a URI; empty uses files in a temporary directory. Raises errors of the storage engine, and
+    StorageFailed if it does not keep a batch.
     """
     total_bytes = pages * LAYOUT.page_bytes
     speeds = {WAYS[0]: await _memcpy(total_bytes, rounds)}
@@ -73,7 +73,7 @@ async def _gb_s(work: Callable[[], Awaitable[None]], total_bytes: int, rounds: i
         started_at_s = time.perf_counter()
         await work()
         seconds.append(time.perf_counter() - started_at_s)
-    # The first round touches memory for the first time.
+    # Without the first round, which touches the memory for the first time.
     return total_bytes / median(seconds[1:]) / 1e9
 
 
@@ -157,7 +157,7 @@ async def _transfer(poller: PollerThread, pages: int, rounds: int) -> float:
 
 
 def print_tiers(speeds: dict[str, float], *, pages: int = PAGES) -> None:
-    """Print the speeds as a table."""
+    """Print the throughputs as a table."""
     batch, page = pages * LAYOUT.page_bytes / 1e6, LAYOUT.page_bytes / 1e6
     table = Table("way", "GB/s", title=f"{batch:.0f} MB in pages of {page:.2f} MB at random places")
     for way, speed in speeds.items():

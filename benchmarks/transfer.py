@@ -1,25 +1,25 @@
-"""What the NIXL transport costs beside NIXL itself: `python benchmarks/transfer.py`.
+"""Cost of the NIXL transport relative to NIXL itself: `python benchmarks/transfer.py`.
 
-A second process offers the target pool; the loop is uvloop, as in every process of ours. What is asked is bandwidth,
-so that is what is measured: writes of the same pages in a stream, eight at a time, as a prefill worker with several
-requests has them, by `NixlTransport.write` and by bare requests of NIXL. Both take turns, each time in another order,
-and the median over pairs of neighbours counts: the machine's own speed changes by half within seconds. How much two
-equal things differ here is measured too (bare beside bare), since no ratio is known better than that.
+A second process offers the target pool; the loop is uvloop, as in every process of tidekv. The target is bandwidth:
+writes of the same pages in a stream, eight at a time, as a prefill worker with several requests has them, by
+`NixlTransport.write` and by bare requests of NIXL. Both take turns in changing order, and the figure is the median over
+pairs of neighbors, because the machine's own speed changes by half within seconds. The difference between two equal
+measurements is measured too (bare next to bare), since no ratio is more precise than that.
 
-Each turn begins with writes that are not timed, a quarter of those that are. A core that has slept for a tenth of a
-second copies slower at first, bare NIXL after a pause as well; and ours is made by a thread that sleeps while the other
-has its turn. What the ratio would be with these writes is told beside it.
+Each turn begins with untimed writes, a quarter of the timed ones. A core that has slept for a tenth of a second copies
+slower at first, also with bare NIXL after a pause; and the transport's thread sleeps during the turns of the other. The
+ratio including these writes is printed as well.
 
-What the bare side posts is one request a write, of all its descriptors. Ours cuts and joins: 64 MiB go in two parts,
-and writes of 4 MiB that wait for one another go four at a time as one request; each ends when that has. Both are ours
-to gain or to lose, and the bytes and descriptors are the same.
+The bare side posts one request per write, with all its descriptors. The transport splits and merges: 64 MiB go in two
+parts, and queued writes of 4 MiB go four at a time as one request, and each ends with that. Both are properties of the
+transport; bytes and descriptors are the same.
 
-What a lone write takes, with nothing before or behind it, is told beside it. That is a latency: it has the plan and the
-way to the polling thread and back, which in a stream go on while other writes are copied. Between both stands the same
-bare request made by a thread that a loop hands it to and hears of its end from. NIXL copies while it posts, for
-milliseconds, so no loop can have it sooner: it is the limit of the transport's latency.
+The time of a single write, with nothing before or after it, is printed as well. It is a latency: it includes the plan
+and the way to the polling thread and back, which in a stream overlap with the copies of other writes. Between both
+stands the same bare request made by a thread to which a loop passes it and from which it receives the end. NIXL copies
+while it posts, for milliseconds, so no loop can have the result sooner: this is the limit of the transport's latency.
 
-Below, how much of a core the sleeping progress thread takes while nothing happens.
+Below that stands the share of a core that the sleeping progress thread takes when idle.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from tidekv.transports.nixl import NixlTransport
 IDLE_S = 3.0
 PAIRS = 21
 LONE_PAIRS = 15
-TURN_S = 0.1  # Of a stream, in which the machine stays the same.
-TRIAL_WRITES = 16  # By which it is found how many writes that is.
+TURN_S = 0.1  # Duration of a stream, short enough that the machine's speed stays constant.
+TRIAL_WRITES = 16  # Used to find how many writes fit into that.
 LEAD_SHARE = 4
 ONE_PAGE = Shape(1, 65536, 1)
 SHAPES = [ONE_PAGE, Shape(1024, 65536, 1), Shape(1024, 4096, 1), Shape(64, 32768, 32)]
@@ -56,7 +56,7 @@ ORDERS = ("random", "consecutive")
 
 @dataclass
 class Row:
-    """One shape in one order: seconds of each turn, by what was measured."""
+    """One shape in one order: seconds of each turn, by kind of measurement."""
 
     shape: Shape
     order: str
@@ -64,7 +64,7 @@ class Row:
     streamed: list[float] = field(default_factory=list)
     bare_streamed: list[float] = field(default_factory=list)
     led: list[float] = field(default_factory=list)
-    """Of those that are not timed, in front of `streamed`."""
+    """Times of the untimed writes before `streamed`."""
     bare_led: list[float] = field(default_factory=list)
     bare_again: list[float] = field(default_factory=list)
     lone: list[float] = field(default_factory=list)
@@ -77,15 +77,15 @@ class Row:
 
     @property
     def is_bulk(self) -> bool:
-        """Of one page the time counts that passes, and no bandwidth."""
+        """Whether bandwidth matters. For one page it is the elapsed time."""
         return self.shape != ONE_PAGE
 
     def share(self) -> float:
-        """Per cent of bare NIXL's bandwidth in a stream."""
+        """Percentage of bare NIXL's bandwidth in a stream."""
         return 100 * of_pairs(self.bare_streamed, self.streamed)
 
     def words(self) -> str:
-        """All ratios of the row."""
+        """All ratios of the row as text."""
         again = [100 * one / other for one, other in zip(self.bare_again, self.bare_streamed, strict=True)]
         low, *_, high = statistics.quantiles(again, n=10)
         from_rest = of_pairs(
@@ -100,7 +100,7 @@ class Row:
         )
 
     def cells(self) -> list[str]:
-        """The row of the table: time of one write, by what was measured, and GB/s in a stream."""
+        """Cells of the table: time of one write, by kind of measurement, and GB/s in a stream."""
         streams = [statistics.median(seconds) / self.stream_writes for seconds in (self.streamed, self.bare_streamed)]
         alone = [statistics.median(seconds) for seconds in (self.lone, self.by_thread, self.bare)]
         told = [text for s in streams for text in (f"{s * 1e6:.0f}", f"{self.shape.size_bytes / s / 1e9:.2f}")]
@@ -108,12 +108,12 @@ class Row:
 
 
 def of_pairs(limits_s: list[float], ours_s: list[float]) -> float:
-    """How fast the second is beside the first: the median over what ran one after the other."""
+    """Return the speed of the second relative to the first: the median over neighboring measurements."""
     return statistics.median(limit_s / s for limit_s, s in zip(limits_s, ours_s, strict=True))
 
 
 async def measure_stream(row: Row, rig: Rig, lists: list[Lists]) -> None:
-    """Streams in turns: ours and bare with now one first, now the other, and bare once more beside bare."""
+    """Measure streams in turns: transport and bare in alternating order, and bare once more next to bare."""
     parts = [rig.whole(some) for some in lists]
     bare_streamed(rig, parts, TRIAL_WRITES)
     trial_s = bare_streamed(rig, parts, TRIAL_WRITES)
@@ -141,11 +141,11 @@ async def measure_stream(row: Row, rig: Rig, lists: list[Lists]) -> None:
 
 
 async def measure_lone(row: Row, rig: Rig, lists: list[Lists]) -> None:
-    """Single writes in turns, of the same pages within a turn."""
+    """Measure single writes in turns, of the same pages within a turn."""
     handed = Handed()
     for turn in range(LONE_PAIRS if row.is_bulk else 20 * LONE_PAIRS):
         some = lists[turn % len(lists)]
-        # Now one goes first, now the other: what the one before left in the caches is nobody's privilege.
+        # In alternating order, because each measurement leaves the caches in a state that affects the next.
         if turn % 2:
             row.bare.append(bare_lone(rig, some))
         row.lone.append(await our_lone(rig, some))
@@ -156,7 +156,7 @@ async def measure_lone(row: Row, rig: Rig, lists: list[Lists]) -> None:
 
 
 async def measure(shape: Shape) -> list[Row]:
-    """Both orders of one shape."""
+    """Measure both orders of one shape."""
     rig = Rig(shape)
     await rig.start()
     rows = [Row(shape, order) for order in ORDERS]
@@ -169,7 +169,7 @@ async def measure(shape: Shape) -> list[Row]:
 
 
 async def idle_share() -> float:
-    """Part of a core that a started transport and its poller take while nothing happens."""
+    """Return the share of a core that a started transport and its poller take when idle."""
     poller = PollerThread()
     poller.start()
     transport = NixlTransport("idle")

@@ -1,10 +1,10 @@
-"""The two things that `transfer.py` compares: writes of the transport, and bare requests of NIXL over the same lists.
+"""The two sides of `transfer.py`: writes of the transport, and bare requests of NIXL over the same lists.
 
-    lone        one write, waited for, and then the next: how long the caller waits
-    streamed    several at a time, a new one whenever one has ended, as a prefill worker does: bytes per second
+    lone        one write after the other, each awaited: latency of a caller
+    streamed    several at a time, a new one whenever one has ended, as in a prefill worker: bytes per second
 
-Bare NIXL is one thread that does nothing else and has the interpreter for itself. Streamed, it has its page lists
-checked, sorted and turned into descriptors before the clock starts; a lone one plans as ours does.
+Bare NIXL is one thread that does nothing else and has the interpreter for itself. Streamed, its page lists are checked,
+sorted and converted to descriptors before the clock starts; a lone write includes this planning, as in the transport.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tidekv.transports.nixl_agent import NixlAgent, Request
 from tidekv.transports.nixl_peers import NixlPeer
 from tidekv.transports.nixl_plan import Part, WritePlan, paired_pages
 
-MARGIN_PAGES = 64  # What a pool has beyond the pages of one write.
+MARGIN_PAGES = 64  # Pages of a pool beyond those of one write.
 IN_FLIGHT = 8
 LISTS = 16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One write: so many pages of so many pieces."""
+    """Shape of a write: number of pages, pieces per page, and bytes per piece."""
 
     pages: int
     piece_bytes: int
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def size_bytes(self) -> int:
-        """What one write moves."""
+        """Bytes of one write."""
         return self.pages * self.piece_bytes * self.pieces
 
     def __str__(self) -> str:
@@ -50,14 +50,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Lists:
-    """The pages of one write, ours and the peer's."""
+    """The pages of one write, local and remote."""
 
     ours: PageIds
     theirs: PageIds
 
 
 class Rig:
-    """Our transport with a pool full of bytes, and a process with another that was touched before."""
+    """A transport with a filled pool, and a process with another pool whose memory was touched."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -67,7 +67,7 @@ class Rig:
         self.transport = NixlTransport("bench")
 
     async def start(self) -> None:
-        """Start the other process and know it."""
+        """Start the other process and connect to it."""
         pieces = (self.shape.piece_bytes,) * self.shape.pieces
         self._child = await NixlChild.spawn(pages=self.pool_pages, pieces=pieces, seed=2)
         self._poller.start()
@@ -77,13 +77,13 @@ class Rig:
         self.peer: NixlPeer = await self.transport.add_peer(ready.instance, ready.metadata, ready.memory)
 
     async def close(self) -> None:
-        """End all of it."""
+        """Close the transport and end the process."""
         await self.transport.close()
         await self._poller.close()
         self._child.end()
 
     def page_lists(self, order: str) -> list[Lists]:
-        """What is written in turn: pages at random, or neighbours on both sides."""
+        """Return the page lists to write in turn: at random places, or adjacent on both sides."""
         random, pages = np.random.default_rng(0), self.shape.pages
         if order == "random":
             pairs = [tuple(random.permutation(self.pool_pages)[:pages].tolist() for _ in "us") for _ in range(LISTS)]
@@ -94,17 +94,17 @@ class Rig:
 
     @property
     def agent(self) -> NixlAgent:
-        """The agent below our transport."""
+        """The agent below the transport."""
         return self.transport._started()
 
     def whole(self, lists: Lists) -> Part:
-        """All descriptors of a write as one request, in the order that NIXL merges best."""
+        """Return all descriptors of a write as one request, in the order that NIXL merges best."""
         pages = paired_pages(lists.ours, lists.theirs, numbering=self.peer.numbering, peer="")
         return WritePlan(self.peer.numbering, *pages, part_bytes=2**62, part_descriptors=2**31 - 1).part(0)
 
 
 def bare_lone(rig: Rig, lists: Lists) -> float:
-    """Seconds of one bare request, from its plan to its release, on this thread."""
+    """Return seconds of one bare request, from its plan to its release, on this thread."""
     started_at_s = time.perf_counter()
     request = rig.agent.write_request(rig.peer.our_list, rig.peer.their_list, rig.whole(lists))
     done = request.post()
@@ -115,14 +115,14 @@ def bare_lone(rig: Rig, lists: Lists) -> float:
 
 
 async def our_lone(rig: Rig, lists: Lists) -> float:
-    """Seconds of one write, from its call to its return."""
+    """Return seconds of one write, from its call to its return."""
     started_at_s = time.perf_counter()
     await rig.transport.write(rig.peer, lists.ours, lists.theirs)
     return time.perf_counter() - started_at_s
 
 
 def bare_streamed(rig: Rig, parts: list[Part], count: int) -> float:
-    """Seconds of `count` bare requests, `IN_FLIGHT` posted at a time and polled without a pause, on this thread."""
+    """Return seconds of `count` bare requests, `IN_FLIGHT` posted at a time and polled without a pause."""
     agent, our_list, their_list = rig.agent, rig.peer.our_list, rig.peer.their_list
     started_at_s = time.perf_counter()
     in_flight: list[Request] = []
@@ -146,7 +146,7 @@ def bare_streamed(rig: Rig, parts: list[Part], count: int) -> float:
 
 
 async def our_streamed(rig: Rig, lists: list[Lists], count: int) -> float:
-    """Seconds of `count` writes, `IN_FLIGHT` callers at a time, each with one write after the other."""
+    """Return seconds of `count` writes by `IN_FLIGHT` callers, each with one write after the other."""
 
     async def write_all(turns: Iterator[int]) -> None:
         for turn in turns:
@@ -162,7 +162,7 @@ async def our_streamed(rig: Rig, lists: list[Lists], count: int) -> float:
 
 
 class Handed:
-    """A thread that does what the loop gives it, one thing at a time, and tells it of the end; no more than that."""
+    """A thread that runs jobs of the loop one at a time and reports their end; nothing else."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -171,7 +171,7 @@ class Handed:
         self._thread.start()
 
     async def seconds(self, job: Callable[[], object]) -> float:
-        """How long the loop waits for a job."""
+        """Return how long the loop waits for a job."""
         started_at_s = time.perf_counter()
         ended: asyncio.Future[None] = self._loop.create_future()
         self._jobs.put((job, ended))
@@ -188,7 +188,7 @@ class Handed:
             job, ended = item
             try:
                 job()
-            except Exception as error:  # It is raised in the loop.
+            except Exception as error:  # Raised on the loop.
                 self._loop.call_soon_threadsafe(ended.set_exception, error)
             else:
                 self._loop.call_soon_threadsafe(ended.set_result, None)

@@ -149,7 +149,7 @@ class EngineThread:
 
     def __reduce__(self) -> NoReturn:
         """Raises TypeError: a thread cannot be passed to another process."""
-        raise TypeError("an EngineThread lives in the process that made it: make one where it is needed")
+        raise TypeError("an EngineThread cannot be passed to another process: create one there")
 
     # --- Requests ---
 

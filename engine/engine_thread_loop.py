@@ -123,6 +123,7 @@ class EngineLoop:
         answer: Future[T] = Future()
         asked: set[Future[T]] = self._asked  # type: ignore[assignment]  # The set never reads results.
         with self._lock:
+            # Under one lock: the end of the thread fails exactly the calls that are in the set by then.
             self._post(lambda: begin(answer))
             asked.add(answer)
         try:

@@ -209,6 +209,7 @@ class PrefillPeer:
             stack.push_async_callback(self._end_rooms)
             await self._sender.start(self._listen)
             if self._store is not None:
+                # Registered last, so that it runs first: prompts being stored still need their rooms' pages.
                 stack.push_async_callback(self._store.settle)
             self._stack = stack.pop_all()
         return self

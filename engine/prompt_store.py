@@ -181,12 +181,14 @@ class PromptStore:
         assert room.tokens is not None
         assert room.key_seed is not None
         until_s = asyncio.get_running_loop().time() + self.settings.hold_s
+        # On a thread, because hashing a long prompt would stall the loop for milliseconds.
         keys = await asyncio.to_thread(self._page_keys.digests, room.tokens, prefix=room.key_seed)
         asking = self._tasks.spawn(self._count_present(keys), name=f"ask for {room.request_id}")
         await asyncio.wait([asking], timeout=self.settings.hold_s)
         if not asking.done():
             self.counts["store_pages_late"] += len(pages)
             return
+        # Keys form a chain, so pages are stored from the first missing one on; all before it are present.
         first = asking.result()
         while first < len(pages) and not self._breaker.is_open:
             batch = pages[first : first + min(self.settings.batch_pages, self._bounce.total)]

@@ -88,6 +88,7 @@ class Watchdog:
         self._timer = self._loop.call_later(self._limit_s / BEATS_PER_LIMIT, self._beat)
 
     def _watch(self) -> None:
+        # Plain attributes without a lock: a stale read delays a report by one interval, and nothing else.
         reported_beat_s = 0.0
         while self._busy.wait() and not self._closed.wait(self._limit_s / BEATS_PER_LIMIT):
             beat_at_s, now_s = self._beat_at_s, time.monotonic()

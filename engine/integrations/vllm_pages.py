@@ -152,6 +152,7 @@ class WorkerPages:
                     reading.add_done_callback(partial(self._give_back_later, lent))
                     lent = []
                     raise
+            # Only a prefix is usable: vLLM recomputes everything from the first failed block on.
             good = min((at for at, is_there in zip(missing, found, strict=True) if not is_there), default=len(keys))
             if good:
                 await self._write([page for page in pages[:good] if page is not None], job, first, after)
@@ -195,6 +196,7 @@ class WorkerPages:
             return
         with self._lock:
             room = self._saving_max - self._saving
+        # Pages found by their key are not read from the blocks again, but may still be missing in storage.
         held = [self._cache.find(key) for key in keys]
         new = [at for at, page in enumerate(held) if page is None]
         taken = self._cache.take(min(len(new), room))

@@ -87,6 +87,7 @@ class SchedulerSide:
         if known is None:
             return
         if known.answer is not None:
+            # What storage has need not be saved, whether or not it is loaded.
             known.stored = (self._answered(known) or 0) if self._shared.loads else 0
             # A request that returns after a preemption is looked up again.
             known.answer = None

@@ -135,6 +135,7 @@ class KVEventPublisher:
             ready = dict(poller.poll())
             if self._woken in ready:
                 is_over = self._woken.recv() == b"end"
+            # On every wake-up, whatever its cause: `publish` may have dropped its wake because the pipe was full.
             while self._waiting:
                 self._send(*self._waiting.popleft())
             if self._router is not None and self._router in ready:

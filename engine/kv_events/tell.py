@@ -58,6 +58,7 @@ class KVEventTeller:
 
     def changes(self, nodes: Sequence[Seen]) -> list[KVEvent]:
         """Return the events for nodes that have changed. All other nodes must be unchanged since the last call."""
+        # Hashes that the changed nodes had, by medium. `_stored` removes those that are still there; the rest is gone.
         before: dict[Medium, dict[int, None]] = {medium: {} for medium in MEDIA}
         for node in nodes:
             told = self._told.pop(node.node_id, None)

@@ -1,1 +1,1 @@
-"""Published tables of decode-side KV caching, repeated on a simulated clock by the unmodified core."""
+"""Published tables of KV caching on decode workers, reproduced on a simulated clock by the unmodified core."""

@@ -1,7 +1,8 @@
 """The capacity effect: many requests with one long prefix, with and without a radix cache on the decode worker.
 
-Without it each request needs pages for its whole prompt, so that few run and the others wait for memory; with it they
-share the prefix's pages, all run, and prefill sends the suffix alone. More that run make every step slower.
+Without the cache each request needs pages for its whole prompt, so few run and the others wait for memory. With it they
+share the pages of the prefix, all of them run, and prefill sends only the suffix. More running requests make every
+decoding step slower.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PREFIX_TEXT = 1
 
 
 def run_capacity(setup: CapacitySetup, *, cache: bool, seed: int = 1) -> Result:
-    """Serve all requests, `in_flight` at once: where one ends, the next one comes."""
+    """Serve all requests with `in_flight` at once; each end starts the next one."""
     spread = round(setup.output_tokens * setup.output_spread)
     prompt_tokens = setup.prefix_tokens + setup.suffix_tokens
     growth = _pages(prompt_tokens + setup.output_tokens + spread - 1) - _pages(prompt_tokens)

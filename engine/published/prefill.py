@@ -1,4 +1,4 @@
-"""A modeled prefill worker: computes what it does not have, one request after the other, then sends what was asked."""
+"""Modeled prefill worker: computes what it lacks, one request after the other, and then sends the requested pages."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ class Surroundings(Protocol):
 
 
 class PrefillWorker:
-    """One worker. Its own cache is as large as need be, in every arm of every table: what is compared is decode's."""
+    """One worker.
+
+    Its own cache is unlimited in every arm of every table, because decode's cache is under comparison.
+    """
 
     def __init__(self, world: Surroundings) -> None:
         self._world = world
         self._compute = Line(world.schedule, world.speeds.prefill_tokens_per_s)
         self._known: dict[int, int] = {}
-        """Tokens of each text that it has."""
+        """Known tokens of each text."""
         self._open: dict[tuple[str, int], list[commands.SendExtend]] = {}
-        """Rooms that are not computed yet, with the extends that wait for it."""
+        """Rooms that are not computed yet, with the extends that wait for them."""
 
     def promised(self, command: commands.SendPromise, prompt: Prompt) -> None:
-        """A promise has come: read what only storage has of the prompt, compute the rest, and send."""
+        """Serve a promise: read what only storage has of the prompt, compute the rest, and send."""
         text = prompt.shared.text
         known = min(self._known.get(text, 0), prompt.known)
         self._known[text] = max(self._known.get(text, 0), prompt.shared.tokens)
@@ -56,7 +59,7 @@ class PrefillWorker:
             compute()
 
     def extended(self, command: commands.SendExtend) -> None:
-        """Decode takes a part of its promise back."""
+        """Send pages that decode requests after all, once the prompt is computed."""
         waiting = self._open.get((command.request_id, command.generation))
         if waiting is not None:
             waiting.append(command)
@@ -64,7 +67,7 @@ class PrefillWorker:
             self._send(command, command.span, command.first)
 
     def received(self, command: commands.SendReceived) -> None:
-        """Decode has everything."""
+        """Check that decode's confirmation follows a computed prompt."""
         assert (command.request_id, command.generation) not in self._open, "nothing was sent yet"
 
     def _computed(self, command: commands.SendPromise) -> None:

@@ -1,4 +1,4 @@
-"""The tables for a terminal: published beside modeled, and the sweep."""
+"""Tables for a terminal: published next to modeled results, and the sweep."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PUBLISHED_MEANS = (
 
 
 def print_paper(paper: Paper, console: Console | None = None) -> None:
-    """Print everything. The clock is modeled: nothing of it depends on the machine that this ran on."""
+    """Print all tables. The clock is modeled, so no figure depends on the machine that ran them."""
     console = console or Console()
     console.print(_capacity_table(paper))
     console.print(_rounds_table(paper))
@@ -46,8 +46,8 @@ def print_paper(paper: Paper, console: Console | None = None) -> None:
 
 
 def print_sources(raced: Sequence[Raced], console: Console | None = None) -> None:
-    """Print the race of fixed policies and the planned way."""
-    table = Table(title="Mean time to ready, s: who brings what both storage and prefill have, on a modeled clock")
+    """Print the race of the planned policy against fixed ones."""
+    table = Table(title="Mean time to ready, s: source of pages that storage and prefill both have, on a modeled clock")
     for column in ("link : disk", "in flight", *raced[0].ready_s, "planned over best fixed"):
         table.add_column(column, justify="right")
     for one in raced:
@@ -144,7 +144,7 @@ def _sweep_table(
 
 
 def end_in_words(one: Swept[CapacitySetup] | Swept[RoundsSetup]) -> str:
-    """Where the gain ends, as factors of the constant; or what is left of it where it is least."""
+    """Describe where the gain ends, as factors of the constant, or its minimum if it does not end."""
     if one.gains[1.0].first_token <= ENDED:
         return "there is hardly any"
     if one.ends:

@@ -1,4 +1,4 @@
-"""Prompts of a modeled world: no tokens, only which pages they have in common."""
+"""Prompts of a modeled world: without tokens, described only by the pages that they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The first `tokens` tokens of a made-up text: two stretches of one text agree as far as the shorter one goes."""
+    """The first `tokens` tokens of a text. Two stretches of one text agree up to the end of the shorter one."""
 
     text: int
     tokens: int
@@ -21,9 +21,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: the beginning of one text, then that of another, from a page's edge on if the first ends within it.
+    """A prompt: the beginning of one text, followed by that of another.
 
-    `known` is how much of it prefill may have computed before, and `stored` how much of it may be in storage besides.
+    If the first ends within a page, the second begins at that page's edge. `known` is the number of tokens that prefill
+    may have computed before, and `stored` the number that may be in storage.
     """
 
     shared: Stretch
@@ -38,14 +39,14 @@ class Prompt:
 
 
 def page_names(prompt: Prompt, tokens: int) -> array[int]:
-    """One number a full page: equal where the pages have equal tokens and stand behind equal ones."""
+    """Return one number per full page: equal if and only if the pages have equal tokens and equal predecessors."""
     pages = tokens // PAGE_TOKENS
     if not prompt.own.tokens:
         return array("Q", range(prompt.shared.text << 32, (prompt.shared.text << 32) + pages))
-    # A page with tokens of both texts is like no other's.
+    # A page with tokens of both texts is unique.
     shared = prompt.shared.tokens // PAGE_TOKENS
     if pages < shared:
-        raise InvalidConfig(f"{tokens} tokens of {prompt} end within what it shares")
+        raise InvalidConfig(f"{tokens} tokens of {prompt} end within its shared part")
     own = prompt.own.text << 32
     names = array("Q", range(prompt.shared.text << 32, (prompt.shared.text << 32) + shared))
     return names + array("Q", range(own + shared, own + pages))

@@ -1,4 +1,4 @@
-"""What a modeled run says: requests a second, times, and bytes by the way they came."""
+"""Results of a modeled run: requests per second, times, and bytes by source."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One arm of a table, over all its requests."""
+    """Results of one arm of a table, over all its requests."""
 
     requests: int
     duration_s: float
     first_token_s: tuple[float, ...]
-    """Of every request, in the order in which they came."""
+    """Time to first token of every request, in order of arrival."""
     latency_s: tuple[float, ...]
     token_s: float
-    """Of every output token but the first, on average."""
+    """Mean time per output token, without the first one."""
     prompt_tokens: int
     sources: dict[str, int]
     sent_bytes: float
@@ -30,7 +30,7 @@ class Result:
 
     @property
     def requests_per_s(self) -> float:
-        """Requests that ended in a second, over the whole run."""
+        """Finished requests per second, over the whole run."""
         return self.requests / self.duration_s
 
     @property
@@ -40,12 +40,12 @@ class Result:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of all does not exceed."""
+    """Return the smallest value that is not exceeded by this share of all values."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def result_of(world: World, requests: Sequence[Served], *, begun_at_s: float, sent_before: float = 0.0) -> Result:
-    """Sum up a world in which nothing is under way any more."""
+    """Summarize a world in which nothing is under way any more."""
     tokens = sum(request.output_tokens - 1 for request in requests) or 1
     return Result(
         requests=len(requests),

@@ -1,7 +1,7 @@
-"""Conversations in rounds: with host memory and storage under the decode worker's device memory, and without a cache.
+"""Conversations in rounds: with host memory and storage below the decode worker's device memory, and without a cache.
 
-A group of conversations asks at once, and the next group when all of it is done and what it left is in its tiers: so
-the hit rates are exact, not typical. Device memory is emptied in between.
+A group of conversations sends its requests at once. The next group starts after all of them have ended and their pages
+have reached their tiers, so the hit rates are exact. Device memory is flushed in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from tidekv.states import events
 
 @dataclass(frozen=True)
 class Rounds:
-    """All rounds together, and for each the mean time to first token and the part of its prompts that was not sent."""
+    """All rounds together.
+
+    For each round the mean time to first token and the share of its prompts that was not sent.
+    """
 
     all: Result
     first_token_mean_s: tuple[float, ...]
@@ -27,9 +30,9 @@ class Rounds:
 
 
 def run_rounds(setup: RoundsSetup, *, cache: bool, seed: int = 1, **policies: object) -> Rounds:
-    """Serve all rounds of all conversations. `policies` are those of the core, by name."""
+    """Serve all rounds of all conversations. `policies` are settings of the core, by name."""
     growth = setup.output_tokens // PAGE_TOKENS
-    # The core refills what a request takes for its output, and gets it back at once: that much is not in use.
+    # Pages for output come from a reserve that the core refills at once, so they are needed once more.
     device_pages = int(setup.at_once * (setup.longest_pages + growth) * setup.device_shares) + growth
     settings: dict[str, object] = {"device_pages": device_pages, "growth_reserve_pages": growth, **policies}
     speeds = setup.speeds
@@ -53,18 +56,20 @@ def run_rounds(setup: RoundsSetup, *, cache: bool, seed: int = 1, **policies: ob
         served = world.served[first:]
         means.append(sum(request.first_token_s for request in served) / len(served))
         rates.append(1 - (world.ledger.sources["transfer"] - sent) / (world.ledger.prompt_tokens - tokens))
-    if world.core.state.device.cached:
-        raise Unbalanced("device memory was emptied, and holds something")
+    if world.core.books.device.cached:
+        raise Unbalanced("device memory was flushed but still holds pages")
     return Rounds(result_of(world, world.served, begun_at_s=0.0), tuple(means), tuple(rates))
 
 
 def _nothing() -> None:
-    """The group goes on together."""
+    """Do nothing: the next group starts after the whole group has ended."""
 
 
 def _prompt(setup: RoundsSetup, client: int, number: int, *, cache: bool) -> Prompt:
-    """The first has the user's tokens; each later one the tokens generated before, one of which has no KV, and what
-    the user adds to full pages.
+    """Return the prompt of a round.
+
+    The first one has the user's tokens. Each later one adds the generated tokens, one of which has no KV, and the
+    user's next tokens, which fill up the last page.
     """
     step = setup.user_tokens + setup.output_tokens
     known = max(0, setup.user_tokens + (number - 1) * step) if number else 0

@@ -1,10 +1,10 @@
-"""Restore or transfer: prompts that storage and prefill both have, with link and disk of any speed against each other.
+"""Restore or transfer: prompts that storage and prefill both have, over all ratios of link and disk speed.
 
-Each prompt is another one, most of it is in storage, none in host or device memory, and prefill has computed all of it:
-so both ways can bring every page but the last few, which only prefill has. `planned` is `prefetch` "soonest"; the
-others are fixed policies: always restore what storage has, always have it sent, and restore until the transfer is done.
-From one ratio to the next the product of both speeds stays as it is. All requests count, the first ones too, before
-which nothing is known of either way.
+All prompts are different. Most of each is in storage, none in host or device memory, and prefill has computed all of
+it, so both sources can deliver every page except the last few, which only prefill has. `planned` is `prefetch`
+"soonest"; the others are fixed policies: always restore what storage has, always transfer, and restore until the
+transfer is done. The product of both speeds is the same for every ratio. All requests count, including the first ones,
+before which no throughput is known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RATIOS = tuple(2.0**power for power in range(-4, 5))
-"""Link over disk."""
+"""Speed of the link over speed of the disk."""
 PLANNED = "planned"
 POLICIES: dict[str, dict[str, object]] = {
     PLANNED: {"prefetch": "soonest"},
@@ -34,11 +34,11 @@ POLICIES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SourcesSetup:
-    """Assumptions, all of them: only ratios count here, and what is swept is the one that matters."""
+    """Parameters, all of them assumptions: only ratios count here, and the one that matters is swept."""
 
     token_bytes: float = 128 * KI
     bytes_per_s: float = 10e9
-    """Of link and disk, where both are equal."""
+    """Speed of link and disk at a ratio of 1."""
     requests: int = 60
     prompt_pages: tuple[int, int] = (256, 1024)
     own_pages: int = 8
@@ -48,7 +48,7 @@ class SourcesSetup:
 
 @dataclass(frozen=True)
 class Raced:
-    """Mean time to ready by policy, in seconds, at one ratio with so many in flight."""
+    """Mean time to ready by policy, in seconds, at one ratio and concurrency."""
 
     ratio: float
     in_flight: int
@@ -56,11 +56,11 @@ class Raced:
 
     @property
     def over_best_fixed(self) -> float:
-        """The planned one's time over that of the best of the fixed policies."""
+        """Time of the planned policy over that of the best fixed one."""
         return self.ready_s[PLANNED] / min(mean for name, mean in self.ready_s.items() if name != PLANNED)
 
     def faster_than(self, policy: str) -> float:
-        """How many times faster the planned one is."""
+        """Factor by which the planned policy is faster."""
         return self.ready_s[policy] / self.ready_s[PLANNED]
 
 
@@ -87,7 +87,7 @@ def ready_s(
     seed: int = 1,
     slow_down: float = 1.0,
 ) -> float:
-    """Mean time to ready. After half of the requests storage is `slow_down` times as slow as it was."""
+    """Return the mean time to ready. Storage becomes `slow_down` times as slow after half of the requests."""
     speeds = Speeds(
         token_bytes=setup.token_bytes,
         prefill_workers=1,
@@ -123,13 +123,14 @@ def _prompts(setup: SourcesSetup, random: Random) -> Iterator[Prompt]:
 
 
 def worst_over_best_fixed(raced: list[Raced]) -> float:
-    """The planned one's time over the best fixed policy's, where that is most."""
+    """Return the maximum over all ratios of the planned policy's time over the best fixed one's."""
     return max(one.over_best_fixed for one in raced)
 
 
 def faster_at_the_ends(raced: list[Raced]) -> float:
-    """How many times faster than the policy that is wrong there: always transfer with the slowest link, always restore
-    with the slowest disk; the lesser of the two.
+    """Return the factor by which the planned policy beats the wrong one at each end; the smaller of both.
+
+    Wrong is "always transfer" with the slowest link, and "always restore" with the slowest disk.
     """
     slow_link = min(one.faster_than("always transfer") for one in raced if one.ratio == RATIOS[0])
     slow_disk = min(one.faster_than("always restore") for one in raced if one.ratio == RATIOS[-1])

@@ -1,4 +1,4 @@
-"""What takes time in a modeled world: lines that move bytes one after the other, and the batch that decodes."""
+"""Stations of a modeled world: lines that serve in order at one rate, and the decoding batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from tidekv.engine.simulation.schedule import Schedule
 
 DONE = 1e-6
-"""Tokens: what is left of one in floating point when it is done."""
+"""Tokens; tolerance for the floating-point remainder of a finished request."""
 
 
 class Line:
-    """Something that serves in order of asking, at one rate: a link, a way to storage, a prefill worker.
+    """A server in order of requests, at one rate: a link, a path to storage, a prefill worker.
 
-    `served` counts what was asked of it: bytes, or tokens.
+    `served` counts requested bytes or tokens.
     """
 
     def __init__(self, schedule: Schedule, per_s: float) -> None:
@@ -27,18 +27,18 @@ class Line:
         self.served = 0.0
 
     def change_speed(self, per_s: float) -> None:
-        """What is asked from now on is served at another rate."""
+        """Set the rate of later requests."""
         self._per_s = per_s
 
     def serve(self, amount: float, action: Callable[[], None]) -> None:
-        """Call `action` when that much has been served, behind all that was asked before."""
+        """Call `action` once this amount has been served, after all earlier requests."""
         self.served += amount
         self._free_at_s = max(self._free_at_s, self._schedule.now_s) + amount / self._per_s
         self._schedule.at(self._free_at_s, action)
 
 
 class DecodeBatch:
-    """All requests that decode: every step gives each of them a token, and takes the longer the more there are."""
+    """All decoding requests: every step gives each of them a token, and takes longer the more there are."""
 
     def __init__(self, schedule: Schedule, *, base_s: float, request_s: float) -> None:
         self._schedule = schedule
@@ -47,19 +47,19 @@ class DecodeBatch:
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._tokens = 0.0
-        """Tokens that one request which is there all the time would have got by now."""
+        """Tokens that a request present since the start would have got by now."""
         self._at_s = 0.0
         self._stalled_s = 0.0
 
     def join(self, tokens: int, action: Callable[[], None]) -> None:
-        """Decode so many tokens for one more request, then call `action`."""
+        """Decode this many tokens for another request, then call `action`."""
         self._advance()
         self._number += 1
         heapq.heappush(self._ends, (self._tokens + tokens, self._number, action))
         self._arm()
 
     def stall(self, seconds: float) -> None:
-        """Nobody gets on for so long: something else has the device memory."""
+        """Pause decoding for some seconds, in which device memory is used by copies."""
         if self._ends:
             self._advance()
             self._stalled_s += seconds
@@ -87,7 +87,7 @@ class DecodeBatch:
 
     def _end(self, number: int) -> None:
         if number != self._number:
-            # The batch has changed since: the end was armed anew.
+            # The batch has changed since this timer was set, and another one was set then.
             return
         self._advance()
         actions = []

@@ -1,7 +1,7 @@
-"""Where a gain ends: every constant of a table is halved and doubled, and taken further wherever the gain falls.
+"""Sweep of a gain: every constant of a table is halved and doubled, and varied further while the gain falls.
 
-The gain is that in time to first token. It has ended where it is no more than `ENDED`; a constant that was taken to
-`FACTOR_MAX` without that has no such place for practical purposes, and the table says how much was left there.
+The gain is that in time to first token. It has ended where it is at most `ENDED`. For a constant that was varied to
+`FACTOR_MAX` without ending the gain, the table shows the smallest gain found.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Generic, TypeVar
 from tidekv.engine.published.setups import CapacitySetup, RoundsSetup
 
 ENDED = 1.05
-"""As a ratio: what is left when a gain is over."""
+"""Ratio at or below which a gain has ended."""
 FACTOR_MAX = 8.0
 FALLS = 0.98
-"""A gain that keeps more than this when a constant is halved or doubled does not fall for it."""
+"""A gain that keeps more than this share when a constant is halved or doubled counts as not falling."""
 
 Setup = TypeVar("Setup", CapacitySetup, RoundsSetup)
 CapacityVary = Callable[[CapacitySetup, float], CapacitySetup]
@@ -26,26 +26,24 @@ RoundsVary = Callable[[RoundsSetup, float], RoundsSetup]
 
 @dataclass(frozen=True)
 class Gains:
-    """What the cache brought in one pair of arms: ratios, the larger the better."""
+    """Gains of the cache in one pair of arms, as ratios: larger is better."""
 
     first: float
-    """Requests a second with it, over without it; or p99 of the time to first token without it, over with it."""
+    """Requests per second with the cache over without it; or p99 of the time to first token without it over with it."""
     first_token: float
-    """Median (or mean) time to first token without it, over with it."""
+    """Median (or mean) time to first token without the cache over with it."""
 
 
 @dataclass(frozen=True)
 class Swept(Generic[Setup]):
-    """One constant: gains by factor, and where they end."""
+    """Gains by factor of one constant, and where they end."""
 
     name: str
     gains: dict[float, Gains]
 
     @property
     def ends(self) -> list[float]:
-        """The factors below and above 1 at which the gain has ended; between two that were run, by a line through
-        both.
-        """
+        """The factors below and above 1 at which the gain ends, interpolated linearly between two that were run."""
         found = []
         for outward in (
             sorted((f for f in self.gains if f <= 1), reverse=True),
@@ -60,7 +58,7 @@ class Swept(Generic[Setup]):
 
     @property
     def least(self) -> tuple[float, float]:
-        """The factor with the least gain in time to first token, and that gain."""
+        """The factor with the smallest gain in time to first token, and that gain."""
         return min(((factor, gains.first_token) for factor, gains in self.gains.items()), key=lambda pair: pair[1])
 
 

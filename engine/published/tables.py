@@ -1,4 +1,4 @@
-"""The published tables, what a modeled world makes of them, and what is asked of us."""
+"""The published tables as reproduced by the modeled world."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HIGH_IN_FLIGHT = 256
 
 @dataclass(frozen=True)
 class CapacityArms:
-    """One run of the capacity effect without the decode cache, and one with it."""
+    """The capacity effect without and with the decode cache."""
 
     without: Result
     cached: Result
 
     @property
     def gains(self) -> Gains:
-        """Requests a second, and median time to first token."""
+        """Gains in requests per second and in median time to first token."""
         return Gains(
             self.cached.requests_per_s / self.without.requests_per_s,
             quantile(self.without.first_token_s, 0.5) / quantile(self.cached.first_token_s, 0.5),
@@ -31,7 +31,7 @@ class CapacityArms:
 
     @property
     def bytes_saved(self) -> float:
-        """The part of the baseline's bytes that prefill did not send."""
+        """The share of the baseline's bytes that prefill did not send."""
         return 1 - self.cached.sent_bytes / self.without.sent_bytes
 
 
@@ -44,7 +44,7 @@ class RoundsArms:
 
     @property
     def gains(self) -> Gains:
-        """p99 and mean of the time to first token."""
+        """Gains in p99 and mean of the time to first token."""
         return Gains(
             quantile(self.without.all.first_token_s, 0.99) / quantile(self.cached.all.first_token_s, 0.99),
             self.without.all.first_token_mean_s / self.cached.all.first_token_mean_s,
@@ -52,7 +52,7 @@ class RoundsArms:
 
     @property
     def token_more(self) -> float:
-        """How much longer an output token takes with the cache, as a part of what it takes without."""
+        """Relative increase of the time per output token with the cache."""
         return self.cached.all.token_s / self.without.all.token_s - 1
 
 
@@ -72,15 +72,15 @@ class Paper:
 
     capacity: CapacityArms
     warm: CapacityArms
-    """The same with one request of the prefix served before."""
+    """`capacity` with one request of the prefix served before."""
     token_step: CapacityArms
-    """The same with steps by the published milliseconds a token, and prefill as fast as its GPUs are."""
+    """`capacity` with steps by the published milliseconds per token, and prefill as fast as its GPUs are."""
     token_step_alone: CapacityArms
-    """The same with these steps, and prefill as slow as in the other runs."""
+    """`capacity` with these steps, and prefill as slow as in the other runs."""
     high: CapacityArms
-    """The same with more in flight."""
+    """`capacity` with more requests in flight."""
     low: CapacityArms
-    """The same with so few in flight that all fit without the cache, too: the run that nobody published."""
+    """`capacity` with so few in flight that all fit without the cache, too; this run was not published."""
     rounds: RoundsArms
     rounds_alone: RoundsArms
     """The rounds, if prefill does not read what decode has stored."""
@@ -92,7 +92,7 @@ class Paper:
 def run_paper(
     capacity: CapacitySetup | None = None, rounds: RoundsSetup | None = None, *, seed: int = 1, swept: bool = True
 ) -> Paper:
-    """Run all tables; with `swept`, every constant from half to double and on to where the gain ends."""
+    """Run all tables. With `swept`, vary every constant from half to double and on to the end of the gain."""
     capacity, rounds = capacity or CapacitySetup(), rounds or RoundsSetup()
     base_s, request_s = TOKEN_STEP_S
     slow_prefill = replace(capacity.speeds, step_base_s=base_s, step_request_s=request_s)

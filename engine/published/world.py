@@ -1,7 +1,7 @@
-"""A modeled world around one unmodified core: it does what commands say, each in the time that the setup gives it.
+"""Modeled world around one unmodified core: executes commands, each in the time that the setup gives it.
 
-Nothing fails here and nothing is late (for that there is `tidekv.engine.simulation`); what is asked is how long
-requests take. The core decides everything else: who is admitted, what is matched, locked, evicted, fetched, promised.
+Nothing fails here and nothing is late (see `tidekv.engine.simulation` for that): the world measures how long requests
+take. All decisions are the core's: admission, matching, locking, eviction, fetches and promises.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NEVER_S = 1e7
-"""A deadline that nothing reaches: what is slow is slow here, not late."""
+"""A deadline that is never reached: slow operations do not count as late here."""
 QUERY_S = 0.001
 
 
 class Served:
-    """One request: when it came, was ready and was done, in seconds of the modeled clock."""
+    """One request, with its times of arrival, readiness and end on the modeled clock, in seconds."""
 
     __slots__ = ("arrived_at_s", "done", "done_at_s", "names", "number", "output_tokens", "prompt", "ready_at_s")
 
@@ -38,22 +38,22 @@ class Served:
         self.output_tokens = output_tokens
         self.done = done
         self.names = page_names(prompt, prompt.tokens + output_tokens - 1)
-        """Of every full page that has KV in the end."""
+        """Numbers of all full pages that have KV at the end."""
         self.arrived_at_s = self.ready_at_s = self.done_at_s = 0.0
 
     @property
     def first_token_s(self) -> float:
-        """From its arrival to its first token."""
+        """Time from arrival to first token."""
         return self.ready_at_s - self.arrived_at_s
 
     @property
     def token_s(self) -> float:
-        """What every further token took."""
+        """Time per further token."""
         return (self.done_at_s - self.ready_at_s) / max(1, self.output_tokens - 1)
 
 
 class World:
-    """One decode worker and what it talks to. `cache` False: nothing is kept of any request."""
+    """One decode worker and everything that it exchanges messages with. With `cache` False no request leaves pages."""
 
     def __init__(self, speeds: Speeds, settings: dict[str, Any], *, cache: bool) -> None:
         # Any: sizes and policies by name, which the settings check.
@@ -85,7 +85,7 @@ class World:
         self._copies_out = Line(self.schedule, speeds.copy_bytes_per_s)
         self._batch = DecodeBatch(self.schedule, base_s=speeds.step_base_s, request_s=speeds.step_request_s)
         self._prefills = [PrefillWorker(self) for _ in range(speeds.prefill_workers)]
-        self._do: dict[type[commands.Command], Callable[[Any], None]] = {  # Any: each takes its own command.
+        self._do: dict[type[commands.Command], Callable[[Any], None]] = {  # Any: each handler has its own command type.
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
             commands.SendReceived: self._received,
@@ -104,14 +104,14 @@ class World:
         if speeds.storage_bytes_per_s:
             self.step(events.StorageChanged(at_s=0.0, available=True))
 
-    # --- What a load asks ---
+    # --- Used by a load ---
 
     def store(self, prompt: Prompt, tokens: int) -> None:
-        """Have the full pages of a prompt's first `tokens` tokens in storage, and all of it with every prefill."""
+        """Put the full pages of a prompt's first `tokens` tokens into storage."""
         self._stored.update(page_names(prompt, prompt.tokens)[: tokens // PAGE_TOKENS])
 
     def ask(self, prompt: Prompt, output_tokens: int, done: Callable[[], None]) -> None:
-        """A request arrives now; `done` is called when it has generated its last token."""
+        """Submit a request now. `done` is called when it has generated its last token."""
         request = Served(len(self.served) + 1, prompt, output_tokens, done)
         request.arrived_at_s = self.schedule.now_s
         self.served.append(request)
@@ -129,16 +129,16 @@ class World:
         )
 
     def run(self) -> None:
-        """Let everything happen that is under way. Raises Unbalanced where something is left, or does not add up."""
+        """Run until nothing is under way. Raises Unbalanced if something is left, or does not add up."""
         while (self._live or not self.core.is_idle) and self.schedule.run_next():
             pass
         if self._live or not self.core.is_idle:
-            raise Unbalanced(f"nothing happens any more, and {len(self._live)} requests have not ended")
+            raise Unbalanced(f"no event is scheduled, but {len(self._live)} requests have not ended")
         self.core.check()
         self.ledger.check(link_bytes=self.link.served, read_bytes=self.reads.served, page_bytes=self.speeds.page_bytes)
 
     def step(self, event: events.Event) -> None:
-        """Let the core take an event, and do what it wishes. What is told meanwhile comes after it."""
+        """Pass an event to the core and execute its commands. Events that arise meanwhile follow after it."""
         self._inbox.append(event)
         if self._is_stepping:
             return
@@ -146,7 +146,7 @@ class World:
         while self._inbox:
             for wish in self.core.step(self._inbox.popleft()):
                 if type(wish) not in self._do:
-                    raise Unbalanced(f"nothing goes wrong here, but the core wishes {wish}")
+                    raise Unbalanced(f"nothing fails in this world, but the core emitted {wish}")
                 self._do[type(wish)](wish)
         self._is_stepping = False
         self._arm_clock()
@@ -191,7 +191,7 @@ class World:
     # --- Storage and copies ---
 
     def _found(self, request: Served, first: int, count: int) -> int:
-        """How many of these pages, from the first on, storage has."""
+        """Return how many of these pages, from the first on, storage has."""
         names = request.names[first : first + count]
         return next((at for at, name in enumerate(names) if name not in self._stored), count)
 
@@ -262,4 +262,4 @@ class World:
 
 
 def _nothing(command: commands.Command) -> None:
-    """It changes nothing here."""
+    """Ignore a command without effect in this world."""

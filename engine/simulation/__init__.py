@@ -1,4 +1,4 @@
-"""A deterministic simulation of the core: virtual time, simulated tiers, peers and callers, seeded faults."""
+"""Deterministic simulation of the core: virtual time; simulated tiers, peers and callers; faults from a seed."""
 
 from tidekv.engine.simulation.faults import FAULTS
 from tidekv.engine.simulation.simulate import Report, SimulationFailed, simulate

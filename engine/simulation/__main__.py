@@ -1,4 +1,4 @@
-"""`python -m tidekv.engine.simulation --seed N --requests N`: run the core against a simulated world."""
+"""`python -m tidekv.engine.simulation --seed N --requests N`: run the core against a simulated environment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tidekv.engine.simulation import FAULTS, SimulationFailed, simulate
 
 
 def main() -> int:
-    """Run the seeds that were asked for; 1 where one of them failed."""
+    """Run the seeds of the command line; returns 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m tidekv.engine.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds, counted up from the first")
-    parser.add_argument("--requests", type=int, default=1000, help="requests of each seed")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, counted up from the first")
+    parser.add_argument("--requests", type=int, default=1000, help="requests per seed")
     parser.add_argument("--faults", default="all", help=f"all, none, or names, comma-separated: {', '.join(FAULTS)}")
     options = parser.parse_args()
     chosen = options.faults if options.faults in ("all", "none") else options.faults.split(",")

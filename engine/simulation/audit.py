@@ -1,4 +1,4 @@
-"""What must hold between two steps, recounted from scratch: what the core keeps, and what the pages hold."""
+"""Invariants between two steps, recomputed from scratch: the state of the core, and the content of the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated callers: conversations that share prefixes, and everything a caller may do to a request."""
+"""Simulated callers: conversations that share prefixes, and every call that a caller can make for a request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CallerSurroundings(TierSurroundings, Protocol):
 
 
 class Caller:
-    """One request as its caller sees it."""
+    """One request, as its caller sees it."""
 
     def __init__(
         self, world: CallerSurroundings, client: Client, request_id: str, tokens: bytes, namespace: str
@@ -79,12 +79,12 @@ class Caller:
         self.tags = world.tags_of(namespace, tokens)
         self.serial = world.next_serial()
         full = len(self.tags) * world.settings.page_size
-        # The KV of a partial page is like no other's: nothing may ever match it.
+        # The KV of a partial page depends on the request, so its tag is unique: it must never match another page.
         self.tail = [world.contents.tag(f"tail {self.serial}", tokens[full:])] if full < len(tokens) else []
         self.tail_tags = world.tails.tags_of(namespace, tokens, self.serial)
         self.tails = LiveTails((), len(tokens))
         self.computed: tuple[TailTable, ...] | None = None
-        """Where the tails are of a prompt that it has computed itself, with operation `computing`."""
+        """Tables of the tails of a prompt that the caller computed itself, in operation `computing`."""
         self.computing = 0
         self.prefills: list[int] = []
         self.deadline_at_s = float("inf")
@@ -99,7 +99,7 @@ class Caller:
 
 
 class Client:
-    """Makes one request after the other."""
+    """Makes one request after another."""
 
     def __init__(self, world: CallerSurroundings, random: Random, sessions: list[tuple[str, bytes]]) -> None:
         self._world = world
@@ -109,7 +109,7 @@ class Client:
         self._flushes = 0
 
     def begin(self) -> None:
-        """Make the next request, if there is one left to make."""
+        """Make the next request, unless all were made."""
         world, random = self._world, self._random
         if not world.take_arrival():
             return
@@ -124,7 +124,7 @@ class Client:
         if random.random() < 0.2 and len(tokens) > world.settings.page_size:
             tokens = tokens[: len(tokens) // world.settings.page_size * world.settings.page_size]
         if world.settings.components and len(history) > 1 and random.random() < 0.2:
-            # Just what was written when a request ended: its tails are all that is needed.
+            # Exactly the tokens written when a request ended: only its tails are missing then.
             tokens = history[:-1]
         self._ask(world.new_id(), tokens[: world.prompt_tokens_max], namespace)
 
@@ -152,10 +152,10 @@ class Client:
         if was_ready and world.is_live(caller):
             self._end(caller)
 
-    # --- What the core tells ---
+    # --- Commands of the core ---
 
     def recompute(self, caller: Caller, command: commands.Recompute) -> None:
-        """No prefill is left: compute what the device does not have, from what it has."""
+        """Handle a recomputation: compute the pages that the device lacks, using those that it has."""
         world = self._world
         world.outcomes.begin(command.op)
         if world.faults.hits("recompute_raises"):
@@ -182,14 +182,14 @@ class Client:
         world.schedule.after(world.delay() + slow, end)
 
     def ready(self, caller: Caller) -> None:
-        """The request is ready."""
+        """Handle the end of a restore: generate, or abort at once."""
         caller.is_ready = True
         if self._world.faults.hits("abort_when_ready"):
             self._world.schedule.after(0.0, self._abort, caller)
         self._world.schedule.after(self._world.delay() * 3, self._generate, caller)
 
     def failed(self, caller: Caller) -> None:
-        """The request failed."""
+        """Handle the failure of the request."""
         self._end(caller)
 
     def _end(self, caller: Caller) -> None:
@@ -206,7 +206,7 @@ class Client:
         page_size = world.settings.page_size
         output = bytes(random.choices(ALPHABET, k=random.randint(0, 3 * page_size)))
         if caller.tails.tables and random.random() < 0.7:
-            # A record is left at the end of a page only; the last token that was generated has none.
+            # Component state can be left only at the end of a page, and the last generated token has no KV yet.
             output = output[: len(output) - (len(caller.tokens) + len(output) - 1) % page_size]
         written = len(caller.tokens) + max(0, len(output) - 1)
         while len(caller.pages) * page_size < written:
@@ -218,7 +218,7 @@ class Client:
         tokens = caller.tokens + output
         left = world.tags_of(caller.namespace, tokens[:written])
         for at in range(len(caller.tags), len(left)):
-            # Generating fills the prompt's partial page and the grown ones.
+            # Generation fills the prompt's partial page and the pages added by growth.
             world.device.put(caller.pages[at], left[at], f"decoding of {caller.request_id}")
         tail_tags = world.tails.tags_of(caller.namespace, tokens[:written], caller.serial)
         world.tails.generate(caller.tails, tail_tags, len(caller.tokens), written, f"decoding of {caller.request_id}")
@@ -295,7 +295,7 @@ class Client:
             world.end(caller)
 
     def retracted(self, caller: Caller, tokens: bytes, command: commands.TellRetracted) -> None:
-        """The request's KV is in host memory; go on with it, or drop it."""
+        """Handle the end of a retraction: resume the request later, or drop it."""
         world = self._world
         if command.held_pages > len(tokens) // world.settings.page_size:
             raise Violation(f"{command} holds more pages than the tokens have")

@@ -1,4 +1,4 @@
-"""Many seeds at once, over several processes: the campaign that `tidekv simulate` runs."""
+"""Runs many seeds over several processes, for `tidekv simulate`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tidekv.engine.simulation.ranks import RanksFailed, RanksReport, simulate_ra
 from tidekv.engine.simulation.simulate import Report, SimulationFailed, simulate
 
 Outcome: TypeAlias = "tuple[Report | RanksReport | str, float]"
-"""What a seed found, or the words of its failure, and its CPU time in seconds."""
+"""Report of a seed, or the text of its failure, and its CPU time in seconds."""
 
 
 @dataclass(slots=True)
 class Campaign:
-    """What all seeds together found."""
+    """Sums over all seeds."""
 
     seeds: int = 0
     requests: int = 0
@@ -33,7 +33,7 @@ class Campaign:
     faults: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAULTS, 0)))
     counters: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
-    """What each seed says that saw what must never happen."""
+    """Text of the failure of each failed seed."""
 
 
 def run_campaign(
@@ -47,7 +47,7 @@ def run_campaign(
     without: Sequence[str] = (),
     progress: Callable[[], object] | None = None,
 ) -> Campaign:
-    """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A seed that fails stops no other.
+    """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
     With `ranks`, that many cores serve each request together.
     """
@@ -79,7 +79,7 @@ def _outcomes(seeds: range, jobs: int, one: Callable[[int], Outcome]) -> Iterato
     if jobs == 1:
         yield from map(one, seeds)
         return
-    # Spawned, not forked: a forked child would share what the parent's threads hold.
+    # Spawned, not forked: a forked child would inherit locks that threads of the parent hold.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(one, seeds, chunksize=4)
 

@@ -1,8 +1,8 @@
-"""Simulated pools: a page holds a tag instead of bytes, and knows who is writing to it.
+"""Simulated pools: each page holds a tag instead of bytes, and records its writer.
 
 The tag of page i of a prompt stands for the whole prefix up to and including page i: two pages have the same tag if and
-only if their bytes would be the same. Everything that touches a page is checked: nobody may write where somebody else
-is writing or reading, nobody may read garbage, and what is read must not change meanwhile.
+only if their bytes would be equal. Every access is checked: no write to a page that is being written by another writer
+or read, no read of garbage, and no change of a page while it is read.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ GARBAGE = 0
 
 
 class Violation(TidekvError):
-    """The simulated world saw something that must never happen."""
+    """The simulation observed a state that must never occur."""
 
 
 class Contents:
-    """Gives equal prefixes equal tags, and different ones different tags."""
+    """Assigns tags: equal to equal prefixes, different to different ones."""
 
     def __init__(self) -> None:
         self._tags: dict[tuple[int | str, bytes], int] = {}
 
     def tag(self, before: int | str, key: bytes) -> int:
-        """The tag of the page with this key behind the page with the tag `before` (at first: the namespace)."""
+        """Return the tag of the page with this key after the page with tag `before` (first page: the namespace)."""
         return self._tags.setdefault((before, key), len(self._tags) + 1)
 
     def tags(self, namespace: str, keys: bytes, key_bytes: int) -> list[int]:
-        """The tags of a prompt's full pages."""
+        """Return the tags of a prompt's full pages."""
         tags: list[int] = []
         before: int | str = namespace
         for start in range(0, len(keys), key_bytes):
@@ -48,7 +48,7 @@ class SimulatedPool:
         self._readers: dict[int, int] = {}
 
     def begin_write(self, pages: PageIds, who: object) -> None:
-        """`who` writes to these pages from now on: they hold garbage until it has said what is there."""
+        """Begin a write by `who`: the pages hold garbage until `end_write`."""
         for page in pages:
             writer, count = self._writers.get(page, (who, 0))
             if writer != who:
@@ -60,7 +60,7 @@ class SimulatedPool:
             self.tags[page] = GARBAGE
 
     def end_write(self, pages: PageIds, who: object, tags: list[int] | None) -> None:
-        """One write of `who` to these pages is over; `tags` is what it left there (None: as it was)."""
+        """End one write by `who`, which left `tags`. None leaves the pages as they are."""
         for at, page in enumerate(pages):
             writer, count = self._writers.pop(page)
             if writer != who:
@@ -72,13 +72,13 @@ class SimulatedPool:
                 self.tags[page] = tags[at]
 
     def put(self, page: int, tag: int, who: object) -> None:
-        """Write at once."""
+        """Write a page at once."""
         if page in self._writers or page in self._readers:
             raise Violation(f"{who} writes to {self.account.name} page {page}, which is being written or read")
         self.tags[page] = tag
 
     def begin_read(self, pages: PageIds, who: object) -> list[int]:
-        """Read from now on; returns what is there, which must not be garbage."""
+        """Begin a read; returns the tags of the pages, which must not be garbage."""
         found = [self.tags[page] for page in pages]
         if GARBAGE in found:
             raise Violation(f"{who} reads {self.account.name} page {pages[found.index(GARBAGE)]}, which holds garbage")
@@ -87,7 +87,7 @@ class SimulatedPool:
         return found
 
     def end_read(self, pages: PageIds, who: object, before: list[int]) -> None:
-        """A read is over; what was there at its begin must still be there."""
+        """End a read. The pages must still have the tags that they had at its begin."""
         for page, tag in zip(pages, before, strict=True):
             count = self._readers.pop(page)
             if count > 1:
@@ -96,7 +96,7 @@ class SimulatedPool:
                 raise Violation(f"{self.account.name} page {page} changed while {who} read it")
 
     def expect(self, pages: PageIds, tags: list[int], who: object) -> None:
-        """Raise a Violation unless these pages hold these tags, belong to somebody, and nobody writes to them."""
+        """Raise a Violation unless these pages hold these tags, have an owner, and are not being written."""
         for at, (page, tag) in enumerate(zip(pages, tags, strict=True)):
             self._require_taken(page, who)
             if self.tags[page] != tag:
@@ -109,9 +109,9 @@ class SimulatedPool:
                 )
 
     def check(self) -> None:
-        """Nobody reads or writes a free page."""
+        """Raise a Violation if a free page is being read or written."""
         for page in (*self._writers, *self._readers):
-            self._require_taken(page, "somebody")
+            self._require_taken(page, "a reader or writer")
 
     @property
     def is_quiet(self) -> bool:

@@ -1,4 +1,4 @@
-"""Policies of the storage tier, drawn at random: those that a run begins with, and those it goes over to."""
+"""Storage policies drawn at random, for the start of a run and for changes during it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from tidekv.states.policy import StoragePolicy
 
 
 def draw_policy(random: Random, page_size: int) -> StoragePolicy:
-    """Draw policies whose durations suit the simulated tiers, which take milliseconds. Every other time storage is used
-    without limits, so that much of it is in use at once.
+    """Draw policies with durations that suit the simulated tiers, which take milliseconds.
+
+    Every other draw uses storage without limits, so that many operations run at once.
     """
     threshold = random.choice((0, 0, 2 * page_size))
     if random.random() < 0.5:

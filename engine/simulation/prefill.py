@@ -1,7 +1,7 @@
-"""Simulated prefill peers: they write what they are asked for, refuse, fail, die, come back and repeat themselves.
+"""Simulated prefill peers: they write requested pages, refuse, fail, crash, restart and repeat messages.
 
-A peer lives in incarnations (epochs). One that dies by a crash says no more, but its writes in flight still land before
-its death is told. One that is cut off for a while goes on writing, and hears nothing meanwhile.
+A peer lives in incarnations (epochs). After a crash it sends nothing more, but its writes in flight still land before
+its death is reported. A peer that is cut off for a while continues to write, and receives nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Incarnation:
         self.is_dead = False
         self.is_cut_off = False
         self.is_lost = False
-        """Whether decode was told that it is out of reach."""
+        """Whether decode was informed that it is unreachable."""
         self.in_flight = 0
         self.unheard_aborts: list[RoomKey] = []
 
 
 class Prompt:
-    """What prefill computes: the tag of each page of a prompt, and of each component's page at each position."""
+    """The content that prefill computes: tags of a prompt's pages, and of each component's page at each position."""
 
     def __init__(self, tags: list[int], tails: Tags) -> None:
         self.tags = tags
@@ -90,7 +90,7 @@ class Prompt:
 
 
 class ServedRoom:
-    """One room as prefill sees it."""
+    """One room, as prefill sees it."""
 
     def __init__(self, key: RoomKey, life: Incarnation, prompt: Prompt, frames: list[Link]) -> None:
         self.key = key
@@ -100,23 +100,23 @@ class ServedRoom:
         self.frames = frames
         self.spans: dict[int, tuple[int, PageIds]] = {}
         self.slices: dict[int, int] = {}
-        """How many ranks have written a page of a span."""
+        """Number of ranks that have written a page of a span."""
         self.cursors: dict[tuple[int, int], int] = {}
-        """Up to which page decode was told, by span and rank."""
+        """First page not yet reported to decode, by span and rank."""
         self.unsaid: dict[tuple[int, int, int], tuple[int, bool]] = {}
-        """Chunks that have landed before those in front of them: by span, rank and first page."""
+        """Chunks that landed before their predecessors, by span, rank and first page."""
         self.in_flight = [0] * life.ranks
         self.tails_open = [0] * life.ranks
-        """Tails that a rank has not written yet: it does not end span 0 before."""
+        """Tails that a rank has not written yet; it does not end span 0 before."""
         self.tail_slices: dict[tuple[str, int], int] = {}
-        """How many ranks have written a page of a component."""
+        """Number of ranks that have written a page of a component."""
         self.has_stopped = False
         self.is_aborted = False
         self.fails_when_settled = False
 
     @property
     def who(self) -> str:
-        """Its name as a writer of pages."""
+        """Name of the room as a writer of pages."""
         return f"room {self.key[0]}/{self.key[1]}"
 
 
@@ -135,10 +135,10 @@ class Peer:
         ranks = self._random.choice((1, 1, 1, 2, 3))
         return Incarnation(f"{self._name}.{self._epoch}", ranks, Link(self._world.schedule))
 
-    # --- What decode sends ---
+    # --- Messages from decode ---
 
     def promise(self, command: commands.SendPromise, prompt: Prompt) -> None:
-        """A promise is to be sent here."""
+        """Send a promise to this peer, or fail to connect."""
         world = self._world
         if world.faults.hits("connect_fails"):
             world.schedule.after(world.delay(), world.rooms_out.unsent, command, "connection refused")
@@ -188,7 +188,7 @@ class Peer:
             world.schedule.after(world.delay(), self._fail_settled, room)
 
     def extend(self, command: commands.SendExtend) -> None:
-        """A part of the promise is taken back."""
+        """Send an extend, which requests a part of the promise after all."""
         self.life_of(command).inbox.send(self._world.delay(), self._extended, self.life_of(command), command)
 
     def _extended(self, life: Incarnation, command: commands.SendExtend) -> None:
@@ -207,7 +207,7 @@ class Peer:
         self._serve(room, command.span, command.first, command.pages)
 
     def abort(self, key: RoomKey, life: Incarnation) -> None:
-        """Decode wants no more of a room."""
+        """Send an abort of a room."""
         life.inbox.send(self._world.delay(), self._aborted, life, key)
 
     def _aborted(self, life: Incarnation, key: RoomKey) -> None:
@@ -218,7 +218,7 @@ class Peer:
             return
         room = life.rooms.get(key)
         if room is None:
-            # The promise was lost on the way: nothing was or will be written.
+            # The promise was lost on the way, so nothing was or will be written.
             frames = [Link(self._world.schedule) for _ in range(life.ranks)]
             room = life.rooms[key] = ServedRoom(key, life, Prompt([], {}), frames)
         room.has_stopped = room.is_aborted = True
@@ -226,7 +226,7 @@ class Peer:
             self._drain(room, rank)
 
     def received(self, key: RoomKey, life: Incarnation) -> None:
-        """Decode has all of a room."""
+        """Send decode's confirmation that it has all of a room."""
         life.inbox.send(self._world.delay(), self._released, life, key)
         room = life.rooms.get(key)
         if room is not None and any(room.in_flight):
@@ -238,10 +238,10 @@ class Peer:
             room.has_stopped = True
 
     def life_of(self, command: commands.SendExtend) -> Incarnation:
-        """Which incarnation a room is with."""
+        """Return the incarnation that has the room."""
         return self._world.rooms_out.life((command.request_id, command.generation))
 
-    # --- What it does ---
+    # --- Writing ---
 
     def _serve(self, room: ServedRoom, span: int, first: int, pages: PageIds) -> None:
         room.spans[span] = (first, pages)
@@ -274,7 +274,7 @@ class Peer:
         for at in range(len(pages)):
             key = span << 32 | cursor + at
             slices = room.slices[key] = room.slices.get(key, 0) + 1
-            # A page is whole when every rank has written its slice.
+            # A page is whole once every rank has written its slice.
             tags = [room.tags[cursor + at]] if slices == life.ranks else None
             world.device.end_write(pages[at : at + 1], room.who, tags)
         room.in_flight[rank] -= 1
@@ -287,7 +287,7 @@ class Peer:
             self._settle(room)
 
     def _serve_tail(self, room: ServedRoom, rank: int, tail: TailPages) -> None:
-        """Each rank writes its slice of what is asked for of a component, at any time before it ends span 0."""
+        """Schedule the write of a rank's slice of a component's pages, at any time before it ends span 0."""
         if tail.pages:
             room.tails_open[rank] += 1
             self._world.schedule.after(self._world.delay(), self._post_tail, room, rank, tail)
@@ -353,10 +353,10 @@ class Peer:
             )
             self._tell(room, 0, failed)
 
-    # --- How it dies ---
+    # --- Death and partition ---
 
     def crash(self) -> None:
-        """Die: writes in flight land until the death is told; nothing is said any more."""
+        """Crash: writes in flight land until the death is reported, and no message is sent any more."""
         world, life = self._world, self.life
         life.is_dead = True
         world.schedule.after(DETECTION_S * self._random.random(), self._tell_lost, life)
@@ -364,7 +364,7 @@ class Peer:
         self.life = self._new_life()
 
     def cut_off(self) -> None:
-        """Be out of reach for a while, and notice nothing of it."""
+        """Become unreachable for a while, without noticing it."""
         life = self.life
         if life.is_cut_off or life.is_lost:
             return
@@ -393,10 +393,10 @@ class Peer:
     def _say_dead(self, life: Incarnation) -> None:
         self._world.step(events.WriterDead(at_s=self._world.now_s, writer=life.writer))
 
-    # --- What it says ---
+    # --- Messages to decode ---
 
     def _chunk(self, room: ServedRoom, span: int, rank: int, first: int, count: int, *, last: bool) -> None:
-        """A chunk has landed: say it, and what waited for it; chunks of a span are told in the order of their pages."""
+        """Report a chunk that has landed and those that waited for it, in the order of their pages within the span."""
         room.unsaid[span, rank, first] = (count, last)
         self._say_landed(room, span, rank)
 

@@ -1,7 +1,7 @@
-"""Makes rules of the core raise somewhere in their middle, as a bug of ours, an eviction policy or a hook would.
+"""Makes rules of the core raise at an arbitrary call, as a defect, an eviction policy or a hook would.
 
-Every call that a rule makes to the index, the accounts or the shared state is a place where it may raise, before the
-call has done anything. At most one call of a step does, so that whatever mends the damage works.
+Every call of a rule to the index, the page accounts or the shared state is a possible place; the raise comes before the
+call has any effect. At most one call per step raises, so that the recovery itself succeeds.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ PLACES_MAX = 24
 
 
 class Injected(Exception):
-    """A raise that the simulation put into a rule."""
+    """A raise that the simulation injects into a rule."""
 
 
 class Places:
-    """Counts down the calls that the rules of a core make, and raises at one of them."""
+    """Counts the calls that the rules of a core make, and raises at a chosen one."""
 
     def __init__(self, core: Core) -> None:
         self.left = 0
-        """How many calls from now the raise comes; 0 for never."""
+        """Calls until the raise; 0 disables it."""
         self.count = 0
-        """Calls seen so far."""
+        """Calls so far."""
         self._depth = 0
         self._is_stepping = False
         state = core.state
@@ -82,11 +82,11 @@ class Places:
             setattr(state.components, name, self._watched(getattr(state.components, name)))
         for name in STATE_CALLS:
             setattr(state, name, self._watched(getattr(state, name)))
-        # An account has no room for methods of its own: it becomes one of a class that does.
+        # An account has no instance dictionary (slots), so its class is replaced by one with watched methods.
         calls = {name: self._watched(getattr(PageAccount, name)) for name in ACCOUNT_CALLS}
         for account in (state.device, state.host):
             account.__class__ = type("WatchedAccount", (PageAccount,), {"__slots__": (), **calls})
-        core.step = self._stepping(core.step)  # type: ignore[method-assign, assignment]  # Calls count within steps alone.
+        core.step = self._stepping(core.step)  # type: ignore[method-assign, assignment]  # Calls count only within steps.
 
     def _stepping(self, step: Callable[[Event], list[Command]]) -> Callable[[Event], list[Command]]:
         def call(event: Event) -> list[Command]:
@@ -100,7 +100,7 @@ class Places:
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:  # Any: all is handed on.
         def call(*arguments: Any, **named: Any) -> Any:
-            # A call within a call is not a place of a rule: the shared state evicts by the index.
+            # A nested call is not a place of its own: for example the shared state evicts through the index.
             if self._is_stepping and not self._depth:
                 self.count += 1
                 if self.left:
@@ -117,7 +117,7 @@ class Places:
 
 
 class Raising:
-    """Raises now and then, where the run has that fault on."""
+    """Raises occasionally if the run has that fault enabled."""
 
     def __init__(self, core: Core, random: Random, faults: Faults) -> None:
         self._random = random
@@ -125,11 +125,11 @@ class Raising:
         self._places = Places(core) if faults.is_on("rule_raises") else None
 
     def begin_step(self) -> None:
-        """A step begins: maybe one of its calls is to raise."""
+        """Begin a step: choose whether and where one of its calls raises."""
         if self._places is not None and self._faults.hits("rule_raises"):
             self._places.left = self._random.randint(1, PLACES_MAX)
 
     def end_step(self) -> None:
-        """A step is over: whatever was to raise and was not reached does not raise in the next one."""
+        """End a step: cancel a raise whose place was not reached, so that it does not carry over."""
         if self._places is not None:
             self._places.left = 0

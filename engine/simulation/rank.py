@@ -1,4 +1,4 @@
-"""One simulated rank: a core, an agreement, pools whose pages hold tags, and tiers that fail on this rank alone."""
+"""One simulated rank: a core, an agreement, pools of tags, and tiers whose faults affect only this rank."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 FAULTS: dict[str, str] = {
-    "rank_lags": "a frame, a vote or a caller of one rank is late",
-    "rank_dies": "the process of one rank ends, and comes back",
+    "rank_lags": "a frame, a vote or a call of one rank is late",
+    "rank_dies": "the process of one rank ends, and restarts",
     "command_raises": "starting a command raises on one rank",
     "storage_fails": "a call to storage fails on one rank",
     "storage_is_short": "storage of one rank has fewer pages",
-    "storage_is_late": "storage of one rank takes longer than anybody waits",
+    "storage_is_late": "storage of one rank takes longer than every deadline",
     "copy_fails": "a copy fails on one rank",
     "copy_is_late": "a copy of one rank takes longer than its deadline",
     "promise_fails": "one rank cannot reach its prefill rank",
     "room_fails": "one prefill rank fails a room",
     "room_is_refused": "one prefill rank refuses a room",
     "writer_dies": "one prefill rank dies, and is replaced",
-    "outcome_repeats": "an outcome is told twice",
+    "outcome_repeats": "an outcome is delivered twice",
 }
-"""Name of each kind and what happens."""
+"""Kinds of faults by name, with a description."""
 
 
 class Group(Protocol):
@@ -89,12 +89,12 @@ class SimulatedRank:
         """Events that its core took in this epoch."""
         self.is_dead = False
         self.is_solo = False
-        """Whether it ends what it has by itself, because another rank is lost."""
+        """Whether it ends its requests without the others, because another rank is lost."""
         self.callers: dict[str, RankCaller] = {}
         self.world = world
         self._life = 0
         self.stored: set[int] = set()
-        """Tags of the pages that this rank's slice of storage has, of those of components too."""
+        """Tags of the pages in this rank's slice of storage, including those of components."""
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
@@ -108,12 +108,12 @@ class SimulatedRank:
         tail_storage = RankTailStorage(self, tiers)
         self.rooms = RankRooms(self)
         self.records: dict[int, list[int]] = {}
-        """Tags of what requests left, by serial."""
+        """Tags of the tokens that requests left, by serial."""
         self.in_flight = 0
-        """Operations that have not ended on this rank."""
+        """Operations on this rank that have not ended."""
         self._serials: dict[str, int] = {}
         self._answers_growth = False
-        self._takers: dict[type[commands.Command], Any] = {  # Each command has its own taker.
+        self._takers: dict[type[commands.Command], Any] = {  # Any: each taker has its own command type.
             commands.QueryStorage: tiers.query,
             commands.FetchPages: tiers.fetch,
             commands.StorePages: tiers.store,
@@ -140,7 +140,7 @@ class SimulatedRank:
     # --- Events ---
 
     def hear(self, event: events.Event) -> None:
-        """Something happened on this rank."""
+        """Pass a local event to the agreement."""
         if self.is_dead:
             return
         self.agreement.hear(event)
@@ -155,7 +155,7 @@ class SimulatedRank:
             self.world.wish(self)
 
     def decide(self, reduced: Any) -> None:  # Any: a list here, an array in a solo turn.
-        """A vote is over."""
+        """Apply the result of a vote."""
         decision = self.agreement.decide(reduced)
         for event in decision.events:
             given = self.core.step(event)
@@ -180,7 +180,7 @@ class SimulatedRank:
             self._told()
 
     def after(self, delay_s: float, action: Any, *arguments: Any) -> None:  # Any: as in Schedule.
-        """Do something on this rank later, unless its process has ended by then."""
+        """Schedule an action on this rank; it is dropped if the rank's process has ended by then."""
         life = self._life
 
         def act() -> None:
@@ -195,7 +195,7 @@ class SimulatedRank:
     # --- Callers ---
 
     def submit(self, script: Script, epoch: int) -> None:
-        """The caller of this rank makes a request."""
+        """Submit a request on behalf of this rank's caller."""
         world = self.world
         if self.is_dead or self.is_solo or epoch != world.epoch:
             world.ended(script, self.number, LOST_RANK)
@@ -273,7 +273,7 @@ class SimulatedRank:
         if caller.wanted and (caller.reserve or self._answers_growth):
             caller.wanted = False
             if not caller.reserve:
-                # Every rank was told so: all callers go on with the pages that they have.
+                # All ranks got the same answer, so all callers continue with the pages that they have.
                 caller.output = b""
             self.after(self.delay(), self._generate, caller)
 
@@ -300,7 +300,7 @@ class SimulatedRank:
         self._end(command.request_id, LOST_RANK if self.is_solo else "aborted")
 
     def _refused(self, refusal: Refusal) -> None:
-        # A call that was refused after READY is followed by a drop of the request.
+        # A request whose call was refused after READY is dropped next, and ends there.
         if isinstance(refusal.call, events.RequestArrived) and refusal.call.request_id in self.callers:
             self._end(refusal.call.request_id, refusal.cause)
 
@@ -308,7 +308,7 @@ class SimulatedRank:
         caller = self.callers.pop(request_id)
         serial = self._serials.pop(request_id, 0)
         if end not in ("finished", "retracted"):
-            # What was given back to nobody's use leaves no tokens either.
+            # A request that was not finished or retracted leaves no tokens.
             self.records.pop(serial, None)
         self.world.ended(caller.script, self.number, "cancelled" if end.startswith("cancelled") else end)
 
@@ -317,20 +317,20 @@ class SimulatedRank:
         return self.world.contents.tags("", tokens[: len(tokens) // size * size], size)
 
     def page_tags(self, script: Script) -> list[int]:
-        """The tags of all pages of a prompt; a partial page is like no other's."""
+        """Return the tags of all pages of a prompt. The tag of a partial page is unique."""
         full = len(self.tags(script.tokens)) * self.world.settings.page_size
         rest = script.tokens[full:]
         tail = [self.world.contents.tag(f"tail {script.request_id}", rest)] if rest else []
         return self.tags(script.tokens) + tail
 
-    # --- What tiers ask ---
+    # --- Used by the tiers ---
 
     def hits(self, name: str) -> bool:
-        """Whether a fault strikes this rank now; who is about to begin anew is spared."""
+        """Decide whether a fault strikes this rank now. A rank that waits for a new group is spared."""
         return not self.is_solo and self.world.hits(name, self.random)
 
     def outcome(self, delay_s: float, make: Callable[[], events.Event]) -> None:
-        """An operation ends after a while."""
+        """Deliver the outcome of an operation after a delay."""
         self.in_flight += 1
 
         def tell() -> None:
@@ -345,21 +345,21 @@ class SimulatedRank:
     # --- Losing a rank ---
 
     def die(self) -> None:
-        """The process ends; whoever it worked for is told."""
+        """End the process; all its callers are informed."""
         self.is_dead = True
         self._life += 1
         for request_id in list(self.callers):
             self._end(request_id, LOST_RANK)
 
     def come_back(self) -> None:
-        """The process was started again: it has nothing."""
+        """Restart the process, with empty state."""
         self.is_dead = False
         self.is_solo = True
         self._begin(self.world.epoch)
         self.world.try_to_form()
 
     def go_solo(self) -> None:
-        """Another rank is lost: end everything by what this rank knows alone."""
+        """End everything without the other ranks, because one of them is lost."""
         if self.is_dead or self.is_solo:
             return
         self.is_solo = True
@@ -382,7 +382,7 @@ class SimulatedRank:
 
     @property
     def is_ready_to_form(self) -> bool:
-        """Whether it lives and has nothing in flight: nobody reads or writes its pages."""
+        """Whether it is alive and solo, with nothing in flight, so no access to its pages is under way."""
         return not self.is_dead and self.is_solo and self.is_settled
 
     @property
@@ -398,7 +398,7 @@ class SimulatedRank:
         )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin anew with an empty core."""
+        """Start a new epoch with an empty core."""
         self.core.check()
         self._life += 1
         self.is_solo = False
@@ -406,13 +406,13 @@ class SimulatedRank:
         self.attach_storage()
 
     def attach_storage(self) -> None:
-        """This rank has its storage, which holds pages of all components."""
+        """Attach this rank's storage, which keeps pages of all components."""
         self.hear(events.StorageChanged(at_s=0.0, available=True, tails=bool(self.tails.components)))
 
     # --- The end ---
 
     def books(self) -> tuple[object, ...]:
-        """What must be the same on all ranks: the tree, its pages, and the free lists in their order."""
+        """Return the state that must be equal on all ranks: tree, pages, and free lists in their order."""
         index = self.core.state.index
         nodes = tuple(
             (node.namespace, node.edge, tuple(node.device or ()), tuple(node.host or ()), node.anchored)
@@ -426,7 +426,7 @@ class SimulatedRank:
         )
 
     def check_end(self) -> None:
-        """Raise where anything is left."""
+        """Raise a Violation if anything is left."""
         self.core.check()
         if not self.is_settled or self.records or self.agreement.questions:
             raise Violation(

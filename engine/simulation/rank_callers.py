@@ -1,4 +1,4 @@
-"""What the callers of all ranks do with one request: the same on every rank, each at its own time."""
+"""Scripts of requests that the callers of all ranks follow, each at its own time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HISTORIES = tuple(Random("histories").choices(b"ab", k=64) for _ in range(4))
 
 
 class Script:
-    """One request: its prompt, what is generated, and how it ends."""
+    """One request: prompt, output, and how it ends."""
 
     def __init__(
         self, request_id: str, tokens: bytes, output: bytes, *, retracts: bool, cache: bool, priority: int
@@ -26,17 +26,17 @@ class Script:
         self.deadline_at_s = float("inf")
         self.prefill_count = 1
         self.aborted_by = -1
-        """The rank whose caller gives up, alone; -1: none."""
+        """The only rank whose caller aborts; -1 means none."""
         self.missing_on = -1
-        """The rank whose caller never makes the request; -1: none."""
+        """The rank whose caller never submits the request; -1 means none."""
         self.leaves_no_tail_on = -1
-        """The rank whose caller leaves nothing of components, alone; -1: none."""
+        """The only rank whose caller leaves nothing of components; -1 means none."""
         self.flushes: tuple[str, ...] = ()
         self.ends: dict[int, str] = {}
 
 
 class RankCaller:
-    """The caller of one rank: one request."""
+    """The caller of one request on one rank."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -50,8 +50,10 @@ class RankCaller:
 
 
 def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int, written: list[bytes]) -> Script:
-    """A request that shares a prefix with others. `written` is what earlier ones have written, and gets another entry:
-    components can be served at the ends of those alone.
+    """Draw a request that shares a prefix with others.
+
+    `written` lists the tokens written by earlier requests, the only ends at which components can be served. The new
+    request is added to it.
     """
     size = settings.page_size
     history = bytes(random.choice(HISTORIES))
@@ -79,10 +81,10 @@ def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int,
         script.flushes = random.choice((("l1",), ("l2",), ("l1", "l2")))
     if settings.components:
         if random.random() < 0.15:
-            # Their tails are small, and would hardly ever have to come from storage.
+            # Component pages need few host pages, so they would otherwise hardly ever have to come from storage.
             script.flushes = ("l1", "l2")
         if random.random() < 0.7:
-            # A record is left at the end of a page only; the last token that was generated has none.
+            # Component state can be left only at the end of a page, and the last generated token has no KV yet.
             script.output = script.output[: len(script.output) - (len(tokens) + len(script.output) - 1) % size]
         if ranks > 1 and random.random() < 0.02:
             script.leaves_no_tail_on = random.randrange(ranks)

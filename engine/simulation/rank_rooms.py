@@ -1,4 +1,4 @@
-"""The prefill ranks that write for one simulated decode rank: slow, refusing, failing and dying on this rank alone."""
+"""Simulated prefill ranks that write for one decode rank. They are slow, refuse, fail and die independently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RoomKey = tuple[str, int]
 
 
 class WrittenRoom:
-    """One room as its writer sees it."""
+    """One room, as its writer sees it."""
 
     def __init__(self, key: RoomKey, writer: str, tags: list[int], tails: Tags) -> None:
         self.key = key
@@ -24,9 +24,9 @@ class WrittenRoom:
         self.tags = tags
         self.tails = tails
         self.tails_open = 0
-        """Tails that are not written yet: span 0 does not end before."""
+        """Tails that are not written yet; span 0 does not end before."""
         self.held: list[events.ChunkLanded] = []
-        """The last chunk of span 0, where it waits for tails."""
+        """The last chunk of span 0 while it waits for tails."""
         self.is_sent = False
         self.is_aborted = False
         self.is_over = False
@@ -45,7 +45,7 @@ class RankRooms:
 
     @property
     def in_flight(self) -> int:
-        """Writes under way."""
+        """Number of writes in flight."""
         return sum(room.writing for room in self._rooms.values())
 
     def promise(self, command: commands.SendPromise) -> None:
@@ -160,7 +160,7 @@ class RankRooms:
         rank.after(rank.delay(), land)
 
     def _write_tail(self, room: WrittenRoom, tail: TailPages) -> None:
-        """Write what is asked for of a component."""
+        """Write the requested pages of a component."""
         if room.is_over or room.is_aborted:
             return
         rank, who = self._rank, f"room {room.key}"
@@ -181,7 +181,7 @@ class RankRooms:
         rank.after(rank.delay(), land)
 
     def extend(self, command: commands.SendExtend) -> None:
-        """Ask for further pages."""
+        """Request further pages."""
         room = self._rooms.get((command.request_id, command.generation))
         if room is None or room.is_over:
             return
@@ -191,7 +191,7 @@ class RankRooms:
             room.waiting.append(command)
 
     def abort(self, command: commands.SendAbort) -> None:
-        """Stop writing, and say when nothing is in flight."""
+        """Stop writing, and report once no write is in flight."""
         key = (command.request_id, command.generation)
         room = self._rooms.get(key)
         if room is None or not room.is_sent:
@@ -213,13 +213,13 @@ class RankRooms:
         self._rank.hear(events.RoomDrained(at_s=0.0, request_id=key[0], generation=key[1], rank=0))
 
     def received(self, command: commands.SendReceived) -> None:
-        """Prefill may free its pages."""
+        """Release the room: prefill may free its pages."""
         room = self._rooms.pop((command.request_id, command.generation), None)
         if room is not None:
             room.is_over = True
 
     def _die(self, prefill: int) -> None:
-        """The writer's process ends; its writes in flight have landed before that is proven."""
+        """End the writer's process. Its writes in flight land before its death is proven."""
         rank, writer = self._rank, self._writer(prefill)
         self._lives[prefill] += 1
         rank.hear(events.WriterLost(at_s=0.0, writer=writer, cause="injected"))

@@ -1,4 +1,4 @@
-"""Components in the storage of one simulated rank: records that are missing, gone or unreadable on this rank alone."""
+"""Storage of components for one simulated rank. Records are missing, lost or unreadable on this rank only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class RankTailStorage:
-    """What one rank's storage does for its components. Its records are among the rank's `stored` tags."""
+    """Storage calls of one rank for its components. The records are among the rank's `stored` tags."""
 
     def __init__(self, rank: RankSurroundings, tiers: RankTiers) -> None:
         self._rank = rank
         self._tiers = tiers
 
     def query(self, command: commands.QueryTails) -> None:
-        """Answer how many full pages are there, and where pages of components are."""
+        """Report how many full pages are stored, and at which positions pages of components are."""
         rank, tiers = self._rank, self._tiers
         if tiers.raises(command.op):
             return
@@ -39,7 +39,7 @@ class RankTailStorage:
         rank = self._rank
         here = [at for at in range(command.tails_first, len(tags)) if tags[at] in rank.stored]
         if here and rank.hits("storage_is_short"):
-            # One is gone for good; of another it is not told, or told although it is not there.
+            # One record is lost for good. Another one is not reported, or reported although it does not exist.
             rank.stored.discard(tags[rank.random.choice(here)])
             here = sorted({*here} ^ {rank.random.randrange(command.tails_first, len(tags))})
         rank.tails.counts["records_found"] += len(here)
@@ -65,7 +65,7 @@ class RankTailStorage:
         rank.outcome(tiers.storage_delay(), end)
 
     def store(self, command: commands.StoreTail) -> None:
-        """Put records, which must be those that the tokens say."""
+        """Put records. Their content must match the tokens."""
         rank, tiers = self._rank, self._tiers
         if tiers.raises(command.op):
             return

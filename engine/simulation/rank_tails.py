@@ -1,4 +1,4 @@
-"""Components on one simulated rank: what its callers do with them, and what must be the same on all ranks."""
+"""Components on one simulated rank: use by its callers, and the state that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def check_tails(tails: SimulatedTails, caller: RankCaller) -> None:
 
 
 def leave_tails(tails: SimulatedTails, caller: RankCaller, tokens: bytes, *, rank: int) -> tuple[TailLeft, ...]:
-    """Generate up to the end of `tokens`; returns what is left of each tail. The callers of all ranks leave the same,
-    but for one whose script says that it leaves nothing.
+    """Generate up to the end of `tokens`; returns what is left of each tail.
+
+    The callers of all ranks leave the same, except for the rank that the script names in `leaves_no_tail_on`.
     """
     script, live = caller.script, caller.tails
     if not live.tables:
@@ -29,13 +30,13 @@ def leave_tails(tails: SimulatedTails, caller: RankCaller, tokens: bytes, *, ran
     check_tails(tails, caller)
     tags = tails.tags_of("", tokens, script.request_id)
     tails.generate(live, tags, len(script.tokens), len(tokens), f"decoding of {script.request_id}")
-    # What is drawn is drawn alike on all ranks.
+    # Seeded by the request, so that all ranks draw the same.
     left = tails.left(live, len(tokens), Random(script.request_id))
     return () if script.leaves_no_tail_on == rank else left
 
 
 def kept_tails(core: Core) -> tuple[object, ...]:
-    """What must be the same on all ranks: the free pages of each pool, and the pages of each node."""
+    """Return the state that must be equal on all ranks: free pages of each pool, and pages of each node."""
     components = core.state.components
     return tuple(
         (tuple(tier.account.free_pages), tuple(tuple(tier.pages_of(node).items()) for node in tier.nodes()))

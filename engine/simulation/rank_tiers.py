@@ -1,4 +1,4 @@
-"""Storage and copies of one simulated rank: late, short or failing on this rank alone."""
+"""Storage and copies of one simulated rank. They are late, short or fail on this rank only."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class RankTiers:
         self._rank = rank
 
     def raises(self, op: int) -> bool:
-        """Whether starting this operation raises, which is told."""
+        """Decide whether starting this operation raises, and report that."""
         if not self._rank.hits("command_raises"):
             return False
         self._rank.outcome(0.0, lambda: events.CommandRaised(at_s=0.0, op=op, detail="injected"))
         return True
 
     def storage_delay(self) -> float:
-        """How long a call to storage takes."""
+        """Return the duration of a storage call."""
         return 0.5 if self._rank.hits("storage_is_late") else self._rank.delay()
 
     def held(self, tags: list[int]) -> int:
-        """So many of these, from the first on, can be read."""
+        """Return how many of these pages, from the first on, can be read."""
         held = next((at for at, tag in enumerate(tags) if tag not in self._rank.stored), len(tags))
         return self._rank.random.randint(0, held) if self._rank.hits("storage_is_short") else held
 
     def keep(self, tags: list[int]) -> int:
-        """Have these in storage from now on, or the first half of them only; returns how many."""
+        """Store these pages, or only the first half; returns how many."""
         rank = self._rank
-        # A tail is put where the storage of all ranks has every page in front of it: that must not be rare.
+        # A tail is put only if the storage of all ranks has every page before it, so complete puts must be frequent.
         wholes = 19 if rank.tails.components else 2
         count = rank.random.choice((*(len(tags) for _ in range(wholes)), len(tags) // 2))
         rank.stored.update(tags[:count])
         return count
 
     def query(self, command: commands.QueryStorage) -> None:
-        """Answer how many of the pages are there."""
+        """Report how many of the pages are stored."""
         if self.raises(command.op):
             return
         tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
@@ -55,7 +55,7 @@ class RankTiers:
         )
 
     def error(self, name: str) -> str:
-        """The words of a failure, if that fault strikes now."""
+        """Return an error text if that fault strikes now."""
         return "injected" if self._rank.hits(name) else ""
 
     def fetch(self, command: commands.FetchPages) -> None:
@@ -96,7 +96,7 @@ class RankTiers:
         self._rank.outcome(self.storage_delay(), end)
 
     def probe(self, command: commands.ProbeStorage) -> None:
-        """Say whether it can be used again."""
+        """Report whether storage can be used again."""
         error = self.error("storage_fails")
         self._rank.outcome(self._rank.delay(), lambda: events.StorageProbed(at_s=0.0, op=command.op, error=error))
 
@@ -111,7 +111,7 @@ class RankTiers:
         self._copy(command.op, source, source_pages, target, target_pages)
 
     def copy_tail(self, command: commands.CopyTail) -> None:
-        """Copy pages of a component between its pools, or within that on the device."""
+        """Copy pages of a component between its pools, or within the device pool."""
         if self.raises(command.op):
             return
         pools = self._rank.tails.pools

@@ -1,8 +1,8 @@
-"""Several ranks of one decode instance against a simulated world: every rank has a core, an agreement and tiers of its
-own, and faults of its own. What the ranks decide must be the same, event by event.
+"""Simulation of several ranks of one decode instance, each with its own core, agreement, tiers and faults.
 
-Frames and votes take virtual time, different on every rank: a rank may be far behind. A rank may die: the others end
-what they have by themselves, and all begin anew with empty cores when it is back.
+The decisions of all ranks must be equal, event by event. Frames and votes take virtual time, different on every rank,
+so a rank may be far behind. If a rank dies, the others end their requests without it, and all start again with empty
+cores once it is back.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from tidekv.states.votes import Words
 
 EVENTS_COMPARED = 50
-"""Ranks compare their books in full whenever so many events were taken."""
+"""Events between two full comparisons of the ranks' state."""
 CLOCK_STEPS_MAX = 400_000
 
 
 class RanksReport(msgspec.Struct, frozen=True):
-    """What happened in one run. The same seed gives the same report."""
+    """Result of one run. The same seed gives the same report."""
 
     seed: int
     ranks: int
@@ -44,12 +44,12 @@ class RanksReport(msgspec.Struct, frozen=True):
     ends: dict[str, int]
     faults: dict[str, int]
     tails: dict[str, int]
-    """What was done with components on the first rank."""
+    """Counts of operations on components, on the first rank."""
     digest: int
 
 
 class RanksFailed(TidekvError):
-    """A run saw something that must never happen; its text holds what repeats it."""
+    """A run reached a state that must never occur. The text contains what repeats it."""
 
     def __init__(self, seed: int, ranks: int, requests: int, what: BaseException) -> None:
         super().__init__(f"seed {seed}, {ranks} ranks, {requests} requests: {type(what).__name__}: {what}")
@@ -57,7 +57,7 @@ class RanksFailed(TidekvError):
 
 
 class RankGroupWorld:
-    """All ranks of one instance, and the wires between them."""
+    """All ranks of one instance, and the connections between them."""
 
     def __init__(self, *, seed: int, ranks: int, requests: int, settings: CoreSettings, with_faults: bool) -> None:
         self.random = Random(f"group {seed}")
@@ -70,7 +70,7 @@ class RankGroupWorld:
         self.digest = 0
         self.ends: dict[str, int] = {}
         self.rates = {name: self._rate() if with_faults else 0.0 for name in FAULTS}
-        # Each death ends every request: were it as frequent as the rest, nothing else would be seen.
+        # A death ends every request; at the rates of the other faults the rest would hardly be exercised.
         self.rates["rank_dies"] /= 5
         self.counts = dict.fromkeys(FAULTS, 0)
         self.slowness_s = self.random.choice((0.0, 0.0005, 0.01))
@@ -89,7 +89,7 @@ class RankGroupWorld:
         return self.random.choice((0.0, 0.0, 0.01, 0.05, 0.2))
 
     def hits(self, name: str, random: Random) -> bool:
-        """Whether a fault strikes a rank now."""
+        """Decide whether a fault strikes a rank now."""
         if not self.rates[name] or random.random() >= self.rates[name]:
             return False
         self.counts[name] += 1
@@ -98,7 +98,7 @@ class RankGroupWorld:
     # --- Requests ---
 
     def run(self, clients: int) -> None:
-        """Serve all requests on all ranks, and see that nothing is left."""
+        """Serve all requests on all ranks, and check that nothing is left."""
         for rank in self.ranks:
             rank.attach_storage()
         for _ in range(clients):
@@ -111,7 +111,7 @@ class RankGroupWorld:
         self._check_end()
 
     def next_script(self) -> None:
-        """One more request, which the callers of all ranks make, each at its own time."""
+        """Make one more request, which the callers of all ranks submit, each at its own time."""
         if not self.scripts_left:
             return
         self.scripts_left -= 1
@@ -125,7 +125,7 @@ class RankGroupWorld:
             self.schedule.after(self.random.random() * 0.05, self.die, self.random.randrange(len(self.ranks)))
 
     def ended(self, script: Script, rank: int, end: str) -> None:
-        """The request is over for the caller of one rank; when it is for all, the next one is made."""
+        """Note the end of a request on one rank. Once it has ended on all, make the next one."""
         script.ends[rank] = end
         if len(script.ends) == len(self.ranks):
             kinds = set(script.ends.values())
@@ -136,18 +136,18 @@ class RankGroupWorld:
             self.schedule.after(self.delay(self.ranks[0]), self.next_script)
 
     def delay(self, rank: SimulatedRank) -> float:
-        """How long something takes on a rank, or on the way to it."""
+        """Return the duration of an action on a rank, or of a message to it."""
         slow = 20 if self.hits("rank_lags", rank.random) else 1
         return (0.0002 + self.slowness_s) * rank.random.random() * slow
 
     # --- Turns ---
 
     def wish(self, rank: SimulatedRank) -> None:
-        """A rank has news: the leader hears of it."""
+        """Inform the leader that a rank has news."""
         self.schedule.after(0.0 if rank.number == 0 else self.delay(rank), self.open_turn, self.epoch)
 
     def wake_at(self, at_s: float) -> None:
-        """The leader wants a turn at that time."""
+        """Schedule a turn of the leader at that time."""
         if at_s < self._wake_at_s:
             self._wake_at_s = at_s
             self.schedule.at(at_s, self._wake)
@@ -164,7 +164,7 @@ class RankGroupWorld:
             self.wake_at(max(due_s, self.schedule.now_s + 0.001))
 
     def open_turn(self, epoch: int) -> None:
-        """The leader opens a turn, if none is open and somebody has news."""
+        """Open a turn, unless one is open or there is no reason for one."""
         leader = self.ranks[0]
         if self._is_open or epoch != self.epoch or any(rank.is_dead or rank.is_solo for rank in self.ranks):
             return
@@ -202,7 +202,7 @@ class RankGroupWorld:
             rank.decide(reduced)
 
     def _closed(self, epoch: int) -> None:
-        # A real leader goes on at once; frames keep their order, so that no rank is overtaken either way.
+        # A real leader opens the next turn at once. Frames keep their order, so no rank is overtaken either way.
         if epoch != self.epoch or any(rank.is_dead or rank.is_solo for rank in self.ranks):
             return
         self._is_open = False
@@ -210,7 +210,10 @@ class RankGroupWorld:
         self._arm()
 
     def stepped(self, rank: SimulatedRank, word: int) -> None:
-        """A rank's core has taken an event: every rank must have taken the same one at this place."""
+        """Note an event that a rank's core took.
+
+        Raises a Violation if another rank took a different one at this place.
+        """
         if rank.is_solo:
             return
         place = rank.events
@@ -225,7 +228,7 @@ class RankGroupWorld:
     # --- Death ---
 
     def die(self, number: int) -> None:
-        """A rank's process ends; the others see it, each at its own time."""
+        """End a rank's process. The others notice it, each at its own time."""
         dead = self.ranks[number]
         if dead.is_dead or any(rank.is_solo for rank in self.ranks) or not self.scripts_live:
             return
@@ -236,7 +239,7 @@ class RankGroupWorld:
         self.schedule.after(0.2 + self.random.random(), dead.come_back)
 
     def try_to_form(self) -> None:
-        """All ranks form a new group as soon as each has nothing in flight."""
+        """Form a new group once every rank has nothing in flight."""
         if not all(rank.is_ready_to_form for rank in self.ranks):
             return
         self.epoch += 1
@@ -264,10 +267,9 @@ class RankGroupWorld:
 def simulate_ranks(
     seed: int, ranks: int, requests: int, *, with_faults: bool = True, settings: CoreSettings | None = None
 ) -> RanksReport:
-    """Serve so many requests on so many ranks in virtual time, with faults of one rank at a time drawn from the seed.
-    Without `settings` those are drawn from the seed, too.
+    """Serve requests on several ranks in virtual time, with faults of single ranks drawn from the seed.
 
-    Raises RanksFailed with what is needed to see it again.
+    Without `settings` those are drawn from the seed, too. Raises RanksFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings or with_components(draw_settings(random), seed)

@@ -1,7 +1,7 @@
-"""A core on a bench: tests step it by hand, one event at a time, and say exactly which commands must follow.
+"""Test rig for a core: tests step it by hand, one event at a time, and state exactly which commands must follow.
 
-After every step the whole core is recounted. Commands wait in `pending` until a test takes them: `nothing_else` fails
-while one is left, so a test cannot overlook a command.
+The whole core is audited after every step. Commands wait in `pending` until a test takes them. `nothing_else` fails
+while one is left, so that a test cannot overlook a command.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rig:
     # --- Stepping ---
 
     def step(self, event_type: type[events.Event], **fields: object) -> list[commands.Command]:
-        """Let the core take an event now, recount everything, and keep what it wishes."""
+        """Take an event now, audit the core, and queue its commands; returns them."""
         wishes = self.core.step(event_type(at_s=self.now_s, **fields))
         self.pending += wishes
         self.core.check()
@@ -53,16 +53,16 @@ class Rig:
         """Take the only pending command of this kind."""
         found = self.take_all(kind)
         if len(found) != 1:
-            raise AssertionError(f"one {kind.__name__} was to be pending, not {found} (others: {self.pending})")
+            raise AssertionError(f"expected one pending {kind.__name__}, found {found} (others: {self.pending})")
         return found[0]
 
     def nothing_else(self) -> None:
-        """Fail where a command is pending that the test did not take."""
+        """Fail if a command is pending that the test did not take."""
         if self.pending:
-            raise AssertionError(f"commands that nobody expected: {self.pending}")
+            raise AssertionError(f"unexpected commands: {self.pending}")
 
     def wait_until(self, at_s: float) -> list[commands.Command]:
-        """Move the clock, telling the core where it asked for it."""
+        """Move the clock, with an event at each deadline that the core requests."""
         wishes: list[commands.Command] = []
         while (due_s := self.core.next_deadline_s()) is not None and due_s <= at_s:
             self.now_s = max(self.now_s, due_s)
@@ -73,7 +73,7 @@ class Rig:
     # --- Callers ---
 
     def arrive(self, request_id: str, tokens: bytes, **fields: object) -> list[commands.Command]:
-        """A prompt arrives."""
+        """Submit a prompt."""
         self._serial += 1
         full = len(tokens) // self.settings.page_size * self.settings.page_size
         generation = self._generations.get(request_id, 0)
@@ -91,21 +91,21 @@ class Rig:
         )
 
     def finish(self, request_id: str, tokens: bytes) -> list[commands.Command]:
-        """Generation ended; the KV of these tokens is there."""
+        """Finish a request whose KV covers these tokens."""
         full = len(tokens) // self.settings.page_size * self.settings.page_size
         return self.step(events.FinishRequested, request_id=request_id, keys=tokens[:full], tokens=len(tokens))
 
     def abort(self, request_id: str) -> list[commands.Command]:
-        """The caller gives up."""
+        """Abort a request."""
         return self.step(events.AbortRequested, request_id=request_id)
 
     def flush(self, *tiers: str) -> commands.TellFlushed:
-        """Forget what is unlocked."""
+        """Flush tiers; returns the result."""
         self.step(events.FlushRequested, call=1, tiers=tiers)
         return self.take(commands.TellFlushed)
 
     def attach_storage(self, *, tails: bool = False) -> None:
-        """A storage engine is there; with `tails`, one that keeps components as well."""
+        """Attach a storage engine. With `tails` it also keeps components."""
         self.step(events.StorageChanged, available=True, tails=tails)
 
     # --- Outcomes ---
@@ -117,13 +117,13 @@ class Rig:
         error: str = "",
         tails: tuple[events.StoredTail, ...] = (),
     ) -> list[commands.Command]:
-        """Storage answers."""
+        """Deliver an answer of storage."""
         return self.step(events.StorageAnswered, op=query.op, found=found, error=error, tails=tails)
 
     def fetched(
         self, fetch: commands.FetchPages | commands.FetchTail, good: int | None = None, error: str = ""
     ) -> list[commands.Command]:
-        """A read has ended, with all its pages or the first `good`."""
+        """End a read with all its pages or the first `good`."""
         return self.step(
             events.PagesFetched, op=fetch.op, good=len(fetch.host_pages) if good is None else good, error=error
         )
@@ -131,13 +131,13 @@ class Rig:
     def copied(
         self, copy: commands.CopyToDevice | commands.CopyToHost | commands.CopyTail, error: str = ""
     ) -> list[commands.Command]:
-        """A copy has ended."""
+        """End a copy."""
         return self.step(events.CopyEnded, op=copy.op, error=error)
 
     def stored(
         self, put: commands.StorePages | commands.StoreTail, stored: int | None = None
     ) -> list[commands.Command]:
-        """A put has ended."""
+        """End a put."""
         return self.step(events.PagesStored, op=put.op, stored=len(put.host_pages) if stored is None else stored)
 
     # --- Prefill ---
@@ -145,7 +145,7 @@ class Rig:
     def promised(
         self, promise: commands.SendPromise, writer: str = "prefill.1", ranks: int = 1
     ) -> list[commands.Command]:
-        """A promise was sent."""
+        """Report that a promise was sent."""
         return self.step(
             events.PromiseSent,
             request_id=promise.request_id,
@@ -163,7 +163,7 @@ class Rig:
         last: bool = True,
         rank: int = 0,
     ) -> list[commands.Command]:
-        """Pages have landed: by default all that the span asked for, as its last chunk."""
+        """Land pages; by default all pages of the span, as its last chunk."""
         if isinstance(asked, commands.SendPromise):
             span, begin = 0, self.pages_of(asked.prompt_tokens) - len(asked.pages)
         else:
@@ -180,23 +180,23 @@ class Rig:
         )
 
     def aux(self, promise: commands.SendPromise, rank: int = 0) -> list[commands.Command]:
-        """The first token has come."""
+        """Deliver the first token."""
         return self.step(events.AuxLanded, request_id=promise.request_id, generation=promise.generation, rank=rank)
 
     def drained(self, abort: commands.SendAbort, rank: int = 0) -> list[commands.Command]:
-        """A writer has no write of the room in flight any more."""
+        """Report that a writer has no write of the room in flight any more."""
         return self.step(events.RoomDrained, request_id=abort.request_id, generation=abort.generation, rank=rank)
 
     def serve(self, promise: commands.SendPromise, writer: str = "prefill.1") -> list[commands.Command]:
-        """Prefill does all that the promise asks for."""
+        """Have prefill do everything that the promise requests."""
         self.promised(promise, writer)
         self.aux(promise)
         return self.chunk(promise)
 
-    # --- Whole stories ---
+    # --- Whole scenarios ---
 
     def settle(self) -> list[commands.Command]:
-        """Let all that is in flight end well, storage having nothing; returns what callers were told."""
+        """End everything in flight successfully, with empty storage; returns the commands for callers."""
         told: list[commands.Command] = []
         while self.pending:
             pending, self.pending = self.pending, []
@@ -221,7 +221,7 @@ class Rig:
         return told
 
     def make_ready(self, request_id: str, tokens: bytes, **fields: object) -> commands.TellReady:
-        """Restore a prompt that needs nothing but prefill; storage, if it is asked, has nothing."""
+        """Restore a prompt by prefill only; storage, if it is queried, has nothing."""
         self.arrive(request_id, tokens, **fields)
         for query in self.take_all(commands.QueryStorage):
             self.answer(query, 0)
@@ -232,7 +232,7 @@ class Rig:
         return self.take(commands.TellReady)
 
     def make_cached(self, request_id: str, tokens: bytes) -> None:
-        """Bring tokens into every tier there is: a request is restored, finished and backed up."""
+        """Bring tokens into every tier: a request is restored, finished and backed up."""
         self.make_ready(request_id, tokens)
         self.finish(request_id, tokens)
         for copy in self.take_all(commands.CopyToHost):
@@ -244,7 +244,7 @@ class Rig:
         self.nothing_else()
 
     def bring(self, state: State, request_id: str = "a", **fields: object) -> None:
-        """Bring a new request for b"abcdefgh" into a state where it waits, on a rig with storage and nothing live."""
+        """Bring a new request for b"abcdefgh" into a state in which it waits. Needs a rig without live requests."""
         tokens = b"abcdefgh"
         self.attach_storage()
         if state is State.PREALLOC:
@@ -276,25 +276,25 @@ class Rig:
             )
             self.take(commands.TellFailed)
 
-    # --- Questions ---
+    # --- State ---
 
     def request(self, request_id: str) -> Request:
-        """The live request of that name."""
+        """Return the live request with that id."""
         found = self.core.request(request_id)
         if found is None:
             raise AssertionError(f"{request_id} is over")
         return found
 
     def state(self, request_id: str) -> str:
-        """Where a request waits."""
+        """Return the state in which a request waits."""
         return self.request(request_id).state.value
 
     def pages_of(self, tokens: int) -> int:
-        """Pages of so many tokens."""
+        """Return the number of pages of that many tokens."""
         return self.settings.pages_of(tokens)
 
     def expect_nothing_held(self) -> None:
-        """Everything is over: pages are free or cached, and no receipt is left."""
+        """Fail unless everything has ended: pages are free or cached, and no receipt is left."""
         statistics = self.core.statistics()
         held = {
             name: count
@@ -311,5 +311,5 @@ class Rig:
 
 
 def ids(pages: PageIds) -> list[int]:
-    """Page ids as a list, which a test can compare at sight."""
+    """Return page ids as a list, for comparisons in tests."""
     return list(pages)

@@ -1,4 +1,4 @@
-"""What lies between the core and the peers: which room is with whom, and what happens to frames on the way."""
+"""Links between core and peers: which peer has which room, and faults of frames on the way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RoomsOut:
-    """Rooms that decode opened, from the promise until it is done with them."""
+    """Rooms that decode opened, from the promise until decode has finished with them."""
 
     def __init__(self, world: Surroundings) -> None:
         self._world = world
@@ -25,7 +25,7 @@ class RoomsOut:
         self._with: dict[RoomKey, tuple[Peer, Incarnation]] = {}
 
     def promise(self, command: commands.SendPromise, peer: Peer, prompt: Prompt) -> None:
-        """A promise is on its way."""
+        """Start sending a promise."""
         key = (command.request_id, command.generation)
         if key in self._unsent or key in self._with:
             raise Violation(f"room {key} was promised twice")
@@ -37,12 +37,12 @@ class RoomsOut:
         return self._unsent[key]
 
     def sent(self, key: RoomKey, peer: Peer) -> None:
-        """The promise left."""
+        """Note that the promise was sent."""
         del self._unsent[key]
         self._with[key] = (peer, peer.life)
 
     def unsent(self, command: commands.SendPromise, cause: str) -> None:
-        """The promise could not be sent: nobody will write to the room's pages."""
+        """Fail a promise that could not be sent: no peer will write to the room's pages."""
         key = (command.request_id, command.generation)
         del self._unsent[key]
         failed = events.RoomFailed(
@@ -52,13 +52,13 @@ class RoomsOut:
         self._world.step(failed)
 
     def abort(self, command: commands.SendAbort) -> None:
-        """Decode gives a room up."""
+        """Abort a room for decode."""
         key = (command.request_id, command.generation)
         if key in self._unsent:
             self._unsent[key] = True
             return
         if key not in self._with:
-            # It never reached a peer, so nobody writes; a rule that raised while it took this in asks again.
+            # The room has no peer, so nothing writes. A rule that raised while it handled this sends the abort again.
             drained = events.RoomDrained(at_s=0, request_id=key[0], generation=key[1], rank=0)
             self._world.schedule.after(0.0, self._world.tell_now, drained)
             return
@@ -66,13 +66,13 @@ class RoomsOut:
         peer.abort(key, life)
 
     def received(self, command: commands.SendReceived) -> None:
-        """Decode has all of a room."""
+        """Confirm that decode has all of a room."""
         key = (command.request_id, command.generation)
         peer, life = self._with.pop(key)
         peer.received(key, life)
 
     def extend(self, command: commands.SendExtend) -> None:
-        """Decode takes a part of its promise back. Before the promise is sent, the extend waits behind it."""
+        """Send an extend. Before the promise is sent, the extend waits behind it."""
         key = (command.request_id, command.generation)
         if key in self._unsent:
             self._world.schedule.after(self._world.delay(), self._extend_later, command)
@@ -85,12 +85,12 @@ class RoomsOut:
             self.extend(command)
 
     def life(self, key: RoomKey) -> Incarnation:
-        """The incarnation that a room is with."""
+        """Return the incarnation that has a room."""
         return self._with[key][1]
 
 
 class Frames:
-    """Delivers frames of prefill to the core, and others that nobody sent."""
+    """Delivers frames of prefill to the core, and invented ones."""
 
     def __init__(self, world: Surroundings, random: Random) -> None:
         self._world = world
@@ -98,7 +98,7 @@ class Frames:
         self._recent: deque[ServedRoom] = deque(maxlen=8)
 
     def deliver(self, room: ServedRoom, event: events.Event) -> None:
-        """A frame of this room arrives, unless its sender is out of reach."""
+        """Deliver a frame of this room, unless its sender is unreachable."""
         world, life = self._world, room.life
         if life.is_dead:
             return
@@ -120,7 +120,7 @@ class Frames:
         world.step(msgspec.structs.replace(event, at_s=world.now_s))
 
     def _invent(self, room: ServedRoom) -> None:
-        """Frames that no honest peer sends, or only to another epoch of this worker."""
+        """Deliver frames that a correct peer never sends, or sends only to another epoch of this worker."""
         faults, random = self._world.faults, self._random
         request_id, generation = room.key
         if faults.hits("frame_is_foreign"):
@@ -140,7 +140,7 @@ class Frames:
         self, request_id: str, generation: int, rank: int, span: int, first: int, *, may_drain: bool = True
     ) -> None:
         world, at_s = self._world, self._world.now_s
-        # A false Drained of a room that does drain would be believed: the link is authenticated, and has to be.
+        # Not for a room that drains: the core must trust a Drained, because the link is authenticated.
         kind = self._random.randrange(2 + may_drain) if span == 0 and first == 0 else 0
         if kind == 0:
             world.step(

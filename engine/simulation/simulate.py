@@ -1,4 +1,4 @@
-"""One seeded run of the core against a simulated world, and what it found."""
+"""One seeded run of the core against a simulated environment, and its report."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ CLIENTS_MAX = 16
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What happened in one run. The same seed gives the same report."""
+    """Result of one run. The same seed gives the same report."""
 
     seed: int
     requests: int
     events: int
     virtual_s: float
     ends: dict[str, int]
-    """Requests by how their restore ended: "READY", or the cause of the failure."""
+    """Requests by the end of their restore: "READY", or the cause of the failure."""
     faults: dict[str, int]
-    """How often each kind of fault struck."""
+    """Number of times each kind of fault struck."""
     counters: dict[str, int]
-    """What the core counted."""
+    """Counters of the core."""
     tails: dict[str, int]
-    """What was done with components."""
+    """Counts of operations on components."""
     digest: int
-    """Of every event and every command, in order."""
+    """CRC of every event and command, in order."""
 
 
 class SimulationFailed(TidekvError):
-    """A run saw something that must never happen; its text holds the seed that repeats it."""
+    """A run reached a state that must never occur. The text contains the seed that repeats it."""
 
     def __init__(self, seed: int, requests: int, faults: Chosen, what: BaseException, recent: list[str]) -> None:
         super().__init__(
@@ -60,11 +60,11 @@ def simulate(
     without: Collection[str] = (),
     watch: Callable[[World], None] | None = None,
 ) -> Report:
-    """Serve so many requests in virtual time, with faults drawn from the seed, and check everything on the way.
+    """Serve requests in virtual time, with faults drawn from the seed, and check every step.
 
-    `faults` is "all", "none", or names of `FAULTS`; those of `without` are drawn like the others, but never strike.
-    Without `settings` those are drawn from the seed, too. `watch` sees the world before it begins. Raises
-    SimulationFailed with what is needed to see it again.
+    `faults` is "all", "none", or names of `FAULTS`; those in `without` are drawn like the others, but never strike.
+    Without `settings` those are drawn from the seed, too. `watch` receives the world before the run starts. Raises
+    SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings or with_components(draw_settings(random), seed)
@@ -90,7 +90,7 @@ def simulate(
 
 
 def draw_settings(random: Random) -> CoreSettings:
-    """Small pools and short deadlines, so that everything collides."""
+    """Draw small pools and short deadlines, so that operations collide."""
     page_size = random.choice((1, 2, 4))
     policy = draw_policy(random, page_size)
     return CoreSettings(
@@ -115,6 +115,6 @@ def draw_settings(random: Random) -> CoreSettings:
 
 
 def with_components(settings: CoreSettings, seed: int) -> CoreSettings:
-    """The same settings with the components that the seed draws; none in every other run."""
+    """Return the settings with the components that the seed draws, none in every other run."""
     drawn = draw_components(Random(f"components {seed}"), settings.page_size)
     return msgspec.structs.replace(settings, components=drawn)

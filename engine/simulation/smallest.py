@@ -1,8 +1,8 @@
-"""From a seed that fails to the smallest run of it that fails in the same way, and the journal of that.
+"""Reduction of a failing seed to the smallest run that fails in the same way, with its journal.
 
-A run is made smaller by what the seed does not decide: how many requests there are, and which kinds of faults may
-strike. A kind that is left out is drawn as before and just does not strike, so that all else stays as it was up to the
-moment where it would have. Where the core itself raised, single events are left out of the journal as well.
+A run is reduced in what the seed does not determine: the number of requests, and the kinds of faults that may strike.
+An excluded kind is still drawn but does not strike, so the run stays the same up to the moment where it would have. If
+the core itself raised, single events are removed from the journal as well.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
     from tidekv.states.witness import Noted
 
 RUNS_MAX = 60
-"""So many runs are tried at most."""
+"""Maximum number of runs."""
 NOT_IN_JOURNAL = "rule_raises"
-"""A raise that is put into a rule from outside is no event: a replay goes its own way from there."""
+"""A raise injected into a rule is not an event, so a replay diverges from there."""
 
 
 class SmallestRun(msgspec.Struct, frozen=True):
-    """A run that fails, and where its journal is."""
+    """A failing run, and its journal."""
 
     seed: int
     requests: int
     faults: Chosen
     without: tuple[str, ...]
     struck: tuple[str, ...]
-    """The kinds of faults that it needs."""
+    """The kinds of faults that struck."""
     what: str
-    """What must never happen, and did."""
+    """The violation."""
     journal: Path
     events: int
-    """Events in the journal."""
+    """Number of events in the journal."""
 
     @property
     def command(self) -> str:
-        """What shows it again."""
+        """Command line that repeats the run."""
         faults = self.faults if isinstance(self.faults, str) else ",".join(self.faults)
         words = ["tidekv", "simulate", "--seed", str(self.seed), "--requests", str(self.requests), "--faults", faults]
         return shlex.join([*words, "--without", ",".join(self.without)] if self.without else words)
 
 
 class _Attempt:
-    """One run: whether it fails, and what that took."""
+    """One run, with its failure and size."""
 
     def __init__(
         self, seed: int, requests: int, faults: Chosen, without: Collection[str], path: Path | None = None
@@ -83,19 +83,19 @@ class _Attempt:
             tape.write()
 
     def fails_like(self, what: str) -> bool:
-        """Whether it failed, and in those words but for the numbers."""
+        """Whether it failed with the same text, apart from numbers."""
         return bool(self.what) and _kind(self.what) == _kind(what)
 
 
 class _Tape:
-    """The journal of a world, as far as that gets."""
+    """Journal of a world, up to the failure."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._noted: list[Noted] = []
 
     def attach(self, world: World) -> None:
-        """Take down every step from now on."""
+        """Record every step from now on."""
         core = world.core
         self._recorder = Recorder(core, with_tokens=True)
         step = core.step
@@ -109,10 +109,10 @@ class _Tape:
             self._noted.append(self._recorder.note(event, given))
             return given
 
-        core.step = taped  # type: ignore[method-assign]  # What it takes down.
+        core.step = taped  # type: ignore[method-assign]  # Wraps the method for recording.
 
     def write(self) -> None:
-        """Write what was taken down. It has no end record: the run had no end."""
+        """Write the records. There is no end record, because the run did not end."""
         lines = [self._recorder.run_line(), self._recorder.steps_line(self._recorder.encode(self._noted))]
         self._path.write_bytes(b"".join(lines))
 
@@ -120,15 +120,16 @@ class _Tape:
 def find_smallest(
     seed: int, requests: int, faults: Chosen, path: Path, *, without: Collection[str] = ()
 ) -> SmallestRun:
-    """Make a run that fails smaller for as long as it fails in the same way, and write its journal to `path`.
+    """Reduce a failing run for as long as it fails in the same way, and write its journal to `path`.
 
-    `without` are kinds of faults that are left out to begin with. Raises InvalidRequest where the run does not fail.
+    `without` names kinds of faults that are excluded from the start. Raises InvalidRequest if the run does not fail.
     """
     best, left_out = _Attempt(seed, requests, faults, without), frozenset(without)
     what = best.what
     if not what:
-        raise InvalidRequest(f"seed {seed} with {requests} requests does not fail: there is nothing to make smaller")
+        raise InvalidRequest(f"seed {seed} with {requests} requests does not fail: there is nothing to reduce")
     runs, size = 1, max(1, len(best.struck) // 2)
+    # Delta debugging: exclude kinds in groups of half the number that struck, then in smaller groups.
     while runs < RUNS_MAX:
         for first in range(0, len(best.struck), size):
             tried = left_out | frozenset(best.struck[first : first + size])
@@ -160,12 +161,12 @@ def find_smallest(
 
 
 def _without_idle_events(path: Path, events: int) -> int:
-    """Leave single events out of the journal, where the core raised at its end; returns how many there are."""
+    """Remove single events from the journal if the core raised at its end; returns the number of events left."""
     shorter = path.with_suffix(".shorter")
     try:
         shrunk = shrink(path, shorter)
     except TidekvError:
-        # The core did nothing that it can tell by itself: the world did. The journal stays as it is.
+        # The core did not raise, so the violation came from the world and a replay cannot show it. Keep the journal.
         shorter.unlink(missing_ok=True)
         return events
     shorter.replace(path)

@@ -1,4 +1,4 @@
-"""What a simulated storage engine holds, by tag, and what its faults do to it: full pages and components alike."""
+"""Content of a simulated storage engine, by tag, with its faults; for full pages and components alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidekv.engine.simulation.faults import Faults
 
 
 class StoredTags:
-    """Records that are never wrong, but may be gone."""
+    """Records that are never wrong, but may be lost."""
 
     def __init__(self, faults: Faults, random: Random) -> None:
         self._faults = faults
@@ -20,16 +20,16 @@ class StoredTags:
         return tag in self._present
 
     def leading(self, wanted: Sequence[int]) -> int:
-        """How many of them are there, up to the first that is not."""
+        """Return how many of them are present, up to the first that is missing."""
         return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))
 
     def lose_one(self, wanted: Sequence[int]) -> None:
-        """One of them vanishes now and then."""
+        """Lose one of them if that fault strikes."""
         if self._faults.hits("page_is_lost"):
             self._present.pop(self._random.choice(wanted), None)
 
     def read(self, wanted: Sequence[int]) -> tuple[int, str]:
-        """How many of them a read brings, and its error."""
+        """Return how many of them a read brings, and its error."""
         good, error = self.leading(wanted), ""
         if self._faults.hits("fetch_fails"):
             good, error = self._random.choice((0, good)), "injected"
@@ -39,7 +39,7 @@ class StoredTags:
         return good, error
 
     def put(self, found: Sequence[int]) -> tuple[int, str]:
-        """How many of them a put keeps, and its error; others may be forgotten for them."""
+        """Store a run of records; returns how many were kept, and the error. May evict others."""
         stored, error = len(found), ""
         if self._faults.hits("store_fails"):
             stored, error = 0, "injected"

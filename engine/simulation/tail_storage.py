@@ -1,7 +1,7 @@
-"""The storage of the simulated world as components use it: which of their pages it has, by tag.
+"""Storage of components in the simulated environment, by tag.
 
-What may go wrong is what may go wrong with full pages, under the same names: answers that promise too much or too
-little, reads that are short, late or corrupt, puts that are partial, and records that vanish in between.
+The faults are those of full pages, under the same names: answers that report too much or too little; reads that are
+short, late or corrupt; partial puts; and records that are lost in between.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class SimulatedTailStorage:
-    """Records of all components. They are never wrong, but they may be gone, and answers may lie."""
+    """Records of all components. They are never wrong, but may be lost, and answers may be false."""
 
     def __init__(self, world: TierSurroundings, storage: SimulatedStorage, random: Random) -> None:
         self._world = world
         self._storage = storage
         self._random = random
         self._kept = StoredTags(world.faults, random)
-        """Tags say of which component they are."""
+        """Each tag also identifies its component."""
 
     def query(self, command: commands.QueryTails) -> None:
-        """Answer how many full pages are there, and where pages of components are."""
+        """Report how many full pages are stored, and at which positions pages of components are."""
         world = self._world
         world.outcomes.begin(command.op)
         if world.faults.hits("query_raises"):
@@ -39,7 +39,7 @@ class SimulatedTailStorage:
         caller = world.caller(command.request_id)
         wanted = caller.tags[command.first : command.first + command.count]
         if len(wanted) != command.count or not 0 <= command.tails_first <= command.first + command.count:
-            raise Violation(f"{command} asks for pages that the prompt does not have")
+            raise Violation(f"{command} requests pages that the prompt does not have")
         delay = self._storage.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
         world.schedule.after(delay, self._answer, command, wanted, caller.tail_tags)
 
@@ -95,7 +95,7 @@ class SimulatedTailStorage:
         )
 
     def store(self, command: commands.StoreTail) -> None:
-        """Put records, which must be those that the tokens say."""
+        """Put records. Their content must match the tokens."""
         world, faults = self._world, self._world.faults
         world.outcomes.begin(command.op)
         if faults.hits("store_raises"):

@@ -1,7 +1,7 @@
-"""Components in the simulated world: a pool for each window and state in each tier, and what a caller does with them.
+"""Components in the simulated environment: a pool per component and tier, and the operations of callers on them.
 
-The tag of a component's page at a position stands for the whole prefix down to there, like that of a full page, and for
-its component. What ends within a page is like nothing else: nobody may ever match it.
+As for a full page, the tag of a component's page at a position stands for the whole prefix up to there, and for the
+component. A page that is written in part has a unique tag, because it must never match.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from tidekv.states.settings import CoreSettings
 
 Tags = dict[str, list[int]]
-"""By component, the tag of its page at each position of a prompt."""
+"""Tags of a prompt's pages by position, for each component."""
 
 
 class LiveTails:
-    """What one ready request has of each component: its pages by position. A window has left others behind."""
+    """Component pages of one ready request, by position. A window has left earlier positions behind."""
 
     def __init__(self, tables: tuple[TailTable, ...], tokens: int) -> None:
         self.tables = tables
         self.known = {table.component: dict(enumerate(table.pages, table.first)) for table in tables}
         self.tokens = tokens
-        """So many tokens are written."""
+        """Number of tokens written."""
 
     def table_of(self, name: str) -> TailTable:
-        """What the request was given of one component."""
+        """Return the table that the request was given for one component."""
         return next(table for table in self.tables if table.component == name)
 
 
 class SimulatedTails:
-    """All components of one core. Without any, there is nothing to do for it."""
+    """All components of one core. Without components every method is a no-op."""
 
     def __init__(self, core: Core, contents: Contents) -> None:
         self._settings: CoreSettings = core.settings
@@ -51,7 +51,7 @@ class SimulatedTails:
         self.components = {component.name: component for component in core.settings.components}
         self.pools: dict[tuple[TierName, str], SimulatedPool] = {}
         self.counts: Counter[str] = Counter()
-        """What has happened, so that a run can be seen to have had it."""
+        """Counts of operations, for tests that check what a run exercised."""
         if core.state.components is not None:
             self.pools |= {
                 ("device", name): SimulatedPool(t.account) for name, t in core.state.components.device.items()
@@ -64,7 +64,7 @@ class SimulatedTails:
         return all(pool.is_quiet for pool in self.pools.values())
 
     def tags_of(self, namespace: str, tokens: bytes, whose: object) -> Tags:
-        """The tags of a prompt's pages, of a last one that is written in part too: that one is of `whose` alone."""
+        """Return the tags of a prompt's pages. The tag of a partial last page is unique to `whose`."""
         page_size = self._settings.page_size
         full = len(tokens) // page_size * page_size
         tags: Tags = {}
@@ -74,13 +74,13 @@ class SimulatedTails:
                 tags[name].append(self._contents.tag(f"{name} of {whose} at {len(tokens)}", tokens[full:]))
         return tags
 
-    # --- What the core wishes ---
+    # --- Checks of commands ---
 
     def check_promise(self, tails: tuple[TailPages, ...] | None, prompt_tokens: int, promised_tokens: int) -> None:
-        """Raise a Violation unless a promise asks for what decode cannot have of each tail, and for nothing else."""
+        """Raise a Violation unless a promise requests exactly the pages of each tail that decode cannot have."""
         if not self.components:
             if tails is not None:
-                raise Violation(f"{tails} are promised where there are no components")
+                raise Violation(f"{tails} are promised, but the model has no components")
             return
         if tails is None or [tail.component for tail in tails] != list(self.components):
             raise Violation(f"a promise names the components {tails}, not each of {list(self.components)}")
@@ -91,13 +91,14 @@ class SimulatedTails:
             )
             if len(tail.pages) != max(0, pages - needed) or (tail.pages and tail.first != needed):
                 raise Violation(f"{tail} of {prompt_tokens} tokens, {promised_tokens} promised, is not what is needed")
-            # What was promised may be given up in the same step.
+            # DRAINING as well: the promised pages may be given up in the same step.
             self._require(tail.component, tail.pages, (Condition.OWNED, Condition.DRAINING), "a promise")
         self.counts["boundaries_served" if promised_tokens else "boundaries_of_nothing"] += 1
 
     def check_ready(self, tails: tuple[TailTable, ...], prompt_tokens: int, tags: Tags, who: str) -> None:
-        """Raise a Violation unless every tail is whole, holds the right bytes, and is the request's to write or to
-        share.
+        """Raise a Violation unless every tail is complete, has the right content, and is either owned or shared.
+
+        Owned pages are written by the request; shared ones are cached and only read.
         """
         if [table.component for table in tails] != list(self.components):
             raise Violation(f"{who} is given the tails {tails} of the components {list(self.components)}")
@@ -112,18 +113,18 @@ class SimulatedTails:
             shared = [page for page in table.pages if page not in table.own]
             self._require(table.component, shared, (Condition.CACHED,), who)
             if (shared and not component.is_shared) or len(set(table.own)) < component.live_pages(page_size):
-                raise Violation(f"{who} cannot go on with {table}")
+                raise Violation(f"{who} cannot generate with {table}")
             self.counts["tails_shared"] += bool(shared)
 
     # --- Callers that compute ---
 
     def begin_compute(self, tables: tuple[TailTable, ...], who: object) -> None:
-        """A caller begins to compute a whole prompt: it writes to all that is its own."""
+        """Begin the computation of a whole prompt, which writes to all pages that the request owns."""
         for table in tables:
             self.pools["device", table.component].begin_write(table.own, who)
 
     def end_compute(self, tables: tuple[TailTable, ...], who: object, tags: Tags | None) -> tuple[TailTable, ...]:
-        """It has: returns where its tails are. Without `tags` it left garbage."""
+        """End a computation; returns the tables of its tails. Without `tags` it left garbage."""
         ended = []
         for table in tables:
             pool, name = self.pools["device", table.component], table.component
@@ -135,7 +136,7 @@ class SimulatedTails:
         return tuple(ended)
 
     def generate(self, live: LiveTails, tags: Tags, prompt_tokens: int, written: int, who: str) -> None:
-        """Decode has gone on to `written` tokens: windows have moved, records were written in place."""
+        """Advance generation to `written` tokens: windows move, and state is written in place."""
         page_size = self._settings.page_size
         live.tokens = written
         if written == prompt_tokens:
@@ -149,7 +150,7 @@ class SimulatedTails:
             unused = [page for page in table.own if page not in table.pages]
             for position in range(prompt_tokens // page_size, self._settings.pages_of(written)):
                 if position not in known:
-                    # What the window has left behind is written again.
+                    # A window reuses pages at positions that it has left behind.
                     behind = [at for at in known if at < position - component.tail_pages(page_size)]
                     behind = [at for at in behind if known[at] in table.own]
                     if not unused and not behind:
@@ -160,14 +161,14 @@ class SimulatedTails:
             pool.expect(page_ids(known[at] for at in needed), [tags[name][at] for at in needed], who)
 
     def left(self, live: LiveTails, kept: int, random: Random) -> tuple[TailLeft, ...]:
-        """What a caller that keeps `kept` tokens can leave of its tails: that of the last page that is full."""
+        """Return the tails that a caller that keeps `kept` tokens can leave: those at the end of the last full page."""
         page_size = self._settings.page_size
         end = kept // page_size
         left = []
         for name, known in live.known.items():
             component = self.components[name]
             if not end or (not component.is_shared and (kept != live.tokens or kept % page_size)):
-                # A record has gone on beyond the end of the page.
+                # The state has advanced beyond the end of the page, so it does not belong to that boundary.
                 continue
             if not component.is_shared:
                 left.append(TailLeft(name, end - 1, tuple(live.table_of(name).own)))
@@ -180,10 +181,10 @@ class SimulatedTails:
         self.counts["tails_left"] += len(left)
         return tuple(left)
 
-    # --- What must hold ---
+    # --- Invariants ---
 
     def check_cached(self, core: Core) -> None:
-        """Raise a Violation unless every cached page of a component holds what the keys above it say."""
+        """Raise a Violation unless every cached page of a component has the content that its keys determine."""
         index = core.state.components
         if index is None:
             return
@@ -199,7 +200,7 @@ class SimulatedTails:
             pool.check()
 
     def check_sums(self) -> None:
-        """Raise a Violation where a pool does not add up."""
+        """Raise a Violation if a pool does not add up."""
         for pool in self.pools.values():
             account = pool.account
             if account.free + account.owned + account.cached + account.draining != account.total:
@@ -213,7 +214,7 @@ class SimulatedTails:
 
 
 def draw_components(random: Random, page_size: int) -> tuple[Component, ...]:
-    """None in every other run; else windows, states and small pools in all mixtures."""
+    """Draw windows, states and small pools in all combinations; none in every other run."""
     if random.random() < 0.5:
         return ()
     chosen = random.choice(

@@ -1,4 +1,4 @@
-"""Simulated storage and copies: they do what commands say, late, badly or not at all."""
+"""Simulated storage and copies: they execute commands, with delays and faults."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 FETCH_S_MAX = 10.0
-"""A fetch that is late takes no more than twice this, however long somebody would wait for it."""
+"""Limit for the delay of late fetches: such a fetch takes at most twice this, even if its timeout is longer."""
 STUCK_S = 500.0
-"""How long what is stuck is stuck: far beyond every deadline, so that "never" ends before the run does."""
+"""Order of a stuck operation's duration: beyond every deadline, but it ends before the run does."""
 
 
 class TierSurroundings(Surroundings, Protocol):
@@ -31,7 +31,7 @@ class TierSurroundings(Surroundings, Protocol):
 
 
 class Outcomes:
-    """Tells the outcome of an operation: once, whatever happens, or twice where that is the fault."""
+    """Delivers the outcome of each operation once, or twice if that fault strikes."""
 
     def __init__(self, world: Surroundings) -> None:
         self._world = world
@@ -39,31 +39,31 @@ class Outcomes:
 
     @property
     def open_count(self) -> int:
-        """Operations without an outcome so far."""
+        """Number of operations without an outcome so far."""
         return len(self._open)
 
     def begin(self, op: int) -> None:
-        """An operation was asked for."""
+        """Register an operation."""
         if op in self._open:
             raise Violation(f"operation {op} was begun twice")
         self._open.add(op)
 
     def tell(self, make: Callable[[float], events.Event], op: int) -> None:
-        """Tell the outcome now."""
+        """Deliver the outcome now."""
         self._open.remove(op)
         self._world.step(make(self._world.now_s))
         if self._world.faults.hits("outcome_repeats"):
             self._world.schedule.after(self._world.delay(), lambda: self._world.step(make(self._world.now_s)))
 
     def raised(self, op: int) -> None:
-        """Starting the operation raised."""
+        """Report that starting the operation raised."""
         self._world.schedule.after(
             0.0, self.tell, lambda at_s: events.CommandRaised(at_s=at_s, op=op, detail="injected"), op
         )
 
 
 class SimulatedStorage:
-    """A storage engine: which prefixes it has. Its pages are never wrong, but they may be gone, and it may lie."""
+    """A storage engine with a set of pages. They are never wrong, but may be lost, and answers may be false."""
 
     def __init__(self, world: TierSurroundings, random: Random) -> None:
         self._world = world
@@ -71,7 +71,7 @@ class SimulatedStorage:
         self._kept = StoredTags(world.faults, random)
 
     def query(self, command: commands.QueryStorage) -> None:
-        """Answer how many of the pages are there."""
+        """Report how many of the pages are stored."""
         world, faults = self._world, self._world.faults
         world.outcomes.begin(command.op)
         if faults.hits("query_raises"):
@@ -80,7 +80,7 @@ class SimulatedStorage:
         delay = self.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
         wanted = world.caller(command.request_id).tags[command.first : command.first + command.count]
         if len(wanted) != command.count:
-            raise Violation(f"{command} asks for pages that the prompt does not have")
+            raise Violation(f"{command} requests pages that the prompt does not have")
         world.schedule.after(delay, self._answer, command, wanted)
 
     def _answer(self, command: commands.QueryStorage, wanted: list[int]) -> None:
@@ -90,7 +90,7 @@ class SimulatedStorage:
         )
 
     def answer_for(self, wanted: list[int]) -> tuple[int, str]:
-        """How many of these pages an answer tells of, and its error."""
+        """Return how many of these pages an answer reports, and its error."""
         faults = self._world.faults
         found, error = self._kept.leading(wanted), ""
         if faults.hits("query_fails"):
@@ -112,7 +112,7 @@ class SimulatedStorage:
             return
         wanted = world.caller(command.request_id).tags[command.first : command.first + len(command.host_pages)]
         if len(wanted) != len(command.host_pages):
-            raise Violation(f"{command} asks for pages that the prompt does not have")
+            raise Violation(f"{command} requests pages that the prompt does not have")
         self._kept.lose_one(wanted)
         world.host.begin_write(command.host_pages, f"fetch {command.op}")
         deadline_s = min(command.timeout_s, FETCH_S_MAX)
@@ -129,7 +129,7 @@ class SimulatedStorage:
         )
 
     def store(self, command: commands.StorePages) -> None:
-        """Put pages, which must be those that the tokens say."""
+        """Put pages. Their content must match the tokens."""
         world, faults = self._world, self._world.faults
         world.outcomes.begin(command.op)
         if faults.hits("store_raises"):
@@ -153,7 +153,7 @@ class SimulatedStorage:
         )
 
     def probe(self, command: commands.ProbeStorage) -> None:
-        """Say whether it can be used again."""
+        """Report whether storage can be used again."""
         world = self._world
         world.outcomes.begin(command.op)
         world.schedule.after(world.delay(), self._probed, command.op)
@@ -163,7 +163,7 @@ class SimulatedStorage:
         self._world.outcomes.tell(lambda at_s: events.StorageProbed(at_s=at_s, op=op, error=error), op)
 
     def delay(self, late: str, deadline_s: float, stuck: str) -> float:
-        """How long a call takes: less than its deadline, unless one of these faults strikes."""
+        """Return the duration of a call: less than its deadline, unless one of these faults strikes."""
         world = self._world
         if world.faults.hits(late):
             return deadline_s * (1.0 + self._random.random())
@@ -188,7 +188,7 @@ class SimulatedCopies:
         self._start(command, "copy_out", command.device_pages, command.host_pages, self._world.device, self._world.host)
 
     def copy_tail(self, command: commands.CopyTail) -> None:
-        """Copy pages of a component between its pools, or within that on the device."""
+        """Copy pages of a component between its pools, or within the device pool."""
         source = self._world.tails.pools[command.source, command.component]
         target = self._world.tails.pools[command.target, command.component]
         self._world.tails.counts[f"copies_{command.source}_to_{command.target}"] += 1

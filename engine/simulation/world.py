@@ -1,4 +1,4 @@
-"""The simulated world around one unmodified core: it executes commands, tells events, and watches for violations."""
+"""Simulated environment of one unmodified core: it executes commands, delivers events, and checks for violations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost")
 
 
 class World:
-    """One run: one core, and everything it talks to."""
+    """One run: a core, and everything that it exchanges events and commands with."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class World:
         self._clock_at_s = float("inf")
         self._latency_s = random.choice((0.001, 0.004, 0.015))
         self._is_stepping = False
-        # Commands are of different classes; each has its own taker.
+        # Any: each taker has its own command type.
         self._execute: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.QueryStorage: self.storage.query,
             commands.QueryTails: self.tail_storage.query,
@@ -109,7 +109,7 @@ class World:
         }
 
     def run(self, clients: int) -> None:
-        """Serve all requests, and see that nothing is left."""
+        """Serve all requests, and check that nothing is left."""
         sessions = [(self._random.choice(("", "", "adapter")), b"") for _ in range(SESSIONS)]
         self._change_storage(available=True)
         for _ in range(clients):
@@ -118,7 +118,7 @@ class World:
             pass
         self._check_end()
 
-    # --- What the parts of the world ask ---
+    # --- Used by the parts of the world ---
 
     @property
     def now_s(self) -> float:
@@ -126,29 +126,29 @@ class World:
         return self.schedule.now_s
 
     def delay(self) -> float:
-        """How long something takes that goes well."""
+        """Return the duration of an action without a fault."""
         return self._latency_s * (self._random.random() + 0.1 * (self._random.random() < 0.1) * 50)
 
     def tags_of(self, namespace: str, tokens: bytes) -> list[int]:
-        """The tags of the full pages of these tokens."""
+        """Return the tags of the full pages of these tokens."""
         full = len(tokens) // self.settings.page_size * self.settings.page_size
         return self.contents.tags(namespace, tokens[:full], self.settings.page_size)
 
     def caller(self, request_id: str) -> Caller:
-        """Whose request of that name lives."""
+        """Return the caller of a live request."""
         return self._callers[request_id]
 
     def is_live(self, caller: Caller) -> bool:
-        """Whether the request lives."""
+        """Whether the request is live."""
         return self._callers.get(caller.request_id) is caller
 
     def next_serial(self) -> int:
-        """A number for the tokens of a request."""
+        """Return a new number, which identifies the tokens of a request."""
         self._serials += 1
         return self._serials
 
     def new_id(self) -> str:
-        """A name for a request: a new one, or one that was used before."""
+        """Return a request id: a new one, or occasionally one that was used before."""
         if self._ids and self.faults.hits("id_returns"):
             name = f"r{self._random.randrange(max(1, self._ids - 6), self._ids + 1)}"
             if name not in self._callers and name not in self.retracted_ids:
@@ -157,7 +157,7 @@ class World:
         return f"r{self._ids}"
 
     def take_arrival(self) -> bool:
-        """Whether one more request may be made. Now and then the world itself goes wrong at this moment."""
+        """Whether one more request may be made. Faults of peers and storage are drawn at this moment, too."""
         if not self.arrivals_left:
             return False
         self.arrivals_left -= 1
@@ -177,7 +177,7 @@ class World:
         self.step(events.StorageChanged(at_s=self.now_s, available=available, tails=tails))
 
     def arrive(self, caller: Caller, *, cache: bool, priority: int) -> None:
-        """A request arrives."""
+        """Submit a request."""
         self._callers[caller.request_id] = caller
         full = len(caller.tags) * self.settings.page_size
         self.step(
@@ -198,35 +198,35 @@ class World:
         )
 
     def end(self, caller: Caller) -> None:
-        """The request is over for its caller."""
+        """Forget a request that has ended for its caller."""
         del self._callers[caller.request_id]
 
     def leave_tokens(self, caller: Caller, tags: list[int]) -> None:
-        """The request leaves these tokens: operations may name them until they are forgotten."""
+        """Keep the tokens that a request leaves, which operations may name until the core forgets them."""
         self._left[caller.serial] = tags
 
     def tokens_left(self, serial: int) -> list[int]:
-        """The tags of what a request left."""
+        """Return the tags of the tokens that a request left."""
         if serial not in self._left:
-            raise Violation(f"the tokens of request number {serial} were forgotten while somebody needs them")
+            raise Violation(f"the tokens of request number {serial} were forgotten while they are needed")
         return self._left[serial]
 
     def tags_put(self, command: commands.StorePages) -> list[int]:
-        """The tags of the prompt whose pages are put."""
+        """Return the tags of the prompt whose pages are put."""
         if command.serial:
             return self.tokens_left(command.serial)
         namespace, keys = self.core.keys_put(command.op)
         return self.contents.tags(namespace, keys, self.settings.key_bytes)
 
     def lose_writer(self, writer: str) -> None:
-        """Tell that a peer is out of reach."""
+        """Report that a peer is unreachable."""
         event = events.WriterLost(at_s=self.now_s, writer=writer, cause="injected")
         for room in self.core.rooms.of_writer(writer):
             self._lose(room.request.request_id)
         self.step(event)
 
     def note_losses(self, event: events.Event) -> None:
-        """Remember whose room an event ends: those requests may fail."""
+        """Count the loss of a live room that an event ends: its request may fail."""
         if isinstance(event, events.RoomRefused | events.RoomFailed) and self.core.rooms.live(
             event.request_id, event.generation
         ):
@@ -238,7 +238,7 @@ class World:
     # --- The core ---
 
     def step(self, event: events.Event) -> None:
-        """Let the core take an event, and do what it wishes."""
+        """Pass an event to the core, and execute its commands."""
         if self._is_stepping:
             raise Violation("a command was answered before its step was over")
         self._is_stepping = True
@@ -262,7 +262,7 @@ class World:
         self._arm_clock()
 
     def tell_now(self, event: events.Event) -> None:
-        """Step an event that was made before its time."""
+        """Pass on an event that was created earlier, with the current time."""
         self.step(msgspec.structs.replace(event, at_s=self.now_s))
 
     def _arm_clock(self) -> None:
@@ -316,20 +316,20 @@ class World:
             raise Violation(f"{command} has sources that are not {len(caller.tokens)} tokens")
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
         if (command.tails is None) != (not self.settings.components):
-            raise Violation(f"{command} does not say whether there are components")
+            raise Violation(f"{command} has tails although there are no components, or none although there are")
         tails = caller.computed or command.tails or ()
         caller.tails = LiveTails(tails, len(caller.tokens))
         self.check_tails(caller, command.request_id)
         caller.client.ready(caller)
 
     def check_tails(self, caller: Caller, who: str) -> None:
-        """What a ready request was given of components is there."""
+        """Check the component pages of a ready request."""
         self.tails.check_ready(caller.tails.tables, len(caller.tokens), caller.tail_tags, who)
 
     def _failed(self, command: commands.TellFailed) -> None:
         caller = self._callers[command.request_id]
         if caller.is_ready and command.cause == "internal error":
-            # A rule raised after the restore had ended well: the caller is told, and has nothing any more.
+            # A rule raised after the restore had succeeded: the request fails although its caller already had it.
             caller.ends = []
             if all(backup.serial != caller.serial for backup in self.core.backups):
                 self._left.pop(caller.serial, None)

@@ -1,8 +1,8 @@
-"""Recorded sessions of coding agents: one JSON object a session, with sub-agents as nested lists.
+"""Recorded sessions of coding agents: one JSON object per session, with sub-agents as nested lists.
 
-A request's blocks come in one of two forms: `hash_ids`, one id a full block, as published; or
-`h = [kept, start, length, start, length, …]`: the first `kept` ids of the list's request before, then runs of
-consecutive ids. Ids mean nothing outside their session. Tokens behind the last full block have no id.
+The blocks of a request have one of two forms: `hash_ids`, one id per full block, as published; or
+`h = [kept, start, length, start, length, …]`: the first `kept` ids of the previous request of the list, then runs of
+consecutive ids. Ids are local to their session. Tokens after the last full block have no id.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Step(msgspec.Struct, kw_only=True, tag_field="type", tag="n"):
 
 
 class StreamingStep(Step, kw_only=True, tag_field="type", tag="s"):
-    """One request whose answer was streamed."""
+    """One request with a streamed answer."""
 
 
 class SubAgent(msgspec.Struct, kw_only=True, tag_field="type", tag="subagent"):
-    """A further agent that a session started; times in it count from its start."""
+    """Another agent started by a session; its times count from its own start."""
 
     t: Seconds
     requests: list[Step | StreamingStep | SubAgent]
@@ -77,20 +77,20 @@ _DECODER: Final = msgspec.json.Decoder(Session)
 
 
 def agent_requests(lines: Iterator[tuple[int, bytes]], path: Path, options: TraceOptions) -> Iterator[TraceRequest]:
-    """Yield the requests of all sessions in the order of time, holding `sessions_at_once` sessions in memory."""
+    """Yield the requests of all sessions in order of time, with `sessions_at_once` sessions in memory."""
     seen: set[str] = set()
     turns = count()
-    # Each entry: time, a number that breaks ties, the session's start, its next request, and those after it.
+    # Each entry: time, number that breaks ties, start of the session, its next request, iterator over the rest.
     heap: list[tuple[float, int, float, TraceRequest, Iterator[TraceRequest]]] = []
 
     def open_next(start_s: float) -> bool:
-        """Begin one more session, if there is one and it is wanted."""
+        """Open another session. False if there is none or the limit is reached."""
         if options.sessions_max and len(seen) >= options.sessions_max:
             return False
         for number, line in lines:
             session = decode_line(_DECODER, line, path=path, number=number, wanted=WANTED)
             if session.id in seen:
-                raise trace_error(path, number, f"session {session.id!r} is in the file twice: ids must differ")
+                raise trace_error(path, number, f"session {session.id!r} occurs twice in the file; ids must be unique")
             seen.add(session.id)
             requests = _session_requests(session, path, number, start_s, options)
             first = next(requests, None)
@@ -115,7 +115,7 @@ def agent_requests(lines: Iterator[tuple[int, bytes]], path: Path, options: Trac
 
 @dataclass(frozen=True, slots=True)
 class _AgentList:
-    """One list of requests of one agent: where it began, and what it shares with others."""
+    """The requests of one agent, with its start time and its beginning, which may be shared with other agents."""
 
     start_s: float
     steps: Sequence[Step]
@@ -124,7 +124,7 @@ class _AgentList:
 
 
 def _lists(session: Session) -> Iterator[_AgentList]:
-    """Yield the session's own list and those of all its sub-agents, outer before inner."""
+    """Yield the list of the session and those of all its sub-agents, outer before inner."""
     waiting: list[tuple[float, Session | SubAgent]] = [(0.0, session)]
     for start_s, agent in waiting:
         steps = [entry for entry in agent.requests if isinstance(entry, Step)]
@@ -141,7 +141,7 @@ def _lists(session: Session) -> Iterator[_AgentList]:
 def _session_requests(
     session: Session, path: Path, number: int, start_s: float, options: TraceOptions
 ) -> Iterator[TraceRequest]:
-    """Yield the requests of one session and its sub-agents in the order of time; ids are made one request at a time."""
+    """Yield the requests of a session and its sub-agents in order of time; ids are computed per request."""
     salt = text_seed(f"session {session.id}")
     try:
         lists = list(_lists(session))
@@ -167,19 +167,19 @@ def _session_requests(
 
 
 def _timed_steps(agent: _AgentList, order: int, block_size: int) -> Iterator[tuple[float, int, Step, Words]]:
-    """Yield a list's requests with their times from the session's start and the ids of their blocks."""
+    """Yield a list's requests with the time since the session's start, and the ids of their blocks."""
     before = np.zeros(0, dtype=np.uint64)
     last_s = 0.0
     for position, step in enumerate(agent.steps):
         if step.t < last_s:
-            raise InvalidRequest(f"request {position} came at {step.t} s, before the one in front of it, {last_s} s")
+            raise InvalidRequest(f"request {position} at {step.t} s is earlier than the previous one at {last_s} s")
         last_s = step.t
         before = _block_ids(step, before, block_size, position)
         yield agent.start_s + step.t, order, step, before
 
 
 def _block_ids(step: Step, before: Words, block_size: int, position: int) -> Words:
-    """Return the ids of one request; lengths are compared before a list as long as they say is made."""
+    """Return the block ids of a request. Lengths are checked before an array of that length is allocated."""
     if (step.h is None) == (step.hash_ids is None):
         raise InvalidRequest(f"request {position} must have either h or hash_ids")
     if step.hash_ids is not None:
@@ -190,14 +190,14 @@ def _block_ids(step: Step, before: Words, block_size: int, position: int) -> Wor
         raise InvalidRequest(f"request {position}: h must be [kept, start, length, …], not {len(runs)} numbers")
     kept, starts, lengths = runs[0], runs[1::2], runs[2::2]
     if kept > len(before):
-        raise InvalidRequest(f"request {position} keeps {kept} blocks of the request before, which has {len(before)}")
+        raise InvalidRequest(f"request {position} keeps {kept} blocks of the previous one, which has {len(before)}")
     _check_count(kept + sum(lengths), step, block_size, position)
     made = [np.arange(start, start + length, dtype=np.uint64) for start, length in zip(starts, lengths, strict=True)]
     return np.concatenate([before[:kept], *made])
 
 
 def _check_count(found: int, step: Step, block_size: int, position: int) -> None:
-    """Ids are for full blocks; one for the partial last block is tolerated."""
+    """Check the number of ids. They stand for full blocks; one for a partial last block is accepted."""
     least, most = step.prompt_tokens // block_size, -(-step.prompt_tokens // block_size)
     if not least <= found <= most:
         raise InvalidRequest(
@@ -207,11 +207,11 @@ def _check_count(found: int, step: Step, block_size: int, position: int) -> None
 
 
 class _SharedBeginnings:
-    """The blocks of a session that stand for tools and system prompt, which other sessions have too.
+    """Blocks of a session that stand for tools and system prompt, and that are shared with other sessions.
 
-    Recorded ids do not show that. The first request of each list tells which ids they are; each of them gets one id
-    that depends on the model, both lengths and its position only. Within the session equal ids stay equal and
-    different ones different, since each id and each common id is used once.
+    Recorded ids do not express this sharing. The first request of each list determines which ids are shared; each of
+    them is replaced by an id that depends only on the model, both lengths and its position. Within the session equal
+    ids stay equal and different ones different, because each id and each replacement is used once.
     """
 
     def __init__(self, lists: Sequence[_AgentList], block_size: int) -> None:
@@ -229,7 +229,7 @@ class _SharedBeginnings:
         self._common = np.array([common[own] for own in sorted(common)], dtype=np.uint64)
 
     def put_into(self, unique: Words, ids: Words) -> Words:
-        """Replace those of `unique` whose recorded id, at the same place in `ids`, is a shared one."""
+        """Replace those of `unique` whose recorded id, at the same index of `ids`, is shared."""
         if not len(self._own):
             return unique
         place = np.minimum(np.searchsorted(self._own, ids), len(self._own) - 1)

@@ -1,7 +1,7 @@
-"""A recorded request without its text: ids of the blocks of its prompt, and tokens made from them.
+"""Recorded requests without text: ids of the blocks of a prompt, and tokens derived from the ids.
 
-Equal ids give equal tokens, in every process and on every machine, so that the prefix structure of a recording is that
-of its replay. Scaling the length makes every block shorter by the same factor, and so keeps that structure too.
+Equal ids give equal tokens in every process and on every machine, so a replay has the prefix structure of its
+recording. Scaling shortens every block by the same factor, which preserves that structure.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from tidekv.engine.workload.mixing import GOLDEN, Words, mix64, stream64
 from tidekv.states.errors import InvalidConfig
 
 VOCABULARY: Final = 1 << 17
-# The longest prompt that a line may claim to have; an id list is never made longer than that allows.
+# Maximum prompt length that a line may state; bounds the size of an id list.
 PROMPT_TOKENS_MAX: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """What part of a recording is replayed, and how much smaller and faster. InvalidConfig names a wrong one.
+    """Part of a recording to replay, and its scaling. Raises InvalidConfig, which names the wrong field.
 
-    `time_scale` is a factor on every time (0.01: a hundred times as fast; 0: all at once), `length_scale` one on every
-    length, above 0 and up to 1. Requests whose scaled prompt is over `prompt_tokens_max` are left out. Recordings of
-    sessions have no times between sessions: `sessions_at_once` are open at a time, and the next one begins when one
-    ends. With `shared_beginnings`, sessions with the same model and the same lengths of tools and system prompt
-    begin with the same blocks. 0 means no limit for `requests_max`, `sessions_max` and `prompt_tokens_max`.
+    `time_scale` multiplies every time (0.01 is a hundred times as fast, 0 starts all at once). `length_scale`
+    multiplies every length; above 0 and at most 1. Requests whose scaled prompt exceeds `prompt_tokens_max` are left
+    out. Recordings of sessions have no times between sessions: `sessions_at_once` are open at a time, and another one
+    starts when one ends. With `shared_beginnings`, sessions with the same model and the same lengths of tools and
+    system prompt begin with the same blocks. 0 disables the limits `requests_max`, `sessions_max` and
+    `prompt_tokens_max`.
     """
 
     time_scale: float = 1.0
@@ -42,7 +43,7 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.time_scale) and self.time_scale >= 0):
-            raise InvalidConfig(f"time_scale must be a number from 0, not {self.time_scale}")
+            raise InvalidConfig(f"time_scale must be a finite number of at least 0, not {self.time_scale}")
         if not 0 < self.length_scale <= 1:
             raise InvalidConfig(f"length_scale must be above 0 and at most 1, not {self.length_scale}")
         for name, least in (
@@ -56,7 +57,7 @@ class TraceOptions:
                 raise InvalidConfig(f"{name} must be an int from {least}, not {value!r}")
 
     def scaled_output(self, tokens: int) -> int:
-        """Scale an output's length; one token at least, since each request yields its first."""
+        """Scale an output's length; at least one token, since each request has a first one."""
         return max(1, round(tokens * self.length_scale))
 
 
@@ -64,7 +65,7 @@ class TraceOptions:
 class PromptBlocks:
     """A prompt as block ids, unique over the whole recording, of `block_tokens` tokens each.
 
-    Either the last block is cut at `token_count`, or tokens behind the last block come from `tail_seed` alone.
+    Either the last block is cut at `token_count`, or the tokens after the last block are derived from `tail_seed`.
     """
 
     ids: Words
@@ -76,7 +77,7 @@ class PromptBlocks:
     def scaled(
         cls, ids: Words, *, block_tokens: int, token_count: int, tail_seed: int, options: TraceOptions
     ) -> PromptBlocks:
-        """Shorten each block, and what is cut or left over, by the same factor; nothing becomes empty."""
+        """Shorten each block and the rest of the prompt by the same factor; nothing becomes empty."""
         short = max(1, round(block_tokens * options.length_scale))
         full = min(len(ids), token_count // block_tokens)
         rest = token_count - full * block_tokens
@@ -88,7 +89,7 @@ class PromptBlocks:
         )
 
     def packed(self, vocabulary: int = VOCABULARY) -> bytes:
-        """Make the prompt's tokens, packed as little-endian u32."""
+        """Return the prompt's tokens, packed as little-endian u32."""
         made = _tokens(stream64(self.ids, self.block_tokens).reshape(-1), vocabulary)[: self.token_count]
         tail = stream64(np.array([self.tail_seed], dtype=np.uint64), self.token_count - len(made))
         return made.tobytes() + _tokens(tail.reshape(-1), vocabulary).tobytes()
@@ -96,9 +97,9 @@ class PromptBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """One recorded request: when it came, after scaling, and how long its prompt and output are.
+    """One recorded request: its scaled arrival time, and the lengths of prompt and output.
 
-    `session` is empty in recordings that do not know sessions.
+    `session` is empty if the recording has no sessions.
     """
 
     request_id: str
@@ -108,21 +109,21 @@ class TraceRequest:
     output_length: int
 
     def output(self, vocabulary: int = VOCABULARY) -> bytes:
-        """Make the output's tokens, packed as little-endian u32: the same ones whenever this request is replayed.
+        """Return the output's tokens, packed as little-endian u32; equal in every replay of this request.
 
-        Later prompts do not contain them: a recording has ids for what was really said.
+        Later prompts do not contain them, because the recording has other ids for the real answers.
         """
         seed = np.array([text_seed(f"output of {self.request_id}")], dtype=np.uint64)
         return _tokens(stream64(seed, self.output_length).reshape(-1), vocabulary).tobytes()
 
 
 def text_seed(text: str) -> int:
-    """Return 64 bits of a text."""
+    """Return a 64-bit hash of a text."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def salted(ids: Words, salt: int) -> Words:
-    """Make ids of one scope unique over all scopes, but for chances of 2^-64."""
+    """Map ids of one scope to ids that are unique over all scopes, up to a probability of 2^-64."""
     return mix64(mix64(ids + GOLDEN) ^ np.uint64(salt))
 
 

@@ -1,4 +1,4 @@
-"""A window or state as a worker in another process is told to have it."""
+"""Serializable description of a component, for a worker in another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidekv.states.components import ComponentKind
 
 
 class ComponentOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A window or state that a prefill worker has as well."""
+    """A window or state that a prefill worker is to have."""
 
     name: str
     kind: ComponentKind
@@ -21,6 +21,6 @@ class ComponentOrder(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
 
     def pools(self) -> ComponentPools:
-        """Its pool, newly made."""
+        """Allocate its pool."""
         device = DevicePool.allocate(PageLayout(self.groups), self.num_pages)
         return ComponentPools(name=self.name, kind=self.kind, window_tokens=self.window_tokens, device=device)

@@ -1,4 +1,4 @@
-"""One thread for a worker's computing, so that its event loop stays free."""
+"""A thread for a worker's computation, so that its event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Runs calls one after the other in a thread of its own, with one torch thread. A context manager."""
+    """Runs calls one after the other on a thread of its own, with one torch thread. A context manager."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(
@@ -26,7 +26,7 @@ class ComputeThread:
     async def run(self, call: Callable[[], T]) -> T:
         """Run a call and return its result, or raise its error.
 
-        A cancelled caller waits for the call's end first: it may still be writing to pages.
+        A cancelled caller waits for the end of the call first, because the call may still be writing to pages.
         """
         return await settled(asyncio.wrap_future(self._pool.submit(call)))
 
@@ -36,5 +36,5 @@ class ComputeThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the call that runs, drop those that wait."""
+        """Wait for the running call, and drop the queued ones."""
         self._pool.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
 """Serves generated conversations from a decode engine with the small real model, several at once.
 
-Each conversation is a task: restore the prompt, generate greedily, keep the output in the cache, think, go on. The
-decode steps of all requests that are READY at a moment are computed as one batch.
+Each conversation is a task: restore the prompt, generate greedily, keep the output in the cache, think, repeat. The
+decode steps of all requests that are READY at a time are computed as one batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answered turn: prompt and output as they were, and the smallest margin of a choice of this output."""
+    """One answered turn: prompt, output, and the smallest margin of a choice in this output."""
 
     turn: Turn
     prompt: Sequence[int]
@@ -38,7 +38,7 @@ class Answer:
 
 
 class StepBatcher:
-    """Computes the steps that are waiting as one batch, again and again, while it is entered."""
+    """Computes waiting steps in batches while `running` is entered."""
 
     def __init__(self, model: PagedModel, compute: ComputeThread, *, batch_max: int = 16) -> None:
         self._model = model
@@ -49,7 +49,7 @@ class StepBatcher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run for as long as the block lasts; nobody may wait for a step when it ends."""
+        """Run for the duration of the block. No step may be waiting when it ends."""
         async with asyncio.TaskGroup() as group:
             loop = group.create_task(self._run(), name="decode steps")
             try:
@@ -58,7 +58,7 @@ class StepBatcher:
                 loop.cancel()
 
     async def step(self, step: DecodeStep) -> Choice:
-        """Compute one token of one request; its KV is written when this returns."""
+        """Compute one token of a request; its KV is written when this returns."""
         done: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
         self._waiting.append((step, done))
         self._wanted.set()
@@ -80,9 +80,9 @@ class StepBatcher:
 
 
 class ConversationRun:
-    """One pass over a workload. `cache=False` restores and keeps nothing: what it costs without a decode cache.
+    """One pass over a workload. `cache=False` restores and keeps nothing, to measure the cost without a decode cache.
 
-    `damage` names a source: one page that came from there is overwritten behind its restore, once, to see that the
+    `damage` names a source: one page that came from it is overwritten after its restore, once, to show that the
     comparison of tokens can fail.
     """
 
@@ -121,7 +121,7 @@ class ConversationRun:
         self.answers: list[Answer] = []
 
     async def run(self) -> None:
-        """Serve all conversations. Raises what a request raises; the others are cancelled then."""
+        """Serve all conversations. Raises the error of a request, with the other requests cancelled."""
         async with self._batcher.running(), asyncio.TaskGroup() as group:
             for conversation in self._workload.conversations:
                 group.create_task(self._converse(conversation), name=f"conversation {conversation.number}")
@@ -159,10 +159,10 @@ class ConversationRun:
         return Answer(turn, prompt, output, margin, sources)
 
     async def _generate(self, ready: ReadyRequest, count: int) -> tuple[ReadyRequest, list[int], list[int], float]:
-        """Generate `count` tokens; returns who holds the pages in the end, the output, the part of it that came since
-        that one was READY, and the smallest margin.
+        """Generate `count` tokens.
 
-        Where memory runs out the request goes back to the queue with what it has, so that others can end.
+        Returns the request that holds the pages at the end, the output, the part of it since that request was READY,
+        and the smallest margin. If memory runs out, the request is retracted with what it has, so that others can end.
         """
         output = [ready.first_token]
         since = [ready.first_token]
@@ -184,7 +184,7 @@ class ConversationRun:
         return ready, output, since, margin
 
     def _damage_once(self, ready: ReadyRequest) -> None:
-        """Overwrite the first page that came from the source to be damaged, behind every checksum."""
+        """Overwrite the first page that came from the chosen source, after every checksum was verified."""
         if not self._damage or ready.sources[self._damage] < self._model.page_size:
             return
         before = sum(ready.sources[source] for source in SOURCES[: SOURCES.index(self._damage)])

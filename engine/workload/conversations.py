@@ -1,7 +1,7 @@
-"""Makes workloads: chats of several rounds, and agents that take many small steps and start sub-agents.
+"""Generator of workloads: chats of several rounds, and agents with many small steps and sub-agents.
 
-The same options give the same workload, in every process. Only what users and tools say is made here: what a model
-answers is known when it has answered, so prompts are put together by `Transcripts` while the workload runs.
+Equal options give equal workloads in every process. Only the input of users and tools is generated here. A model's
+answer is known only after it was computed, so `Transcripts` assembles prompts while the workload runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["chat", "agents"]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Token counts around a median: log-normal, `spread` is the standard deviation of the logarithm (0: all equal)."""
+    """Log-normal token counts. `spread` is the standard deviation of the logarithm; 0 makes all equal to the median."""
 
     median: int
     spread: float = 0.0
@@ -42,12 +42,12 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """How large a workload is. InvalidConfig names a wrong field.
+    """Size of a workload. Raises InvalidConfig, which names the wrong field.
 
     "chat": `conversations` of `rounds` rounds each; those with equal `number % groups` share a system prompt.
-    "agents": the system prompt stands for tools, all steps only append; each agent starts `sub_agents` further agents
-    of `sub_agent_rounds` rounds, by turns one that goes on from the agent's own context and one that begins with a
-    prompt that all such sub-agents share.
+    "agents": the system prompt stands for tools, and all steps append only. Each agent starts `sub_agents` other agents
+    of `sub_agent_rounds` rounds: alternately one that continues the agent's own context, and one that begins with a
+    prompt shared by all such sub-agents.
     """
 
     kind: Kind = "chat"
@@ -72,11 +72,11 @@ class WorkloadOptions:
             if type(value) is not int or value < lowest:
                 raise InvalidConfig(f"{name} must be an int from {lowest}, not {value!r}")
         if not (math.isfinite(self.think_s) and self.think_s >= 0):
-            raise InvalidConfig(f"think_s must be a number of seconds from 0, not {self.think_s}")
+            raise InvalidConfig(f"think_s must be a finite number of seconds of at least 0, not {self.think_s}")
 
 
 def agent_options(*, agents: int = 3, rounds: int = 12, vocabulary: int = 512, seed: int = 1) -> WorkloadOptions:
-    """Return options in the proportions that recorded coding agents have: a long shared beginning, small steps."""
+    """Return options with the proportions of recorded coding agents: a long shared beginning, small steps."""
     return WorkloadOptions(
         kind="agents",
         conversations=agents,
@@ -92,9 +92,9 @@ def agent_options(*, agents: int = 3, rounds: int = 12, vocabulary: int = 512, s
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation: what is new in its prompt, how much to generate, the pause before it.
+    """One request of a conversation: new tokens of its prompt, number of tokens to generate, and the pause before it.
 
-    `think_s` counts from the end of the turn before, or of the turn that the conversation starts after.
+    `think_s` counts from the end of the previous turn, or of the turn that the conversation starts after.
     """
 
     conversation: int
@@ -105,16 +105,16 @@ class Turn:
 
     @property
     def request_id(self) -> str:
-        """A name that is unique in the workload."""
+        """Name that is unique in the workload."""
         return f"conversation-{self.conversation}/round-{self.round}"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns that follow one another.
+    """A sequence of turns.
 
-    `after` is the (conversation, round) that must have been answered before it starts, None if it starts at once; with
-    `inherits` its first prompt goes on from that turn's prompt and output.
+    `after` is the (conversation, round) that must be answered before it starts; None starts at once. With `inherits`
+    its first prompt continues the prompt and output of that turn.
     """
 
     number: int
@@ -125,12 +125,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Conversations in an order in which each comes behind the one that it starts after."""
+    """Conversations, each listed after the one that it starts after."""
 
     conversations: tuple[Conversation, ...]
 
     def in_order(self) -> Iterator[Turn]:
-        """Yield all turns, one round of every conversation at a time, each turn behind all that it needs."""
+        """Yield all turns, one round of every conversation at a time, each turn after those that it depends on."""
         answered: set[tuple[int, int]] = set()
         following = {conversation.number: 0 for conversation in self.conversations}
         while following:
@@ -148,7 +148,7 @@ class Workload:
 
     @property
     def context_tokens_max(self) -> int:
-        """Tokens of the longest prompt and its output: what pools and the model must have room for."""
+        """Tokens of the longest prompt with its output, which pools and model must be able to hold."""
         lengths: dict[tuple[int, int], int] = {}
         for turn in self.in_order():
             conversation = self.conversations[turn.conversation]
@@ -159,7 +159,7 @@ class Workload:
 
 
 def make_workload(options: WorkloadOptions) -> Workload:
-    """Make the workload of these options; nothing else goes into it."""
+    """Generate the workload, which depends on the options only."""
     made = [_chat(number, options) for number in range(options.conversations)]
     if options.kind == "agents":
         for agent in range(options.conversations):
@@ -170,15 +170,15 @@ def make_workload(options: WorkloadOptions) -> Workload:
 
 @dataclass(slots=True)
 class Transcripts:
-    """What was said in each conversation so far: gives the next prompt and takes the answer to it."""
+    """Texts of the conversations so far: returns the next prompt and takes its answer."""
 
     workload: Workload
     _said: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def prompt(self, turn: Turn) -> list[int]:
-        """Return the whole prompt of a turn: all that was said before, and the turn's new tokens.
+        """Return the whole prompt of a turn: the text so far and the turn's new tokens.
 
-        Raises InvalidRequest while a turn before it is not answered.
+        Raises InvalidRequest if the previous turn is not answered.
         """
         conversation = self.workload.conversations[turn.conversation]
         before = (turn.conversation, turn.round - 1) if turn.round else conversation.after
@@ -188,7 +188,7 @@ class Transcripts:
         return [*(self._said[before] if before is not None and inherits else ()), *turn.new_user_tokens]
 
     def answer(self, turn: Turn, output: Sequence[int]) -> None:
-        """Keep what was answered to a turn. Raises InvalidRequest if there is an answer already."""
+        """Add the answer to a turn. Raises InvalidRequest if it has one already."""
         key = (turn.conversation, turn.round)
         if key in self._said:
             raise InvalidRequest(f"{turn.request_id} is answered already")
@@ -196,14 +196,14 @@ class Transcripts:
 
 
 def _chat(number: int, options: WorkloadOptions) -> Conversation:
-    """Make one conversation; the system prompt of its group begins its first turn."""
+    """Generate a conversation, whose first turn begins with the system prompt of its group."""
     source = Random(f"{options.seed}/conversation/{number}")
     system = _beginning(f"group/{number % options.groups}", options)
     return Conversation(number, _turns(number, options.rounds, system, source, options))
 
 
 def _sub_agent(number: int, parent: Conversation, order: int, options: WorkloadOptions) -> Conversation:
-    """Make a further agent of `parent`, started behind one of its rounds: every other one inherits the context."""
+    """Generate a sub-agent of `parent`, started after one of its rounds. Every other one inherits the context."""
     source = Random(f"{options.seed}/conversation/{number}")
     started = source.randrange(len(parent.turns))
     inherits = order % 2 == 0
@@ -229,7 +229,7 @@ def _turns(
 
 
 def _beginning(name: str, options: WorkloadOptions) -> tuple[int, ...]:
-    """Make a system prompt that depends on its name and the seed only."""
+    """Generate a system prompt that depends only on its name and the seed."""
     source = Random(f"{options.seed}/{name}")
     return _tokens(options.system.draw(source), source, options)
 

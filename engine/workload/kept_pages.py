@@ -1,7 +1,7 @@
-"""The pages of a synthetic prefill worker: those of prompts being served, and those kept of earlier prompts.
+"""Pages of a synthetic prefill worker: those of prompts being served, and those kept of earlier prompts.
 
-Kept pages are found by the prefix index, as in a prefill worker with a prefix cache: what a prompt costs here grows
-with what is new in it, so that a measurement of the decode side does not measure this side's books.
+Kept pages are found by the prefix index, as in a prefill worker with a prefix cache. The cost of a prompt grows with
+its new part only, so a measurement of decode does not measure the bookkeeping of prefill.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from tidekv.states.shapes import PageIds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPages:
-    """What a prompt holds: one page a page of the prompt, of which the first `known` have their content already, and
-    the digests of those behind them, the last one over a partial page if there is one.
+    """Pages of a prompt, one for each page of it, the first `known` of which have their content already.
+
+    `digests` are those of the pages after them, the last one over a partial page if there is one.
     """
 
     pages: PageIds
@@ -31,7 +32,7 @@ class HeldPages:
 
 
 class KeptPages:
-    """Gives pages to prompts. `keep=False` keeps nothing: every prompt is made anew."""
+    """Allocates pages to prompts. `keep=False` keeps nothing, so that every prompt is computed again."""
 
     def __init__(self, num_pages: int, page_size: int, *, namespace: str = "", keep: bool = True) -> None:
         self._page_size = page_size
@@ -43,9 +44,9 @@ class KeptPages:
         self._digests = [b""] * num_pages
 
     def take(self, packed: bytes) -> HeldPages | None:
-        """Take pages for a prompt; None if there are too few now. Raises InvalidRequest if there never will be enough.
+        """Take pages for a prompt. None if there are too few now; raises InvalidRequest if there can never be enough.
 
-        The last token's page is never a known one: computing it gives the first token of the answer.
+        The page of the last token never counts as known: its computation gives the first token of the answer.
         """
         tokens, width = len(packed) // TOKEN_BYTES, self._page_size * TOKEN_BYTES
         total = -(-tokens // self._page_size)
@@ -71,12 +72,12 @@ class KeptPages:
         return HeldPages(pages, known, digests, packed[: tokens // self._page_size * width], receipt)
 
     def digest_at(self, held: HeldPages, position: int) -> bytes:
-        """The digest of a held prompt up to and with its page at `position`."""
+        """Return the digest of a held prompt up to and including its page at `position`."""
         known = held.known
         return self._digests[held.pages[position]] if position < known else held.digests[position - known]
 
     def give_back(self, held: HeldPages, *, computed: int) -> None:
-        """Take pages back; the full ones of the first `computed` are kept for later prompts. Nothing may use them."""
+        """Give pages back; the full ones among the first `computed` are kept for later prompts. They must be unused."""
         width = self._page_size * TOKEN_BYTES
         kept = max(held.known, min(computed, len(held.keys) // width)) if self._keep else 0
         if kept > held.known:
@@ -86,10 +87,10 @@ class KeptPages:
         self._index.unlock(held.receipt)
 
     def forget(self) -> None:
-        """Drop every kept page that no prompt reads."""
+        """Drop every kept page that no prompt uses."""
         self._index.flush("device")
 
     def counts(self) -> dict[str, int]:
-        """Pages by what they are: free, kept (and read by nobody), in use."""
+        """Count pages by state: free, kept (and unused), in use."""
         free, kept = self._account.free, self._index.device_evictable
         return {"free": free, "kept": kept, "in_use": self._account.total - free - kept}

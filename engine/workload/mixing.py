@@ -1,6 +1,6 @@
-"""A cheap 64-bit mix, vectorised: equal inputs give equal outputs in every process and on every machine.
+"""A cheap vectorized 64-bit mix: equal inputs give equal outputs in every process and on every machine.
 
-It makes test content and test tokens; it is no protection against anybody.
+For test content and test tokens only; it is not cryptographic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(words: Words) -> Words:
-    """Return splitmix64's output function of each word: a bijection that spreads each bit over all 64."""
+    """Return splitmix64's output function of each word: a bijection in which each input bit affects all 64."""
     mixed = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))

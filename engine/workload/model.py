@@ -1,11 +1,11 @@
 """A small real transformer whose KV lives in the pages of a pool.
 
-The model is a Llama of the `transformers` package with random weights from a fixed seed: made on this machine, without
-a download. `PagedModel` runs its prefill and its decode steps on a page table, so that the tokens that come out depend
-on every byte that a tier or a transfer brought. The cache holds what transformers' own cache holds: keys after the
-rotary embedding, and values.
+The model is a Llama of the `transformers` package with random weights from a fixed seed, created locally without a
+download. `PagedModel` runs its prefill and its decode steps on a page table, so the generated tokens depend on every
+byte that a tier or a transfer delivered. The pages hold the same as transformers' own cache: keys after the rotary
+embedding, and values.
 
-`transformers` is imported when a model is built, not before: the engine itself does not need it.
+`transformers` is imported only when a model is built: the engine itself does not need it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Llama: TypeAlias = Any
 
 
 class PagedKV(Protocol):
-    """What the model needs of a pool: per layer, K and V of shape [num_pages, page_size, kv_heads, head_dim]."""
+    """Requirements on a pool: per layer, K and V of shape [num_pages, page_size, kv_heads, head_dim]."""
 
     @property
     def k(self) -> Sequence[torch.Tensor]:
-        """The keys, one tensor a layer."""
+        """The keys, one tensor per layer."""
 
     @property
     def v(self) -> Sequence[torch.Tensor]:
-        """The values, one tensor a layer."""
+        """The values, one tensor per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a small Llama, its number type and the seed of its weights.
+    """Sizes of a small Llama, its dtype, and the seed of its weights.
 
-    The defaults are about 0.7 million parameters and 4 KiB of KV a token. In float64 two orders of summation differ by
-    1e-15 of a logit, far below the gap between the two best tokens, so greedy tokens are equal whatever the chunks and
+    The defaults give about 0.7 million parameters and 4 KiB of KV per token. In float64 two orders of summation differ
+    by 1e-15 of a logit, far below the gap between the two best tokens, so greedy tokens do not depend on chunks and
     batches.
     """
 
@@ -52,20 +52,20 @@ class ModelShape:
     head_dim: int = 32
     context_tokens: int = 8192
     dtype: str = "float64"
-    # Wide enough that attention is selective: with the usual 0.02 the next token hardly depends on the prompt.
+    # Large enough that attention is selective: with the usual 0.02 the next token hardly depends on the prompt.
     weight_std: float = 0.2
     seed: int = 20_250_401
 
     @property
     def fingerprint(self) -> str:
-        """A name that differs wherever the KV would differ: both ends of a hand-over compare it."""
+        """Name that differs if the KV would differ. Both ends of a hand-over compare it."""
         sizes = (self.vocab_size, self.hidden_size, self.mlp_size, self.num_layers, self.num_heads, self.num_kv_heads)
         return f"llama-{'-'.join(map(str, sizes))}x{self.head_dim}-{self.dtype}-std{self.weight_std}-seed{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The greedy next token, and by how much its logit beats the second best: the room there is for rounding."""
+    """The greedy next token, and the margin of its logit over the second best: the tolerance for rounding."""
 
     token: int
     margin: float
@@ -73,7 +73,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One request's part of a batch: the token at `position`, and the pages that hold [0, position] or more."""
+    """One request's part of a batch: the token at `position`, and pages that hold at least [0, position]."""
 
     token: int
     position: int
@@ -81,7 +81,7 @@ class DecodeStep:
 
 
 def build_llama(shape: ModelShape) -> Llama:
-    """Make the model; equal shapes give equal weights in every process. Raises InvalidConfig without transformers."""
+    """Build the model. Equal shapes give equal weights in every process. Raises InvalidConfig without transformers."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
@@ -99,7 +99,7 @@ def build_llama(shape: ModelShape) -> Llama:
         head_dim=shape.head_dim,
         max_position_embeddings=shape.context_tokens,
         tie_word_embeddings=False,
-        # No token ends a generation: the workload says how many tokens it wants.
+        # No token ends a generation: the workload determines the number of tokens.
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -108,7 +108,7 @@ def build_llama(shape: ModelShape) -> Llama:
     model = LlamaForCausalLM(config).to(getattr(torch, shape.dtype)).eval().requires_grad_(False)
     source = torch.Generator().manual_seed(shape.seed)
     for name, weight in sorted(model.named_parameters()):
-        # A generator of our own: the weights depend neither on torch's global seed nor on how transformers fills them.
+        # Own generator: the weights depend neither on torch's global seed nor on the initialization of transformers.
         if weight.dim() > 1:
             std = 1.0 if "embed_tokens" in name else shape.weight_std
             weight.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) * std)
@@ -123,7 +123,7 @@ def greedy(logits: torch.Tensor) -> Choice:
 
 
 def generate_in_one_process(model: Llama, prompt: Sequence[int], output_tokens: int) -> list[int]:
-    """Generate greedily with transformers' own generate() and cache: what every other way must equal."""
+    """Generate greedily with transformers' own generate() and cache: the reference for every other way."""
     ids = torch.tensor([list(prompt)], dtype=torch.long, device=model.device)
     with torch.inference_mode():
         out = model.generate(
@@ -140,12 +140,12 @@ def generate_in_one_process(model: Llama, prompt: Sequence[int], output_tokens: 
 class PagedModel:
     """Runs a Llama on KV that lies in the pages of a pool. It owns neither the pages nor the model.
 
-    Page ids come in prompt order: position `p` is in slot `p % page_size` of page `pages[p // page_size]`. Nothing
-    beyond the position asked for is read, so pages may hold garbage there.
+    Page ids are in prompt order: position `p` is in slot `p % page_size` of page `pages[p // page_size]`. Nothing
+    beyond the requested position is read, so pages may hold garbage there.
     """
 
     def __init__(self, model: Llama, pool: PagedKV) -> None:
-        """Check that the pool's tensors fit the model; raises InvalidConfig with the first thing that differs."""
+        """Check that the pool's tensors fit the model. Raises InvalidConfig, which names the first difference."""
         self.model = model
         self.pool = pool
         self.page_size = int(pool.k[0].shape[1])
@@ -187,7 +187,7 @@ class PagedModel:
     def decode_batch(self, steps: Sequence[DecodeStep]) -> torch.Tensor:
         """Compute one token for each request and write its KV; returns logits of shape [len(steps), vocab_size].
 
-        Shorter requests are padded with zeros that the mask hides. No two steps may share the page that they write.
+        Shorter requests are padded with zeros, which the mask hides. No two steps may share the page that they write.
         """
         if not steps:
             raise InvalidRequest("a decode batch has no steps")
@@ -198,7 +198,7 @@ class PagedModel:
         cache = self._cache([self._gather_padded(layer, steps, longest) for layer in range(len(self.pool.k))])
         positions = torch.tensor([[step.position] for step in steps], device=device)
         columns = torch.arange(longest + 1, device=device)
-        # The new token's own key is appended behind the padding, in the last column.
+        # The new token's own key is appended after the padding, in the last column.
         mask = (columns < positions) | (columns == longest)
         with torch.inference_mode():
             out = self.model(
@@ -217,7 +217,7 @@ class PagedModel:
         return logits
 
     def _check_pages(self, pages: Sequence[int], tokens: int) -> None:
-        """Refuse a page table that cannot hold `tokens` positions, or that names a page the pool does not have."""
+        """Raise InvalidRequest if a page table is too short for `tokens` positions or names a page outside the pool."""
         if len(pages) * self.page_size < tokens:
             raise InvalidRequest(f"{len(pages)} pages of {self.page_size} tokens cannot hold {tokens} positions")
         num_pages = int(self.pool.k[0].shape[0])
@@ -247,10 +247,10 @@ class PagedModel:
     def _gather_padded(
         self, layer: int, steps: Sequence[DecodeStep], longest: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy each request's K and V to one row of [batch, kv_heads, longest, head_dim], zeros behind its end."""
+        """Copy each request's K and V to one row of [batch, kv_heads, longest, head_dim], with zeros after its end."""
         pool = self.pool.k[layer]
         shape = (len(steps), pool.shape[2], longest, pool.shape[3])
-        # Zeros and not whatever was there: a masked weight of zero times a garbage NaN would still be NaN.
+        # Zeros instead of uninitialized memory: a masked weight of zero times a NaN would still be NaN.
         keys, values = torch.zeros(shape, dtype=pool.dtype), torch.zeros(shape, dtype=pool.dtype)
         keys, values = keys.to(pool.device), values.to(pool.device)
         for row, step in enumerate(steps):

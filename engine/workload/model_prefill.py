@@ -1,4 +1,4 @@
-"""A prefill worker with the small real model: computes prompts chunk by chunk and sends each chunk as it is done."""
+"""Prefill worker with the small real model: computes prompts in chunks and sends each chunk when it is computed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tidekv.transports.outgoing import Room
 
 
 class ModelPrefill:
-    """Serves rooms whose promise brought the tokens: `PrefillPeer(on_room=ModelPrefill(…).serve)`.
+    """Serves rooms whose promise included the tokens: `PrefillPeer(on_room=ModelPrefill(…).serve)`.
 
-    What it has of a prompt's beginning is sent without computing it again. Prompts that find no pages wait for some.
+    Known beginnings of a prompt are sent without computing them again. A prompt without free pages waits for some.
     """
 
     def __init__(self, model: PagedModel, pages: PrefixPages, compute: ComputeThread, *, chunk_tokens: int) -> None:
@@ -32,7 +32,10 @@ class ModelPrefill:
         self.tokens_computed = 0
 
     async def serve(self, room: Room) -> None:
-        """One room, from its promise to its end. Raises InvalidRequest if the promise brought no usable tokens."""
+        """Serve one room from its promise to its end.
+
+        Raises InvalidRequest if the promise included no usable tokens.
+        """
         if not room.tokens:
             raise InvalidRequest("this prefill has tokens from nobody else: send the request with send_prompt=True")
         packed = bytes(room.tokens)
@@ -43,18 +46,18 @@ class ModelPrefill:
         try:
             computed = await self._send_all(room, np.frombuffer(packed, dtype="<u4").tolist(), held)
         except BaseException as error:
-            # A cancellation too: nobody else would end the room while this task waits for it.
+            # On cancellation, too: otherwise the room would never end, and `received` below would wait for it.
             room.fail(f"prefill gave up: {type(error).__name__}: {error}")
             raise
         finally:
-            # Only now has the last write out of these pages ended.
+            # The last write out of these pages has ended only now.
             await room.received()
             async with self._freed:
                 self._pages.give_back(held, computed=computed)
                 self._freed.notify_all()
 
     async def _send_all(self, room: Room, tokens: list[int], held: PromptPages) -> int:
-        """Send what is known, compute and send the rest, and finish; returns how many pages are computed."""
+        """Send known pages, compute and send the rest, and finish; returns the number of computed pages."""
         page_size = self._model.page_size
         position = held.known * page_size
         await room.send(held.pages[: held.known], start_token=0, end_token=position)

@@ -1,9 +1,9 @@
-"""The multi-turn acceptance: conversations whose hit rates can be told in advance, exactly.
+"""Multi-turn acceptance run: conversations with hit rates that are known exactly in advance.
 
-Page 64. The first prompt has 64 tokens. Each later round appends the 129 tokens generated in the round before, the
-last of which has no KV yet, and 63 user tokens: prompts of 64, 256, 448, … tokens. Where decode keeps what it
-generated, a round finds everything but the last page: 192/256, 384/448, …; where only prompts are kept, it finds the
-prompt of the round before: 64/256, 256/448, …
+The page size is 64, and the first prompt has 64 tokens. Each later round appends the 129 tokens generated in the
+previous round, the last of which has no KV yet, and 63 user tokens: prompts of 64, 256, 448, … tokens. If decode keeps
+its output, a round finds everything but the last page: 192/256, 384/448, …; if only prompts are kept, it finds the
+prompt of the previous round: 64/256, 256/448, …
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ OUTPUT_TOKENS = 129
 USER_TOKENS = 63
 ROUNDS = 6
 PROMPTS = tuple(PAGE_SIZE + number * (OUTPUT_TOKENS + USER_TOKENS) for number in range(ROUNDS))
-"""Tokens of a prompt in each round."""
+"""Tokens of the prompt of each round."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
 
 
 @dataclass(slots=True)
 class RoundHits:
-    """One round over all clients: prompt tokens, and those that came from each source."""
+    """One round over all clients: prompt tokens in total and by source."""
 
     prompt_tokens: int
     sources: dict[str, int]
 
     @property
     def hit_rate(self) -> float:
-        """The part of the prompt tokens that prefill did not send."""
+        """The share of the prompt tokens that prefill did not send."""
         return 1 - self.sources["transfer"] / self.prompt_tokens
 
 
 def made_up_tokens(label: str, count: int) -> list[int]:
-    """Tokens that only this label has."""
+    """Return tokens that depend on the label only."""
     return [zlib.crc32(f"{label} {position}".encode()) % 50_000 for position in range(count)]
 
 
@@ -61,8 +61,8 @@ async def run_multiturn(
 ) -> list[RoundHits]:
     """Serve the conversations over loopback, verify every restored byte, and return the hits by round.
 
-    The pools are smaller than what the conversations hold by the end, so that all tiers are used. Raises
-    TransferFailed for a restored page with a wrong byte.
+    The pools are smaller than the KV of all conversations at the end, so that all tiers are used. Raises TransferFailed
+    if a restored page has a wrong byte.
     """
     network = LoopbackNetwork()
     device = DevicePool.allocate(LAYOUT, device_pages)
@@ -100,7 +100,7 @@ async def run_multiturn(
                 output = [ready.first_token, *made_up_tokens(f"output {client} {number}", OUTPUT_TOKENS - 1)]
                 _generate(engine, kv, ready, prompt, output)
                 await engine.finish(ready, output)
-                # What was written must be in its tier before it is looked for: the rates are exact, not typical.
+                # Wait until every write has reached its tier, because the rates must be exact.
                 await engine.wait_settled()
                 prompts[client] = [*prompt, *output, *made_up_tokens(f"user {client} {number}", USER_TOKENS)]
     return rounds
@@ -121,12 +121,12 @@ def _generate(engine: DecodeEngine, kv: SyntheticKV, ready: ReadyRequest, prompt
 
 
 def total_hit_rate(rounds: list[RoundHits]) -> float:
-    """The hit rate over all rounds."""
+    """Return the hit rate over all rounds."""
     return 1 - sum(hits.sources["transfer"] for hits in rounds) / sum(hits.prompt_tokens for hits in rounds)
 
 
 def run_both_ways() -> dict[str, list[RoundHits]]:
-    """Serve them with decode output kept, and not kept."""
+    """Serve the conversations with decode output kept, and not kept."""
     return {
         name: asyncio.run(run_multiturn(keep_output=keep_output))
         for name, keep_output in (("output kept", True), ("not kept", False))
@@ -134,7 +134,7 @@ def run_both_ways() -> dict[str, list[RoundHits]]:
 
 
 def print_multiturn(ways: dict[str, list[RoundHits]]) -> None:
-    """Print the rates of both ways beside each other."""
+    """Print the rates of both runs side by side."""
     rates = Table(title="Hit rate by round: prompt tokens that prefill did not send (page 64)")
     tiers = Table(title="Prompt tokens by source, all rounds")
     for column in ("prompt", *(f"{prompt:,}" for prompt in PROMPTS), "all"):

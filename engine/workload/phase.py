@@ -1,4 +1,4 @@
-"""One run of a workload in figures: what came from where, how long it took, and what is left over."""
+"""Statistics of one run of a workload: sources, times, and resources left over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Progress: TypeAlias = Callable[[str, int], None]
 
 @dataclass(slots=True)
 class Phase:
-    """What one run did. Times are seconds; `tokens` counts prompt tokens by source."""
+    """Statistics of one run. Times are in seconds; `tokens` counts prompt tokens by source."""
 
     name: str
     requests: int = 0
@@ -29,16 +29,16 @@ class Phase:
     retractions: int = 0
     wall_s: float = 0.0
     prompt_pages: int = 0
-    """Pages of all prompts: what would have been sent had decode had nothing."""
+    """Pages of all prompts: the number to send if decode had nothing."""
     delta_pages: int = 0
-    """Pages of all deltas: what must have been sent."""
+    """Pages of all deltas: the number that must be sent."""
     pages_sent: int = 0
     bytes_sent: int = 0
     held: dict[str, float] = field(default_factory=dict)
-    """What is not back where it belongs after the last request; empty if all is."""
+    """Resources not given back after the last request; empty if there are none."""
 
     def note(self, ready: ReadyRequest, ready_s: float, *, page_size: int) -> None:
-        """Count one restored prompt."""
+        """Add one restored prompt."""
         pages = -(-ready.prompt_tokens // page_size)
         self.requests += 1
         self.tokens.update(ready.sources)
@@ -53,16 +53,16 @@ class Phase:
 
     @property
     def hit_rate(self) -> float:
-        """The part of the prompt tokens that did not come by transfer."""
+        """The share of the prompt tokens that were not transferred."""
         return 1 - self.tokens["transfer"] / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def ready_ms(self, percent: float) -> float:
-        """A percentile of the time to ready, in milliseconds."""
+        """Return a percentile of the time to ready, in milliseconds."""
         return float(np.percentile(self.ready_s, percent)) * 1000 if self.ready_s else 0.0
 
 
 def held_by(engine: DecodeEngine) -> dict[str, float]:
-    """Name everything that an engine without requests should not have; empty if every pool is free + cached."""
+    """Return all resources that an engine without requests should not hold; empty if every pool is free + cached."""
     core = cast("dict[str, int]", engine.statistics()["core"])
     names = [name for name in core if name.endswith(("_owned", "_draining", "_protected")) or _is_live(name)]
     held: dict[str, float] = {name: core[name] for name in names if core[name]}

@@ -1,4 +1,4 @@
-"""A prefill worker in a process of its own, and the line by which its parent starts, asks and stops it.
+"""Prefill worker in a process of its own, and the line by which its parent starts, queries and stops it.
 
 parent ── PrefillOrder ──▶ child        one JSON object a line, over a socket that the child inherits
 parent ◀── PrefillReady ── child
@@ -35,11 +35,11 @@ from tidekv.transports.nixl import NixlTransport
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
 LINE_BYTES_MAX = 1 << 26
-"""A line holds a prompt, at most."""
+"""Maximum length of a line, which may hold a prompt."""
 
 
 class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill worker is to be: with a model, or with synthetic KV, and components, where `model` is None."""
+    """Options of a prefill worker. If `model` is None, its KV is synthetic and it may have components."""
 
     name: str
     fingerprint: str
@@ -53,14 +53,15 @@ class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillReady(msgspec.Struct, frozen=True):
-    """The worker listens."""
+    """The worker is listening."""
 
     address: str
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Tell your counts; with "forget", drop the prefixes that you keep first, with "compute", have synthetic KV of
-    these tokens (packed) before a room asks for it.
+    """Request counts.
+
+    "forget" first drops kept prefixes; "compute" first computes synthetic KV of the packed tokens.
     """
 
     what: Literal["counts", "forget", "compute"]
@@ -71,14 +72,14 @@ Counts = dict[str, float]
 
 
 class PrefillProcess:
-    """The parent's end, an async context manager: the child runs for as long as the block lasts."""
+    """The parent's end, an async context manager. The child runs for the duration of the block."""
 
     def __init__(self, order: PrefillOrder) -> None:
         self._order = order
         self.address = ""
 
     async def __aenter__(self) -> Self:
-        """Start the child and wait until it listens. Raises TransferFailed if it does not come up."""
+        """Start the child and wait until it listens. Raises TransferFailed if it does not start."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -102,16 +103,16 @@ class PrefillProcess:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the line, and wait for the child's end; one that does not end is killed."""
+        """Close the line and wait for the child's end; kill it after a timeout."""
         await self._end()
 
     async def counts(self, *, forget: bool = False) -> Counts:
-        """Ask the child for its counts: those of the peer, its pages, and the tokens it computed."""
+        """Return the child's counts: those of the peer, its pages, and the number of tokens computed."""
         answer = await self._call(Ask("forget" if forget else "counts"))
         return msgspec.json.decode(answer, type=Counts)
 
     async def compute(self, packed: bytes) -> None:
-        """Have the child compute a prompt's synthetic KV now, and wait until it has."""
+        """Have the child compute a prompt's synthetic KV, and wait for it."""
         await self._call(Ask("compute", packed))
 
     async def _call(self, message: msgspec.Struct) -> bytes:
@@ -120,7 +121,7 @@ class PrefillProcess:
             line = await self._reader.readline()
         if not line:
             code = await self._process.wait()
-            raise TransferFailed(f"the prefill worker ended with exit code {code}; what it said is above")
+            raise TransferFailed(f"the prefill worker exited with code {code}; see its output above")
         return line
 
     async def _end(self) -> None:
@@ -136,20 +137,20 @@ class PrefillProcess:
 
 
 class DistantPrefill:
-    """A prefill worker that somebody else runs: there is an address, and nobody to ask for counts."""
+    """A prefill worker that is run elsewhere: it has an address but no line for counts."""
 
     def __init__(self, address: str | Sequence[str]) -> None:
         self.address = address
 
     async def __aenter__(self) -> Self:
-        """Nothing to start."""
+        """Return at once: there is no process to start."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing to end."""
+        """Return at once: there is no process to end."""
 
     async def counts(self, *, forget: bool = False) -> None:
-        """Unknown."""
+        """Return None: the counts are unknown."""
 
 
 @asynccontextmanager
@@ -162,7 +163,7 @@ async def prefill_worker(
     close_deadline_s: float = 5.0,
     bigram_keys: bool = False,
 ) -> AsyncIterator[tuple[PrefillPeer, ModelPrefill | SyntheticPrefill, PrefixPages]]:
-    """Be the prefill worker of an order for as long as the block lasts."""
+    """Run the prefill worker of an order for the duration of the block."""
     pool = DevicePool.allocate(order.layout, order.num_pages)
     components = [component.pools() for component in order.components]
     with ExitStack() as stack:
@@ -196,7 +197,7 @@ async def prefill_worker(
 
 
 async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Be a prefill worker until the line ends."""
+    """Run a prefill worker until the line is closed."""
     order = msgspec.json.decode(await reader.readline(), type=PrefillOrder)
     async with prefill_worker(order) as (peer, worker, pages):
         writer.write(msgspec.json.encode(PrefillReady(peer.address)) + b"\n")

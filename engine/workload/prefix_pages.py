@@ -1,7 +1,7 @@
-"""The pages of a small prefill worker: those of prompts being served, and those kept of earlier prompts.
+"""Pages of a small prefill worker: those of prompts being served, and those kept of earlier prompts.
 
-A kept page is found by the digest of the prompt up to and with it. It is computed once, read by any number of prompts
-that begin with it, and dropped, least recently used first, when a new prompt needs the room.
+A kept page is found by the digest of the prompt up to and including it. It is computed once, read by any number of
+prompts that begin with it, and dropped in least-recently-used order when a new prompt needs its place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tidekv.states.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPages:
-    """What a prompt holds: one page a page of the prompt; the first `known` of them are computed already."""
+    """Pages of a prompt, one for each page of it, the first `known` of which are computed already."""
 
     pages: Sequence[int]
     known: int
@@ -24,7 +24,7 @@ class PromptPages:
 
 
 class PrefixPages:
-    """Gives pages to prompts. `keep=False` keeps nothing: every prompt is computed anew."""
+    """Allocates pages to prompts. `keep=False` keeps nothing, so that every prompt is computed again."""
 
     def __init__(self, num_pages: int, page_size: int, *, keep: bool = True) -> None:
         self._page_size = page_size
@@ -35,9 +35,9 @@ class PrefixPages:
         self._readers: dict[bytes, int] = {}
 
     def take(self, packed: bytes) -> PromptPages | None:
-        """Take pages for a prompt; None if there are too few now. Raises InvalidRequest if there never will be enough.
+        """Take pages for a prompt. None if there are too few now; raises InvalidRequest if there can never be enough.
 
-        The last token's page is never a known one: computing it gives the first token of the answer.
+        The page of the last token never counts as known: its computation gives the first token of the answer.
         """
         tokens = len(packed) // TOKEN_BYTES
         total = -(-tokens // self._page_size)
@@ -61,7 +61,7 @@ class PrefixPages:
         return PromptPages([*(self._kept[digest] for digest in read), *fresh], known, digests)
 
     def give_back(self, held: PromptPages, *, computed: int) -> None:
-        """Take pages back; the full ones of the first `computed` are kept for later prompts. Nothing may use them."""
+        """Give pages back; the full ones among the first `computed` are kept for later prompts. They must be unused."""
         for position, page in enumerate(held.pages):
             if position < held.known:
                 digest = held.digests[position]
@@ -74,11 +74,11 @@ class PrefixPages:
                 self._free.append(page)
 
     def forget(self) -> None:
-        """Drop every kept page that no prompt reads."""
+        """Drop every kept page that no prompt uses."""
         self._drop(len(self._kept) - len(self._readers))
 
     def counts(self) -> dict[str, int]:
-        """Pages by what they are: free, kept (and read by nobody), in use."""
+        """Count pages by state: free, kept (and unused), in use."""
         kept = len(self._kept) - len(self._readers)
         return {"free": len(self._free), "kept": kept, "in_use": self._num_pages - len(self._free) - kept}
 

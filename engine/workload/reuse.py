@@ -1,6 +1,6 @@
-"""How much of each prompt an unlimited cache could have served: what a replay's hits are compared with.
+"""The part of each prompt that an unlimited cache could have served, as a reference for the hits of a replay.
 
-Deliberately naive: a set of the prefixes seen, one at a time, in order. No eviction, no tiers, no concurrency.
+Deliberately naive: a set of known prefixes, one request at a time, in order; no eviction, no tiers, no concurrency.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from tidekv.backends.keys import TOKEN_BYTES, page_digests
 def reusable_tokens(
     requests: Iterable[tuple[bytes, bytes]], page_size: int, *, keep_output: bool = True
 ) -> Iterator[int]:
-    """Yield, for each (prompt, output) of packed tokens, how many tokens of the prompt are in pages seen before.
+    """Yield, for each (prompt, output) of packed tokens, how many tokens of the prompt are in known pages.
 
-    Each request is taken to have finished before the next one comes, and to have left the full pages of its prompt and,
-    with `keep_output`, of its output but the last token, which has no KV yet.
+    Each request is assumed to finish before the next one arrives, and to leave the full pages of its prompt and, with
+    `keep_output`, of its output without the last token, which has no KV yet.
     """
     seen: set[bytes] = set()
     for prompt, output in requests:

@@ -1,10 +1,10 @@
-"""KV content that can be checked: each byte of a page is a pure function of the page's prefix and of its place.
+"""KV content that can be verified: each byte of a page is a pure function of the page's prefix and of its place.
 
     byte b of piece i of a page  =  byte b of (pattern[i] XOR key)
 
-`pattern` is fixed for a layout and different in every word of every piece, so a shifted byte, row or piece shows.
-`key` is 64 bits of the digest of the prompt up to and with the page, so a page of another prompt, of another position
-or of an older content shows in every word. Making and checking it costs about as much as copying it.
+`pattern` is fixed for a layout and different in every word of every piece, so a shifted byte, row or piece is detected.
+`key` is 64 bits of the digest of the prompt up to and including the page, so a page of another prompt, position or
+generation differs in every word. Filling and verifying cost about as much as a copy.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tidekv.states.errors import InvalidRequest
 from tidekv.states.shapes import PageIds
 
 WORD_BYTES: Final = 8
-# Bounds the memory in use: the bytes made for one piece of one batch of pages.
+# Limits memory: bytes of content generated for one piece of one batch of pages.
 BATCH_BYTES: Final = 1 << 20
 
 
 def prompt_digests(packed: bytes, page_size: int, *, namespace: str = "") -> list[bytes]:
-    """Return one digest a page of packed tokens, the last one over a partial page if there is one.
+    """Return one digest per page of packed tokens, the last one over a partial page if there is one.
 
-    The digests of full pages are those of the storage tier's page keys. A partial page's digest covers the tokens that
-    it has: once it is full it has another one, and its content must be filled anew.
+    The digests of full pages are those of the storage tier's page keys. The digest of a partial page covers its tokens:
+    when it becomes full its digest changes, and its content must be filled again.
     """
     digests = page_digests(packed, page_size, namespace=namespace)
     tail = packed[len(digests) * page_size * TOKEN_BYTES :]
@@ -42,7 +42,7 @@ def prompt_digests(packed: bytes, page_size: int, *, namespace: str = "") -> lis
 
 
 class SyntheticKV:
-    """Fills and checks the pages of one device pool. It holds a pattern of one page's size, and no page."""
+    """Fills and verifies pages of one device pool. It holds a pattern of one page's size, and no page."""
 
     def __init__(self, pool: DevicePool) -> None:
         layout = pool.layout
@@ -74,14 +74,14 @@ class SyntheticKV:
         return torch.cat(wrong).nonzero().flatten().tolist() if wrong else []
 
     def _content(self, piece: int, keys: torch.Tensor) -> torch.Tensor:
-        """Make one piece of each page, shape [len(keys), piece_bytes / unit]."""
+        """Return one piece of each page, shape [len(keys), piece_bytes / unit]."""
         words = torch.bitwise_xor(self._pattern[piece][None, :], keys[:, None])
         return words.view(self._unit)[:, : self._rows[piece].shape[1]]
 
     def _batches(
         self, pages: PageIds | Sequence[int], digests: Sequence[bytes]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Cut pages and their keys into batches; nothing is made before all of them have been checked."""
+        """Yield pages and their keys in batches, after all of them were checked."""
         checked = self._pool.check_pages(pages)
         if len(checked) != len(digests):
             raise InvalidRequest(f"{len(checked)} pages but {len(digests)} digests: each page needs its own")
@@ -93,7 +93,7 @@ class SyntheticKV:
 
 
 def _widest_unit(pool: DevicePool) -> torch.dtype:
-    """Choose the widest integer that every piece divides into: torch moves and compares bytes one by one."""
+    """Choose the widest integer that divides every piece: torch copies and compares bytes one by one."""
     for unit in (torch.int64, torch.int32, torch.int16):
         if all(row.shape[1] % unit.itemsize == 0 and row.storage_offset() % unit.itemsize == 0 for row in pool.rows):
             return unit

@@ -1,4 +1,4 @@
-"""A prefill worker without a model: its KV is synthetic, so that whoever receives it can verify every byte."""
+"""Prefill worker without a model: its KV is synthetic, so that every byte can be verified at the receiver."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tidekv.transports.outgoing import Room
 
 
 def synthetic_first_token(packed: bytes, vocabulary: int) -> int:
-    """The token that a synthetic model answers a prompt with: a function of all its tokens."""
+    """Return the first token that a synthetic model generates: a function of all tokens of the prompt."""
     return zlib.crc32(packed) % vocabulary
 
 
 class SyntheticPrefill:
-    """Serves rooms whose promise brought the tokens: `PrefillPeer(on_room=SyntheticPrefill(pool).serve)`.
+    """Serves rooms whose promise included the tokens: `PrefillPeer(on_room=SyntheticPrefill(pool).serve)`.
 
-    Fills and sends the prompt chunk by chunk, as a chunked prefill does, and frees its pages when decode has received
-    all, or the lease has ended. Requests that find no pages wait for some. With `keep_prefixes`, pages of
-    earlier prompts are kept, and sent without being filled again, as a prefill worker with a prefix cache does. Of
-    `components`, which its peer must have too, it fills and sends the tails that decode asks for.
+    Fills and sends the prompt in chunks, as a chunked prefill does, and frees its pages once decode has received all of
+    them, or the lease has ended. Requests without free pages wait for some. With `keep_prefixes`, pages of earlier
+    prompts are kept and sent without being filled again, as by a prefill worker with a prefix cache. For `components`,
+    which its peer must have too, it fills and sends the tails that decode requests.
     """
 
     def __init__(
@@ -52,16 +52,18 @@ class SyntheticPrefill:
 
     @property
     def pages_free(self) -> int:
-        """Pages of the pool that nobody holds."""
+        """Number of free pages of the pool."""
         return self._pages.counts()["free"]
 
     def forget(self) -> None:
-        """Drop every kept page that no room reads."""
+        """Drop every kept page that no room uses."""
         self._pages.forget()
 
     async def compute(self, packed: bytes) -> None:
-        """Fill a prompt's pages before its room comes; with `keep_prefixes` all of them but the last token's are known
-        then. Raises InvalidRequest for a prompt that never fits.
+        """Fill a prompt's pages before its room exists.
+
+        With `keep_prefixes` all of them except the last token's are then known. Raises InvalidRequest for a prompt that
+        can never fit.
         """
         async with self._freed:
             while (held := self._pages.take(packed)) is None:
@@ -78,7 +80,7 @@ class SyntheticPrefill:
                 self._freed.notify_all()
 
     async def serve(self, room: Room) -> None:
-        """One room, from its promise to its end. Raises InvalidRequest if the promise brought no tokens."""
+        """Serve one room from its promise to its end. Raises InvalidRequest if the promise included no tokens."""
         if room.tokens is None:
             raise InvalidRequest("this prefill has tokens from nobody else: send the request with send_prompt=True")
         packed = bytes(room.tokens)
@@ -92,11 +94,11 @@ class SyntheticPrefill:
             await self._send_tails(room, held, tails)
             await room.finish(first_token=synthetic_first_token(packed, self._vocabulary), aux={})
         except BaseException as error:
-            # A cancellation too: nobody else would end the room while this task waits for it.
+            # On cancellation, too: otherwise the room would never end, and `received` below would wait for it.
             room.fail(f"prefill gave up: {type(error).__name__}: {error}")
             raise
         finally:
-            # Only now has the last write out of these pages ended.
+            # The last write out of these pages has ended only now.
             outcome = str(await room.received())
             async with self._freed:
                 self._pages.give_back(held, computed=filled[0])
@@ -106,7 +108,7 @@ class SyntheticPrefill:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
     def _take(self, room: Room, packed: bytes) -> tuple[HeldPages, dict[str, PageIds]] | None:
-        """Take all pages that a room needs, or none and None."""
+        """Take all pages that a room needs, or return None."""
         tails = self._tails.take(room.tails)
         if tails is None:
             return None
@@ -121,7 +123,7 @@ class SyntheticPrefill:
         return held, tails
 
     async def _send_all(self, room: Room, held: HeldPages, filled: list[int]) -> None:
-        """Send all pages; `filled` holds how many of them have their content."""
+        """Send all pages. `filled` counts the pages that have their content, also if this raises."""
         pages = held.pages
         if held.known:
             await room.send(pages[: held.known], start_token=0)
@@ -129,7 +131,7 @@ class SyntheticPrefill:
             self._fill(held, first)
             filled[0] = min(first + self._chunk_pages, len(pages))
             await room.send(pages[first : first + self._chunk_pages], start_token=first * self._page_size)
-            # Others have rooms too: a chunked prefill gives them their turn between chunks.
+            # Yield between chunks, as a chunked prefill does, so that other rooms progress.
             await asyncio.sleep(0)
 
     def _fill(self, held: HeldPages, first: int) -> None:
@@ -137,7 +139,7 @@ class SyntheticPrefill:
         self._kv.fill(held.pages[first : first + self._chunk_pages], digests)
 
     async def _send_tails(self, room: Room, held: HeldPages, tails: dict[str, PageIds]) -> None:
-        """What there is of components once the whole prompt is computed."""
+        """Send the tails of components, which exist once the whole prompt is computed."""
         for name, asked in room.tails.items():
             positions = range(asked.first, asked.first + asked.page_count)
             self._tails.fill(asked, tails[name], [self._pages.digest_at(held, at) for at in positions])

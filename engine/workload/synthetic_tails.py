@@ -1,8 +1,7 @@
-"""Windows and states whose content can be checked: what a page or record holds follows from the prompt up to its end.
+"""Windows and states whose content can be verified: a function of the prompt up to the end of the page or record.
 
-A component's page at position p of a prompt, and a record that stands behind that page, are filled from the digest of
-the prompt up to and with page p, and from the component's name: another prompt, position or component shows in every
-word of it.
+A component's page at position p of a prompt, and a record after that page, are filled from the digest of the prompt up
+to and including page p, and from the component's name. Another prompt, position or component differs in every word.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from tidekv.states.shapes import PageIds
 
 
 def tail_digest(component: str, digest: bytes) -> bytes:
-    """What the page of a component is filled from, by the digest of the prompt up to and with its position."""
+    """Return the digest of a component's page, from the digest of the prompt up to and including its position."""
     return sha256(component.encode() + b"\0" + digest).digest()
 
 
 def wrong_tails(
     components: Sequence[ComponentPools], tails: Mapping[str, ReadyTail], digests: Sequence[bytes]
 ) -> dict[str, list[int]]:
-    """Compare the tails that a request was given, byte for byte; `digests` has one for each page of its prompt.
+    """Verify the tails of a request byte for byte; `digests` has one entry for each page of its prompt.
 
-    Returns the positions in the prompt that differ, by component; none where all is right.
+    Returns the positions in the prompt that differ, by component; empty if there are none.
     """
     wrong = {}
     for pools in components:
@@ -42,8 +41,9 @@ def wrong_tails(
 
 
 class SyntheticTails:
-    """The pools of a synthetic prefill worker's components: pages for the tails that rooms ask for, and their content.
-    Nothing of them is kept.
+    """Pools of a synthetic prefill worker's components: pages for requested tails, and their content.
+
+    Nothing is kept after a room.
     """
 
     def __init__(self, components: Sequence[ComponentPools]) -> None:
@@ -51,8 +51,9 @@ class SyntheticTails:
         self._accounts = {pools.name: PageAccount(pools.name, pools.device.num_pages) for pools in components}
 
     def take(self, asked: Mapping[str, TailAsked]) -> dict[str, PageIds] | None:
-        """Take pages for what a room asks for, of every component; None if there are too few now. Raises
-        InvalidRequest if there never will be enough.
+        """Take pages for the tails of a room, for every component. None if there are too few now.
+
+        Raises InvalidRequest if there can never be enough.
         """
         for name, tail in asked.items():
             account = self._accounts[name]
@@ -65,10 +66,10 @@ class SyntheticTails:
         return {name: self._accounts[name].take(tail.page_count) for name, tail in asked.items()}
 
     def fill(self, tail: TailAsked, pages: PageIds, digests: Sequence[bytes]) -> None:
-        """Overwrite pages with the content of the tail; `digests` are of the positions that are asked for."""
+        """Overwrite pages with the content of the tail; `digests` are those of the requested positions."""
         self._kv[tail.component].fill(pages, [tail_digest(tail.component, digest) for digest in digests])
 
     def give_back(self, held: Mapping[str, PageIds]) -> None:
-        """Take pages back; nothing may use them."""
+        """Give pages back, which must be unused."""
         for name, pages in held.items():
             self._accounts[name].give_back(pages)

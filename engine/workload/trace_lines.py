@@ -1,6 +1,6 @@
-"""The lines of a recording, plain or gzip, with errors that say the file and the line.
+"""Lines of a recording, plain or gzip, with errors that name file and line.
 
-Memory is bounded by the longest line allowed, also for a small gzip file that unpacks to a huge one.
+Memory is bounded by the maximum length of a line, also for a small gzip file that unpacks to a huge one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Record = TypeVar("Record")
 
 
 def trace_error(path: Path, line: int, what: str) -> InvalidRequest:
-    """Build the error for one line of a recording; line 0 stands for the file as a whole."""
+    """Return the error for one line of a recording; line 0 stands for the whole file."""
     return InvalidRequest(f"trace {path}, line {line}: {what}" if line else f"trace {path}: {what}")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield each line that is not blank with its number, from 1. The file is open until the iterator ends or is closed.
 
-    Raises InvalidRequest where the file cannot be opened, read or unpacked, or a line is over LINE_BYTES_MAX.
+    Raises InvalidRequest if the file cannot be opened, read or unpacked, or if a line exceeds LINE_BYTES_MAX.
     """
     number = 0
     try:
@@ -37,7 +37,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
                 if len(line) > LINE_BYTES_MAX:
-                    raise trace_error(path, number, f"the line is over {LINE_BYTES_MAX} bytes")
+                    raise trace_error(path, number, f"the line is longer than {LINE_BYTES_MAX} bytes")
                 if not line.isspace():
                     yield number, line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -47,7 +47,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def decode_line(decoder: msgspec.json.Decoder[Record], line: bytes, *, path: Path, number: int, wanted: str) -> Record:
-    """Decode one line; InvalidRequest says the field that is wrong or missing, and what was expected."""
+    """Decode one line. Raises InvalidRequest, which names the wrong or missing field and the expected format."""
     try:
         return decoder.decode(line)
     except msgspec.ValidationError as error:
@@ -57,7 +57,7 @@ def decode_line(decoder: msgspec.json.Decoder[Record], line: bytes, *, path: Pat
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a recording, unpacking it if its first bytes say that it is gzip, whatever its name says."""
+    """Open a recording, and unpack it if its first bytes are those of gzip, regardless of its name."""
     with path.open("rb") as file:
         packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
     return cast(BinaryIO, gzip.open(path, "rb")) if packed else path.open("rb")

@@ -1,4 +1,4 @@
-"""Replays a recording against a decode engine, with KV whose every byte is verified behind every restore."""
+"""Replays a recording against a decode engine, with synthetic KV that is verified after every restore."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ class _Prompt:
 
 @dataclass(slots=True)
 class Verdicts:
-    """What verifying found: pages compared, and what was wrong, in words."""
+    """Result of the verification: number of pages compared, and descriptions of the differences."""
 
     pages: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
 class TraceRun:
-    """One pass over a recording. `cache=False` restores and keeps nothing: what it costs without a decode cache.
+    """One pass over a recording. `cache=False` restores and keeps nothing, to measure the cost without a decode cache.
 
-    Requests start in the recording's order and not before their time; at most `in_flight_max` are at work at once, and
-    those of one session come one after the other. `verify_every`: the pages of every so-manieth request are verified.
-    `compute_ahead` is awaited with each prompt's packed tokens before it is restored: what it takes is not part of the
-    time to ready.
+    Requests start in the recording's order, not before their time and at most `in_flight_max` at once; those of one
+    session run one after the other. The pages of one request in `verify_every` are verified. `compute_ahead` is awaited
+    with each prompt's packed tokens before its restore, so its duration is not part of the time to ready.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class TraceRun:
         self.verdicts = Verdicts()
 
     async def run(self, requests: Iterator[TraceRequest]) -> None:
-        """Replay all requests. Raises what a request or the recording raises; the others are cancelled then."""
+        """Replay all requests. Raises errors of a request or the recording, with the other requests cancelled."""
         start_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._slots.acquire()
-                # Reading, unpacking and hashing a long prompt takes milliseconds.
+                # On the compute thread: reading, unpacking and hashing a long prompt takes milliseconds.
                 prompt = await self._compute.run(partial(self._next_prompt, requests))
                 if prompt is None:
                     break
@@ -111,7 +110,7 @@ class TraceRun:
             self._progress(self._phase.name, 1)
 
     async def _serve(self, prompt: _Prompt) -> None:
-        """Restore, verify, write the output's KV, keep it."""
+        """Restore a prompt, verify it, write the output's KV, and finish."""
         request_id = prompt.request.request_id
         if self._compute_ahead is not None:
             await self._compute_ahead(prompt.packed)
@@ -131,7 +130,7 @@ class TraceRun:
             await self._verify(prompt, ready)
         if ready.first_token != synthetic_first_token(prompt.packed, self._vocabulary):
             self.verdicts.wrong.append(f"{request_id}: the first token is that of another prompt")
-        # All of the output at once: what is replayed is the memory that it takes, not the time of each token.
+        # The whole output at once: the replay reproduces its memory, not the time of each token.
         self._engine.grow(ready, prompt.request.output_length - 1)
         written = prompt.packed + prompt.output[:-4]
         first = len(prompt.packed) // 4 // self._page_size
@@ -141,7 +140,7 @@ class TraceRun:
         await self._engine.finish(ready, prompt.output)
 
     async def _verify(self, prompt: _Prompt, ready: ReadyRequest) -> None:
-        """Compare every page of the prompt, byte for byte, with what it must hold."""
+        """Compare every page of the prompt byte for byte with its expected content."""
         pages = ready.pages[: len(prompt.digests)].tolist()
         wrong = await self._compute.run(partial(self._kv.verify, pages, prompt.digests))
         self.verdicts.pages += len(pages)

@@ -1,7 +1,7 @@
-"""Reads recorded workloads: Mooncake's request logs and sessions of coding agents, plain or gzip.
+"""Reader of recorded workloads: Mooncake's request logs and sessions of coding agents, plain or gzip.
 
-Recordings hold lengths and prefix structure and no text. The format is found by looking into the file. Reading streams:
-a request's block ids live until the next one is asked for.
+Recordings hold lengths and prefix structure but no text. The format is detected from the content. Reading streams: the
+block ids of a request live until the next one is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TraceFormat: TypeAlias = Literal["mooncake", "agent sessions"]
 
 
 class MooncakeLine(msgspec.Struct):
-    """One request as Mooncake records it: milliseconds, tokens, and one global id a block of 512 tokens."""
+    """One request as recorded by Mooncake: milliseconds, tokens, and one global id per block of 512 tokens."""
 
     timestamp: Annotated[float, Meta(ge=0, le=1e15)]
     input_length: Annotated[int, Meta(ge=1, le=PROMPT_TOKENS_MAX)]
@@ -47,7 +47,7 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def trace_format(path: str | Path) -> TraceFormat:
-    """Tell the format of a recording by its first line. Raises InvalidRequest where it is none of ours."""
+    """Detect the format of a recording from its first line. Raises InvalidRequest for an unknown one."""
     path = Path(path)
     lines = _sessions_or_lines(path)
     try:
@@ -66,10 +66,10 @@ def trace_format(path: str | Path) -> TraceFormat:
 
 
 def read_trace(path: str | Path, options: TraceOptions | None = None) -> Iterator[TraceRequest]:
-    """Yield the requests of a recording in the order of time.
+    """Yield the requests of a recording in order of time.
 
-    Raises InvalidRequest with file, line and what was expected: here for a file that cannot be read or is no recording,
-    while iterating for a line that is wrong.
+    Raises InvalidRequest with file, line and expected format: at the call for a file that cannot be read or is not a
+    recording, and during the iteration for a wrong line.
     """
     path, options = Path(path), options or TraceOptions()
     found = trace_format(path)
@@ -87,7 +87,7 @@ def _short_enough(requests: Iterator[TraceRequest], options: TraceOptions) -> It
 
 
 def _sessions_or_lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
-    """Yield the lines of a recording; a file that is one JSON object over many lines is one long line."""
+    """Yield the lines of a recording. A file that is one JSON object over many lines gives one long line."""
     lines = numbered_lines(path)
     first = next(lines, None)
     if first is None:
@@ -102,7 +102,7 @@ def _sessions_or_lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
         parts.append(more)
         size += len(more)
         if size > LINE_BYTES_MAX:
-            raise trace_error(path, number, f"the object that begins here is over {LINE_BYTES_MAX} bytes")
+            raise trace_error(path, number, f"the object that begins here is longer than {LINE_BYTES_MAX} bytes")
     yield number, b"".join(parts)
 
 
@@ -122,7 +122,7 @@ def _mooncake_requests(lines: Iterator[tuple[int, bytes]], path: Path, options: 
             raise trace_error(
                 path,
                 number,
-                f"timestamp {record.timestamp:g} ms is before that of the request before, {before_ms:g} ms",
+                f"timestamp {record.timestamp:g} ms is earlier than that of the previous request, {before_ms:g} ms",
             )
         before_ms = record.timestamp
         request_id = f"request-{number}"

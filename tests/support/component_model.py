@@ -1,11 +1,11 @@
-"""Real models with sliding windows and recurrent state: whatever a `transformers` model caches, in the pools of tidekv.
+"""Real models with sliding windows and recurrent state: everything that a `transformers` model caches, in pools.
 
     full attention       K and V of every token        the full pool, by page
     sliding attention    K and V of the last tokens    a window's pool, by page
     linear attention     its state after a token       a state's pool: one record holds all layers
 
-One request at a time, tokens in order: this is for tests and examples, and shows how an embedder uses components. The
-first tokens of a prompt are computed in one go, all further ones one by one, as `generate()` does.
+One request at a time, tokens in order: for tests and examples, and as a demonstration of components for embedders. The
+first tokens of a prompt are computed at once, further ones one by one, as `generate()` does.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ from tidekv.backends.page_layout import PageLayout
 from tidekv.states.errors import InvalidConfig
 
 CacheLayer: TypeAlias = Any
-"""A layer of a cache of `transformers`; the package is optional and is not type-checked."""
+"""Cache layer of `transformers`; the package is optional and is not type-checked."""
 DTYPES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CONVOLUTION = "convolution"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayouts:
-    """How a model's pools are to be made; None where it has no such layers."""
+    """Layouts of a model's pools. None if the model has no such layers."""
 
     full: KVLayout
     window: KVLayout | None
     window_tokens: int
-    """So many tokens before a position are needed to go on there."""
+    """Number of tokens before a position that are needed to continue there."""
     state: PageLayout | None
 
 
 @dataclass(slots=True)
 class Held:
-    """Where the cache of one request lies. `pages` are those of the full pool; `window` those of the window's pool, at
-    positions from `window_first` on; `record` is of the state's pool.
+    """Location of the cache of one request.
+
+    `pages` are those of the full pool, `window` those of the window's pool from position `window_first` on, and
+    `record` is the record of the state's pool.
     """
 
     pages: Sequence[int]
@@ -52,8 +54,9 @@ class Held:
 
 
 def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
-    """Look at what a model caches of one token. Raises InvalidConfig where layers of one kind differ in shape, or where
-    none has full attention.
+    """Determine the layouts from the cache of one token.
+
+    Raises InvalidConfig if layers of one kind differ in shape, or if no layer has full attention.
     """
     cache = _cache_of_one_token(model)
     full: list[tuple[torch.Size, torch.dtype]] = []
@@ -75,7 +78,7 @@ def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
     return ModelLayouts(
         full=_kv_layout(full, page_size),
         window=_kv_layout(window, page_size) if window else None,
-        # The token itself is one of those that its layers look at.
+        # Without the token itself, which is part of the window of its layers.
         window_tokens=max(sliding - 1, 0),
         state=state,
     )
@@ -84,7 +87,7 @@ def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
 class ComponentModel:
     """Runs a causal model of `transformers` whose cache lies in pools. It owns neither the pools nor the model.
 
-    Nothing beyond the last token is read, nor is what a window has left behind.
+    Pages beyond the last token and pages that a window has left behind are never read.
     """
 
     def __init__(
@@ -104,9 +107,9 @@ class ComponentModel:
         self._state_shapes = [[tensor.shape for tensor in _states(layer)] for layer in layers if _has_state(layer)]
 
     def forward(self, tokens: Sequence[int], start: int, held: Held) -> torch.Tensor:
-        """Compute positions [start, start + len(tokens)) and write what is cached of them; returns the logits
-        [len(tokens), vocab]. What [0, start) has left must be in `held`. A window that has no page for a position keeps
-        nothing of it.
+        """Compute positions [start, start + len(tokens)) and write their cache; returns logits [len(tokens), vocab].
+
+        The cache of [0, start) must be in `held`. Positions for which the window has no page are not kept in it.
         """
         end = start + len(tokens)
         cache = _new_cache(self.model)
@@ -169,7 +172,7 @@ class ComponentModel:
         layer.has_previous_state[0] = True
 
     def _records(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What all records have of one layer, [records, elements]: its recurrent state, and that of its convolution."""
+        """Return all records of one layer, [records, elements]: recurrent state and convolution state."""
         assert self._state is not None
         groups = self._state.group("full"), self._state.group(CONVOLUTION)
         recurrent, convolution = (group.k[number].flatten(1) for group in groups)
@@ -179,7 +182,7 @@ class ComponentModel:
         return self._slots(held.window, held.window_first, start, end)
 
     def _slots(self, pages: Sequence[int], first: int, start: int, end: int) -> torch.Tensor:
-        """The numbers of the pool's tokens that hold positions [start, end), where `pages` begin at page `first`."""
+        """Return the pool's token numbers of positions [start, end); `pages` begin at page `first`."""
         positions = torch.arange(start, end)
         starts = torch.tensor(list(pages), dtype=torch.long) * self._page_size
         return starts[positions // self._page_size - first] + positions % self._page_size
@@ -215,9 +218,9 @@ def _states(layer: CacheLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _kv_layout(layers: Sequence[tuple[torch.Size, torch.dtype]], page_size: int) -> KVLayout:
-    """`layers`: shape [1, heads, tokens, dim] and type of what each caches."""
+    """Return the layout for layers given by shape [1, heads, tokens, dim] and dtype."""
     if len(set(layers)) != 1:
-        raise InvalidConfig(f"layers of one kind must be there and be alike, not {layers}")
+        raise InvalidConfig(f"layers of one kind must exist and be equal in shape and dtype, not {layers}")
     (_, heads, _, head_dim), dtype = layers[0]
     return KVLayout(
         num_layers=len(layers), num_kv_heads=heads, head_dim=head_dim, dtype=DTYPES[dtype], page_size=page_size
@@ -225,9 +228,9 @@ def _kv_layout(layers: Sequence[tuple[torch.Size, torch.dtype]], page_size: int)
 
 
 def _record_layout(states: Sequence[torch.Tensor]) -> KVLayout:
-    """One vector a layer: of a record its size alone matters here."""
+    """Return a layout with one vector per layer: only the size of a record matters here."""
     if len({(state.shape, state.dtype) for state in states}) != 1:
-        raise InvalidConfig(f"the states of all layers must be alike, not {[state.shape for state in states]}")
+        raise InvalidConfig(f"the states of all layers must have one shape, not {[state.shape for state in states]}")
     return KVLayout(
         num_layers=len(states),
         num_kv_heads=1,

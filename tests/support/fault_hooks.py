@@ -1,7 +1,7 @@
-"""Hooks by which fault tests halt real operations half-way: a gate between whoever submits and the poller's thread.
+"""Hooks by which fault tests halt real operations half-way: a gate between the caller and the poller's thread.
 
-What is behind the gate is the real operation: parts of it are posted before it halts, and the rest after the gate has
-opened, which is how a stopped or slow process behaves. Nothing here changes what is written.
+Behind the gate is the real operation. Some of its parts are posted before it halts and the rest after the gate has
+opened, as in a process that is stopped or slow. The hooks do not change the bytes that are written.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class GatedPoller:
-    """A poller whose operations halt at a closed gate. `halted` is set when the first of them has."""
+    """A poller whose operations halt at a closed gate. `halted` is set once the first one has halted."""
 
     def __init__(self, inner: Poller) -> None:
-        """Made on the loop that `inner` serves."""
+        """Must be created on the loop that `inner` serves."""
         self.halted = asyncio.Event()
         self._inner = inner
         self._loop = asyncio.get_running_loop()
@@ -36,11 +36,10 @@ class GatedPoller:
         self._stops_process = False
 
     def close_gate(self, *, after_checks: int = 0, stops_process: bool = False, skips: int = 0) -> None:
-        """What is submitted from now on, but for the first `skips` operations, halts after so many checks, or when it
-        is done; 0: before it is posted.
+        """Close the gate for operations submitted from now on, except the first `skips`.
 
-        With `stops_process` the whole process stops itself there, as by SIGSTOP from outside, and the gate is open when
-        it is continued.
+        They halt after `after_checks` checks, or once they are done; 0 halts before the post. With `stops_process` the
+        whole process stops itself there, as by SIGSTOP, and the gate is open when it is continued.
         """
         self.halted.clear()
         self._after_checks = after_checks
@@ -49,7 +48,7 @@ class GatedPoller:
         self._open.clear()
 
     def open_gate(self) -> None:
-        """Let everything go on."""
+        """Let halted operations continue."""
         self._open.set()
 
     def submit(self, pollable: Pollable) -> asyncio.Future[None]:
@@ -60,13 +59,13 @@ class GatedPoller:
         return self._inner.submit(_Gated(pollable, self._open, self._after_checks, self._halt))
 
     def drive(self, stream: Stream) -> _GatedDrive:
-        """See `tidekv.transports.base.Poller`: what begins on it is an operation, and each turn of it a check."""
+        """See `tidekv.transports.base.Poller`. Each `begin` counts as an operation, and each turn as a check."""
         assert isinstance(self._inner, PollerThread), "only the thread itself has streams"
         gated = _GatedStream(stream, self._open, self._halt)
         return _GatedDrive(self, self._inner.drive(gated), gated)
 
     def _checks_of_next(self) -> int | None:
-        """The turns of what begins now up to the gate; None where it is let through."""
+        """Return the turns of a new operation up to the gate; None if it is not gated."""
         if self._open.is_set():
             return None
         if self._skips:
@@ -75,18 +74,18 @@ class GatedPoller:
         return self._after_checks
 
     def _halt(self) -> None:
-        """In the poller's thread: an operation has come to the gate."""
+        """Report that an operation has reached the gate. Runs on the poller's thread."""
         if self._stops_process:
             self._stops_process = False
-            # To this thread, which stands still before the next line: what is sent to the process waits for any of its
-            # threads to take it, and this one would go on writing until then.
+            # Sent to this thread, which then stops before the next line. A signal to the process may be delivered to
+            # any of its threads, and this one would continue to write until then.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             self._open.set()
         self._loop.call_soon_threadsafe(self.halted.set)
 
 
 class _GatedDrive:
-    """A drive whose stream halts for what begins while the gate is closed."""
+    """A drive whose stream halts for operations that begin while the gate is closed."""
 
     def __init__(self, gate: GatedPoller, inner: StreamDrive, stream: _GatedStream) -> None:
         self._gate = gate
@@ -106,7 +105,7 @@ class _GatedDrive:
 
 
 class _GatedStream:
-    """A stream that halts; what ends in it while it is held is told when the gate is open."""
+    """A stream that halts. Operations that end while it is held are reported once the gate is open."""
 
     def __init__(self, inner: Stream, gate: threading.Event, on_halt: Callable[[], None]) -> None:
         self._inner = inner
@@ -117,7 +116,7 @@ class _GatedStream:
         self._ended: Ended = []
 
     def hold(self, checks: int) -> None:
-        """Take so many turns more, or less if something ends in one, and then none before the gate is open."""
+        """Take at most `checks` more turns, fewer if an operation ends, and then none until the gate is open."""
         if self._checks_left is None:
             self._checks_left = checks
             self._is_told = False
@@ -145,7 +144,7 @@ class _GatedStream:
         return self._inner.advance(tell)
 
     def _is_passed(self) -> bool:
-        """True where the gate is open, be it only once this stream has come to it."""
+        """Whether the gate is open. The first call at a closed gate reports the halt."""
         if not self._gate.is_set() and not self._is_told:
             self._is_told = True
             self._on_halt()
@@ -153,7 +152,7 @@ class _GatedStream:
 
 
 class _Gated:
-    """One operation that halts; the poller's thread calls all of it."""
+    """One operation that halts. All methods run on the poller's thread."""
 
     def __init__(self, inner: Pollable, gate: threading.Event, after_checks: int, on_halt: Callable[[], None]) -> None:
         self._inner = inner
@@ -182,7 +181,7 @@ class _Gated:
         return self._pass_gate()
 
     def _pass_gate(self) -> bool:
-        """Go on where the gate is open; nothing has its end before that, whatever has happened to its bytes."""
+        """Continue if the gate is open. Before that no operation ends, whatever has happened to its bytes."""
         if not self._gate.is_set() and not self._is_told:
             self._is_told = True
             self._on_halt()
@@ -204,7 +203,7 @@ class _Gated:
 
 
 class GatedStorage:
-    """A storage engine whose reads and writes go through a gate; all else is the engine's."""
+    """A storage engine whose reads and writes pass a gate; everything else is forwarded."""
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
@@ -214,6 +213,6 @@ class GatedStorage:
         return getattr(self._inner, name)
 
     async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
-        """See `Storage.register`; the gate is there from now on."""
+        """See `Storage.register`. The gate exists from now on."""
         self.gate = GatedPoller(poller)
         await self._inner.register(pool, buffer_of, namespace=namespace, poller=self.gate)

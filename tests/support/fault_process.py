@@ -1,4 +1,4 @@
-"""Test support: workers in processes of their own, which tests command, stop, kill and start again.
+"""Test support: workers in child processes, which tests command, stop, kill and restart.
 
     child = await FaultProcess.start(serve_prefill, PrefillOrder(...)); await child.ask(AskCounts(), Counts)
     child.signal(signal.SIGKILL); await child.wait_ended(); child.end()
@@ -27,12 +27,13 @@ END_S = 10.0
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the two ends say to each other."""
+    """Message between a test and its child."""
 
 
 class Halt(Message, frozen=True, kw_only=True):
-    """Operations submitted from now on, but for the first `skips`, halt after so many checks, and the process with them
-    if it `stops` → Done, and Halted when one has.
+    """Halt operations submitted from now on, except the first `skips`, after `after_checks` checks.
+
+    With `stops` the process stops, too. Answered by Done, and by Halted once an operation has halted.
     """
 
     after_checks: int = 0
@@ -41,15 +42,15 @@ class Halt(Message, frozen=True, kw_only=True):
 
 
 class Open(Message, frozen=True, kw_only=True):
-    """Let what is halted go on → Done."""
+    """Let halted operations continue. Answered by Done."""
 
 
 class AskCounts(Message, frozen=True, kw_only=True):
-    """Tell your counts → Counts."""
+    """Request the counts. Answered by Counts."""
 
 
 class Turn(Message, frozen=True, kw_only=True):
-    """Restore a prompt, verify it, finish with this output → Served or Failed."""
+    """Restore a prompt, verify it, and finish with this output. Answered by Served or Failed."""
 
     request_id: str
     tokens: list[int]
@@ -58,21 +59,21 @@ class Turn(Message, frozen=True, kw_only=True):
 
 
 class Settle(Message, frozen=True, kw_only=True):
-    """Wait until nothing is in flight but what waits for you → Done."""
+    """Wait until nothing is in flight except operations that wait for the test. Answered by Done."""
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The worker is at work; a prefill worker says where."""
+    """The worker is running. A prefill worker includes its address."""
 
     address: str = ""
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """It is as you said."""
+    """A command was carried out."""
 
 
 class Halted(Message, frozen=True, kw_only=True):
-    """The first operation is at the gate."""
+    """The first operation has reached the gate."""
 
 
 class Counts(Message, frozen=True, kw_only=True):
@@ -82,7 +83,7 @@ class Counts(Message, frozen=True, kw_only=True):
 
 
 class Served(Message, frozen=True, kw_only=True):
-    """A turn is over; `wrong` are the pages of its prompt whose bytes differ from what they must be."""
+    """Success of a turn; `wrong` lists the pages of its prompt with wrong bytes."""
 
     request_id: str
     sources: dict[str, int]
@@ -90,14 +91,14 @@ class Served(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """A request failed."""
+    """Failure of a request."""
 
     request_id: str
     cause: str
 
 
 class Closed(Message, frozen=True, kw_only=True):
-    """The engine has closed, in good order; its last counts."""
+    """The engine has closed regularly; its last counts."""
 
     counts: dict[str, float]
 
@@ -121,7 +122,7 @@ class Line:
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
     def say(self, message: Message) -> None:
-        """Send; harmless when the other end is gone."""
+        """Send a message. No effect if the other end is gone."""
         if not self._is_over:
             try:
                 self._connection.send_bytes(msgspec.msgpack.encode(message))
@@ -129,19 +130,19 @@ class Line:
                 self.close()
 
     async def hear(self, kind: type[M]) -> M:
-        """The next message of this kind; others wait for whoever asks for them. Raises EOFError at the end."""
+        """Return the next message of this kind; others stay queued. Raises EOFError if the other end is gone."""
         while True:
             for message in self._arrived:
                 if isinstance(message, kind):
                     self._arrived.remove(message)
                     return message
             if self._is_over:
-                raise EOFError(f"the other end is gone and said no {kind.__name__}")
+                raise EOFError(f"the other end is gone and sent no {kind.__name__}")
             self._changed.clear()
             await self._changed.wait()
 
     async def __aiter__(self) -> AsyncIterator[AnyMessage]:
-        """All messages, in order, until the other end is gone."""
+        """Yield all messages in order, until the other end is gone."""
         while self._arrived or not self._is_over:
             if self._arrived:
                 yield self._arrived.pop(0)
@@ -150,7 +151,7 @@ class Line:
                 await self._changed.wait()
 
     def close(self) -> None:
-        """End the line; the other end hears of it."""
+        """Close the line, which the other end notices."""
         if not self._is_over:
             self._is_over = True
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
@@ -178,7 +179,7 @@ class FaultProcess:
 
     @classmethod
     async def start(cls, role: Role[Order], order: Order, *, environment: dict[str, str] | None = None) -> Self:
-        """Start a child, and wait until it is at work. Raises EOFError if it ends before that."""
+        """Start a child and wait until it is running. Raises EOFError if it ends before that."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, role.__module__, "nixl._api"])
         ours, theirs = context.Pipe()
@@ -192,12 +193,12 @@ class FaultProcess:
         return self
 
     async def ask(self, message: Message, kind: type[M]) -> M:
-        """Say something, and wait for the next message of a kind."""
+        """Send a message, and wait for the next message of a kind."""
         self.line.say(message)
         return await self.line.hear(kind)
 
     async def counts(self) -> dict[str, float]:
-        """The child's counts of now."""
+        """Return the child's current counts."""
         return (await self.ask(AskCounts(), Counts)).counts
 
     @property
@@ -213,11 +214,11 @@ class FaultProcess:
 
     async def wait_stopped(self) -> None:
         """Wait until the child's process is stopped."""
-        while _state_of(self._child.pid) != "T":  # noqa: ASYNC110  # Nothing tells whoever is not its parent.
+        while _state_of(self._child.pid) != "T":  # noqa: ASYNC110  # Only the parent is notified, the fork server.
             await asyncio.sleep(0.005)
 
     async def wait_ended(self) -> int:
-        """Wait until the child's process has ended; its exit code, or minus the signal that killed it."""
+        """Wait until the child has ended; returns its exit code, or minus the signal that killed it."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         loop.add_reader(self._child.sentinel, ended.set)
@@ -230,7 +231,7 @@ class FaultProcess:
         return self._child.exitcode
 
     def end(self) -> None:
-        """Kill the child if it still lives, and reap it."""
+        """Kill the child if it is alive, and reap it."""
         if self._child.is_alive():
             self.signal(signal.SIGKILL)
         self._child.join(END_S)
@@ -241,10 +242,10 @@ class FaultProcess:
 def run_child(
     role: Role[Order], kind: type[Order], order: bytes, connection: Connection, environment: dict[str, str]
 ) -> None:
-    """What a child runs: its role, until the role is over, or Ctrl-C."""
+    """Run a child: its role until that ends, or Ctrl-C."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    # A shell's job in the background ignores it, and all its children would.
+    # A background job of a shell ignores SIGINT, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     async def run() -> None:
@@ -258,5 +259,5 @@ def run_child(
 
 
 def _state_of(pid: int | None) -> str:
-    """The state letter of a process, as the kernel tells it."""
+    """Return the state letter of a process from /proc."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,6 +1,6 @@
-"""Test support: what the children of fault tests are: a prefill worker and a decode worker, over NIXL, with hooks.
+"""Test support: prefill and decode workers over NIXL with fault hooks, for the children of fault tests.
 
-Each serves its line until the test closes it, and closes in good order then; see `fault_process` for what is said.
+Each serves its line until the test closes it, and then closes regularly; see `fault_process` for the messages.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from tidekv.transports import nixl
 
 
 class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill child is to be. `part_bytes`: writes are posted in parts of this size, so that one can halt
-    between two of them.
+    """Options of a prefill child.
+
+    Writes are posted in parts of `part_bytes`, so that one can halt between two parts.
     """
 
     name: str
@@ -44,7 +45,7 @@ class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decode child is to be."""
+    """Options of a decode child."""
 
     name: str
     layout: KVLayout
@@ -55,8 +56,8 @@ class DecodeOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def serve_prefill(line: said.Line, order: PrefillOrder) -> None:
-    """Serve synthetic KV to whoever promises, tokens included; Halt stops writes half-way."""
-    # This process has one transport, and nobody but a test to surprise.
+    """Serve synthetic KV to every promise that includes tokens. Halt stops writes half-way."""
+    # Safe here, because this process has only one transport.
     nixl.PART_BYTES = order.part_bytes
     pool = DevicePool.allocate(order.layout, order.num_pages)
     components = [component.pools() for component in order.components]
@@ -89,7 +90,7 @@ async def serve_prefill(line: said.Line, order: PrefillOrder) -> None:
 
 
 async def serve_decode(line: said.Line, order: DecodeOrder) -> None:
-    """Take turns; Halt stops reads and writes of storage half-way. Ctrl-C ends it in good order."""
+    """Serve turns. Halt stops reads and writes of storage half-way. Ctrl-C ends it regularly."""
     device = DevicePool.allocate(order.layout, order.device_pages)
     storage = GatedStorage(open_storage(order.storage))
     engine = DecodeEngine(
@@ -137,7 +138,7 @@ async def _take_turn(line: said.Line, engine: DecodeEngine, kv: SyntheticKV, tur
 async def finish_turn(
     engine: DecodeEngine, kv: SyntheticKV, ready: ReadyRequest, tokens: list[int], output: list[int]
 ) -> None:
-    """Generate `output`: grow, write its synthetic KV, and give everything back."""
+    """Generate `output`: grow, write its synthetic KV, and finish."""
     size = engine.layout.page_size
     written = [*tokens, *output[:-1]]
     engine.grow(ready, len(written) - len(tokens))
@@ -162,7 +163,7 @@ def _move_gate(line: said.Line, gate: GatedPoller, message: said.AnyMessage) -> 
         case said.Open():
             gate.open_gate()
         case _:
-            raise AssertionError(f"nobody says {message} to this child")
+            raise AssertionError(f"this child does not handle {message}")
     line.say(said.Done())
 
 

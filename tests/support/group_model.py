@@ -1,11 +1,11 @@
-"""Real models on pages of several groups: whatever a `transformers` model caches a layer, in the tensors of a pool.
+"""Real models on pages of several groups: the cache of each layer of a `transformers` model, in the tensors of a pool.
 
     PlainKV     K and V of each head                         kind "mha": Llama and others with MHA, GQA or MQA
-    LatentKV    the compressed latent and the rotary key     kind "mla": DeepSeek V2 and V3, as one vector a token
+    LatentKV    the compressed latent and the rotary key     kind "mla": DeepSeek V2 and V3, as one vector per token
     ScaledKV    K and V as bytes of 8 bits, with one scale   two groups: "full" in float8, "scales" in float32
-                a token and head
+                per token and head
 
-One request at a time, tokens in order: this is for tests and examples, and shows how an embedder uses groups.
+One request at a time, tokens in order: for tests and examples, and as a demonstration of groups for embedders.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from tidekv.backends.device import PoolGroup
 from tidekv.states.errors import InvalidConfig
 
 CausalModel: TypeAlias = Any
-"""A causal model of `transformers`; the package is optional and is not type-checked."""
+"""Causal model of `transformers`; the package is optional and is not type-checked."""
 
 
 class LayerKV(Protocol):
-    """Where the KV of a model's layers lies. What a layer caches is two tensors [1, heads, tokens, dim]."""
+    """Storage of the KV of a model's layers. Each layer caches two tensors [1, heads, tokens, dim]."""
 
     @property
     def layer_count(self) -> int:
-        """Layers that there is room for."""
+        """Number of layers that can be stored."""
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy what a layer cached at these slots: numbers of tokens in the pool."""
+        """Copy the cache of a layer at these slots, which are token numbers in the pool."""
 
     def write(self, layer: int, slots: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
         """Overwrite these slots of a layer."""
 
 
 class PlainKV:
-    """K and V of each head, as they are."""
+    """K and V of each head, unchanged."""
 
     def __init__(self, group: PoolGroup) -> None:
         if group.layout.kind != "mha":
@@ -56,7 +56,7 @@ class PlainKV:
 
 
 class LatentKV:
-    """The latent vector and, behind it, the rotary key that all heads share."""
+    """The latent vector, followed by the rotary key that all heads share."""
 
     def __init__(self, group: PoolGroup, *, latent_dim: int) -> None:
         if group.layout.kind != "mla" or group.layout.head_dim <= latent_dim:
@@ -76,7 +76,7 @@ class LatentKV:
 
 
 class ScaledKV:
-    """K and V in float8, each vector of a head divided by a scale that is in a group of its own, with head_dim 1."""
+    """K and V in float8. Each vector of a head is divided by a scale, stored in another group with head_dim 1."""
 
     def __init__(self, full: PoolGroup, scales: PoolGroup, *, dtype: torch.dtype) -> None:
         if scales.layout.head_dim != 1 or len(full.tensors) != len(scales.tensors):
@@ -98,7 +98,7 @@ class ScaledKV:
         for (data, scales), values in zip(self._pairs[2 * layer : 2 * layer + 2], (first, second), strict=True):
             vectors = _by_token(values).float()
             scale = vectors.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / self._max
-            # By bytes: not every torch can scatter float8.
+            # As bytes, because some versions of torch cannot scatter float8.
             data.view(torch.uint8)[slots] = (vectors / scale).to(data.dtype).view(torch.uint8)
             scales[slots] = scale
 
@@ -110,11 +110,11 @@ class ScaledKV:
 class GroupModel:
     """Runs a causal model of `transformers` whose KV lies in pages. It owns neither the pages nor the model.
 
-    Page ids come in prompt order. Nothing before `start` is computed, and nothing beyond the last token is read.
+    Page ids are in prompt order. Positions before `start` are not computed, and nothing beyond the last token is read.
     """
 
     def __init__(self, model: CausalModel, kv: LayerKV, *, page_size: int) -> None:
-        """Raises InvalidConfig where the model has another number of layers than there is room for."""
+        """Raises InvalidConfig if the number of layers of the model and of the pages differ."""
         if model.config.num_hidden_layers != kv.layer_count:
             raise InvalidConfig(f"the model has {model.config.num_hidden_layers} layers, its pages {kv.layer_count}")
         self.model = model
@@ -148,23 +148,23 @@ class GroupModel:
         return logits
 
     def _slots(self, pages: Sequence[int], end: int) -> torch.Tensor:
-        """The numbers of the pool's tokens that hold positions [0, end)."""
+        """Return the pool's token numbers of positions [0, end)."""
         positions = torch.arange(end)
         starts = torch.tensor(list(pages)) * self._page_size
         return starts[positions // self._page_size] + positions % self._page_size
 
 
 def choices(logits: torch.Tensor) -> list[int]:
-    """The greedy token of each row; the first of several equal ones, as generate() does."""
+    """Return the greedy token of each row; the first of several equal ones, as generate() does."""
     best: list[int] = logits.argmax(dim=-1).tolist()
     return best
 
 
 def _by_head(rows: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, dim] as a cache has it: [1, heads, tokens, dim]."""
+    """Convert [tokens, heads, dim] to the shape of a cache, [1, heads, tokens, dim]."""
     return rows.transpose(0, 1)[None]
 
 
 def _by_token(states: torch.Tensor) -> torch.Tensor:
-    """[1, heads, tokens, dim] as pages have it: [tokens, heads, dim]."""
+    """Convert [1, heads, tokens, dim] to the shape of pages, [tokens, heads, dim]."""
     return states[0].transpose(0, 1)

@@ -1,7 +1,7 @@
-"""KV whose every head can be told: content of a page is a function of its prompt, and of the head within the model.
+"""KV that identifies each head: the content of a page is a function of its prompt and of the head within the model.
 
-Ranks hold slices of the heads; whoever knows the prompt can say what each byte of each slice must be, at both ends of a
-hand-over, however many ranks there are.
+Ranks hold slices of the heads. With the prompt known, every byte of every slice can be checked at both ends of a
+hand-over, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class HeadPages:
-    """Fills and checks the pages of one rank's pool, which holds heads from `first` on of a model's `total`."""
+    """Fills and checks the pages of one rank's pool, which holds the heads from `first` on of a model's `total`."""
 
     def __init__(self, pool: DevicePool, layout: KVLayout, *, first: int, total: int) -> None:
         self._pool = pool
@@ -32,7 +32,7 @@ class HeadPages:
         self._total = total
 
     def fill(self, pages: PageIds, digests: Sequence[bytes]) -> None:
-        """Overwrite each page with what this rank's heads of it hold."""
+        """Overwrite each page with the content of this rank's heads."""
         self._pool.write_pages(pages, torch.from_numpy(np.stack([self._bytes_of(digest) for digest in digests])))
 
     def wrong(self, pages: PageIds, digests: Sequence[bytes]) -> list[int]:

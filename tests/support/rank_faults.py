@@ -1,6 +1,6 @@
-"""Faults that strike one rank alone: its storage, its copies, its prefill rank, and its books, planted by a test.
+"""Faults on a single rank: in its storage, its copies, its prefill rank, and in the state of its core.
 
-Each rank draws its own from a seed of its own: the same seed on all would hide what only unequal ranks show.
+Each rank has a seed of its own: with equal seeds, faults that show only between unequal ranks would stay hidden.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Divergence: TypeAlias = Literal["index", "device pool", "host pool"]
 
 
 class RankFaults:
-    """Draws faults of one rank, and counts them by kind."""
+    """Draws the faults of one rank, and counts them by kind."""
 
     def __init__(self, rank: int, rate: float) -> None:
         self.random = Random(f"faults of rank {rank}")
@@ -31,7 +31,7 @@ class RankFaults:
         self._rate = rate
 
     def hits(self, kind: str, share: float = 1.0) -> bool:
-        """Whether a fault of this kind strikes now; `share` of the rate of all."""
+        """Decide whether a fault of this kind strikes now, at `share` of the common rate."""
         if self.random.random() >= self._rate * share:
             return False
         self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -39,7 +39,7 @@ class RankFaults:
 
 
 class FailingStorage:
-    """Storage that fails now and then."""
+    """Storage that occasionally fails."""
 
     def __init__(self, inner: Storage, faults: RankFaults) -> None:
         self._inner = inner
@@ -49,13 +49,13 @@ class FailingStorage:
         return getattr(self._inner, name)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """Whether each is there; or an error."""
+        """Look up keys, or raise."""
         if self._faults.hits("storage_fails"):
             raise StorageFailed("injected")
         return await self._inner.exists(keys, timeout_s=timeout_s)
 
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
-        """Read; or less than that."""
+        """Read pages, or only some of them."""
         flags = await self._inner.get_into(keys, pages, timeout_s=timeout_s)
         if self._faults.hits("storage_is_short"):
             good = self._faults.random.randrange(len(flags) + 1)
@@ -64,7 +64,7 @@ class FailingStorage:
 
 
 class FailingCopier:
-    """Copies that cannot be started now and then, for want of host memory."""
+    """Copies that occasionally cannot be started for lack of host memory."""
 
     def __init__(self, inner: PageCopier, faults: RankFaults) -> None:
         self._inner = inner
@@ -74,14 +74,14 @@ class FailingCopier:
         return getattr(self._inner, name)
 
     def to_device(self, host_pages: PageIds, device_pages: PageIds) -> asyncio.Future[None]:
-        """Copy; or have no memory for it."""
+        """Copy, or raise MemoryError."""
         if self._faults.hits("copy_cannot_start", 0.5):
             raise MemoryError("injected: no staging memory on this rank")
         return self._inner.to_device(host_pages, device_pages)
 
 
 def plant(core: Core, part: Divergence) -> None:
-    """Change what one rank keeps, behind the back of its core: the ranks must find it, and name the part."""
+    """Corrupt the state of one rank behind its core's back. The ranks must detect it, and name the part."""
     if part == "index":
         node = next(node for node in core.state.index.nodes() if node.edge)
         node.served += 1

@@ -1,7 +1,7 @@
-"""One rank of a decode instance as a process, with its prefill rank and storage that fails on this rank alone.
+"""One rank of a decode instance as a process, with its prefill rank and storage that fails on this rank only.
 
-A test or a soak starts several of them, has all serve the same requests, compares what they keep, and kills one.
-Prefill is synthetic and in the same process: what the ranks say to each other goes over real sockets.
+A test starts several of them, has all serve the same requests, compares their state, and kills one. Prefill is
+synthetic and runs in the same process; the ranks communicate over real sockets.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ START_S = 60.0
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
 SESSIONS = 6
 PREFILL_PAGES = 8192
-"""Enough for all prompts at once: a prefill rank that waited for pages could wait for another rank's other room."""
+"""Enough for all prompts at once: waiting for pages could deadlock with a room of another rank."""
 TRACE_PAGES_MAX = 1024
-"""Requests of a recording whose prompts have more pages are left out: pools must hold the longest."""
+"""Maximum pages of a prompt; longer requests of a recording are left out, since pools must hold the longest."""
 
 
 class RankPlan(msgspec.Struct, frozen=True):
-    """What one rank's process is."""
+    """Options of one rank's process."""
 
     rank: int
     ranks: int
     address: str
     prefill: str
-    """The addresses of all prefill ranks, joined by commas; that of the same rank runs in the same process."""
+    """Addresses of all prefill ranks, joined by commas; the one with the same rank runs in this process."""
     device_pages: int = 96
     host_pages: int = 64
     fault_rate: float = 0.0
-    """How often a call to storage fails, or finds nothing, on this rank."""
+    """Probability that a call to storage fails, or finds nothing, on this rank."""
     silence_s: float = 20.0
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """Serve so many requests, so many at a time → Served.
+    """Serve `requests` requests, `concurrency` at a time. Answered by Served.
 
-    Their prompts follow from the seed: conversations that grow, or with `agents` those of coding agents; or they are
-    the requests of the recording `trace` from number `first` on, made 64 times shorter.
+    The prompts are derived from the seed: growing conversations, or with `agents` those of coding agents. With `trace`
+    they are the requests of that recording from number `first` on, shortened by a factor of 64.
     """
 
     seed: int
@@ -85,7 +85,7 @@ class Midway(msgspec.Struct, frozen=True, tag=True):
 
 
 class Served(msgspec.Struct, frozen=True, tag=True):
-    """How requests ended, what was wrong, and a digest of everything that must be the same on all ranks."""
+    """Ends of requests, errors found, and a digest of the state that must be equal on all ranks."""
 
     ends: dict[str, int]
     wrong_pages: int
@@ -95,24 +95,24 @@ class Served(msgspec.Struct, frozen=True, tag=True):
     faults: dict[str, int]
     """Faults that struck this rank so far, by kind."""
     causes: list[str]
-    """Why requests failed, each once."""
+    """Distinct causes of failed requests."""
 
 
 class Plant(msgspec.Struct, frozen=True, tag=True):
-    """Change a part of what this rank keeps, so that it is no longer what the others keep."""
+    """Corrupt a part of this rank's state, so that it differs from the other ranks."""
 
     part: Divergence
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Leave the group, with all others."""
+    """Leave the group, together with all others."""
 
 
 Request: TypeAlias = Serve | Plant | Stop
 
 
 def prompts_of(work: Serve) -> list[bytes]:
-    """The prompts of all requests, as packed tokens: the same on every rank."""
+    """Return the prompts of all requests as packed tokens; equal on every rank."""
     if work.trace:
         options = TraceOptions(length_scale=1 / 64, prompt_tokens_max=LAYOUT.page_size * TRACE_PAGES_MAX)
         requests = itertools.islice(read_trace(work.trace, options), work.first, work.first + work.requests)
@@ -137,7 +137,7 @@ def prompts_of(work: Serve) -> list[bytes]:
 
 
 class RankWorker:
-    """What runs in the process."""
+    """The engine and prefill peer in the process."""
 
     def __init__(self, plan: RankPlan) -> None:
         self._prefill = plan.prefill
@@ -172,14 +172,14 @@ class RankWorker:
         )
 
     def inject(self) -> None:
-        """Have copies of the running engine fail now and then."""
+        """Make copies of the running engine fail occasionally."""
         effects = self.engine._parts.effects
         assert effects._copier is not None
         failing = FailingCopier(effects._copier, self._faults)
         effects._copier = failing  # type: ignore[assignment]  # It passes everything else on to the real one.
 
     def plant(self, part: Divergence) -> None:
-        """Change what this rank keeps."""
+        """Corrupt a part of this rank's state."""
         plant(self.engine._core, part)
 
     async def _serve_room(self, room: Room) -> None:
@@ -189,7 +189,7 @@ class RankWorker:
             await self._prefill_rank.serve(room)
 
     async def serve(self, work: Serve, tell: Callable[[object], None]) -> Served:
-        """Serve the requests of a seed, or of a recording; `tell` takes what is sent before the end."""
+        """Serve the requests of a seed or of a recording."""
         if (driver := self.engine._parts.ranks) is not None:
             await driver.wait_formed()
         prompts = prompts_of(work)
@@ -269,13 +269,13 @@ async def _run(plan: RankPlan, pipe: Connection) -> None:
 
 
 def run_rank(plan: RankPlan, pipe: Connection) -> None:
-    """The process of one rank; both ends of the pipe belong to one test and trust each other."""
+    """Run the process of one rank. Both ends of the pipe belong to one test and trust each other."""
     torch.set_num_threads(1)
     asyncio.run(_run(plan, pipe))
 
 
 class RankProcess:
-    """A rank's process, as whoever started it sees it."""
+    """The parent's end of a rank's process."""
 
     def __init__(self, plan: RankPlan) -> None:
         # Forked from a process that has imported everything: each rank would take seconds for that.
@@ -288,28 +288,28 @@ class RankProcess:
         theirs.close()
 
     async def hear(self, timeout_s: float = START_S) -> object:
-        """What the process says next. Raises TimeoutError."""
+        """Return the next message of the process. Raises TimeoutError."""
 
         def poll() -> object:
             if not self._pipe.poll(timeout_s):
-                raise TimeoutError(f"rank {self.plan.rank} said nothing within {timeout_s:g} s")
+                raise TimeoutError(f"rank {self.plan.rank} sent nothing within {timeout_s:g} s")
             return self._pipe.recv()
 
         return await asyncio.to_thread(poll)
 
     def tell(self, request: Request) -> None:
-        """Have it do something."""
+        """Send a request to the process."""
         self._pipe.send(request)
 
     async def serve(self, work: Serve, timeout_s: float = START_S) -> Served:
-        """Have it serve, and wait for the end. Raises TimeoutError."""
+        """Send work, and wait for its result. Raises TimeoutError."""
         self.tell(work)
         served = await self.hear(timeout_s)
         assert isinstance(served, Served)
         return served
 
     async def join(self) -> int | None:
-        """Wait for its end; its exit code."""
+        """Wait for the process to end; returns its exit code."""
         await asyncio.to_thread(self.process.join, START_S)
         self._pipe.close()
         return self.process.exitcode

@@ -1,11 +1,11 @@
-"""Ranks as real processes for as long as you like: agent sessions, faults of one rank at a time, deaths and stops.
+"""Soak test of ranks as real processes: agent sessions, faults of one rank at a time, deaths and stops.
 
     python -m tests.support.ranks_soak --ranks 2 --minutes 30 --trace claude-code-sessions.jsonl.gz
 
-Every rank is a process with a decode engine, storage of its own and a prefill rank of its own, over NIXL; votes go over
-gloo. Ranks compare what they keep at every vote; after each round the whole trees and free lists are compared besides,
-and every page was compared byte for byte. Now and then a rank is killed, or stopped for longer than a silence allowed.
-Without a recording the prompts are those of made-up agents. Exit code 1 where anything was seen that must not be.
+Every rank is a process with a decode engine, its own storage and its own prefill rank, over NIXL; votes go over gloo.
+Ranks compare their state at every vote. After each round whole trees and free lists are compared as well, and every
+page has been compared byte for byte. Occasionally a rank is killed, or stopped for longer than the allowed silence.
+Without a recording the prompts are generated agent sessions. The exit code is 1 if any violation was found.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tests.support.rank_process import RankPlan, RankProcess, Serve, Served, Sto
 
 ROUND_REQUESTS = 40
 TRACE_REQUESTS = 49_334
-"""Requests of the recording: a round takes the next ones, and begins anew at the end."""
+"""Requests of the recording. Each round takes the next ones, starting over at the end."""
 DEATH_EVERY = 12
 SILENCE_S = 10.0
 HANG_S = 300.0
-"""A round that takes longer hangs: every wait in it has a deadline that is shorter."""
+"""Seconds after which a round counts as hung; every wait in it has a shorter deadline."""
 PAGES = 4096
 
 
 def free_addresses(count: int) -> list[str]:
-    """Addresses on this host that nobody listens at now."""
+    """Return free addresses on this host."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
     for probe in probes:
@@ -42,7 +42,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 class Soak:
-    """One instance of so many ranks, and what was seen of it."""
+    """One instance of several ranks, and its results."""
 
     def __init__(self, *, ranks: int, trace: str, fault_rate: float, seed: int) -> None:
         address, *prefills = free_addresses(ranks + 1)
@@ -66,7 +66,7 @@ class Soak:
         await asyncio.gather(*(member.hear(HANG_S) for member in self.members))
 
     def work(self) -> Serve:
-        """What the next round serves."""
+        """Return the work of the next round."""
         first = self.rounds * ROUND_REQUESTS % (TRACE_REQUESTS - ROUND_REQUESTS)
         return Serve(self.rounds, ROUND_REQUESTS, agents=not self._trace, trace=self._trace, first=first)
 
@@ -81,7 +81,7 @@ class Soak:
         self.rounds += 1
 
     async def disturbed_round(self) -> None:
-        """Kill or stop a rank in the midst of a round: the others name it, and serve again when it is back."""
+        """Kill or stop a rank during a round. The others must detect it, and serve again when it is back."""
         victim = self.random.randrange(len(self.members))
         for member in self.members:
             member.tell(self.work())
@@ -95,7 +95,7 @@ class Soak:
             await self.members[victim].join()
             self.members[victim] = RankProcess(self.members[victim].plan)
             self._seen_faults[victim] = {}
-            # All at once: where the group was being formed, the others serve nothing before this rank is back.
+            # Concurrently: if the group was just being formed, the others serve nothing before this rank is back.
             *found, _ = await asyncio.gather(*(m.hear(HANG_S) for m in (*others, self.members[victim])))
             self._note([one for one in found if isinstance(one, Served)])
         else:
@@ -105,8 +105,8 @@ class Soak:
             os.kill(pid, signal.SIGCONT)
             found = await asyncio.gather(*(member.hear(HANG_S) for member in self.members))
             self._note([one for one in found if isinstance(one, Served)])
-            # Who had served all of it when it was stopped may not know yet that it was lost: its next calls are
-            # refused, and those of the others wait in vain for the same calls here. One more round is not compared.
+            # A rank that had served everything when it was stopped may not know yet that it was lost: its next calls
+            # are refused, and the others wait in vain for these calls. So one more round runs without a comparison.
             self.rounds += 1
             for member in self.members:
                 member.tell(self.work())
@@ -115,7 +115,7 @@ class Soak:
         self.rounds += 1
 
     async def end(self) -> None:
-        """Have all ranks leave together."""
+        """Make all ranks leave together."""
         for member in self.members:
             member.tell(Stop())
         codes = await asyncio.gather(*(member.join() for member in self.members))
@@ -138,7 +138,7 @@ class Soak:
         self.votes = int(served[0].statistics["votes"])
 
     def report(self, elapsed_s: float) -> str:
-        """What was seen so far, in a line."""
+        """Return the results so far, in a line."""
         return (
             f"{elapsed_s / 60:5.1f} min  {self.rounds} rounds  {sum(self.ends.values())} requests {dict(self.ends)}  "
             f"{self.kills} kills  {self.stops} stops  faults {dict(self.faults)}  tokens {dict(self.sources)}  "
@@ -147,7 +147,7 @@ class Soak:
 
 
 async def soak(given: argparse.Namespace) -> int:
-    """Run for so long; the exit code."""
+    """Run for the given time; returns the exit code."""
     run = Soak(ranks=given.ranks, trace=given.trace, fault_rate=given.fault_rate, seed=given.seed)
     began_s = told_s = time.monotonic()
     try:
@@ -174,14 +174,14 @@ async def soak(given: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Parse and run."""
+    """Parse the options and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--trace", default="", help="a recording of agent sessions; without one, made-up agents")
+    parser.add_argument("--trace", default="", help="a recording of agent sessions; without one, generated agents")
     parser.add_argument("--fault-rate", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--no-deaths", dest="deaths", action="store_false", help="kill and stop nobody")
+    parser.add_argument("--no-deaths", dest="deaths", action="store_false", help="do not kill or stop ranks")
     sys.exit(asyncio.run(soak(parser.parse_args())))
 
 

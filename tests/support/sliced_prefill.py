@@ -1,6 +1,6 @@
-"""Test support: prefill instances of several ranks each in one process, over NIXL, with KV whose heads can be told.
+"""Test support: prefill instances of several ranks in one process, over NIXL, with KV that identifies each head.
 
-A child serves several instances at once (a model on 1, 2, 4 ranks), so that a test need not start a process for each.
+A child serves several instances at once (a model on 1, 2, 4 ranks), which saves tests a process for each.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ FIRST_TOKEN = 11
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """A model on so many ranks: each holds `heads` of `total`. With `window_tokens` it has a window too, whose heads
-    lie on the ranks as those of the pages do.
+    """A model on several ranks, each with `heads` of `total`.
+
+    With `window_tokens` it also has a window, whose heads are distributed over the ranks like those of the pages.
     """
 
     ranks: int
@@ -50,7 +51,7 @@ class Instance(msgspec.Struct, frozen=True):
     window_tokens: int = 0
 
     def layout(self) -> KVLayout:
-        """The layout of one rank."""
+        """Return the layout of one rank."""
         return KVLayout(
             num_layers=self.layers,
             num_kv_heads=self.heads,
@@ -61,24 +62,24 @@ class Instance(msgspec.Struct, frozen=True):
         )
 
     def window_layout(self) -> KVLayout:
-        """The layout of one rank's window: other layers, of heads of twice the length."""
+        """Return the layout of one rank's window: one more layer, and heads of twice the length."""
         return replace(self.layout(), num_layers=self.layers + 1, head_dim=2 * self.head_dim)
 
     def components(self) -> list[ComponentPools]:
-        """The window of one rank, with a new pool; none where the model has none."""
+        """Return the window of one rank with a new pool; empty if the model has none."""
         if not self.window_tokens:
             return []
         device = DevicePool.allocate(self.window_layout(), POOL_PAGES)
         return [ComponentPools(name="swa", kind="window", window_tokens=self.window_tokens, device=device)]
 
     def pages_of(self, rank: int, pool: DevicePool) -> HeadPages:
-        """What a pool of a rank holds, that of its pages or of its window."""
+        """Return the expected content of a rank's pool, for its pages or its window."""
         held = holding_of(ranks=self.ranks, heads=self.heads, kind=self.kind, total=self.total)
         return HeadPages(pool, pool.groups[0].layout, first=held.first(rank), total=self.total)
 
 
 class SlicedPrefill:
-    """Serves the rooms of one rank, one prompt after another over the same pages of its pool."""
+    """Serves the rooms of one rank, one prompt after another on the same pages of its pool."""
 
     def __init__(self, instance: Instance, rank: int) -> None:
         self.pool = DevicePool.allocate(instance.layout(), POOL_PAGES)
@@ -89,7 +90,7 @@ class SlicedPrefill:
         self._turn = asyncio.Lock()
 
     async def serve(self, room: Room) -> None:
-        """One room, from its promise to its end."""
+        """Serve one room from its promise to its end."""
         if room.tokens is None:
             raise InvalidRequest("send the request with send_prompt=True")
         digests = prompt_digests(room.tokens, self._page_size)
@@ -131,12 +132,12 @@ async def _serve(instances: Sequence[Instance], pipe: Connection) -> None:
 
 
 def run_instances(instances: Sequence[Instance], pipe: Connection) -> None:
-    """The process; both ends of the pipe belong to one test and trust each other."""
+    """Run the process. Both ends of the pipe belong to one test and trust each other."""
     asyncio.run(_serve(instances, pipe))
 
 
 class PrefillInstances:
-    """The process, as the test sees it."""
+    """The test's end of the process."""
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -146,14 +147,14 @@ class PrefillInstances:
         theirs.close()
 
     def addresses(self) -> list[str]:
-        """Where each instance is: the addresses of its ranks, joined by commas. Raises TimeoutError."""
+        """Return the address of each instance: those of its ranks, joined by commas. Raises TimeoutError."""
         if not self._pipe.poll(START_S):
             raise TimeoutError(f"no prefill instance within {START_S:g} s")
         found: list[str] = self._pipe.recv()
         return found
 
     def end(self) -> None:
-        """End the process in order, or by force."""
+        """End the process, and kill it if it does not end in time."""
         if self._process.is_alive():
             self._pipe.send("end")
             self._process.join(START_S)

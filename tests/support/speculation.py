@@ -1,12 +1,12 @@
-"""Greedy speculative decoding on pages with a "draft" group: a draft proposes, the target checks, and both keep KV.
+"""Greedy speculative decoding on pages with a "draft" group: a draft proposes, the target verifies, both keep KV.
 
-    target   [0, n)   KV of the tokens said, all but the last
-    draft    [0, d)   its own KV of the same positions; d may lag behind by what was proposed and refused
+    target   [0, n)   KV of the tokens of the answer so far, all but the last
+    draft    [0, d)   its own KV of the same positions; d may lag behind by the refused proposals
 
-With `shift` 1 the draft is fed like one of the EAGLE family: at position i it sees token i + 1. Then its KV at the last
-position of a page depends on the token behind the page, and pages must be named by pairs (`EngineConfig.bigram_keys`).
+With `shift` 1 the input of the draft is as in the EAGLE family: at position i it is token i + 1. Its KV at the last
+position of a page then depends on the token after the page, so keys must cover pairs (`EngineConfig.bigram_keys`).
 
-What is said is what the target alone would say; how many proposals it takes at a time is what the draft's KV is for.
+The output equals that of the target without a draft. The draft's KV only affects how many proposals are accepted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.support.group_model import CausalModel, GroupModel, choices
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The output, and for each step of the target how many tokens it added: accepted proposals and one of its own."""
+    """The output, and the number of tokens that each step of the target added: accepted proposals plus one."""
 
     output: list[int]
     steps: list[int]
 
     @property
     def accept_length(self) -> float:
-        """Tokens a step of the target, on average; 1 is what there is without a draft."""
+        """Mean number of tokens per step of the target; 1 without a draft."""
         return sum(self.steps) / len(self.steps)
 
 
@@ -43,16 +43,16 @@ class Speculation:
         self.proposals_max = proposals_max
 
     def prefill(self, prompt: Sequence[int], pages: Sequence[int]) -> int:
-        """Compute the KV of both at all positions of the prompt; returns the first token of the answer."""
+        """Compute the KV of both models for the prompt; returns the first token of the answer."""
         (first_token,) = choices(self.target.forward(prompt, 0, pages)[-1:])
         self.draft.forward([*prompt, first_token][self.shift : self.shift + len(prompt)], 0, pages)
         return first_token
 
     def answer(self, prompt: Sequence[int], first_token: int, pages: Sequence[int], count: int) -> Answer:
-        """Generate `count` tokens, the first of which is there already, after a prompt whose KV is in the pages.
+        """Generate `count` tokens, including the given first one, after a prompt whose KV is in the pages.
 
-        The pages hold `count + proposals_max` more tokens than the prompt. At the end both have KV of all positions but
-        the last.
+        The pages must hold `count + proposals_max` tokens more than the prompt. At the end both models have KV of all
+        positions but the last.
         """
         said, steps = [*prompt, first_token], []
         draft_known = len(prompt)
@@ -70,7 +70,7 @@ class Speculation:
         return Answer(said[len(prompt) :], steps)
 
     def _propose(self, said: list[int], draft_known: int, pages: Sequence[int]) -> list[int]:
-        """Feed the draft what it has not seen, at least the last token, and then what it says itself."""
+        """Feed the draft the tokens that it lacks, at least the last one, and then its own proposals."""
         end = len(said) - self.shift
         start = min(draft_known, end - 1)
         proposals = choices(self.draft.forward(said[start + self.shift :], start, pages)[-1:])
@@ -80,7 +80,7 @@ class Speculation:
 
 
 def first_layers(target: CausalModel, count: int) -> CausalModel:
-    """Make a draft of a target's first layers, with the same embeddings, norm and head. Weights are shared."""
+    """Build a draft from a target's first layers, with the same embeddings, norm and head. Weights are shared."""
     draft = copy.copy(target)
     draft._modules = dict(target._modules)
     draft.config = copy.deepcopy(target.config)
@@ -93,9 +93,9 @@ def first_layers(target: CausalModel, count: int) -> CausalModel:
 
 
 def dampen_later_layers(target: CausalModel, first: int, *, by: float) -> None:
-    """Scale what the layers from `first` on add, so that a draft of the layers before often says what the target says.
+    """Scale the contribution of the layers from `first` on, so that a draft of the layers before often agrees.
 
-    Random weights have no redundancy of their own, as trained ones have.
+    Random weights lack the redundancy of trained ones.
     """
     with torch.no_grad():
         for layer in target.model.layers[first:]:

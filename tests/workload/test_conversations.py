@@ -137,7 +137,7 @@ def test_transcripts_refuse_turns_out_of_order() -> None:
         ({"kind": "batch"}, "kind must be chat or agents, not 'batch'"),
         ({"rounds": 0}, "rounds must be an int from 1, not 0"),
         ({"vocabulary": 1}, "vocabulary must be an int from 2"),
-        ({"think_s": -1.0}, "think_s must be a number of seconds from 0"),
+        ({"think_s": -1.0}, "think_s must be a finite number of seconds of at least 0"),
     ],
 )
 def test_wrong_options_say_what_is_allowed(options: dict[str, object], message: str) -> None:

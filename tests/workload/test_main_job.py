@@ -101,7 +101,7 @@ def test_a_bad_line_in_the_middle_ends_the_job_and_its_child(tmp_path: Path) -> 
 async def test_a_prefill_worker_that_cannot_start_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=8)
     order = PrefillOrder(name="p", fingerprint="", layout=layout, num_pages=0, chunk_tokens=8, vocabulary=512)
-    with pytest.raises(TransferFailed, match="the prefill worker ended with exit code 1; what it said is above"):
+    with pytest.raises(TransferFailed, match="the prefill worker exited with code 1; see its output above"):
         async with PrefillProcess(order):
             raise AssertionError("it must not come up")
     assert "InvalidConfig" in capfd.readouterr().err

@@ -92,7 +92,7 @@ def test_bytes_that_are_counted_twice_are_seen(monkeypatch: pytest.MonkeyPatch) 
         serve(line, amount, action)  # type: ignore[arg-type]  # What was given is passed on.
 
     monkeypatch.setattr(Line, "serve", twice)
-    with pytest.raises(Unbalanced, match="pages were asked of prefill, and the link has served"):
+    with pytest.raises(Unbalanced, match="pages were requested from prefill, and the link has served"):
         run_capacity(CAPACITY, cache=True)
 
 
@@ -104,7 +104,7 @@ def test_a_source_that_is_told_too_much_is_seen(monkeypatch: pytest.MonkeyPatch)
         ready(world, command)
 
     monkeypatch.setattr(World, "_ready", boasting)
-    with pytest.raises(Unbalanced, match="of a prompt of"):
+    with pytest.raises(Unbalanced, match="for a prompt of"):
         run_capacity(CAPACITY, cache=True)
 
 
@@ -118,13 +118,13 @@ def test_pages_that_are_sent_and_used_by_nobody_are_seen(monkeypatch: pytest.Mon
         ready(world, command)
 
     monkeypatch.setattr(World, "_ready", modest)
-    with pytest.raises(Unbalanced, match="requests got"):
+    with pytest.raises(Unbalanced, match="requests report"):
         run_capacity(CAPACITY, cache=True)
 
 
 def test_a_world_in_which_a_request_is_forgotten_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "_promise", lambda world, command: world.ledger.asked(command))
-    with pytest.raises(Unbalanced, match="nothing happens any more, and 16 requests have not ended"):
+    with pytest.raises(Unbalanced, match="no event is scheduled, but 16 requests have not ended"):
         run_capacity(CAPACITY, cache=False)
 
 

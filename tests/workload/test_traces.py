@@ -237,7 +237,7 @@ BAD_LINES: list[tuple[Callable[[], Json | str], str]] = [
     (lambda: mooncake(ids=(-1, 2, 3)), r"line 2: Expected `int` >= 0 - at `\$.hash_ids\[0\]`"),
     (lambda: mooncake(ids=(1,)), r"line 2: hash_ids has 1 ids, but 1030 tokens have 3 blocks of 512"),
     (lambda: mooncake(ids=(1, 2, 3, 4)), r"line 2: hash_ids has 4 ids, but 1030 tokens have 3 blocks"),
-    (lambda: mooncake(at_ms=4), r"line 2: timestamp 4 ms is before that of the request before, 5 ms"),
+    (lambda: mooncake(at_ms=4), r"line 2: timestamp 4 ms is earlier than that of the previous request, 5 ms"),
     (lambda: session("s"), r"line 2: .*missing required field `timestamp`; expected a Mooncake request"),
 ]
 
@@ -258,15 +258,18 @@ def short_form(*runs: int, tokens: int) -> Json:
 
 
 BAD_SESSIONS: list[tuple[Json, str]] = [
-    (session("s1", step(0.0, 64, (1,))), "session 's1' is in the file twice"),
+    (session("s1", step(0.0, 64, (1,))), "session 's1' occurs twice in the file"),
     (session("b", {**step(0.0, 64, (1,)), "type": "other"}), r"Invalid value 'other' - at `\$.requests\[0\].type`"),
     (session("b", {**step(0.0, 64, (1,)), "in": -64}), r"Expected `int` >= 1 - at `\$.requests\[0\].in`"),
     (session("b", step(-1.0, 64, (1,))), r"Expected `float` >= 0.0 - at `\$.requests\[0\].t`"),
     (session("b", step(0.0, 200, (1, 2))), "request 0 has ids of 2 blocks, but 200 tokens have 3 full blocks of 64"),
     (session("b", step(0.0, 64, (1,), h=[0, 1, 1])), "request 0 must have either h or hash_ids"),
-    (session("b", step(3.0, 64, (1,)), step(2.0, 64, (1,))), "request 1 came at 2.0 s, before the one in front"),
+    (
+        session("b", step(3.0, 64, (1,)), step(2.0, 64, (1,))),
+        "request 1 at 2.0 s is earlier than the previous one at 3.0 s",
+    ),
     (session("b", short_form(0, 1, tokens=64)), "request 0: h must be .*, not 2 numbers"),
-    (session("b", short_form(2, tokens=128)), "request 0 keeps 2 blocks of the request before, which has 0"),
+    (session("b", short_form(2, tokens=128)), "request 0 keeps 2 blocks of the previous one, which has 0"),
     # A length that nobody has memory for is refused before it is made.
     (session("b", short_form(0, 1, 1 << 60, tokens=64)), "request 0 has ids of 1152921504606846976 blocks"),
     ({"id": "b", "block_size": 64}, "missing required field `requests`"),
@@ -313,7 +316,7 @@ def test_a_damaged_gzip_file_is_named_with_the_line_reached(tmp_path: Path, dama
 def test_a_line_of_any_length_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tidekv.engine.workload.trace_lines.LINE_BYTES_MAX", 1000)
     path = write(tmp_path / "trace.gz", "0" * 100_000, packed=True)
-    with pytest.raises(InvalidRequest, match="line 1: the line is over 1000 bytes"):
+    with pytest.raises(InvalidRequest, match="line 1: the line is longer than 1000 bytes"):
         read_trace(path)
 
 
@@ -322,7 +325,7 @@ def test_a_line_of_any_length_is_refused_in_bounded_memory(tmp_path: Path, monke
     [
         ({"length_scale": 0.0}, "length_scale must be above 0 and at most 1, not 0.0"),
         ({"length_scale": 2.0}, "length_scale must be"),
-        ({"time_scale": -1.0}, "time_scale must be a number from 0"),
+        ({"time_scale": -1.0}, "time_scale must be a finite number of at least 0"),
         ({"time_scale": float("nan")}, "time_scale must be"),
         ({"requests_max": -1}, "requests_max must be an int from 0, not -1"),
         ({"sessions_at_once": 0}, "sessions_at_once must be an int from 1, not 0"),
