@@ -220,7 +220,7 @@ async def measure_load(figures: Figures, seconds: float) -> None:
     take = Receiver.take
     arrived_ns: dict[str, int] = {}
 
-    def noted(receiver: Receiver, link: PrefillLink, message: wire.AnyMessage) -> None:
+    def noted(receiver: Receiver, link: PrefillLink[Any], message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Chunk | wire.Aux):
             arrived_ns[message.room.request_id] = time.monotonic_ns()
         take(receiver, link, message)

@@ -86,7 +86,8 @@ class TailPuts:
         with Undo() as undo:
             put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
             undo.callback(self._index.unpin, put.pin)
-            if not self.storage.may_put_beside(bool(self._live)):
+            # Puts at one leaf pin the same path: only those elsewhere take further pages from reads.
+            if not self.storage.may_put_beside(any(other.leaf is not put.leaf for other in self._live)):
                 return
             if state.settings.put_wait_s and self.storage.holds_puts:
                 put.op = state.start_operation(put, deadline_s=state.settings.put_wait_s)

@@ -31,7 +31,7 @@ class IncomingRoom:
     """One room, and its legs."""
 
     def __init__(
-        self, promise: wire.Promise, links: Sequence[PrefillLink], writers: Sequence[int], *, page_size: int
+        self, promise: wire.Promise, links: Sequence[PrefillLink[Leg]], writers: Sequence[int], *, page_size: int
     ) -> None:
         """`links` are those to all prefill ranks, in order; `writers` says which of these write to us, in the order of
         the heads.
@@ -96,7 +96,11 @@ class Leg:
 
     state: ReceiverRoom
 
-    def __init__(self, room: IncomingRoom, link: PrefillLink, *, place: tuple[int, int], number: int | None) -> None:
+    def __init__(
+        self, room: IncomingRoom, link: PrefillLink[Leg], *, place: tuple[int, int], number: int | None
+    ) -> None:
+        self, room: IncomingRoom, link: PrefillLink[Leg], *, place: tuple[int, int], number: int | None
+    ) -> None:
         """`place`: the rank, and of how many, that must be at the other end. `number`: which of the writers it is, None
         where it writes nothing.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from tidekv.states.errors import (
     InvalidRequest,
@@ -22,47 +22,46 @@ from tidekv.transports import base, hello, process, wire
 from tidekv.transports.offenders import is_offence
 from tidekv.transports.tasks import OwnedTasks
 
-if TYPE_CHECKING:
-    from tidekv.transports.incoming import Leg
-
 T = TypeVar("T")
+Part = TypeVar("Part")
+"""Part of a room at a link: the type belongs to the owner of the link."""
 
 
-class LinkOwner(Protocol):
+class LinkOwner(Protocol[Part]):
     """Who hears of a link."""
 
-    def link_offended(self, link: PrefillLink) -> None:
+    def link_offended(self, link: PrefillLink[Part]) -> None:
         """The peer broke the protocol on it; its end is told next."""
         ...
 
-    def link_opened(self, link: PrefillLink, theirs: wire.Hello) -> None:
+    def link_opened(self, link: PrefillLink[Part], theirs: wire.Hello) -> None:
         """The peer is who it should be: messages may be said."""
         ...
 
-    def link_refused(self, link: PrefillLink, cause: str) -> None:
+    def link_refused(self, link: PrefillLink[Part], cause: str) -> None:
         """It could not be opened: nothing was said. Nothing comes after this."""
         ...
 
-    def rooms_of(self, link: PrefillLink) -> list[tuple[str, int]]:
+    def rooms_of(self, link: PrefillLink[Part]) -> list[tuple[str, int]]:
         """The rooms that prefill is to keep: request ids and generations."""
         ...
 
-    def take(self, link: PrefillLink, message: wire.AnyMessage) -> None:
+    def take(self, link: PrefillLink[Part], message: wire.AnyMessage) -> None:
         """A message came. Raises RemoteProtocolError to end the link."""
         ...
 
-    def link_lost(self, link: PrefillLink, cause: str) -> None:
+    def link_lost(self, link: PrefillLink[Part], cause: str) -> None:
         """It was open and is not any more; the peer may live. Nothing comes after this."""
         ...
 
 
-class PrefillLink:
+class PrefillLink(Generic[Part]):
     """One link, from dialling to its end; it is never opened twice."""
 
     def __init__(
         self,
         address: str,
-        owner: LinkOwner,
+        owner: LinkOwner[Part],
         *,
         clock: Callable[[], float],
         heartbeat_s: float,
@@ -71,7 +70,7 @@ class PrefillLink:
     ) -> None:
         self.address = address
         self.theirs: wire.Hello | None = None
-        self.legs: dict[Leg, None] = {}
+        self.legs: dict[Part, None] = {}
         """Parts of rooms at this link, in the order of their promises. The owner keeps them."""
         self._owner = owner
         self._clock = clock

@@ -107,7 +107,7 @@ class Receiver:
         holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
         self._writers = cache(partial(slices.expected_writers, holding, rank=rank, stages=stages))
         self._group = group
-        self._links: dict[str, PrefillLink] = {}
+        self._links: dict[str, PrefillLink[Leg]] = {}
         self._rooms: dict[RoomKey, IncomingRoom] = {}
         # Legs of lost links that may still be written to, by writer; and who waits for the writer's end.
         self._lost: dict[str, dict[RoomKey, Leg]] = {}
@@ -247,12 +247,12 @@ class Receiver:
             **self.counts,
         }
 
-    def link_offended(self, link: PrefillLink) -> None:
+    def link_offended(self, link: PrefillLink[Leg]) -> None:
         """See `LinkOwner`."""
         self.counts["links_broken"] += 1
         self._offenders.note(link.address)
 
-    def link_opened(self, link: PrefillLink, theirs: wire.Hello) -> None:
+    def link_opened(self, link: PrefillLink[Leg], theirs: wire.Hello) -> None:
         """See `LinkOwner`: settle what an earlier link to this process left, and say what waited."""
         for room_key, leg in self._lost.pop(theirs.instance, {}).items():
             leg.link = link
@@ -264,14 +264,14 @@ class Receiver:
             if not leg.has_ended and leg in leg.room.legs:
                 self._open_leg(leg, theirs)
 
-    def link_refused(self, link: PrefillLink, cause: str) -> None:
+    def link_refused(self, link: PrefillLink[Leg], cause: str) -> None:
         """See `LinkOwner`: nothing was promised, so nothing can be written."""
         self.counts["dials_failed"] += 1
         del self._links[link.address]
         for leg in self._legs_of(link):
             self._fail_unsent(leg, cause)
 
-    def link_lost(self, link: PrefillLink, cause: str) -> None:
+    def link_lost(self, link: PrefillLink[Leg], cause: str) -> None:
         """See `LinkOwner`: its rooms may still be written to, by a process that may be dead."""
         assert link.theirs is not None
         writer = link.theirs.instance
@@ -296,11 +296,11 @@ class Receiver:
             self._redialled.add(writer)
             self._tasks.spawn(self._reach_again(writer, link.address), name=f"redial {link.address}")
 
-    def rooms_of(self, link: PrefillLink) -> list[tuple[str, int]]:
+    def rooms_of(self, link: PrefillLink[Leg]) -> list[tuple[str, int]]:
         """See `LinkOwner`."""
         return [leg.room.room_key for leg in link.legs]
 
-    def take(self, link: PrefillLink, message: wire.AnyMessage) -> None:
+    def take(self, link: PrefillLink[Leg], message: wire.AnyMessage) -> None:
         """See `LinkOwner`."""
         match message:
             case wire.Ping():
@@ -320,7 +320,7 @@ class Receiver:
             case _:
                 raise RemoteProtocolError(f"{link.address} sent {type(message).__name__}, which is ours to send")
 
-    def _connect(self, address: str) -> PrefillLink:
+    def _connect(self, address: str) -> PrefillLink[Leg]:
         if self._ours is None:
             raise LocalProtocolError("the receiver was not started")
         link = PrefillLink(
@@ -335,7 +335,7 @@ class Receiver:
         self._tasks.spawn(link.run(self._transport, self._ours, self._tasks), name=f"link to {address}")
         return link
 
-    def _legs_of(self, link: PrefillLink) -> list[Leg]:
+    def _legs_of(self, link: PrefillLink[Leg]) -> list[Leg]:
         return list(link.legs)
 
     def _forget(self, leg: Leg) -> None:
