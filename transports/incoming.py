@@ -99,8 +99,6 @@ class Leg:
     def __init__(
         self, room: IncomingRoom, link: PrefillLink[Leg], *, place: tuple[int, int], number: int | None
     ) -> None:
-        self, room: IncomingRoom, link: PrefillLink[Leg], *, place: tuple[int, int], number: int | None
-    ) -> None:
         """`place`: the rank, and of how many, that must be at the other end. `number`: which of the writers it is, None
         where it writes nothing.
         """
