@@ -1,4 +1,4 @@
-"""Reads that were begun ahead go on as loads: who waited for device pages has them now, and waits for the read.
+"""Adoption of reads that were begun ahead: a planned request waits for them as loads.
 
 AheadRun, under way         ──adopt──▶ a load that is FETCHING, by the same operation
 AheadRun, landed, no parent ──adopt──▶ a load that is COPYING from the run's host pages, which are free after that

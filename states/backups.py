@@ -132,7 +132,7 @@ class Backups:
         self._start(backup, self._begin)
 
     def copy_ahead(self, leaf: Node) -> None:
-        """Copy to the host what the path to `leaf` has on the device alone, unless too much is under way already, or a
+        """Copy to the host what the path to `leaf` has on the device only, unless too much is under way already, or a
         part of the same.
         """
         path = self._state.index.path(leaf)
@@ -219,7 +219,7 @@ class Backups:
         self._end(backup)
 
     def release_retracted(self, request_id: str) -> None:
-        """Let go of what a retracted request holds in host memory, or is about to hold."""
+        """Release what a retracted request holds in host memory, or is about to hold."""
         backup = self._retracting.pop(request_id, None)
         if backup is not None:
             backup.retracts = False

@@ -188,7 +188,7 @@ class Core:
         return self.backups.keys_put(op)
 
     def check(self) -> None:
-        """Recount everything from scratch; BrokenInvariant says what does not add up."""
+        """Recount everything from scratch; raises BrokenInvariant for what does not add up."""
         audit_core(self)
 
     # --- Events ---
@@ -289,7 +289,7 @@ class Core:
     # --- The request machine ---
 
     def fire(self, request: Request, event: Event) -> bool:
-        """Pull a trigger of the machine; says whether a row was taken. A rule that raises pulls TransitionRaised.
+        """Pull a trigger of the machine; returns whether a row was taken. A rule that raises pulls TransitionRaised.
 
         Raises IllegalEvent, having changed nothing, if the table has no row for the event in the request's state.
         """
@@ -345,7 +345,7 @@ class Core:
         self.fire(request, events.PagesLost(at_s=self.state.now_s, cause=cause))
 
     def fill_failed(self) -> None:
-        """Have a sharer of the load extend into its pages, or give it up if nobody needs it."""
+        """Have a sharer of the load extend into its pages, or give it up if it has none."""
         load, _ = _pop_first(self.state.failed_loads)
         filler = self.loads.filler_of(load)
         if filler is None:

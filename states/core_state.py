@@ -71,7 +71,7 @@ COUNTERS: Final = (
 
 
 class Operation(Protocol):
-    """Something under way outside of the core. It has one outcome; an outcome nobody waits for settles pages, too."""
+    """Something under way outside of the core. It has one outcome, which settles pages even if it is late."""
 
     def ended(self, event: Outcome, error: str) -> None:
         """Take the outcome. The operation is out of `CoreState.operations` already; `error` is empty for success."""
@@ -113,7 +113,7 @@ class CoreState:
         self.preempted: dict[Request, str] = {}
         """Requests that lost their pages to another writer, with the cause: they go back to the queue."""
         self.failed_loads: dict[Load, None] = {}
-        """Loads that failed: a sharer extends into them, or they are given up if nobody needs them."""
+        """Loads that failed: a sharer extends into them, or they are given up if they have none."""
         self.progressed_loads: dict[Load, None] = {}
         """Loads of shared transfers of which something may have landed that other requests wait for."""
         self.dirty: dict[Request, None] = {}

@@ -1,4 +1,4 @@
-"""Parts of a load: where it is cut in two, and what of it joins the tree's host pages. Loads are told of in `loads`."""
+"""Parts of a load: where it is cut in two, and what of it joins the tree's host pages. See `loads`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
-    """Cut a load at its page `at`; `load` keeps the first part, the rest is returned, which nobody shares yet."""
+    """Cut a load at its page `at`; `load` keeps the first part, the rest is returned, without sharers."""
     kept = pages = 0
     while pages + load.nodes[kept].page_count <= at:
         pages += load.nodes[kept].page_count
@@ -51,6 +51,6 @@ def publish_host(state: CoreState, load: Load) -> None:
         if node.host is None:
             state.index.give_host(node, ours)
         else:
-            # The same pages were fetched ahead for somebody else meanwhile.
+            # The same pages were fetched ahead for another request meanwhile.
             state.host.give_back(ours)
         load.host_pages = load.host_pages[node.page_count :]

@@ -9,16 +9,17 @@ and nothing else connects them to it. Its life:
       FAILED ──a sharer with an open room extends into the pages──▶ FILLING ──last chunk──▶ (ended)
         │ no sharer left                                              │ the filler left, or is lost
         ▼                                                             ▼
-      VOID: no match passes it; its pages are freed when nobody writes to them and nothing below is in use
+      VOID: no match passes it; its pages are freed when they have no writer and nothing below is in use
 
 A transfer that requests share is a load, too: it begins as FILLING, by the delta of its filler's room, and ends as it
-lands. What happens where its filler leaves or is slow is told in `tidekv.states.shared_transfers`.
+lands. `tidekv.states.shared_transfers` says what happens if its filler leaves or is slow.
 
 A fetch that is too late goes on in the background: its host pages are given back when it has ended (`LateFetch`), and
 its device pages, which only the copy would have written, are free to be extended into at once. A copy that is too late
 still writes to the device pages: that load is void, and its sharers start over on other pages.
 
-Every step here may be cut short by a raise. What begins a load undoes itself; what ends one can be called again.
+Every step here may be cut short by a raise. A method that begins a load undoes itself; one that ends a load can be
+called again.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Loads:
 
     @property
     def settled_voids(self) -> list[Load]:
-        """Void loads that nobody writes to, whose pages wait until nothing below them is in use."""
+        """Void loads without a writer. Their pages are freed when nothing below them is in use."""
         return self._settled_voids
 
     @property
@@ -118,7 +119,7 @@ class Loads:
     # --- Starting ---
 
     def begin_copy(self, first: int, nodes: list[Node], pages: PageIds, *, tier: str = "l2") -> Load:
-        """Load nodes that are in host memory alone into `pages`, the caller's until now. `tier` brought them there."""
+        """Load nodes that are in host memory only into `pages`, the caller's until now. `tier` brought them there."""
         load = Load(first=first, tier=tier, stage=Stage.COPYING)
         try:
             for node in nodes:
@@ -219,11 +220,11 @@ class Loads:
         if load.sharers:
             self.start_copy(load)
         else:
-            # The bytes are in host memory and nobody waits for them on the device.
+            # The bytes are in host memory, and no request waits for them on the device.
             self._give_up(load)
 
     def fetch_is_late(self, load: Load) -> None:
-        """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
+        """Fail the load; the fetch keeps its host pages until it ends."""
         self._state.count("l3_fetches_late")
         load.cause = "fetch_late"
         self._cut_fetch(load)
@@ -242,7 +243,7 @@ class Loads:
         self.fail(load)
 
     def copied(self, load: Load, error: str) -> None:
-        """The copy to the device is over: the pages are in place, or nobody writes to them any more."""
+        """The copy to the device is over: the pages are in place, or have no writer any more."""
         if load.stage is Stage.VOID:
             self._state.reclaimable_loads.append(load)
         elif error:
@@ -267,7 +268,7 @@ class Loads:
         self._end(load, "l1", filler_source="transfer")
 
     def outcome_raised(self, load: Load) -> None:
-        """Taking an outcome raised. The operation is over, so nobody local writes to the pages: they have failed."""
+        """Taking an outcome raised. The operation is over, so the pages have no local writer: they have failed."""
         self._state.operations.pop(load.op, None)
         load.cause = "rule_raised"
         if load.stage is not Stage.VOID:
@@ -284,15 +285,15 @@ class Loads:
     # --- Filling what failed ---
 
     def filler_of(self, load: Load) -> Request | None:
-        """Who is to extend into the pages of a failed load: the oldest sharer with an open room."""
+        """The request that is to extend into the pages of a failed load: the oldest sharer with an open room."""
         fillers = [(request.room, request) for request in load.sharers if request.room is not None]
         if self._state.settings.share_transfers and any(room.is_complete for room, _ in fillers):
-            # Whose prefill has done everything else is not kept waiting by one that has not.
+            # A request whose prefill has sent everything else must not wait for one whose prefill has not.
             fillers = [(room, request) for room, request in fillers if room.is_complete]
         return min((request for _, request in fillers), key=lambda request: request.arrival, default=None)
 
     def fill(self, load: Load) -> None:
-        """No local writer touches the pages of a failed load: a sharer extends into them, or nobody needs them.
+        """No local writer touches the pages of a failed load: a sharer extends into them, or they are given up.
 
         Where no sharer has a room yet, the load waits for the first that opens one.
         """
@@ -349,7 +350,7 @@ class Loads:
         load.sharers = {}
 
     def fail(self, load: Load) -> None:
-        """Nobody fills it any more: it waits for a sharer to extend into it."""
+        """The load has no source any more: it waits for a sharer to extend into it."""
         load.stage = Stage.FAILED
         self._fills_no_longer(load)
         self._storage.fetch_over(load)
@@ -358,7 +359,7 @@ class Loads:
             self._state.dirty[request] = None
 
     def _give_up(self, load: Load) -> None:
-        """Nobody needs the pages, and nobody writes to them."""
+        """Give up a load whose pages are not needed and have no writer."""
         self._let_go_of_source(load)
         self._void(load, "nobody needs it")
         self._state.reclaimable_loads.append(load)
@@ -377,7 +378,7 @@ class Loads:
 
     def _fills_no_longer(self, load: Load) -> None:
         if load.span is not None:
-            # Who waited for the filler waits for it no longer.
+            # Requests that waited for the filler wait for it no longer.
             self._state.operations.pop(load.op, None)
             load.op, load.span = 0, None
         load.filler = None
@@ -403,7 +404,7 @@ class Loads:
             load.host_pages = page_ids()
 
     def free_settled_voids(self) -> None:
-        """Free the pages of void loads that nobody writes to, deepest first, as far as nothing below them is in use."""
+        """Free the pages of void loads without a writer, deepest first, as far as nothing below them is in use."""
         state = self._state
         self._settled_voids += state.reclaimable_loads
         state.reclaimable_loads = []

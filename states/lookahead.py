@@ -1,18 +1,18 @@
 """Look-ahead: what storage has of a prompt that waits for device memory is brought to the host meanwhile.
 
 A request in PREALLOC has asked storage already. Where storage has something and device memory is short, the pages are
-fetched in runs, as a plan would, but to host pages alone, and no more than `lookahead_pages_max` over all requests:
+fetched in runs, as a plan would, but to host pages only, and no more than `lookahead_pages_max` over all requests:
 
     [0, first)       what the index had when it began; on the host to its end, or else nothing is fetched ahead: host
                      pages can only join the tree below host pages
     [first, joined)  landed and part of the tree, held there for the request by one pin
     [joined, end)    `runs`, in order: under way, or landed behind one that is
 
-Nobody waits for it. When the request is admitted, its plan finds [first, joined) on the host like any other page, and
-loads it by copy; these tokens count as "l3", since storage brought them for this request. Runs that are still under
-way become loads of the plan (`tidekv.states.adoption`), so that no page is read twice. What the plan cannot use, and
-everything where the request leaves (aborted, failed, sent back), is let go: landed pages are cache as any other, and a
-read that is under way keeps its host pages until it ends (`LateFetch`).
+Admission does not wait for it. When the request is admitted, its plan finds [first, joined) on the host like any other
+page, and loads it by copy; these tokens count as "l3", since storage brought them for this request. Runs that are still
+under way become loads of the plan (`tidekv.states.adoption`), so that no page is read twice. What the plan cannot use,
+and everything if the request leaves (aborted, failed, sent back), is released: landed pages are cache as any other, and
+a read that is under way keeps its host pages until it ends (`LateFetch`).
 
 Neither place in the queue nor device pages depend on it. Host pages come as eviction gives them, and none where that is
 nothing; those that are held cannot be evicted until the request is admitted or gone, which the bound keeps in bounds.
@@ -226,7 +226,7 @@ class Lookahead:
             del request.ahead.runs[:count]
 
     def drop(self, request: Request) -> None:
-        """Let go of what was fetched ahead for a request. Can be called again, where it raised."""
+        """Release what was fetched ahead for a request. Can be called again if it raised."""
         state = self._state
         ahead = request.ahead
         if ahead is None:

@@ -1,7 +1,7 @@
 """The queue of requests that wait for device pages: priorities with ageing, and no head-of-line blocking.
 
 Within a priority the order is that of arrival. A request that does not fit lets smaller ones pass, a bounded number of
-times; then everybody behind it waits until it fits.
+times; then all behind it wait until it fits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Queue:
             del self._levels[request.priority]
 
     def candidates(self, now_s: float) -> list[Request]:
-        """Whom to look at now, in order; nobody behind a request that has been passed too often."""
+        """Requests to look at now, in order; none behind a request that has been passed too often."""
         if len(self._levels) == 1:
             (level,) = self._levels.values()
             return self._until_passed(level[: self._settings.admission_scan_max])

@@ -41,7 +41,7 @@ DECLINED = {
 
 
 class State(enum.Enum):
-    """Where a request waits. What it owns there is told in `tidekv.states.table`."""
+    """Where a request waits. `tidekv.states.table` says what it owns there."""
 
     PREALLOC = "PREALLOC"
     MATCH = "MATCH"
@@ -213,7 +213,7 @@ class Request:
 
     @property
     def is_planned(self) -> bool:
-        """Whether somebody was asked for what the local tiers do not have: prefill, or the caller itself."""
+        """Whether prefill, or the caller itself, was asked for what the local tiers do not have."""
         return self.room is not None or self.recompute_op > 0 or self.recomputed
 
     def __repr__(self) -> str:
@@ -277,18 +277,18 @@ class Load:
         """When its fetch began, with so many pages under way, its own included."""
         self.queued_pages = 0
         self.cause = ""
-        """One of `LOAD_CAUSES`, where it failed."""
+        """One of `LOAD_CAUSES`, if it failed."""
         self.pin: Receipt | None = None
         self.host_pages: PageIds = page_ids()
         """Host pages that the tree does not own: where a fetch lands, until they can join the tree."""
         self.sharers: dict[Request, int] = {}
-        """Who waits for it, and for how many of its pages, counted from the first."""
+        """The requests that wait for it, and for how many of its pages, counted from the first."""
         self.filler: Request | None = None
-        """Whose room fills it."""
+        """The request whose room fills it."""
         self.span: Span | None = None
-        """The delta of the filler that it is a part of; None: it is filled by an extend, or by no room."""
+        """The delta of the filler that it is a part of. None if it is filled by an extend, or by no room."""
         self.landed = 0
-        """Up to which page its span had landed when somebody began to wait for nothing else."""
+        """Up to which page its span had landed when a request began to wait for nothing else."""
 
     @property
     def page_count(self) -> int:
@@ -382,7 +382,7 @@ class Room:
 
     @property
     def is_written(self) -> bool:
-        """Whether the last chunk of every span has come from every rank: nobody writes to its pages any more."""
+        """Whether the last chunk of every span has come from every rank: its pages have no writer any more."""
         # Every guard asks this: a plain loop takes half of what `all` does.
         ranks = self.ranks
         if not ranks:
@@ -480,7 +480,7 @@ class RequestTails:
 
     @property
     def table(self) -> tuple[TailTable, ...]:
-        """What the request's caller is told."""
+        """The table of each component for the request's caller."""
         return tuple(TailTable(name, self.firsts[name], self.tables[name], own) for name, own in self.own.items())
 
 

@@ -100,7 +100,7 @@ class Tails:
             begin = max(first, reserved.boundary)
             remote = tail.own[len(tail.own) - spare[name] :] if components[name].is_shared else tail.own
             remote = remote[: request.page_count - begin]
-            # Who computes by itself writes to the same pages: nobody else does.
+            # A caller that computes by itself writes to the same pages; prefill does not.
             tails.remote[name] = page_ids() if request.recomputes else remote
             tails.tables[name] = tail.table + remote if components[name].is_shared else tail.table
         holes = {name: tail.stored[0] for name, tail in reserved.tails.items() if tail.stored[0]}
@@ -114,7 +114,7 @@ class Tails:
         return True
 
     def does_with_less(self, request: Request) -> bool:
-        """Whether who could not reserve is to try with less at once; else it waits for others to give back."""
+        """Whether a request that could not reserve tries with less at once; else it waits for freed pages."""
         if request.stored_end and (request.tail_limit or self._is_alone()):
             request.tail_limit = WITHOUT_STORAGE
             return True
@@ -124,7 +124,7 @@ class Tails:
         return False
 
     def _is_alone(self) -> bool:
-        """Whether nobody holds anything of components: waiting for them would be in vain."""
+        """Whether no request holds anything of components: waiting for them would be in vain."""
         tiers = self._index.device.values()
         return not any(tier.receipts or tier.account.owned or tier.account.draining for tier in tiers)
 
@@ -213,14 +213,14 @@ class Tails:
             self.give_up(tails)
 
     def is_late(self, tails: RequestTails) -> None:
-        """A copy did not end in time: who has waited for it starts over on other pages."""
+        """A copy did not end in time: the request starts over on other pages."""
         self._state.count("copies_late")
         distrust(self._state, tails, WITHOUT_HOST, "a copy of a component did not end in time")
 
     # --- The ends ---
 
     def commit(self, request: Request) -> tuple[TailTable, ...]:
-        """Everything is here: what was loaded of windows joins the index. Returns what the caller is told."""
+        """Everything is here: what was loaded of windows joins the index. Returns the tables for the caller."""
         tails = request.tails
         assert tails is not None and tails.lock is not None
         tails.remote = {}
@@ -260,7 +260,7 @@ class Tails:
         request.tails = None
 
     def give_up(self, tails: RequestTails) -> None:
-        """Nobody writes to the pages any more: they are free, and so is what was locked. Can be called again."""
+        """The pages have no writer any more: they are free, and so is what was locked. Can be called again."""
         self._index.give_back(tails.own)
         tails.own = {}
         self.storage.give_back(tails)

@@ -267,7 +267,7 @@ class Restore:
         return op
 
     def _match(self, request: Request) -> Match:
-        """What the index has of the prompt. Who recomputes shares no loads: it could not extend into them."""
+        """What the index has of the prompt. A request that recomputes shares no loads: it cannot extend into them."""
         if self._tails is not None:
             return self._tails.match(request)
         match = self._state.index.match(request.namespace, request.keys)
@@ -285,7 +285,7 @@ class Restore:
     def _lock_at(self, request: Request, node: Node) -> None:
         """Move the lock of a request."""
         index = self._state.index
-        assert request.lock is not None, "whose pages are kept has locked them"
+        assert request.lock is not None, "a request whose pages are kept has locked them"
         lock = index.lock(node)
         try:
             index.unlock(request.lock)

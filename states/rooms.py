@@ -1,4 +1,4 @@
-"""Rooms: what prefill was asked to write for a request, how far it has come, and who may still be writing.
+"""Rooms: what prefill was asked to write for a request, how far it has come, and which writers may still write.
 
 A room's pages are under remote write from the promise until every span's last chunk has landed. A request that leaves
 before that leaves its pages here, in the quarantine, until every writer of the room has said Drained or is proven dead.
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Draining:
-    """What a left room still holds: pages that somebody may write to."""
+    """What a left room still holds: pages that a writer may write to."""
 
     __slots__ = ("drained", "loads", "pages", "ranks", "tails", "writer")
 
     def __init__(self, room: Room) -> None:
         self.writer = room.writer
         self.ranks = room.ranks
-        """0: the promise was not sent, as far as is known; whoever answers then answers for all."""
+        """0: the promise was not sent, as far as is known; then the first answer counts for all ranks."""
         self.drained: set[int] = set()
         self.pages: PageIds = page_ids()
         self.tails: dict[str, PageIds] = {}
@@ -112,7 +112,7 @@ class Rooms:
 
     def _span(self, first: int, count: int, load: Load | None) -> Span:
         if self._state.settings.prefetch != "soonest" or not count:
-            # Nobody asks how fast it is, or it says nothing of that.
+            # The policy does not need its speed, or it has no pages to measure it by.
             return Span(first, count, load)
         return Span(first, count, load, asked_at_s=self._state.now_s, queued_pages=self.way.queued_pages + count)
 
@@ -160,7 +160,7 @@ class Rooms:
 
     def leave(self, room: Room, *, settled: bool) -> None:
         """Leave a room before its end. Its own pages go to the quarantine, with the loads that it was filling; or they
-        are free, where nobody can write to them. Where this raised, it can be called again.
+        are free if they have no writer. It can be called again if it raised.
         """
         request = room.request
         if not settled and not room.is_aborted:

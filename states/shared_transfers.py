@@ -1,24 +1,24 @@
 """Shared transfers: what prefill is sending for one request is in the tree while it comes, so that others wait for it.
 
 With `share_transfers`, a plan enters the full pages of its delta in the tree as a load that is FILLING (see
-`tidekv.states.loads`): its filler is the request itself, by span 0 of its room. Whoever comes with the same prefix
+`tidekv.states.loads`): its filler is the request itself, by span 0 of its room. A request with the same prefix
 matches these pages, waits for them as for any other load, and asks its own prefill for what follows them, at once:
 
     prompt of A   [ device | ~~~~ A's delta, under load ~~~~~~~~~~~ | last page ]     room of A: all of the delta
-    prompt of B   [ device | ~~~~ the same pages ~~~~ | B's delta, under load | ]     room of B: its own rest alone
+    prompt of B   [ device | ~~~~ the same pages ~~~~ | B's delta, under load | ]     room of B: its own rest only
                              0 ........ landed ->
 
-Pages are handed over as they land: a load ends at the farthest page that somebody waits for and that has come from
-every prefill rank; what follows goes on as a load of its own. What nobody else waits for ends with its room, so that a
-transfer which fails leaves nothing in the tree that nobody used.
+Pages are handed over as they land: a load ends at the farthest page that another request waits for and that has come
+from every prefill rank; what follows goes on as a load of its own. What no other request waits for ends with its room,
+so that a transfer which fails leaves nothing unused in the tree.
 
-Nobody depends on another request's luck:
+A sharer does not fail with the filler:
 
 - A filler that leaves (aborted, failed, late, sent to the next prefill) takes the pages that its prefill may still
   write to with it. The load gets fresh ones, has failed, and is extended into by its oldest sharer at once, in the room
-  that it has. Where no sharer is left the pages leave the tree. Where there are no fresh pages the load is void, as
+  that it has. If no sharer is left the pages leave the tree. If there are no fresh pages the load is void, as
   one with a late copy: its sharers start over.
-- A sharer to whom nothing else is missing waits `share_wait_s` while nothing lands. Then the filler is left alone with
+- A sharer that waits for nothing else waits `share_wait_s` while nothing lands. Then the filler is left alone with
   its pages, as if the transfer had never been shared, and the sharer extends into fresh ones.
 
 Workers with components share nothing before READY: their tails come with the end of a prompt, of which others have a
@@ -98,7 +98,7 @@ class SharedTransfers:
         assert request.room is not None, "the promise is given"
         self._loads.share(load, request, load.page_count)
         load.filler, load.span = request, request.room.spans[0]
-        # Who waits for device memory needs less of it now.
+        # Requests that wait for device memory may need less of it now.
         self._state.pages_freed = True
 
     # --- Landing ---
@@ -112,8 +112,8 @@ class SharedTransfers:
                 self._state.progressed_loads[load] = None
 
     def take_landed(self, load: Load) -> None:
-        """End a load up to the farthest page that has landed and that somebody waits for. Can be called again, where
-        it raised.
+        """End a load up to the farthest page that has landed and that another request waits for. Can be called again
+        if it raised.
         """
         filler = load.filler
         if load.span is None or filler is None or filler.room is None:
@@ -133,7 +133,7 @@ class SharedTransfers:
     # --- The filler leaves ---
 
     def leave(self, request: Request, *, settled: bool) -> None:
-        """The request, which is about to leave its room, fills loads no longer. `settled`: nobody writes to them.
+        """The request, which is about to leave its room, fills loads no longer. `settled`: they have no writer.
 
         The pages that its prefill may write to are the request's own from now on. Loads that this cannot be done for
         stay with the request: they are void when it leaves them. Can be called again, where it raised.
@@ -145,7 +145,7 @@ class SharedTransfers:
         if not filled:
             return
         if request.lock is not None:
-            # It ends at these pages; whoever shares them has locked them, too.
+            # It ends at these pages; their other sharers have locked them, too.
             self._state.index.unlock(request.lock)
             request.lock = None
         is_written_to = not (settled or room.is_written)
@@ -166,7 +166,7 @@ class SharedTransfers:
         return sorted(parts, key=lambda load: load.first)
 
     def _take_back(self, load: Load, request: Request) -> None:
-        """Take pages that nobody else waits for out of the tree, from the end on, as far as nothing is below them."""
+        """Take pages without another sharer out of the tree, from the end on, as far as nothing is below them."""
         index = self._state.index
         if load.lock is not None:
             index.unlock(load.lock)
@@ -200,7 +200,7 @@ class SharedTransfers:
         return True
 
     def _pass_on(self, load: Load, request: Request, cause: str) -> None:
-        """Nobody writes to the pages of a load that others wait for: one of them is to extend into it."""
+        """Fail a load whose pages have no writer and other sharers: one of them is to extend into it."""
         del load.sharers[request], request.loads[load]
         load.cause = cause
         self._loads.fail(load)
@@ -209,7 +209,7 @@ class SharedTransfers:
     # --- The filler is slow ---
 
     def watch(self, request: Request) -> None:
-        """If the request waits for another's room alone: see that this is not without end."""
+        """Set a deadline if the request waits for nothing but another request's room."""
         load = self.waits_for(request)
         if load is not None and not load.op:
             left_s = request.deadline_at_s - self._state.now_s
@@ -230,7 +230,7 @@ class SharedTransfers:
         return first if request.room is not None and request.room.is_complete else None
 
     def is_late(self, load: Load) -> None:
-        """Somebody has waited for long: where nothing has landed meanwhile, the filler goes on alone. Can be called
+        """A sharer has waited for long: if nothing has landed meanwhile, the filler goes on alone. Can be called
         again, where it raised.
         """
         self._state.operations.pop(load.op, None)

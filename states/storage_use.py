@@ -140,15 +140,15 @@ class StorageUse:
         self.op = 0
         """The wait for the next probe, or the probe; 0 while the breaker is closed."""
         self.fetching: dict[Load | TailFetch, int] = {}
-        """Loads, and tails, whose fetch somebody waits for, and how many pages each fetches."""
+        """Loads, and tails, that wait for their fetch, and how many pages each fetches."""
         self.pages_in_flight = 0
-        """Pages that storage writes to: of loads, of look-ahead, and of fetches that nobody waits for any more."""
+        """Pages that storage writes to: of loads, of look-ahead, and of fetches that no request waits for any more."""
         self.ahead_in_flight = 0
         """Fetches of look-ahead that have not ended."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the breaker keeps everybody away."""
+        """Whether the breaker is open: storage is not called."""
         return self.op > 0
 
     @property
@@ -223,7 +223,7 @@ class StorageUse:
         self.pages_in_flight -= self.fetching.pop(load, 0)
 
     def fetch_given_up(self, op: int, host_pages: PageIds, component: str = "") -> None:
-        """Nobody waits for this fetch: it keeps its host pages, of a component or full ones, until it ends."""
+        """Leave a fetch alone: it keeps its host pages, of a component or full ones, until it ends."""
         self._state.operations[op] = LateFetch(self._state, self, host_pages, component)
         self.pages_in_flight += len(host_pages)
 
@@ -235,7 +235,7 @@ class StorageUse:
 
     def changed(self, event: StorageChanged) -> None:
         """Another storage is attached, or none: what the last one did, and what it holds, is forgotten."""
-        # With components, full pages alone are of no use: nobody could go on from them.
+        # With components, full pages without them are of no use: a request could not go on from there.
         self._state.storage_available = event.available and (event.tails or self._state.components is None)
         self._state.operations.pop(self.op, None)
         self.op = 0

@@ -119,7 +119,7 @@ class TailBackups:
         self.give_up(backup)
 
     def give_up(self, backup: TailBackup) -> None:
-        """The copy is over, and the host has what it was to have: let go of the rest. Can be called again."""
+        """The copy is over, and the host has what it was to have: release the rest. Can be called again."""
         self._index.give_back({backup.component: backup.fresh}, "host")
         backup.fresh = page_ids()
         if backup.lock is not None:

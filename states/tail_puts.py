@@ -129,7 +129,7 @@ class TailPuts:
         self.give_up(put)
 
     def give_up(self, put: TailPut) -> None:
-        """Nothing reads its pages any more: let go of them. Can be called again where it raised."""
+        """Nothing reads its pages any more: release them. Can be called again if it raised."""
         assert put.pin is not None
         self._index.unpin(put.pin)
         self._live.pop(put, None)

@@ -9,7 +9,7 @@ component depends on the boundary that it goes on from. That is the longest one 
     whole tail
 
 Not all of a tail is needed where prefill writes the end of it. What is needed and only storage has goes by way of host
-pages that nobody else sees, so that nothing of it is cached before the request's own pages are:
+pages that no other request sees, so that nothing of it is cached before the request's own pages are:
 
     RESERVED ──plan──▶ FETCHING ──all of it──▶ COPYING ──▶ over: the host pages are free
                            │ short, late           │ error
@@ -17,7 +17,7 @@ pages that nobody else sees, so that nothing of it is cached before the request'
                          the request starts over, without storage    (without host copies of components)
 
 A tail cannot be asked of prefill later on, as full pages can (*extend*): so whatever the policy for fetches is, a tail
-is waited for until its deadline. A fetch that nobody waits for keeps its host pages until it ends, and nothing else.
+is waited for until its deadline. A late fetch keeps its host pages until it ends, and nothing else.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ class TailStorage:
         fetch.stage = TailStage.COPYING
         self._storage.fetch_over(fetch)
         request = fetch.tails.request
-        assert request is not None, "who leaves gives up what is being fetched"
+        assert request is not None, "a request that leaves gives up what is being fetched"
         state.dirty[request] = None
 
     def failed(self, fetch: TailFetch) -> None:
@@ -324,7 +324,7 @@ class TailStorage:
         distrust(self._state, fetch.tails, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
 
     def is_late(self, fetch: TailFetch) -> None:
-        """Nobody waits for the fetch any longer; it keeps its host pages until it ends."""
+        """The request starts over; the fetch keeps its host pages until it ends."""
         self._state.count("l3_fetches_late")
         self._storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._give_up(fetch)
@@ -357,5 +357,5 @@ class TailStorage:
 
 
 def _positions(ranges: tuple[tuple[int, int], ...], end: int) -> set[int]:
-    """The positions before `end` in ranges that somebody else has told."""
+    """The positions before `end` in ranges of storage."""
     return {at for first, stop in ranges for at in range(max(first, 0), min(stop, end))}

@@ -8,7 +8,7 @@ All ranks reduce their vectors together, under MIN. Every fact is put so that MI
     what must be equal  the number and, beside it, its negative: all are equal where one minimum is the other's negative
 
 A vector is a header and slots. What is in a slot follows from what the core has done and from the leader's frames, both
-the same on all ranks, so that nobody needs to tell anybody what a slot stands for. The number of slots is a power of
+the same on all ranks, so that no message needs to name what a slot stands for. The number of slots is a power of
 two and follows from the same. A ballot keeps numbers; what they mean is its questions'.
 """
 

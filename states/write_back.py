@@ -8,7 +8,7 @@ copied cannot be handed out. So copies are made ahead of it. Of each pool a shar
     host pool     [ in use, or recently used       | clean: also in storage                 | free ]
                                                    ^ eviction begins at the right      ahead ^
 
-When somebody takes pages, or something is finished, the leaves that eviction would take first are looked at, as many as
+When pages are taken, or a request has finished, the leaves that eviction would take first are looked at, as many as
 fill what the free pages leave of the share. One without another copy is copied, with all above it that has none either:
 
 - on the device: by a backup of its path that ends with the copy to the host. Closure holds, since a backup walks from
@@ -17,7 +17,7 @@ fill what the free pages leave of the share. One without another copy is copied,
   pages are the keys of the path (`Core.keys_put`).
 
 To copy to the host may evict other copies there, whose pages would be copied again, and so on for ever where the host
-is too small for the share. So each time that somebody takes or leaves pages, no more may be copied than the share has.
+is too small for the share. So each time that pages are taken or left, no more may be copied than the share has.
 
 A pool whose free pages are the whole share is not looked at: what is not in need of room is written nowhere, and is
 lost with the process. Eviction that comes faster than copies drops pages; they are counted, by tier. A copy or put that

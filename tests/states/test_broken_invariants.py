@@ -66,6 +66,7 @@ def end_of_the_fetch(rig: Rig) -> Step:
     ("prepare", "owner", "name"),
     [
         (arrival, Restore, "ask_storage"),
+        (arrival, Restore, "grant"),
         (answer, StorageUse, "note"),
         (answer, Restore, "fix_plan"),
         (failed_copy, Loads, "fill"),
