@@ -41,7 +41,7 @@ class PlanFetches:
     def ask(self, request: Request) -> None:
         """Ask storage for what neither device nor host has, unless that is too little."""
         books = self._books
-        first = sum(books.index.peek(request.namespace, request.keys))
+        first = sum(books.index.probe_prefix(request.namespace, request.keys))
         count = request.full_pages - first
         if count < 1 or count * books.settings.page_size < books.settings.prefetch_threshold_tokens:
             return

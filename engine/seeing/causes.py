@@ -117,7 +117,7 @@ def unasked_words(request: Request, core: Core) -> str:
     books = core.books
     if not books.storage_available or request.restore_limit or request.query_op:
         return ""
-    missing = request.full_pages - sum(books.index.peek(request.namespace, request.keys))
+    missing = request.full_pages - sum(books.index.probe_prefix(request.namespace, request.keys))
     if missing * books.settings.page_size < max(books.settings.prefetch_threshold_tokens, 1):
         return ""
     return f"storage was not asked: {breaker_words(core)}" if books.storage.is_open else ""

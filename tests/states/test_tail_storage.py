@@ -76,7 +76,7 @@ def test_a_tail_is_put_together_from_device_host_and_storage() -> None:
     for tier, end in (("device", 6), ("device", 7), ("host", 7)):
         index.drop(tier, "window", at_end[end])
     fields = rig.core.books
-    assert sum(index.peek("", PROMPT)) == 0 and fields.storage.is_usable
+    assert sum(index.probe_prefix("", PROMPT)) == 0 and fields.storage.is_usable
     rig.answer(asked(rig), 0, tails=(tail("window", (6, 7)),))
     fetch, copy = rig.take(commands.FetchTail), rig.take(commands.CopyTail)
     assert ids(fetch.positions) == [6] and (copy.source, len(copy.source_pages)) == ("host", 1)
