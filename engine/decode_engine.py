@@ -388,16 +388,16 @@ class DecodeEngine:
         self._driver.take_now(events.PolicyChanged(at_s=self._driver.clock(), policy=policy))
         return policy
 
-    def peek(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
-        """Tell how many of these tokens are in device and host memory now, {"l1": …, "l2": …}, changing nothing.
+    def probe_prefix(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
+        """Tokens of this prompt that are in device and host memory now, {"l1": …, "l2": …}. Changes nothing.
 
-        For routers: it promises nothing, since any page may go at any time.
+        For routers. Any page may be evicted at any time, so the answer promises nothing. Raises InvalidRequest.
         """
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
         checked(namespace, PlainText, "namespace")
         joined = join_namespaces(self.config.namespace, namespace)
         state = self._core.state
-        device, host = (state.components or state.index).peek(joined, self._parts.page_keys.of(packed))
+        device, host = (state.components or state.index).probe_prefix(joined, self._parts.page_keys.of(packed))
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:

@@ -96,7 +96,7 @@ class ComponentIndex:
 
         Without `use_host` nothing is to be loaded: full pages and tails are all on the device.
         """
-        pages = sum(self.peek(namespace, keys, use_host=use_host))
+        pages = sum(self.probe_prefix(namespace, keys, use_host=use_host))
         match = self.index.match(namespace, keys[: pages * self.index.tree.key_bytes])
         for name in self.components:
             tail = reach(match.host_node, self._first(name, pages))[::-1]
@@ -104,9 +104,9 @@ class ComponentIndex:
             self.host[name].use(tail)
         return match
 
-    def peek(self, namespace: str, keys: bytes, *, use_host: bool = True) -> tuple[int, int]:
+    def probe_prefix(self, namespace: str, keys: bytes, *, use_host: bool = True) -> tuple[int, int]:
         """Tell the lengths that `match` would find, in device and further in host pages, changing nothing at all."""
-        device_pages, host_pages = self.index.peek(namespace, keys)
+        device_pages, host_pages = self.index.probe_prefix(namespace, keys)
         limit = device_pages + host_pages if use_host else device_pages
         boundary = longest_boundary(limit, self.served(namespace, keys, limit, {}, use_host=use_host))
         device_pages = min(device_pages, boundary)

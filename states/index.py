@@ -97,7 +97,7 @@ class PrefixIndex:
         device_pages = device_node.depth_pages
         return Match(device_pages, node.depth_pages - device_pages, device_node, node)
 
-    def peek(self, namespace: str, keys: bytes) -> tuple[int, int]:
+    def probe_prefix(self, namespace: str, keys: bytes) -> tuple[int, int]:
         """Tell the lengths that `match` would find, in device and further in host pages, changing nothing at all."""
         self._count_pages(keys)
         tree = self.tree

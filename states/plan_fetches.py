@@ -52,7 +52,7 @@ class PlanFetches:
     def ask(self, request: Request) -> None:
         """Ask storage for what neither device nor host has, unless that is too little."""
         state = self._state
-        first = sum(state.index.peek(request.namespace, request.keys))
+        first = sum(state.index.probe_prefix(request.namespace, request.keys))
         count = request.full_pages - first
         if count < 1 or count * state.settings.page_size < state.settings.prefetch_threshold_tokens:
             return

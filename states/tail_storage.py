@@ -147,11 +147,11 @@ class TailStorage:
         """Ask storage for full pages and tails beyond what the caches can go on from, unless that is too little."""
         state = self._state
         settings = state.settings
-        here = sum(self._index.peek(request.namespace, request.keys))
+        here = sum(self._index.probe_prefix(request.namespace, request.keys))
         gain = request.full_pages - here
         if gain < 1 or gain * settings.page_size < settings.prefetch_threshold_tokens:
             return
-        first = sum(state.index.peek(request.namespace, request.keys))
+        first = sum(state.index.probe_prefix(request.namespace, request.keys))
         longest = max(component.tail_pages(settings.page_size) for component in self._index.components.values())
         query = StorageQuery(state, self._storage, request)
         request.query_op = state.start_operation(query, deadline_s=settings.query_deadline_s)
@@ -171,7 +171,7 @@ class TailStorage:
         those that it told of have left the caches; each time for more, so that this comes to an end.
         """
         may_ask = not request.query_op and request.stored_found and self._is_allowed(request)
-        if may_ask and sum(self._state.index.peek(request.namespace, request.keys)) < request.stored_first:
+        if may_ask and sum(self._state.index.probe_prefix(request.namespace, request.keys)) < request.stored_first:
             self.ask(request)
         return request.query_op > 0
 
@@ -195,8 +195,8 @@ class TailStorage:
         """How far the caches and storage reach together, now: storage has `found` full pages from `first` on, and these
         pages of components.
         """
-        here = sum(self._index.peek(namespace, keys))
-        full = sum(self._state.index.peek(namespace, keys))
+        here = sum(self._index.probe_prefix(namespace, keys))
+        full = sum(self._state.index.probe_prefix(namespace, keys))
         pages = len(keys) // self._state.settings.key_bytes
         end = full if full < first else max(full, min(first + max(found, 0), pages))
         stored = {tail.component: _positions(tail.ranges, pages) for tail in tails}

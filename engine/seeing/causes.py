@@ -115,7 +115,7 @@ def unasked_words(request: Request, core: Core) -> str:
     state = core.state
     if not state.storage_available or request.restore_limit or request.query_op:
         return ""
-    missing = request.full_pages - sum(state.index.peek(request.namespace, request.keys))
+    missing = request.full_pages - sum(state.index.probe_prefix(request.namespace, request.keys))
     if missing * state.settings.page_size < max(state.settings.prefetch_threshold_tokens, 1):
         return ""
     return f"storage was not asked: {breaker_words(core)}" if core.storage.is_open else ""

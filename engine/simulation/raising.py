@@ -18,7 +18,7 @@ from tidekv.states.events import Event
 
 INDEX_CALLS = (
     "match",
-    "peek",
+    "probe_prefix",
     "path",
     "device_path",
     "has_host",
@@ -43,7 +43,7 @@ INDEX_CALLS = (
 )
 COMPONENT_CALLS = (
     "match",
-    "peek",
+    "probe_prefix",
     "tail",
     "lock",
     "unlock",

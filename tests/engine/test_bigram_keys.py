@@ -153,9 +153,9 @@ async def test_hits_are_those_of_a_naive_model_and_every_byte_is_right(seed: int
             prompt = [*base[: random.randint(0, len(base))], *random.choices((0, 1), k=random.randint(1, 9))]
             output = random.choices((0, 1), k=random.randint(1, 6))
             await rig.engine.flush(tiers=random.choice(tiers))
-            # Two prompts that part in the token behind a page find different pages; peek says what a router may expect.
+            # Two prompts that part in the token behind a page find different pages.
             hit = rig.model.hit_pages(prompt) * SIZE
-            seen = sum(rig.engine.peek(prompt).values())
+            seen = sum(rig.engine.probe_prefix(prompt).values())
             sources, wrong = await rig.answer(prompt, output)
             assert wrong == [], (prompt, output, sources)
             assert len(prompt) - sources["transfer"] == hit >= seen

@@ -56,7 +56,7 @@ async def test_a_cancelled_finish_is_done_all_the_same(make_pair) -> None:
         with pytest.raises(asyncio.CancelledError):
             await finishing
         await pair.assert_nothing_held()
-        assert pair.engine.peek(PROMPT)["l1"] == 20
+        assert pair.engine.probe_prefix(PROMPT)["l1"] == 20
 
 
 @pytest.mark.parametrize("turns", range(6))

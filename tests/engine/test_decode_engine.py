@@ -181,15 +181,15 @@ async def test_drain_waits_for_live_requests_and_takes_no_new_ones(make_pair) ->
         assert await draining == []
 
 
-async def test_peek_tells_what_is_cached_and_changes_nothing(make_pair) -> None:
+async def test_probe_prefix_tells_what_is_cached_and_changes_nothing(make_pair) -> None:
     async with make_pair() as pair:
         ready = await pair.restore("r1", PROMPT)
         await pair.finish(ready, PROMPT, [1])
         await pair.engine.wait_settled()
-        assert pair.engine.peek(PROMPT) == {"l1": 20, "l2": 0}
-        assert pair.engine.peek(PROMPT, namespace="other") == {"l1": 0, "l2": 0}
+        assert pair.engine.probe_prefix(PROMPT) == {"l1": 20, "l2": 0}
+        assert pair.engine.probe_prefix(PROMPT, namespace="other") == {"l1": 0, "l2": 0}
         await pair.engine.flush(("l1",))
-        assert pair.engine.peek(PROMPT[:13]) == {"l1": 0, "l2": 12}
+        assert pair.engine.probe_prefix(PROMPT[:13]) == {"l1": 0, "l2": 12}
         await pair.assert_nothing_held()
 
 

@@ -133,8 +133,8 @@ CALLS: dict[str, tuple[Callable, str]] = {
     "policy name": (lambda engine, ready: engine.change_policy(prefech="timeout"), "did you mean prefetch?"),
     "policy value": (lambda engine, ready: engine.change_policy(write="never"), "through, selective or back"),
     "policy type": (lambda engine, ready: engine.change_policy(put_wait_s=float("nan")), "put_wait_s must be a number"),
-    "probe tokens": (lambda engine, ready: engine.peek(None), "tokens must be a sequence of ints"),
-    "probe space": (lambda engine, ready: engine.peek([1], namespace="\ud800"), "namespace must be UTF-8 text"),
+    "probe tokens": (lambda engine, ready: engine.probe_prefix(None), "tokens must be a sequence of ints"),
+    "probe space": (lambda engine, ready: engine.probe_prefix([1], namespace="\ud800"), "namespace must be UTF-8 text"),
     "drain": (lambda engine, ready: engine.drain("soon"), "timeout_s must be a number from 0 to 31,536,000 or none"),
 }
 

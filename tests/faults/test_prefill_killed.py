@@ -64,7 +64,7 @@ async def test_with_one_prefill_the_request_fails_and_says_why(
         await decode.engine.finish(kept)
         await decode.assert_nothing_held()
         # What failed left nothing in the cache; what was cached can be had, once somebody sends the first token.
-        assert decode.engine.peek(prompt(2, PAGES))["l1"] == 0
+        assert decode.engine.probe_prefix(prompt(2, PAGES))["l1"] == 0
         await spawn_prefill(listen=child.ready.address)
         assert (await decode.serve("lost", prompt(2, PAGES)))["transfer"] == PAGES * 16
         assert (await decode.serve("hit", prompt(1, PAGES)))["l1"] == PAGES * 16

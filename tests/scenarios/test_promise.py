@@ -66,7 +66,7 @@ def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l
         over(rig, "shallow", TEN[:l1])
         rig.take(commands.TellFinished)
         rig.take_all(commands.ForgetTokens)
-    device, host = rig.core.state.index.peek("", TEN)
+    device, host = rig.core.state.index.probe_prefix("", TEN)
     rig.arrive("a", TEN)
     found = 0
     for query in rig.take_all(commands.QueryStorage):

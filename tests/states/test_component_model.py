@@ -97,7 +97,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         return [cut(prompt, position + 1) for position in range(first, boundary)]
 
     def longest(self, prompt: Prefix, *, use_host: bool) -> tuple[int, int]:
-        on_device, beyond = self.index.peek(prompt[0], keys(prompt[1]))
+        on_device, beyond = self.index.probe_prefix(prompt[0], keys(prompt[1]))
         tiers = ("device", "host") if use_host else ("device",)
         boundary = on_device + beyond if use_host else on_device
         while not all(
@@ -259,7 +259,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, use_host=st.booleans(), lock=st.booleans(), pin=st.booleans())
     def match(self, prompt: Prefix, use_host: bool, lock: bool, pin: bool) -> None:
         expected = self.longest(prompt, use_host=use_host)
-        assert self.tails.peek(prompt[0], keys(prompt[1]), use_host=use_host) == expected
+        assert self.tails.probe_prefix(prompt[0], keys(prompt[1]), use_host=use_host) == expected
         match = self.tails.match(prompt[0], keys(prompt[1]), use_host=use_host)
         assert (match.device_pages, match.host_pages) == expected
         boundary = sum(expected)

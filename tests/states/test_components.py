@@ -71,12 +71,12 @@ def test_forty_pages_whose_last_snapshot_is_at_thirty_two_restore_thirty_two() -
     bench = Bench(state())
     leaf = bench.put(*range(40))
     bench.enter("state", leaf, 7, 31)
-    assert bench.tails.peek("", keys(*range(40))) == (32, 0)
+    assert bench.tails.probe_prefix("", keys(*range(40))) == (32, 0)
     match = bench.tails.match("", keys(*range(50)))
     assert (match.device_pages, match.host_pages, match.device_node.depth_pages) == (32, 0, 32)
-    assert bench.tails.peek("", keys(*range(31))) == (8, 0)
-    assert bench.tails.peek("", keys(*range(7))) == (0, 0)
-    assert bench.tails.peek("other", keys(1)) == (0, 0)
+    assert bench.tails.probe_prefix("", keys(*range(31))) == (8, 0)
+    assert bench.tails.probe_prefix("", keys(*range(7))) == (0, 0)
+    assert bench.tails.probe_prefix("other", keys(1)) == (0, 0)
     bench.check()
 
 
@@ -84,10 +84,10 @@ def test_a_prompt_shorter_than_the_window_needs_all_of_its_pages() -> None:
     bench = Bench(window(8))
     leaf = bench.put(1, 2, 3)
     bench.enter("window", leaf, 1, 2)
-    assert bench.tails.peek("", keys(1, 2, 3)) == (0, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (0, 0)
     bench.enter("window", leaf, 0)
-    assert bench.tails.peek("", keys(1, 2, 3)) == (3, 0)
-    assert bench.tails.peek("", keys(1, 2, 9)) == (2, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (3, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 9)) == (2, 0)
 
 
 def test_full_pages_without_window_are_passable_and_no_end() -> None:
@@ -95,13 +95,13 @@ def test_full_pages_without_window_are_passable_and_no_end() -> None:
     first = bench.put(1, 2, 3)
     bench.enter("window", first, 1, 2)
     leaf = bench.put(1, 2, 3, 4, 5, 6)
-    assert bench.tails.peek("", keys(1, 2, 3, 4, 5, 6)) == (3, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (3, 0)
     # The tail of 6 is [4, 6): the tombstone at 3 is of no concern.
     bench.enter("window", leaf, 4, 5)
-    assert bench.tails.peek("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
-    assert bench.tails.peek("", keys(1, 2, 3, 4, 5)) == (3, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5)) == (3, 0)
     bench.tails.drop("device", "window", first)
-    assert bench.tails.peek("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
     bench.check()
 
 
@@ -115,8 +115,8 @@ def test_a_tail_may_be_partly_on_the_device_and_partly_on_the_host() -> None:
     bench.enter("state", leaf, 7, tier="host")
     bench.index.drop_device(leaf)
     bench.check()
-    assert bench.tails.peek("", keys(*range(8)), use_host=False) == (0, 0)
-    assert bench.tails.peek("", keys(*range(8))) == (6, 2)
+    assert bench.tails.probe_prefix("", keys(*range(8)), use_host=False) == (0, 0)
+    assert bench.tails.probe_prefix("", keys(*range(8))) == (6, 2)
     reserved = bench.reserve(*range(8))
     assert reserved is not None
     tail = reserved.tails["window"]
@@ -139,7 +139,11 @@ def test_matching_renews_what_is_evicted_last() -> None:
         bench.enter("state", bench.put(*tokens), 1)
     bench.tails.match("", keys(1, 2))
     bench.tails.evict("device", "state", 2)
-    assert [bench.tails.peek("", keys(*tokens)) for tokens in ((1, 2), (3, 4), (5, 6))] == [(2, 0), (0, 0), (0, 0)]
+    assert [bench.tails.probe_prefix("", keys(*tokens)) for tokens in ((1, 2), (3, 4), (5, 6))] == [
+        (2, 0),
+        (0, 0),
+        (0, 0),
+    ]
 
 
 def test_void_pages_end_a_match_of_components_too() -> None:
@@ -149,7 +153,7 @@ def test_void_pages_end_a_match_of_components_too() -> None:
     node = bench.index.insert_pending(root, "", keys(2), bench.device.take(1))
     bench.enter("state", node, 1)
     bench.index.set_void(node)
-    assert bench.tails.peek("", keys(1, 2)) == (1, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2)) == (1, 0)
     with pytest.raises(BrokenInvariant, match="no full device pages"):
         bench.enter("state", node, 1)
     pages = bench.index.drop_void(node)
@@ -203,8 +207,8 @@ def test_of_all_components_a_request_gets_what_it_needs_or_nothing() -> None:
     bench.tails.release(first)
     # Four more pages: two are free, two are those of the other prompt, the tail itself stays.
     second = bench.reserve(1, 2, 3, window=4)
-    assert second is not None and bench.tails.peek("", keys(7, 8, 9)) == (0, 0)
-    assert bench.tails.peek("", keys(1, 2, 3)) == (3, 0)
+    assert second is not None and bench.tails.probe_prefix("", keys(7, 8, 9)) == (0, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (3, 0)
     bench.check()
 
 
@@ -219,7 +223,7 @@ def test_of_a_cut_node_only_the_part_that_a_receipt_reaches_into_is_kept() -> No
     bench.check()
     assert (books.evictable, books.protected) == (5, 3)
     assert bench.tails.evict("device", "window", 1) == 5 and not books.pages_of(upper)
-    assert bench.tails.peek("", keys(*range(8))) == (8, 0)
+    assert bench.tails.probe_prefix("", keys(*range(8))) == (8, 0)
     bench.tails.unlock(receipt)
     bench.check()
 

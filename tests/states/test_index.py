@@ -81,9 +81,9 @@ def test_split_page_is_found_wherever_it_is(asked: int, differs_at: int) -> None
     bench.put(*range(100))
     prompt = keys(*(number if number != differs_at else 7777 for number in range(asked)))
     expected = min(asked, differs_at, 100)
-    assert bench.index.peek("", prompt) == (expected, 0)
+    assert bench.index.probe_prefix("", prompt) == (expected, 0)
     assert bench.index.match("", prompt).device_pages == expected
-    assert bench.index.peek("", prompt) == (expected, 0)
+    assert bench.index.probe_prefix("", prompt) == (expected, 0)
     bench.check()
 
 
@@ -95,11 +95,11 @@ def test_match_goes_on_into_host_memory(bench: Bench) -> None:
     assert match.host_node is host_leaf and match.device_node is host_leaf.parent
 
 
-def test_peek_changes_nothing(bench: Bench) -> None:
+def test_probe_prefix_changes_nothing(bench: Bench) -> None:
     leaf = bench.put(1, 2, 3)
     before = (bench.index.tree.tick, leaf.hits, leaf.tick, list(bench.index.nodes()))
-    assert bench.index.peek("", keys(1, 2)) == (2, 0)
-    assert bench.index.peek("other", keys(1, 2)) == (0, 0)
+    assert bench.index.probe_prefix("", keys(1, 2)) == (2, 0)
+    assert bench.index.probe_prefix("other", keys(1, 2)) == (0, 0)
     assert (bench.index.tree.tick, leaf.hits, leaf.tick, list(bench.index.nodes())) == before
     assert list(bench.index.tree.roots) == [""]
 
@@ -180,7 +180,7 @@ def test_host_copies_get_our_pages_on_the_device(bench: Bench) -> None:
     host_leaf = bench.host_only(1, 2, 3)
     inserted = bench.index.insert("", keys(1, 2, 7), bench.device.take(3))
     assert inserted.inserted_count == 3 and not inserted.duplicates
-    assert bench.index.peek("", keys(1, 2, 3)) == (2, 1)
+    assert bench.index.probe_prefix("", keys(1, 2, 3)) == (2, 1)
     assert host_leaf.device is None and host_leaf.host is not None
     bench.check()
 
@@ -231,7 +231,7 @@ def test_refused_insert_enters_nothing(bench: Bench) -> None:
     bench.device.give_back(pages[2:])
     with pytest.raises(BrokenInvariant, match="is free"):
         bench.index.insert("", keys(1, 2, 3), pages)
-    assert bench.index.peek("", keys(1, 2, 3)) == (0, 2)
+    assert bench.index.probe_prefix("", keys(1, 2, 3)) == (0, 2)
     assert bench.device.owned == 2
     bench.check()
 
@@ -292,7 +292,7 @@ def test_void_pages_hide_their_node_until_they_are_dropped(bench: Bench) -> None
     sharer = bench.index.lock(below)
     bench.index.set_void(node)
     bench.check()
-    assert bench.index.peek("", keys(1, 2, 3, 4)) == (1, 0)
+    assert bench.index.probe_prefix("", keys(1, 2, 3, 4)) == (1, 0)
     assert bench.index.match("", keys(1, 2, 9)).device_node is above
     assert bench.index.has_child(above, "", keys(2))
     assert bench.device.draining == 2 and bench.index.flush("device") == (0, 2)
@@ -310,11 +310,11 @@ def test_void_node_with_a_host_copy_is_found_there_again(bench: Bench) -> None:
     bench.index.give_device(node, bench.device.take(2), Splits())
     bench.index.set_void(node)
     bench.check()
-    assert bench.index.peek("", keys(1, 2)) == (0, 0)
+    assert bench.index.probe_prefix("", keys(1, 2)) == (0, 0)
     pages = bench.index.drop_void(node)
     assert pages is not None
     bench.device.settle(pages)
-    assert bench.index.peek("", keys(1, 2)) == (0, 2)
+    assert bench.index.probe_prefix("", keys(1, 2)) == (0, 2)
     bench.check()
 
 

@@ -59,7 +59,7 @@ def test_only_the_tail_of_the_last_victim_goes() -> None:
     cache.put(6)
     assert cache.evicted(2) == [[4, 5]]
     assert leaf.parent is None
-    assert cache.index.peek("", keys(1, 2, 3, 4, 5)) == (3, 0)
+    assert cache.index.probe_prefix("", keys(1, 2, 3, 4, 5)) == (3, 0)
     # What is left is as old as the whole was.
     assert cache.evicted(4) == [[1, 2, 3], [6]]
 
@@ -69,9 +69,9 @@ def test_tail_with_a_host_copy_stays_in_host_memory() -> None:
     leaf = cache.put(1, 2, 3)
     cache.index.give_host(leaf, cache.host.take(3))
     assert cache.evicted(1) == [[3]]
-    assert cache.index.peek("", keys(1, 2, 3)) == (2, 1)
+    assert cache.index.probe_prefix("", keys(1, 2, 3)) == (2, 1)
     assert cache.index.evict_host(2) == 2
-    assert cache.index.peek("", keys(1, 2, 3)) == (2, 0)
+    assert cache.index.probe_prefix("", keys(1, 2, 3)) == (2, 0)
     cache.index.check()
 
 

@@ -29,7 +29,7 @@ def put(index: PrefixIndex, device: PageAccount, *tokens: int) -> Node:
 
 WRONG_CALLS: dict[str, Callable[[PrefixIndex, PageAccount, Node], object]] = {
     "keys of no whole number of pages": lambda index, device, node: index.match("", b"123"),
-    "peek of no whole number of pages": lambda index, device, node: index.peek("", b"123"),
+    "probe_prefix of no whole number of pages": lambda index, device, node: index.probe_prefix("", b"123"),
     "pages for other keys": lambda index, device, node: index.insert("", keys(1, 2), device.take(1)),
     "pages nobody owns": lambda index, device, node: index.insert("", keys(7, 8), page_ids([20, 21])),
     "child that is there": lambda index, device, node: index.insert_pending(node, "", keys(4), device.take(1)),
@@ -166,7 +166,7 @@ def test_fifty_thousand_nodes_deep() -> None:
     index.check()
     receipt = index.lock(node)
     assert index.match("", prompt).device_node is node
-    assert index.peek("", prompt) == (depth, 0)
+    assert index.probe_prefix("", prompt) == (depth, 0)
     assert len(index.device_path(node)) == depth == index.device_protected
     assert node.lock_ref == 1 and index.path(node)[0].lock_ref == 1
     pages = device.take(1)

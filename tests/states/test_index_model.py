@@ -170,7 +170,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, lock=st.booleans(), pin=st.booleans())
     def match(self, prompt: Prefix, lock: bool, pin: bool) -> None:
         expected = self.lengths(prompt)
-        assert self.index.peek(prompt[0], keys(prompt[1])) == expected
+        assert self.index.probe_prefix(prompt[0], keys(prompt[1])) == expected
         match = self.index.match(prompt[0], keys(prompt[1]))
         assert (match.device_pages, match.host_pages) == expected
         assert prefix_of(match.device_node) == (prompt[0], prompt[1][: expected[0]])

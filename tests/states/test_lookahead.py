@@ -70,7 +70,7 @@ def test_who_waits_finds_its_pages_on_the_host_and_they_count_as_storage() -> No
     assert rig.core.state.host.cached == 0
     rig.fetched(first)
     assert rig.core.state.host.cached == 6
-    assert rig.core.state.index.peek("", TOKENS) == (0, 6)
+    assert rig.core.state.index.probe_prefix("", TOKENS) == (0, 6)
     assert rig.state("a") == "PREALLOC"
     rig.nothing_else()
     # Nobody can take them away meanwhile.
@@ -137,7 +137,7 @@ def test_a_read_that_is_late_while_its_request_waits_is_given_up_with_what_follo
     rig.wait_until(10.0)
     assert rig.core.statistics()["l3_fetches_late"] == 1
     assert rig.core.state.host.owned == 3
-    assert rig.core.state.index.peek("", TOKENS) == (0, 3)
+    assert rig.core.state.index.probe_prefix("", TOKENS) == (0, 3)
     rig.fetched(second)
     assert rig.core.state.host.owned == 0
     make_room(rig)
@@ -169,7 +169,7 @@ def test_a_short_read_ends_the_look_ahead_there(good: int) -> None:
     first, second, third = fetches(rig)
     rig.fetched(second)
     rig.fetched(first, good)
-    assert rig.core.state.index.peek("", TOKENS) == (0, good)
+    assert rig.core.state.index.probe_prefix("", TOKENS) == (0, good)
     assert rig.core.state.host.owned == 2
     rig.fetched(third, error="no")
     assert rig.core.state.host.owned == 0
@@ -203,7 +203,7 @@ def test_the_same_pages_are_fetched_ahead_for_one_only() -> None:
     assert fetches(rig) == []
     for fetch in runs:
         rig.fetched(fetch)
-    assert rig.core.state.index.peek("", TOKENS[:6]) == (0, 6)
+    assert rig.core.state.index.probe_prefix("", TOKENS[:6]) == (0, 6)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_host_pages_join_what_is_there() -> None:
     assert list(unused) == list(pages[:2])
     host.give_back(unused)
     index.check()
-    assert index.peek("", b"abcdefghXY") == (6, 4)
+    assert index.probe_prefix("", b"abcdefghXY") == (6, 4)
     with pytest.raises(BrokenInvariant, match="cannot be entered"):
         index.insert_host(node, b"ab", page_ids((1,)))
 
@@ -331,12 +331,12 @@ def test_host_pages_of_any_keys_join_any_tree(prompts: list[bytes], keys: bytes)
         rig.make_ready(f"r{number}", tokens)
         rig.finish(f"r{number}", tokens)
     index, host = rig.core.state.index, rig.core.state.host
-    device, _ = index.peek("", keys)
+    device, _ = index.probe_prefix("", keys)
     pages = host.take(len(keys))
     node, unused = index.insert_host(index.match("", b"").host_node, keys, pages)
     assert node.depth_pages == len(keys)
     assert len(unused) == 0
-    assert index.peek("", keys) == (device, len(keys) - device)
+    assert index.probe_prefix("", keys) == (device, len(keys) - device)
     found = page_ids()
     for above in index.path(node):
         assert above.host is not None

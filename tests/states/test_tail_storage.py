@@ -80,7 +80,7 @@ def test_a_tail_is_put_together_from_device_host_and_storage() -> None:
     # Of positions 4 to 7, the device has lost 5 and 6, and the host 6 as well.
     for tier, end in (("device", 6), ("device", 7), ("host", 7)):
         index.drop(tier, "window", at_end[end])
-    assert sum(index.peek("", PROMPT)) == 0 and rig.core.storage.is_usable
+    assert sum(index.probe_prefix("", PROMPT)) == 0 and rig.core.storage.is_usable
     rig.answer(asked(rig), 0, tails=(tail("window", (6, 7)),))
     fetch, copy = rig.take(commands.FetchTail), rig.take(commands.CopyTail)
     assert ids(fetch.positions) == [6] and (copy.source, len(copy.source_pages)) == ("host", 1)

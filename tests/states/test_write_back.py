@@ -36,7 +36,7 @@ def turn(rig: Rig, name: str, tokens: bytes) -> None:
 
 def cached(rig: Rig, tokens: bytes) -> tuple[int, int]:
     """Pages of a prompt on the device, and further on the host."""
-    return rig.core.state.index.peek("", tokens)
+    return rig.core.state.index.probe_prefix("", tokens)
 
 
 def change(rig: Rig, **changes: object) -> None:

@@ -131,7 +131,7 @@ async def test_a_caller_that_computes_writes_windows_and_records_too(worker) -> 
         await made.engine.finish(ready, [7, 8, 9, 10, 11], tails=made.generate(ready, [*PROMPT, 1], [7, 8, 9, 10, 11]))
         await made.engine.wait_settled()
         made.expect_nothing_held()
-        assert made.engine.peek([*PROMPT, 1, 7, 8, 9, 0])["l1"] == 7 * SIZE
+        assert made.engine.probe_prefix([*PROMPT, 1, 7, 8, 9, 0])["l1"] == 7 * SIZE
 
 
 async def test_the_journal_of_a_run_with_components_replays_and_is_told(worker, tmp_path: Path, monkeypatch) -> None:

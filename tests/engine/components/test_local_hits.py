@@ -55,11 +55,11 @@ async def test_a_prompt_that_is_all_here_gets_a_record_of_its_own(worker) -> Non
 async def test_what_left_nothing_of_its_components_is_no_prefix_to_go_on_from(worker) -> None:
     async with worker() as made:
         await made.answer("r1", PROMPT, OUTPUT, leaves=False)
-        assert made.engine.peek(LONGER) == {"l1": 0, "l2": 0}
+        assert made.engine.probe_prefix(LONGER) == {"l1": 0, "l2": 0}
         assert await made.answer("r2", LONGER, []) == {"transfer": len(LONGER)}
         # The pages are there all the same: with a window and a record behind them, they serve.
         assert (await made.answer("r3", PROMPT, OUTPUT))["transfer"] == len(PROMPT)
-        assert made.engine.peek(LONGER) == {"l1": len(KEPT), "l2": 0}
+        assert made.engine.probe_prefix(LONGER) == {"l1": len(KEPT), "l2": 0}
 
 
 async def test_a_long_prefix_is_restored_up_to_its_last_snapshot(worker) -> None:

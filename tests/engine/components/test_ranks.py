@@ -168,7 +168,7 @@ async def test_ranks_that_leave_different_things_keep_nothing() -> None:
             return_exceptions=True,
         )
         assert all(isinstance(answer, RequestFailed) for answer in answers), answers
-        assert all(member.engine.peek(PROMPT) == {"l1": 0, "l2": 0} for member in members)
+        assert all(member.engine.probe_prefix(PROMPT) == {"l1": 0, "l2": 0} for member in members)
         assert await on_all(members, "r2", PROMPT) == {"transfer": len(PROMPT)}
 
 
