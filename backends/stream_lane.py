@@ -90,7 +90,7 @@ class StreamLane:
             error = as_error(raised)
         try:
             end = self._stream.mark()
-        except BaseException as raised:  # The device takes nothing any more; the first error says why.
+        except BaseException as raised:  # The device fails now; the first error is the cause.
             error = error or as_error(raised)
         return _Flight(end, error, item.ended)
 

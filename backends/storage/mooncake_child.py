@@ -26,7 +26,7 @@ LENGTH = struct.Struct("<I")
 LOCAL_BUFFER_BYTES = 16 << 20
 
 
-def receive(connection: socket.socket) -> Any:  # Any: whatever JSON there is.
+def receive(connection: socket.socket) -> Any:  # Any: JSON.
     """Return the next frame, None at the end of the stream."""
     head = _receive_bytes(connection, LENGTH.size)
     return None if not head else json.loads(_receive_bytes(connection, LENGTH.unpack(head)[0]))
@@ -99,7 +99,7 @@ def main() -> None:
     hello = receive(connection)
     try:
         client = Client(hello, memory)
-    except Exception as error:  # Told to the link, which says it in its words.
+    except Exception as error:  # Sent to the link, which raises its own error.
         send(connection, {"error": str(error), "import": isinstance(error, ImportError)})
         return
     send(connection, {})

@@ -215,7 +215,7 @@ class _Transfer:
         self,
         agent: Any,  # NIXL has no types.
         operation: str,
-        local: Any,  # Its prepared lists neither.
+        local: Any,  # A prepared list of NIXL's.
         local_indices: Indices,
         remote: Any,
         remote_indices: Indices,

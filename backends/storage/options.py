@@ -119,7 +119,7 @@ def read_extra_options(text: str) -> dict[str, object]:
         try:
             return dict(tomllib.loads(content))
         except tomllib.TOMLDecodeError as error:
-            raise InvalidConfig(f"options file {path} is no TOML: {error}") from error
+            raise InvalidConfig(f"options file {path} is not valid TOML: {error}") from error
     if path.suffix in (".yaml", ".yml"):
         return _table(_yaml(content, path), f"options file {path}")
     return _table(_json(content, f"options file {path}"), f"options file {path}")
@@ -147,7 +147,7 @@ def _yaml(text: str, path: Path) -> object:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise InvalidConfig(
-            f"options file {path} is no YAML: {getattr(error, 'problem', 'unreadable')}{where}"
+            f"options file {path} is not valid YAML: {getattr(error, 'problem', 'unreadable')}{where}"
         ) from error
     return found
 

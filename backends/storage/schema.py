@@ -114,7 +114,7 @@ def file_holdings(root: Path) -> list[Holding]:
     path = root / "index.sqlite"
     if not path.is_file():
         raise StorageFailed(
-            f"{root} is no storage directory: it has no index.sqlite; an engine that serves from it makes one anew"
+            f"{root} is not a storage directory: it has no index.sqlite; an engine that serves from it creates one"
         )
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:

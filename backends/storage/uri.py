@@ -101,7 +101,7 @@ def _factory(scheme: str) -> StorageFactory:
     for entry in found.select(name=scheme):
         try:
             factory: StorageFactory = entry.load()
-        except Exception as error:  # Whatever somebody else's module raises while it is imported.
+        except Exception as error:  # A foreign module may raise anything while it is imported.
             raise InvalidConfig(f"storage engine {scheme!r} ({entry.value}) cannot be loaded: {error}") from error
         return factory
     known = sorted({*BUILT_IN, *found.names})
