@@ -1,10 +1,10 @@
-"""Pools of windows and states: what travels beside the KV of every page, in pools of its own.
+"""Pools of components: sliding-window pages and state snapshots, which travel beside the KV of every page.
 
     full pool        one page for every page of a prompt
     window's pool    a page holds `page_size` tokens of its layers; of a prompt the trailing ones are kept
     state's pool     a page is one record: all of a recurrent model's state after so many tokens
 
-A component's layout is a `KVLayout` or `PageLayout` like any other. Of a record it says the shape alone, and its
+A component's layout is a `KVLayout` or `PageLayout` like any other. For a record it describes only the shape, and its
 `page_size` is one of the dimensions: Mamba layers with a state of [intermediate, 16] and a convolution of
 [intermediate, 4] elements are two groups,
 
@@ -13,8 +13,7 @@ A component's layout is a `KVLayout` or `PageLayout` like any other. Of a record
         convolution=KVLayout(kind="mla", num_layers=layers, page_size=intermediate, num_kv_heads=1, head_dim=4, …),
     )
 
-so that `pool.k[layer][page, :, 0]` and `pool.group("convolution").k[layer][page, :, 0]` are what the model reads and
-writes.
+so that the model reads and writes `pool.k[layer][page, :, 0]` and `pool.group("convolution").k[layer][page, :, 0]`.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ from tidekv.states.shapes import ComponentIdentity, Identity
 class ComponentPools:
     """A window or state with its pools: `DecodeEngine(…, components=(ComponentPools(…), …))`.
 
-    `kind` is "window" (sliding-window attention; `window_tokens` tokens before a position are needed to go on there)
-    or "state" (recurrent layers; a page is one record). `name` is an identifier other than "full", the same at both
-    ends of a hand-over and on all ranks.
+    `kind` is "window" (sliding-window attention; a position needs `window_tokens` tokens before it) or "state"
+    (recurrent layers; a page is one record). `name` is an identifier other than "full", the same at both ends of a
+    hand-over and on all ranks.
 
-    `device` holds what requests use, and what is cached of it: a request needs its tail (the pages of
-    `window_tokens`, and one that it writes) or one record at once, so the pool has room for all requests that are
-    to run together. `host` holds what went on to host memory; None: nothing does, and prompts are restored from there
-    only as far as the device has the component. The pools stay the caller's. Raises InvalidConfig, which names the
-    component.
+    `device` holds the pages of requests, and cached ones: a request needs its tail (the pages of `window_tokens`, and
+    one that it writes) or one record at once, so size the pool for all concurrent requests. `host` holds pages that
+    were copied to host memory. None keeps none there; prompts are then restored from host memory only as far as the
+    device has the component. The caller keeps ownership of the pools. Raises InvalidConfig, which names the component.
     """
 
     name: str
@@ -68,7 +66,7 @@ class ComponentPools:
 
     @property
     def component(self) -> Component:
-        """What the core is told of it."""
+        """The component as the core is configured with it."""
         return Component(
             name=self.name,
             kind=self.kind,
@@ -79,7 +77,7 @@ class ComponentPools:
 
     @property
     def identity(self) -> ComponentIdentity:
-        """What a peer and a storage tier must agree on before bytes of it mean anything to them."""
+        """What a peer and a storage tier must agree on before they exchange bytes of it."""
         layout = self.device.layout
         return ComponentIdentity(
             name=self.name,
@@ -92,7 +90,7 @@ class ComponentPools:
 
 
 def with_components(identity: Identity, components: Sequence[ComponentPools]) -> Identity:
-    """The identity of pages that have these components beside them."""
+    """Return the identity of pages that have these components beside them."""
     of_each = sorted((pools.identity for pools in components), key=lambda each: each.name)
     return msgspec.structs.replace(identity, components=tuple(of_each))
 
@@ -124,7 +122,7 @@ def check_components(components: Sequence[ComponentPools], *, device: DevicePool
 
 
 def _refuse_overlaps(pools_by_name: dict[str, tuple[DevicePool, HostPool | None]]) -> None:
-    """Two pools in the same memory would overwrite each other's pages."""
+    """Refuse pools in the same memory: they would overwrite each other's pages."""
     pieces = sorted(
         (segment.address, segment.address + segment.stride_bytes * segment.page_count, f"{tier} pool of {name!r}")
         for name, both in pools_by_name.items()

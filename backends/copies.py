@@ -1,9 +1,8 @@
-"""Copies of pages between the device pool and the host pool, and within the device pool, with awaitable ends.
+"""Copies of pages between the device pool and the host pool, and within the device pool, as futures.
 
-They run on the lanes of `tidekv.backends.copy_lanes`, a direction each; which of them are small enough for the event
-loop is decided here. A copy that was submitted is made, whether or not somebody still waits for it: only its outcome
-says that nothing touches its pages any more. How many may be in flight, and what a failure means, is the caller's
-business.
+They run on the lanes of `tidekv.backends.copy_lanes`, one for each direction; this module decides which are small
+enough for the event loop. A submitted copy is always made, even if its future is cancelled: only its outcome means that
+nothing touches its pages any more. The caller decides how many may be in flight, and what a failure means.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, Invali
 from tidekv.states.shapes import PageIds
 
 CLONE: Final = "clone"
-# What a copy may have that the event loop makes itself: bytes, and assignments by the interpreter at worst. With either
-# it takes about 30 µs, and 100 µs where nothing of it is in the processor's caches; the way to a thread and back takes
-# as long again, and twice that on a busy machine.
+# Bounds of a copy that the event loop makes itself: bytes, and assignments by the interpreter. At either bound it takes
+# about 30 µs, and 100 µs if nothing of it is in the processor's caches; the way to a thread and back takes as long
+# again, and twice that on a busy machine.
 SMALL_BYTES_MAX: Final = 128 << 10
 SMALL_STEPS_MAX: Final = 64
 
@@ -40,8 +39,8 @@ Pages: TypeAlias = "PageIds | npt.ArrayLike"
 
 @dataclass(frozen=True, slots=True)
 class CopierStatistics:
-    """Copies submitted, and those that have ended well or not; bytes of the good ones, by direction. `kernel` says
-    whether copies may use the GPU kernel: "" where there is no GPU, or not yet.
+    """Copies submitted, completed and failed, and bytes of the completed ones by direction. `kernel` says whether
+    copies may use the GPU kernel: "" if there is no GPU, or not yet.
     """
 
     submitted: int
@@ -56,8 +55,8 @@ class CopierStatistics:
 class PageCopier:
     """Copies pages between a device pool and a host pool of the same layout, and within the device pool.
 
-    `start` and `close` it on the loop that awaits it. With `lanes` its copies run behind those of others there; who
-    made them starts them first, and closes them last. `choice` says which form copies take on CUDA. Raises
+    `start` and `close` it on the loop that awaits it. With `lanes` its copies share these with other copiers; the owner
+    of the lanes starts them first, and closes them last. `choice` selects the form of copies on CUDA. Raises
     InvalidConfig if the pools do not fit each other.
     """
 
@@ -90,8 +89,8 @@ class PageCopier:
         self._bytes = {TO_DEVICE: 0, TO_HOST: 0, CLONE: 0}
 
     def start(self) -> None:
-        """Start its lanes, on the running loop; those of others are running. On CUDA its kernel is compiled in the
-        background, and copies do without until then. Once only.
+        """Start its own lanes, on the running loop; shared ones are running. On CUDA the kernel is compiled in the
+        background, and copies do without it until then. Once only.
         """
         if self._owns_lanes:
             self._lanes.start()
@@ -99,7 +98,7 @@ class PageCopier:
             self._warm_up(self._mover)
 
     async def close(self) -> None:
-        """Take no more copies, wait until all that were submitted have ended, and stop its lanes."""
+        """Refuse further copies, wait until all submitted ones have ended, and stop its own lanes."""
         self._closing = True
         while self._in_flight:
             await asyncio.wait(self._in_flight)
@@ -110,8 +109,8 @@ class PageCopier:
         """Copy host pages to device pages, pairwise; the future ends when all bytes are in place.
 
         The pages belong to the copy until then, even if the future is cancelled. The future raises CopyFailed if the
-        copy did not work; its destination holds garbage then. Raises InvalidRequest for pages that are not in the
-        pools and for lists of different lengths, EngineClosed before `start` and after `close`.
+        copy did not work; its destination holds garbage then. Raises InvalidRequest for pages that are not in the pools
+        and for lists of different lengths, EngineClosed before `start` and after `close`.
         """
         host, mover = self._both()
         sources, targets = host.check_pages(host_pages), self._device.check_pages(device_pages)
@@ -128,10 +127,10 @@ class PageCopier:
         return self._submit(TO_HOST, partial(mover.to_host, sources, targets), len(sources), len(targets))
 
     def to_device_by_layer(self, host_pages: Pages, device_pages: Pages) -> LayeredCopy:
-        """Copy as `to_device`, layer 0 of all pages first, and say of each layer when it is there.
+        """Copy as `to_device`, layer 0 of all pages first, and mark each layer as it arrives.
 
-        A layer is that of all groups which have one of that number. It takes more of the device than `to_device` does,
-        or more launches: for a forward that waits.
+        A layer is that of all groups which have one of that number. This takes more of the device than `to_device`, or
+        more launches: for a forward pass that waits.
         """
         host, mover = self._both()
         sources, targets = host.check_pages(host_pages), self._device.check_pages(device_pages)
@@ -145,7 +144,7 @@ class PageCopier:
         return copy
 
     def clone(self, source_pages: Pages, target_pages: Pages) -> asyncio.Future[None]:
-        """Copy device pages to other device pages, pairwise; as `to_device`, and behind what goes there."""
+        """Copy device pages to other device pages, pairwise; as `to_device`, in the same lane."""
         sources, targets = self._device.check_pages(source_pages), self._device.check_pages(target_pages)
         return self._submit(CLONE, partial(self._cloner.clone, sources, targets), len(sources), len(targets))
 
@@ -167,7 +166,7 @@ class PageCopier:
         return self._host, self._mover
 
     def _warm_up(self, mover: CudaMover) -> None:
-        """Let the lane compile the kernel. Where it cannot, copies stay as they are; statistics say so."""
+        """Compile the kernel on the lane. If that fails, copies stay as they are, and statistics say so."""
         ended = self._lanes.submit(TO_DEVICE, mover.warm_up)
         self._in_flight.add(ended)
         ended.add_done_callback(self._in_flight.discard)
@@ -222,13 +221,13 @@ class PageCopier:
 
 
 def _small_pages(mover: CudaMover | PageMover | None, cloner: StagedCloner | PageCloner, page_bytes: int) -> int:
-    """How many pages a small copy has at most; 0: none is small."""
+    """Return the maximum number of pages of a small copy; 0 disables small copies."""
     steps = max(part.steps_a_page for part in (mover, cloner) if isinstance(part, PageMover | PageCloner))
     return min(SMALL_BYTES_MAX // page_bytes, SMALL_STEPS_MAX // steps)
 
 
 def _by_layer(mover: CudaMover | PageMover, sources: PageIndex, targets: PageIndex, told: Told, layers: int) -> None:
-    """Copy layer by layer; without streams all of it at once, and tell of the layers then."""
+    """Copy layer by layer; without streams copy everything at once, and mark the layers then."""
     if isinstance(mover, CudaMover):
         mover.to_device_by_layer(sources, targets, told)
         return
@@ -238,11 +237,11 @@ def _by_layer(mover: CudaMover | PageMover, sources: PageIndex, targets: PageInd
 
 
 class LayeredCopy:
-    """What `PageCopier.to_device_by_layer` returns. Its pages belong to the copy until `done` has ended.
+    """A layered copy, as returned by `PageCopier.to_device_by_layer`. Its pages belong to it until `done` has ended.
 
-    `launched` ends when the copy is in its stream, which is long before it is made; from then on `follow(layer)` puts
-    the caller's stream behind a layer. `done` is the copy's outcome: where it raises, what was computed from its
-    pages is garbage. Where there are no streams, all layers come at once, and are there when `launched` ends.
+    `launched` ends when the copy is in its stream, long before it is made; from then on `follow(layer)` orders the
+    caller's stream behind a layer. `done` is the copy's outcome: if it raises, results computed from its pages are
+    garbage. Without streams, all layers arrive at once, before `launched` ends.
     """
 
     def __init__(self, *, layer_count: int, streams: Streams, launched: asyncio.Future[None]) -> None:
@@ -253,20 +252,20 @@ class LayeredCopy:
         self._marks: list[Mark] = []
 
     def follow(self, layer: int) -> None:
-        """Let what the caller's current stream is given from now on begin after `layer` is in place; blocks nobody.
+        """Order later work of the caller's current stream behind the arrival of `layer`, without blocking.
 
-        Call it from any thread. Raises InvalidRequest for a layer that there is not, and before `launched` has ended: a
-        stream cannot wait for what it does not know, and would read pages that are not there. Raises CopyFailed if the
-        layer could not be launched.
+        Call it from any thread. Raises InvalidRequest for a layer that does not exist, and before `launched` has ended:
+        a stream cannot wait for what it does not know, and would read pages that are not there. Raises CopyFailed if
+        the layer could not be launched.
         """
         self._streams.current().follow(self._mark(layer))
 
     def is_ready(self, layer: int) -> bool:
-        """Whether the layer's bytes are in place. Raises what `follow` raises."""
+        """Return whether the layer's bytes are in place. Raises what `follow` raises."""
         return self._mark(layer).is_reached()
 
     def told(self, mark: Mark) -> None:
-        """Take the next layer's mark. For whoever launches the copy, before `launched` ends."""
+        """Add the next layer's mark. Called by the launch of the copy, before `launched` ends."""
         self._marks.append(mark)
 
     def _mark(self, layer: int) -> Mark:

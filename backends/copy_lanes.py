@@ -1,11 +1,11 @@
-"""Where copies of pages run: one lane a direction, which makes what it is given in that order.
+"""Lanes of page copies: one for each direction, which makes copies in the order of submission.
 
 On the CPU a lane is a thread, blocked while idle; on CUDA it is a stream (`tidekv.backends.stream_lane`). All copiers
-of an engine share their lanes: what goes to the device goes one after the other, whosever it is.
+of an engine share their lanes: copies of one direction run one after the other, whichever copier submitted them.
 
-On the CPU a small copy is made at once, on the event loop, where nothing is before it in its lane: the way to the
-thread and back costs more than the copy. It is told as any other copy is, in a later turn of the loop. Nothing of CUDA
-is ever done so: to launch may have to wait for the driver.
+On the CPU a small copy is made at once, on the event loop, if its lane is idle: the way to the thread and back costs
+more than the copy. Its outcome arrives in a later turn of the loop, as that of any copy. CUDA copies are never made
+that way: a launch may have to wait for the driver.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tidekv.states.errors import EngineClosed
 
 TO_DEVICE: Final = "to_device"
 TO_HOST: Final = "to_host"
-# Copies are begun on the loop until they have taken so much of one turn; those that come then go to the thread. So a
-# crowd of them keeps the loop for as long as this and one more copy.
+# Small copies are made on the loop until they have taken this much of one turn; later ones go to the thread. So many
+# small copies hold the loop for this long and one more copy at most.
 INLINE_TURN_S: Final = 200e-6
 NOT_RUNNING: Final = "the page copier is not running: start it first, and submit nothing after close"
 
@@ -35,7 +35,9 @@ class CopyLanes:
     """The two lanes of one device. `start` and `close` it on the loop that awaits its copies."""
 
     def __init__(self, device: torch.device, *, inline_turn_s: float = INLINE_TURN_S) -> None:
-        """`inline_turn_s`: so much of one turn of the loop may be taken by small copies; 0: none are made there."""
+        """`inline_turn_s`: maximum seconds of one turn of the loop for small copies; 0 sends all of them to the
+        thread.
+        """
         self._device = device
         self._inline_turn_s = inline_turn_s
         self._taken_s = 0.0
@@ -44,7 +46,7 @@ class CopyLanes:
         self._in_flight: set[asyncio.Future[None]] = set()
 
     def start(self) -> None:
-        """Start the two directions, on the running loop. Once only."""
+        """Start both directions, on the running loop. Once only."""
         assert not self._lanes, "lanes are started once"
         for direction in (TO_DEVICE, TO_HOST):
             name = f"tidekv-copy-{direction}"
@@ -54,7 +56,7 @@ class CopyLanes:
                 self._lanes[direction] = _CopyThread(name=name)
 
     async def close(self) -> None:
-        """Take no more copies, wait until all that were submitted have ended, and stop the threads."""
+        """Refuse further copies, wait until all submitted ones have ended, and stop the threads."""
         self._closing = True
         while self._in_flight:
             await asyncio.wait(self._in_flight)
@@ -64,9 +66,9 @@ class CopyLanes:
     def submit(
         self, direction: str, move: Move, *, is_small: bool = False, launched: asyncio.Future[None] | None = None
     ) -> asyncio.Future[None]:
-        """Make a copy; the future is the lane's own, and ends when nothing of it can be written any more. `launched`
-        is settled as soon as `move` has returned. A small one may be made before this returns. Raises EngineClosed
-        before `start` and after `close`.
+        """Make a copy; the future belongs to the lane, and ends when nothing of the copy can be written any more.
+        `launched` is settled as soon as `move` has returned. A small copy may be made before this returns. Raises
+        EngineClosed before `start` and after `close`.
         """
         if self._closing or not self._lanes:
             raise EngineClosed(NOT_RUNNING)
@@ -92,7 +94,7 @@ class CopyLanes:
 
 
 class _CopyThread:
-    """One direction on the CPU: a thread that makes the copies in the order in which they came, blocked while idle."""
+    """One direction on the CPU: a thread that makes copies in the order of submission, blocked while idle."""
 
     def __init__(self, *, name: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -104,11 +106,11 @@ class _CopyThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that it was given has ended, and its end was told. On the loop."""
+        """Whether every submitted copy has ended and its future is settled. On the loop."""
         return not self._waiting
 
     def submit(self, move: Move, launched: asyncio.Future[None] | None) -> asyncio.Future[None]:
-        """Have the thread make a copy."""
+        """Submit a copy to the thread."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting += 1
         future.add_done_callback(self._ended)
@@ -122,7 +124,7 @@ class _CopyThread:
         try:
             move()
         except Exception as raised:
-            # It is this copy's outcome. What is no error, but the end of the process, is the loop's.
+            # An exception is this copy's outcome. Anything else ends the process and is raised on the loop.
             future.set_exception(as_error(raised))
         else:
             future.set_result(None)
@@ -131,7 +133,7 @@ class _CopyThread:
         return future
 
     def stop(self) -> None:
-        """End the thread, which must have nothing left to do: it is back in microseconds."""
+        """End the thread, which must be idle: it returns in microseconds."""
         self._queue.put(None)
         self._thread.join()
 

@@ -8,8 +8,8 @@ start-up cost is paid for each stretch of consecutive host pages, by the CPU (ab
 engine (about 2 µs), so it needs long stretches: at 50 GB/s, 6 µs are 300 KiB. The kernel starts once, however scattered
 the pages are; but its programs occupy multiprocessors for as long as the bus takes.
 
-All are enqueued on the current stream; nothing here waits. Where layers are asked for one after the other, each is
-marked when it was enqueued, so that a forward can follow the first while others still come.
+All copies are enqueued on the current stream; nothing here waits. In a copy by layers each layer is marked when it was
+enqueued, so that a forward pass can follow the first while others still arrive.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tidekv.backends.staged_copies import StagedMover, positions
 from tidekv.backends.streams import Mark, Streams, streams_of
 from tidekv.states.errors import InvalidConfig
 
-# Estimated from the costs above, with some distance; not measured yet. `benchmarks/gpu.py` measures both forms over
-# stretches of all sizes, and says where they meet.
+# Estimated from the costs above, with a margin; not measured yet. `benchmarks/gpu.py` measures both forms over
+# stretches of all sizes, and prints where they meet.
 KERNEL_BELOW_BYTES: Final = 512 << 10
 
 
 class CopyForm(enum.Enum):
-    """How pages cross the bus."""
+    """The form in which pages cross the bus."""
 
     KERNEL = "kernel"
     ASYNC = "async"
@@ -63,11 +63,11 @@ class CopyChoice:
 
 
 Told = Callable[[Mark], None]
-"""Takes the mark after each layer, from layer 0 on."""
+"""Receives the mark after each layer, from layer 0 on."""
 
 
 class KernelMover:
-    """By one launch a group, straight between the pool's tensors and pinned host pages: the kernel form."""
+    """The kernel form: one launch for each group, directly between the pool's tensors and pinned host pages."""
 
     def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams, pieces: KernelPieces) -> None:
         self._device = device
@@ -85,7 +85,7 @@ class KernelMover:
         self._move(device_pages, host_pages, to_rows=False)
 
     def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
-        """As `to_device`, layer 0 first; `told` of each."""
+        """As `to_device`, layer 0 first; calls `told` after each."""
         stream = self._streams.current()
         pairs = PagePairs(device_pages, host_pages, self._device.device)
         stream.run(pairs.upload)
@@ -109,7 +109,7 @@ class KernelMover:
 
 
 class LayerMover:
-    """By an asynchronous copy for each piece of each page: layer by layer in the async form, without staging."""
+    """The async form by layers: an asynchronous copy for each piece of each page, without staging."""
 
     def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams) -> None:
         self._streams = streams
@@ -127,7 +127,7 @@ class LayerMover:
         ]
 
     def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
-        """Enqueue copies of host pages to device pages, layer 0 of all pages first; `told` of each layer."""
+        """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `told` after each."""
         stream = self._streams.current()
         for layer in range(self._layers):
             stream.run(partial(self._move_layer, layer, host_pages, device_pages))
@@ -141,9 +141,9 @@ class LayerMover:
 
 
 class CudaMover:
-    """Chooses a form for each copy. Until `warm_up` has found a kernel there is one form to choose from.
+    """Chooses a form for each copy. Until `warm_up` has found a kernel, only the async form is available.
 
-    `streams` are those of the device, and `find_launch` looks for Triton, unless a test brings its own.
+    `streams` are those of the device, and `find_launch` looks for Triton, unless a test supplies its own.
     """
 
     def __init__(
@@ -168,12 +168,12 @@ class CudaMover:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether there are two forms."""
+        """Whether the kernel form is available."""
         return self._kernel is not None
 
     def warm_up(self) -> None:
-        """Find the kernel and compile it: seconds, and not the loop's. Raises what that raises; copies go without it
-        then, as they do where there is no Triton.
+        """Find the kernel and compile it, which takes seconds, off the loop. Raises what that raises; copies then do
+        without the kernel, as they do without Triton.
         """
         launch = self._find_launch()
         if launch is None:
@@ -186,13 +186,13 @@ class CudaMover:
         self._kernel = kernel
 
     def form(self, host_pages: PageIndex) -> CopyForm:
-        """Return the form that a copy from or to these host pages takes."""
+        """Return the form of a copy from or to these host pages."""
         stretches = sum(1 for _ in page_runs(host_pages, positions(len(host_pages))))
         total_bytes = len(host_pages) * self._page_bytes
         return self._choice.form(total_bytes=total_bytes, stretch_count=stretches, has_kernel=self.has_kernel)
 
     def layer_form(self) -> CopyForm:
-        """Return the form of copies by layers: their stretches are pieces, whatever the pages."""
+        """Return the form of copies by layers: their stretches are pieces, whichever pages they are."""
         return self._choice.form(total_bytes=self._piece_bytes, stretch_count=1, has_kernel=self.has_kernel)
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
@@ -206,7 +206,7 @@ class CudaMover:
             self._mover(host_pages).to_host(device_pages, host_pages)
 
     def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
-        """Enqueue copies of host pages to device pages, layer 0 of all pages first; `told` of each layer."""
+        """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `told` after each."""
         if len(host_pages) and self._kernel is not None and self.layer_form() is CopyForm.KERNEL:
             self._kernel.to_device_by_layer(host_pages, device_pages, told)
         else:

@@ -1,8 +1,8 @@
-"""The device pool: pages in the tensors that the model's attention reads and writes, one per layer and part (L1).
+"""The device pool (L1): pages in the tensors that the model's attention reads and writes, one per layer and part.
 
-Layer first: piece `i` of page `p` is row `p` of tensor `i`, whatever group of layers the piece is of. The pool owns no
-page table and knows no owner of a page; it says where bytes lie and moves them for tests and checks. Bulk copies are
-`tidekv.backends.copies`.
+Layer first: piece `i` of page `p` is row `p` of tensor `i`, whichever group of layers the piece belongs to. The pool
+has no page table and does not know the owners of its pages; it knows where bytes lie, and moves them for tests and
+checks. Bulk copies are in `tidekv.backends.copies`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PoolGroup:
     `tensors` are the group's pieces in layout order, each [num_pages, page_size, num_kv_heads, head_dim] of its dtype;
     `k[layer]` and `v[layer]` are the same tensors by layer (kind "mla": `k` has the latent tensors, `v` is empty). The
     model may read and write them in place. `rows[i]` is piece i of all pages as uint8 [num_pages, piece_bytes]; `block`
-    is all of them as uint8 [pieces, num_pages, piece_bytes] where they lie in one stretch, else None.
+    is all of them as uint8 [pieces, num_pages, piece_bytes] if they are contiguous, else None.
     """
 
     __slots__ = ("block", "k", "layout", "name", "rows", "tensors", "v")
@@ -48,7 +48,7 @@ class DevicePool:
     """`num_pages` pages of a layout in device memory. Make one with `allocate`, `wrap` or `join`.
 
     `k[layer]` and `v[layer]` are tensors [num_pages, page_size, num_kv_heads, head_dim] of the layout's dtype, which
-    the model may read and write in place; with kind "mla" `k` has the latent tensors and `v` is empty. Where pages have
+    the model may read and write in place; with kind "mla" `k` has the latent tensors and `v` is empty. If pages have
     several groups these are the group "full", and `group(name)` has each. `rows[i]` is piece i of all pages over all
     groups, as uint8 [num_pages, bytes of the piece]. The pool keeps the tensors alive.
     """
@@ -80,7 +80,7 @@ class DevicePool:
     def allocate(cls, layout: Layout, num_pages: int, device: str | torch.device = "cpu") -> DevicePool:
         """Allocate a zeroed pool on "cpu" or a CUDA device; CPU memory is touched at once.
 
-        Raises InvalidConfig for a wrong count or device, OutOfMemory if there is not that much.
+        Raises InvalidConfig for a wrong count or device, OutOfMemory if there is not enough.
         """
         check_page_count(num_pages, what="device pool")
         place = _usable_device(device)
@@ -104,11 +104,12 @@ class DevicePool:
     def wrap(
         cls, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor] | None, layout: KVLayout
     ) -> DevicePool:
-        """Make a pool of the caller's tensors, one a layer for K and one for V (`v_buffers=None` with kind "mla").
+        """Make a pool from the caller's tensors, one for each layer for K and one for V (`v_buffers=None` with kind
+        "mla").
 
         Each is contiguous, [num_pages, page_size, num_kv_heads, head_dim] or [num_pages * page_size, num_kv_heads,
-        head_dim]; none may overlap another. Nothing is copied. InvalidConfig names the tensor and what is wrong.
-        Pages of several groups are wrapped group by group, and joined by `join`.
+        head_dim]; none may overlap another. Nothing is copied. InvalidConfig names the tensor and what is wrong. Pages
+        of several groups are wrapped group by group, and joined by `join`.
         """
         if not isinstance(layout, KVLayout):
             raise InvalidConfig("device pool: wrap takes one group's KVLayout; wrap each group, and join the pools")
@@ -136,10 +137,10 @@ class DevicePool:
 
     @classmethod
     def join(cls, full: DevicePool, **mirrors: DevicePool) -> DevicePool:
-        """Make one pool of pools of one group each: page p of it is page p of all of them, `join(full=…, draft=…)`.
+        """Make one pool from pools of one group each: its page p is page p of all of them, `join(full=…, draft=…)`.
 
-        For tensors that exist already: wrap each group's, and join. Nothing is copied, and the parts stay usable.
-        Raises InvalidConfig for pools of different counts, devices or page sizes, or in the same memory.
+        For existing tensors: wrap those of each group, and join. Nothing is copied, and the parts stay usable. Raises
+        InvalidConfig for pools of different counts, devices or page sizes, or in the same memory.
         """
         pools = {FULL: full, **mirrors}
         for name, pool in pools.items():
@@ -158,8 +159,8 @@ class DevicePool:
         return cls(layout=layout, groups=[PoolGroup(name, g.layout, g.tensors, g.block) for name, g in parts])
 
     def group(self, name: str) -> PoolGroup:
-        """Return one group of layers: views into this pool, for as long as the pool lives. InvalidConfig names those
-        that there are.
+        """Return one group of layers: views into this pool, for as long as the pool lives. InvalidConfig lists the
+        groups.
         """
         for group in self.groups:
             if group.name == name:
@@ -191,7 +192,7 @@ class DevicePool:
 
 
 def _group_starts(layout: Layout, num_pages: int) -> tuple[list[int], int]:
-    """Where each group begins in the pool's memory, at a multiple of ALIGNMENT_BYTES, and the bytes of it all."""
+    """Return the offset of each group in the pool's memory, a multiple of ALIGNMENT_BYTES, and the total bytes."""
     starts, end = [], 0
     for group in layout.groups:
         starts.append(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
@@ -242,7 +243,7 @@ def _as_pages(buffer: torch.Tensor, *, layout: KVLayout, like: torch.Tensor, nam
 
 
 def _refuse_overlaps(views: dict[str, torch.Tensor]) -> None:
-    """Two pieces in the same memory would overwrite each other."""
+    """Refuse two pieces in the same memory: they would overwrite each other."""
     ordered = sorted(views.items(), key=lambda item: item[1].data_ptr())
     for (before, low), (after, high) in itertools.pairwise(ordered):
         if low.data_ptr() + low.nbytes > high.data_ptr():

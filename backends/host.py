@@ -1,4 +1,4 @@
-"""The host pool: whole pages in one stretch of host memory (L2), ready for copies, for NIXL and for direct file I/O."""
+"""The host pool (L2): whole pages in one stretch of host memory, ready for copies, for NIXL and for direct file I/O."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class HostPool:
     """`num_pages` pages of a layout in host memory, page first. Make one with `allocate`.
 
     `buffer` is the memory as a tensor, `array` as a numpy array: uint8 [num_pages, page_bytes] both, pieces in layout
-    order. Page 0 starts at a multiple of 4096; the pages after it do where page_bytes is one. The pool owns no page
-    table and knows no owner of a page.
+    order. Page 0 starts at a multiple of 4096; so do the others if page_bytes is one. The pool has no page table and
+    does not know the owners of its pages.
     """
 
     def __init__(self, *, layout: Layout, buffer: torch.Tensor, pinned: bool) -> None:
@@ -27,7 +27,7 @@ class HostPool:
         self.num_pages = buffer.shape[0]
         self.buffer = buffer
         self.array: npt.NDArray[np.uint8] = buffer.numpy()
-        # A slice of this costs half of what a view of a numpy row does, and pages are asked for one by one.
+        # A slice of this costs half of a view of a numpy row, and pages are requested one by one.
         self._bytes = self.array.reshape(-1).data
         self.pinned = pinned
         self.memory = PoolMemory(
@@ -44,9 +44,9 @@ class HostPool:
 
     @classmethod
     def allocate(cls, layout: Layout, num_pages: int, pin: bool | None = None) -> HostPool:
-        """Allocate a zeroed, resident pool. `pin` locks it for DMA; None pins wherever there is a CUDA device.
+        """Allocate a zeroed, resident pool. `pin` locks it for DMA; None pins if there is a CUDA device.
 
-        Raises InvalidConfig for a wrong count or a pin that cannot be had, OutOfMemory if there is not that much.
+        Raises InvalidConfig for a wrong count or if pinning is not possible, OutOfMemory if there is not enough.
         """
         check_page_count(num_pages, what="host pool")
         cuda = torch.cuda.is_available()
@@ -66,7 +66,7 @@ class HostPool:
     def group(self, name: str) -> torch.Tensor:
         """Return one group's bytes of all pages, in place: uint8 [num_pages, bytes of the group].
 
-        The memory stays the pool's. Raises InvalidConfig, which names the groups that there are.
+        The pool keeps ownership of the memory. Raises InvalidConfig, which lists the groups.
         """
         for group, start in group_offsets(self.layout):
             if group.name == name:
@@ -109,5 +109,5 @@ def _pin(pool: HostPool) -> None:
             f"host pool: {size_bytes} bytes could not be pinned (CUDA error {status}); "
             "raise the limit of locked memory, or pass pin=False"
         )
-    # At exit the process gives it all back, and CUDA may be gone before this would run.
+    # At exit the process releases everything, and CUDA may be gone before this would run.
     weakref.finalize(pool, runtime.cudaHostUnregister, address).atexit = False

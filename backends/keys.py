@@ -1,10 +1,10 @@
-"""Storage keys of pages: a SHA-256 chain over the prompt, the one that SGLang's HiCache makes too.
+"""Storage keys of pages: a SHA-256 chain over the prompt, identical to that of SGLang's HiCache.
 
     digest[0] = SHA256(seed ‖ tokens of page 0)          seed: nothing, or 32 bytes of the request's namespace
     digest[i] = SHA256(digest[i - 1] ‖ tokens of page i)
 
-Tokens are little-endian u32. A digest names the whole prefix up to and with its page. It does not name the model: bytes
-are interchangeable only within one `storage_namespace`.
+Tokens are little-endian u32. A digest names the whole prefix up to the end of its page. It does not name the model:
+bytes are interchangeable only within one `storage_namespace`.
 
 With speculative decoding of the EAGLE family a position stands for a pair, its own token and the next one: eight bytes
 a position, and the last position of a page needs one token more than the page has.
@@ -34,7 +34,7 @@ _UNSIGNED_LONG: Final = np.dtype(np.uint64)
 _UNSIGNED: Final = np.dtype(np.uint32)
 # From so many tokens on, writing them where they stay is faster than making them elsewhere and copying.
 _IN_PLACE_MIN: Final = 16_384
-# Part of every storage namespace: raise it when the bytes of a page in storage change their meaning.
+# Part of every storage namespace: increase it when the bytes of a page in storage change their meaning.
 STORAGE_FORMAT: Final = 1
 NAMESPACE_MAGIC: Final = b"sglang-cache-namespace-v1"
 
@@ -42,7 +42,7 @@ Tokens: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer] | byte
 
 
 def namespace_seed(namespace: str = "", *, salt: str | None = None) -> bytes:
-    """Return what the chain of a namespace starts from: 32 bytes, or none where neither is given."""
+    """Return the seed of a namespace's chain: 32 bytes, or none if neither is given."""
     if not namespace and salt is None:
         return b""
     digest = sha256(NAMESPACE_MAGIC)
@@ -68,9 +68,9 @@ def page_digests(
 ) -> list[bytes]:
     """Return the digests of the full pages of packed tokens, in order; a partial last page has none.
 
-    `prefix` is the digest of the page before the first one here, to continue a chain; the namespace is already in it.
-    With `bigrams`, n tokens are n - 1 positions (EAGLE); who writes and who reads must agree on it. Costs about a
-    microsecond a page.
+    `prefix` is the digest of the page before the first one here, to continue a chain; it includes the namespace. With
+    `bigrams`, n tokens are n - 1 positions (EAGLE); writers and readers must agree on it. Costs about a microsecond a
+    page.
     """
     if page_size < 1:
         raise InvalidRequest(f"page_size must be at least 1, not {page_size}")
@@ -87,17 +87,19 @@ def page_digests(
 
 
 def storage_namespace(identity: Identity, *, rank: int = 0, ranks: int = 1) -> bytes:
-    """Return the digest of all that makes stored bytes interchangeable: model, layout, rank slice, storage format."""
+    """Return the digest of everything that makes stored bytes interchangeable: model, layout, rank slice, storage
+    format.
+    """
     if not 0 <= rank < ranks:
         raise InvalidRequest(f"rank must be from 0 to {ranks - 1}, not {rank}")
-    # How pages are named says nothing about their bytes, and keys of one kind never equal those of the other.
+    # The kind of keys does not change the bytes of pages, and keys of one kind never equal those of the other.
     bytes_of = msgspec.structs.replace(identity, bigram_keys=False)
     return sha256(msgspec.msgpack.encode([STORAGE_FORMAT, bytes_of, rank, ranks])).digest()
 
 
 def component_namespace(full: bytes, component: str) -> bytes:
-    """Return the digest under which pages of a component are stored beside full pages of the namespace `full`. What
-    makes its bytes interchangeable is in there already: identities name all components.
+    """Return the namespace in which pages of a component are stored beside the full pages of the namespace `full`. That
+    one covers everything that makes its bytes interchangeable: identities list all components.
     """
     return sha256(msgspec.msgpack.encode([STORAGE_FORMAT, full, "component", component])).digest()
 
@@ -105,9 +107,8 @@ def component_namespace(full: bytes, component: str) -> bytes:
 def pack_tokens(tokens: Tokens, *, vocabulary: int | None = None) -> bytes:
     """Return token ids as little-endian u32 bytes.
 
-    `tokens` is a sequence of ints, an array or numpy array of any integer type, or bytes that are packed already.
-    `vocabulary` is the number of ids there are. Raises InvalidRequest, which names the first wrong token and its
-    position.
+    `tokens` is a sequence of ints, an array or numpy array of any integer type, or packed bytes. `vocabulary` is the
+    number of ids. Raises InvalidRequest, which names the first wrong token and its position.
     """
     packed = tokens if type(tokens) is bytes and not len(tokens) % TOKEN_BYTES else _packed(tokens)
     if not packed:

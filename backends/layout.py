@@ -1,13 +1,13 @@
-"""What one page of KV is made of: the pieces, their order and their sizes. Pure arithmetic, no memory.
+"""Layout of one page of KV: its pieces, their order and their sizes. Pure arithmetic, no memory.
 
 A page is `page_size` tokens over all layers. It is the concatenation of its pieces:
 
     kind "mha"   layer 0 K | layer 0 V | layer 1 K | …     a piece is [page_size, num_kv_heads, head_dim]
     kind "mla"   layer 0   | layer 1   | …                 a piece is [page_size, 1, head_dim], a latent vector a token
 
-Device pools keep each piece in a tensor of its own (layer first), host pools keep a page in one stretch (page first).
-Where a page also holds the KV of a draft model, scales, or layers of another shape, it is made of several groups of
-layers, each of which is a `KVLayout`: see `tidekv.backends.page_layout`.
+Device pools keep each piece in its own tensor (layer first), host pools keep a page in one stretch (page first). A page
+that also holds the KV of a draft model, scales, or layers of another shape consists of several groups of layers, each
+of which is a `KVLayout`: see `tidekv.backends.page_layout`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES: Final = {
     "uint8": torch.uint8,
 }
 KINDS: Final = ("mha", "mla")
-# Far above what any model has.
+# Far above the values of any model.
 COUNT_MAX: Final = 65_536
 # The group that every page has: the model's own KV.
 FULL: Final = "full"
@@ -66,7 +66,7 @@ class KVLayout:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The groups that a page is made of: this one alone, as "full"."""
+        """The groups of a page: this one, as "full"."""
         return (LayerGroup(FULL, self),)
 
     @property
@@ -76,7 +76,7 @@ class KVLayout:
 
     @property
     def tensors_per_layer(self) -> int:
-        """Pieces that one layer has in a page: 2 (K, V) or 1 (latent)."""
+        """Pieces of one layer in a page: 2 (K, V) or 1 (latent)."""
         return 2 if self.kind == "mha" else 1
 
     @property
@@ -96,7 +96,7 @@ class KVLayout:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Bytes of each piece, in the order in which a page's bytes are counted."""
+        """Bytes of each piece, in the order of a page's bytes."""
         return (self.piece_bytes,) * self.piece_count
 
     @property
@@ -105,7 +105,7 @@ class KVLayout:
         return self.piece_bytes * self.piece_count
 
     def identity(self, model: str) -> Identity:
-        """What a peer and a storage tier must agree on before bytes of this layout mean anything to them."""
+        """What a peer and a storage tier must agree on before they exchange bytes of this layout."""
         return Identity(
             model=model,
             kind=self.kind,
@@ -120,7 +120,7 @@ class KVLayout:
 
 
 class LayerGroup(NamedTuple):
-    """Layers of one shape within a page, by the name that both ends and the storage tier know them by."""
+    """Layers of one shape within a page, by the name that both ends and the storage tier use."""
 
     name: str
     layout: KVLayout

@@ -1,4 +1,4 @@
-"""Memory for pools: aligned, really there, and refused in words before the kernel refuses it by killing the process."""
+"""Memory for pools: aligned, resident, and refused with an error before the kernel kills the process for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tidekv.states.errors import InvalidConfig, InvalidRequest, OutOfMemory
 from tidekv.states.shapes import PageIds
 
-# What O_DIRECT and the memory mapping of any file system ask for.
+# The alignment that O_DIRECT and memory mappings of any file system require.
 ALIGNMENT_BYTES: Final = 4096
 
 PageIndex = npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ PageIndex = npt.NDArray[np.int64]
 def allocate_host_bytes(total_bytes: int, *, what: str) -> torch.Tensor:
     """Return a uint8 tensor of `total_bytes`, zeroed, resident, starting at a multiple of ALIGNMENT_BYTES.
 
-    Raises OutOfMemory, which says how much was asked for and how much there is.
+    Raises OutOfMemory, with the bytes asked for and the bytes available.
     """
     available = _available_bytes()
     if total_bytes > available:
@@ -31,12 +31,12 @@ def allocate_host_bytes(total_bytes: int, *, what: str) -> torch.Tensor:
     except RuntimeError as error:  # The CPU allocator of torch has no type of its own for this.
         raise OutOfMemory(f"{what} needs {total_bytes} bytes; the allocator refused: {error}") from error
     start = -raw.data_ptr() % ALIGNMENT_BYTES
-    # Fresh pages are mapped on first touch; that cost belongs here, not into somebody's first restore.
+    # Fresh pages are mapped on first touch; that cost belongs here, not into the first restore.
     return raw[start : start + total_bytes].zero_()
 
 
 def _available_bytes() -> int:
-    """Bytes that can still be touched: what the kernel thinks is available, within the container's limit."""
+    """Return the bytes that can still be touched: those that the kernel has available, within the container's limit."""
     available = 1 << 62
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
@@ -61,7 +61,7 @@ def page_index(pages: PageIds | npt.ArrayLike, *, num_pages: int, what: str) -> 
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise InvalidRequest(f"{what}: pages must be a flat list of ints, not {found.ndim}-d {found.dtype}")
     index = found.astype(np.int64, copy=False)
-    # Seen as unsigned, a page below 0 is one far beyond the end: one look at the largest tells of both.
+    # As unsigned numbers, negative pages are far beyond the end: one look at the largest finds both faults.
     if np.maximum.reduce(index.view(np.uint64)) >= num_pages:
         position = int(((found < 0) | (found >= num_pages)).argmax())
         raise InvalidRequest(

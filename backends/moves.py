@@ -1,7 +1,7 @@
-"""Moving whole pages between a device pool and a host pool with the CPU: runs in, bytes moved, no thread and no state.
+"""Movement of whole pages between a device pool and a host pool by the CPU, without threads or state.
 
-Measured on two cores: one numpy assignment a run reaches memcpy's speed; torch's index_select and index_copy_ a
-fourth of it; memmove by ctypes loses to its call overhead below 64 KiB a piece.
+Measured on two cores: one numpy assignment for each run reaches memcpy's speed; torch's index_select and index_copy_
+reach a quarter of it; memmove by ctypes loses to its call overhead below 64 KiB a piece.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tidekv.backends.host import HostPool
 from tidekv.backends.memory import PageIndex
 from tidekv.backends.page_layout import group_offsets
 
-# Tensors that lie apart need one assignment a run and piece. Where that moves fewer bytes than this on average, one
-# gather and scatter a piece is cheaper, though it moves each byte twice.
+# Separate tensors need one assignment for each run and piece. Below this many bytes for each on average, one gather and
+# scatter for each piece is cheaper, though it moves each byte twice.
 ASSIGNMENT_BYTES_MIN: Final = 8192
 Runs: TypeAlias = Sequence[tuple[int, int, int]]
 
@@ -42,7 +42,7 @@ class PageMover:
         starts = [start for _, start in group_offsets(host.layout)]
         self._groups = [_GroupMover(group, host, start) for group, start in zip(device.groups, starts, strict=True)]
         self.steps_a_page = sum(group.steps_a_page for group in self._groups)
-        """Assignments that a page takes which has no neighbor."""
+        """Assignments for one page without neighbors."""
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Copy host pages to device pages, pairwise."""
@@ -63,7 +63,7 @@ class PageCloner:
     def __init__(self, device: DevicePool) -> None:
         self._rows = [row.numpy() for row in device.rows]
         self.steps_a_page = len(self._rows)
-        """Assignments that a page takes which has no neighbor."""
+        """Assignments for one page without neighbors."""
 
     def clone(self, sources: PageIndex, targets: PageIndex) -> None:
         """Copy pages to other pages, pairwise."""
@@ -73,7 +73,7 @@ class PageCloner:
 
 
 class _GroupMover:
-    """Moves what one group of layers has of each page, which starts at byte `start` of a host page."""
+    """Moves the part of each page that belongs to one group of layers; it starts at byte `start` of a host page."""
 
     def __init__(self, group: PoolGroup, host: HostPool, start: int) -> None:
         layout = group.layout

@@ -1,7 +1,7 @@
-"""The way back from a worker thread to the event loop: outcomes of many operations in one wake-up.
+"""Delivery of outcomes from a worker thread to the event loop: many operations in one wake-up.
 
-A wake-up of the loop costs a system call and about 40 µs until the waiter runs; what ends while one is under way
-rides on it.
+A wake-up of the loop costs a system call and about 40 µs until the waiter runs; outcomes that arrive while one is
+pending share it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Outcome: TypeAlias = "tuple[asyncio.Future[None], Exception | None]"
 
 
 class Outcomes:
-    """Settles futures of one loop from any thread. A future that was cancelled meanwhile is left alone."""
+    """Settles futures of one loop from any thread. A future that was cancelled meanwhile is skipped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -48,8 +48,9 @@ class Outcomes:
 
 
 def as_error(raised: BaseException) -> Exception:
-    """Return what a future can carry for what a foreign call raised: neither an exit nor the end of an iterator
-    fits."""
+    """Return an exception that a future can carry, for anything that a foreign call raised: a future takes neither an
+    exit nor a StopIteration.
+    """
     if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
         return raised
     error = BrokenInvariant(f"an operation raised {raised!r}, which is no error")

@@ -1,13 +1,13 @@
-"""Pages that hold more than one model's KV of one shape: groups of layers, which share their page ids. Pure arithmetic.
+"""Pages that hold KV of several shapes: groups of layers that share their page ids. Pure arithmetic.
 
-A page id stands for the page in all groups. "full" comes first; the others mirror it: the KV of a draft model, keys of
-an indexer, scales of quantised KV, layers of the same model that have another shape. A page's bytes are those of its
+A page id names the page in all groups. "full" comes first; the others mirror it: the KV of a draft model, keys of an
+indexer, scales of quantised KV, layers of the same model that have another shape. A page's bytes are those of its
 groups, one after another:
 
-    full: layer 0 K | layer 0 V | … | draft: layer 0 K | layer 0 V | … | scales: layer 0 K | …
+full: layer 0 K | layer 0 V | … | draft: layer 0 K | layer 0 V | … | scales: layer 0 K | …
 
-Copies, transfers and storage move whole pages, and a checksum covers all groups of a page at once. So a page whose
-draft part is missing cannot exist, nor can it be served.
+Copies, transfers and storage move whole pages, and a checksum covers all groups of a page at once. So a page without
+its draft part cannot exist, nor be served.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PageLayout:
     """Groups of layers that make up a page: `PageLayout.of(full=KVLayout(…), draft=KVLayout(…))`.
 
     All groups have the same page size, and each its own layers, heads, head_dim, dtype and kind. Names are identifiers,
-    and their order is that of the bytes: other names, or another order, is another layout. One group alone, "full", is
-    the same as its KVLayout. Raises InvalidConfig, which names the group.
+    and their order is that of the bytes: other names, or another order, is another layout. A single group "full" is the
+    same as its KVLayout. Raises InvalidConfig, which names the group.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -52,12 +52,12 @@ class PageLayout:
 
     @classmethod
     def of(cls, full: KVLayout, **mirrors: KVLayout) -> PageLayout:
-        """Make a layout of the model's own KV and what mirrors it, by name. Raises InvalidConfig."""
+        """Make a layout of the model's own KV and the groups that mirror it, by name. Raises InvalidConfig."""
         return cls((LayerGroup(FULL, full), *(LayerGroup(name, layout) for name, layout in mirrors.items())))
 
     @property
     def page_size(self) -> int:
-        """Tokens a page holds, in every group."""
+        """Tokens of a page, in every group."""
         return self.groups[0].layout.page_size
 
     @property
@@ -67,7 +67,7 @@ class PageLayout:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Bytes of each piece, in the order in which a page's bytes are counted."""
+        """Bytes of each piece, in the order of a page's bytes."""
         return tuple(piece for group in self.groups for piece in group.layout.pieces)
 
     @property
@@ -76,7 +76,7 @@ class PageLayout:
         return sum(group.layout.page_bytes for group in self.groups)
 
     def identity(self, model: str) -> Identity:
-        """What a peer and a storage tier must agree on before bytes of this layout mean anything to them."""
+        """What a peer and a storage tier must agree on before they exchange bytes of this layout."""
         full = self.groups[0].layout
         return Identity(
             model=model,
@@ -93,11 +93,11 @@ class PageLayout:
 
 
 Layout: TypeAlias = KVLayout | PageLayout
-"""What a pool can be made of."""
+"""The layouts that a pool accepts."""
 
 
 def group_offsets(layout: Layout) -> Iterator[tuple[LayerGroup, int]]:
-    """Yield each group and where it begins among a page's bytes."""
+    """Yield each group and its offset in a page's bytes."""
     start = 0
     for group in layout.groups:
         yield group, start
@@ -105,12 +105,12 @@ def group_offsets(layout: Layout) -> Iterator[tuple[LayerGroup, int]]:
 
 
 def same_pages(one: Layout, other: Layout) -> bool:
-    """Whether pages of both are made of the same bytes: one group alone is no other layout than its KVLayout."""
+    """Return whether pages of both have the same bytes: a single group equals its KVLayout."""
     return one.groups == other.groups
 
 
 def group_identity(group: LayerGroup) -> GroupIdentity:
-    """What a group of layers is compared by."""
+    """Return what a group of layers is compared by."""
     layout = group.layout
     return GroupIdentity(
         name=group.name,

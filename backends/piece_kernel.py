@@ -1,4 +1,4 @@
-"""The GPU kernel that moves pieces of pages between where each piece has a tensor of its own and where pages are whole.
+"""The GPU kernel that moves pieces of pages between separate tensors for each piece and whole pages.
 
 Import it through `tidekv.backends.piece_moves` only: it needs Triton, which comes with torch's CUDA builds.
 
@@ -6,9 +6,8 @@ Import it through `tidekv.backends.piece_moves` only: it needs Triton, which com
     pages   piece i of page p at  p * page + start + i * piece     host pages (pinned), or pages staged on the device
 
 The programs share the blocks of all pieces of all pages among themselves, so that a few of them keep the bus busy and
-leave the others' multiprocessors alone. Neighbouring blocks of a page go to neighbouring programs: what crosses the
-bus at one time lies together. Page ids are 64 bits wide, and so is what is counted from them: pools are larger than
-4 GiB.
+leave the other multiprocessors free. Neighbouring blocks of a page go to neighbouring programs: what crosses the bus at
+one time is adjacent. Page ids are 64 bits wide, and so are offsets computed from them: pools are larger than 4 GiB.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import triton.language as tl
 from tidekv.backends.piece_moves import PieceShape
 
 ELEMENTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
-# What is on its way at one time is the product of both, and has to cover what the bus brings within the 1 to 2 µs that
-# a read of host memory takes: 55 GB/s times 2 µs are 110 KB. Few programs leave the rest of the GPU alone.
+# Bytes in flight are the product of both, and have to cover what the bus transfers within the 1 to 2 µs of a read of
+# host memory: 55 GB/s times 2 µs are 110 KB. Few programs leave the rest of the GPU free.
 PROGRAMS: Final = 32
 BLOCK_BYTES: Final = 8 << 10
 WARPS: Final = 4
 
 
-# None of the numbers is worth a kernel of its own, which would be compiled in the middle of somebody's restore.
+# No kernel is specialized for any of these numbers: it would be compiled in the middle of a restore.
 @triton.jit(do_not_specialize=["first_pair", "pair_count", "first_piece", "piece_count"])  # type: ignore[untyped-decorator]  # Triton has no types, and a kernel's arguments are the device's.
 def move_pieces(  # type: ignore[no-untyped-def]  # As above.
     addresses,  # int64 [pieces]: where each piece's tensor begins.
@@ -57,7 +56,7 @@ def move_pieces(  # type: ignore[no-untyped-def]  # As above.
         inside = offsets < PIECE
         row = tl.load(addresses + piece).to(tl.pointer_type(ELEMENT))
         if ALIGNED:
-            # Nothing is known of an address that was loaded; without a word a thread moves one element at a time.
+            # Nothing is known of an address that was loaded; without this hint a thread moves one element at a time.
             row = tl.multiple_of(row, 16)
         in_row = row + tl.load(row_ids + pair) * PIECE + offsets
         in_page = pages + tl.load(page_ids + pair) * PAGE + START + piece * PIECE + offsets

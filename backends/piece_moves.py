@@ -1,4 +1,4 @@
-"""Moving pieces between a device pool, where each has a tensor of its own, and whole pages that the device can reach.
+"""Movement of pieces between a device pool, where each piece has a tensor, and whole pages that the device can reach.
 
 Two ways that move the same bytes: one launch of a Triton kernel for each group of layers, and torch's gather and
 scatter, a launch for each piece. Both enqueue on the current stream, and return before anything is moved.
@@ -20,30 +20,30 @@ from tidekv.backends.page_layout import group_offsets
 from tidekv.states.errors import InvalidRequest
 
 ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-# What one thread loads at a time, where addresses allow it.
+# Bytes that one thread loads at a time, if addresses allow it.
 VECTOR_BYTES = 16
 
 
 class PagePairs:
-    """Which pages of the tensors go with which whole pages. `upload` brings the ids to the device.
+    """Pairs of pages of the tensors and whole pages. `upload` copies the ids to the device.
 
-    Call it within the stream that uses them: their memory may be used again in that stream's order.
+    Call it within the stream that uses them: their memory may be reused in that stream's order.
     """
 
     def __init__(self, rows: PageIndex, pages: PageIndex, device: torch.device) -> None:
         self.count = len(rows)
-        # An even number of ids, so that both lists begin where 16 bytes do: Triton compiles the kernel once more for
-        # a pointer that does not.
+        # An even number of ids, so that both lists are aligned to 16 bytes: Triton compiles another kernel for a
+        # pointer that is not.
         self._ids = np.zeros((2, self.count + self.count % 2), dtype=np.int64)
         self._ids[0, : self.count], self._ids[1, : self.count] = rows, pages
         self._device = device
         self._uploaded: torch.Tensor | None = None
 
     def upload(self) -> None:
-        """Enqueue the ids' way to the device."""
+        """Enqueue the copy of the ids to the device."""
         ids = torch.from_numpy(self._ids)
         if self._device.type == "cuda":
-            # From pageable memory the driver would first wait for all that the stream waits for, with this thread.
+            # From pageable memory the driver would first wait, on this thread, for all earlier work of the stream.
             ids = ids.pin_memory().to(self._device, non_blocking=True)
         self._uploaded = ids
 
@@ -62,7 +62,7 @@ class PagePairs:
 
 @dataclass(frozen=True, slots=True)
 class PieceShape:
-    """Where a group's pieces lie, in bytes. `aligned`: all addresses are multiples of VECTOR_BYTES."""
+    """Layout of a group's pieces, in bytes. `aligned`: all addresses are multiples of VECTOR_BYTES."""
 
     element_bytes: int
     piece_bytes: int
@@ -90,21 +90,21 @@ class Launch(Protocol):
 
 
 def triton_launch() -> Launch | None:
-    """Return what launches the kernel, or None where there is no Triton. Raises what a Triton that is broken raises."""
+    """Return the launch function of the kernel, or None without Triton. Raises what a broken Triton raises."""
     if importlib.util.find_spec("triton") is None:
         return None
-    # Not before it is asked for: it takes a second, and nobody needs it on a CPU.
+    # Imported only when needed: it takes a second, and a CPU has no use for it.
     kernel = importlib.import_module("tidekv.backends.piece_kernel")
     launch: Launch = kernel.launch
     return launch
 
 
 class Pieces(Protocol):
-    """One of the ways."""
+    """One way to move pieces."""
 
     def move(self, pages: torch.Tensor, pairs: PagePairs, part: range, *, to_rows: bool) -> None:
         """Enqueue copies between the pairs `part` of the pool's tensors and `pages`, uint8 [n, page_bytes], which the
-        device can reach and which hold all pages that the pairs name.
+        device can reach and which hold all pages of the pairs.
         """
 
 
@@ -123,12 +123,12 @@ class KernelPieces:
         self._layers = [(group.layout.num_layers, group.layout.tensors_per_layer) for group in device.groups]
 
     def move(self, pages: torch.Tensor, pairs: PagePairs, part: range, *, to_rows: bool) -> None:
-        """Enqueue one launch a group."""
+        """Enqueue one launch for each group."""
         for addresses, shape in self._groups:
             self._start(addresses, shape, pages, pairs, part, range(len(addresses)), to_rows=to_rows)
 
     def move_layer(self, pages: torch.Tensor, pairs: PagePairs, layer: int, *, to_rows: bool) -> None:
-        """Enqueue one layer of all pairs: that of each group which has so many."""
+        """Enqueue one layer of all pairs: that of each group which has as many."""
         for (addresses, shape), (layer_count, step) in zip(self._groups, self._layers, strict=True):
             if layer < layer_count:
                 pieces = range(layer * step, (layer + 1) * step)
@@ -155,7 +155,7 @@ class IndexPieces:
     """By torch. The whole pages are staged on the device, in the order of the pairs: pair `part[i]` is page i."""
 
     def __init__(self, device: DevicePool) -> None:
-        # The widest elements that all have: a thread of torch's gather moves one.
+        # The widest elements that all pieces allow: a thread of torch's gather moves one.
         aligned = all(row.shape[1] % 8 == 0 and row.storage_offset() % 8 == 0 for row in device.rows)
         self._element = torch.int64 if aligned else torch.uint8
         self._rows = [row.view(self._element) for row in device.rows]
@@ -172,18 +172,18 @@ class IndexPieces:
                 piece.copy_(row.index_select(0, index))
 
     def clone(self, pairs: PagePairs) -> None:
-        """Enqueue copies within the tensors: from the pairs' rows to the rows that their pages name."""
+        """Enqueue copies within the tensors: from the pairs' rows to the rows of their pages."""
         for row in self._rows:
             row.index_copy_(0, pairs.pages, row.index_select(0, pairs.rows))
 
 
 def layer_count(device: DevicePool) -> int:
-    """How many layers the deepest group has."""
+    """Return the number of layers of the deepest group."""
     return max(group.layout.num_layers for group in device.groups)
 
 
 def check_layer(layer: int, *, of: int) -> None:
-    """Raise InvalidRequest for a layer that there is not."""
+    """Raise InvalidRequest for a layer that does not exist."""
     if not 0 <= layer < of:
         raise InvalidRequest(f"copy by layers: layers are 0 to {of - 1}; layer {layer} is not one")
 

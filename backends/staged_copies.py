@@ -1,7 +1,7 @@
 """The async form of copies: pages cross the bus by asynchronous copies, and are spread or gathered in device memory.
 
 Scattered pieces would be thousands of small copies over the bus. Instead whole pages cross it, in as few stretches as
-the host pages allow, and the rest is done where memory is fast:
+the host pages allow, and the rest is done in fast device memory:
 
     to device    host stretches ──bus──▶ staged [pages, page_bytes] ──spread──▶ each piece's tensor
     to host      each piece's tensor ──gather──▶ staged ──bus──▶ host stretches
@@ -27,16 +27,16 @@ from tidekv.backends.moves import page_runs
 from tidekv.backends.piece_moves import PagePairs, Pieces
 from tidekv.backends.streams import Mark, Stream, Streams
 
-# Of one half. Long enough that what it costs to launch (about 50 µs) is hidden behind its way over the bus (150 µs at
-# 55 GB/s); short, because the bus waits for the first half to be gathered, and the last to be spread.
+# Bytes of one half. Long enough to hide the launch cost (about 50 µs) behind its way over the bus (150 µs at 55 GB/s);
+# short, because the bus waits for the first half to be gathered, and for the last to be spread.
 HALF_BYTES: Final = 8 << 20
 
 
 class StagedMover:
     """Enqueues page copies on the current stream; returns before they are done. Works on any torch device.
 
-    Copies of one direction must be enqueued on one stream: they share their halves in its order. Each direction has its
-    own, made when first used.
+    Copies of one direction must be enqueued on one stream: they share their halves in its order. Each direction
+    allocates its own at its first use.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StagedMover:
                 side.run(partial(self._pieces.move, half, pairs, part, to_rows=True))
                 spread.append(side.mark())
         finally:
-            # Whatever ends the copy: nothing of it may come after what the lane has next.
+            # However the copy ends: nothing of it may come after later work of the lane.
             lane.follow(side.mark())
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
@@ -93,10 +93,10 @@ class StagedMover:
             lane.follow(side.mark())
 
     def _begin(self, staging: _Staging, lane: Stream, device_pages: PageIndex) -> tuple[PagePairs, list[range]]:
-        """Make the halves, put `side` behind the lane, and bring it the ids."""
+        """Allocate the halves, order `side` behind the lane, and upload the ids."""
         count = len(device_pages)
         if not staging.halves:
-            # Allocated within the lane: memory that this comes from may still be in use there, and `side` follows.
+            # Allocated within the lane: the memory may still be in use there, and `side` follows it.
             shape = (self._half_pages, self._page_bytes)
             staging.halves = [torch.empty(shape, dtype=torch.uint8, device=self._device) for _ in range(2)]
         staging.side.follow(lane.mark())
@@ -123,5 +123,5 @@ class _Staging:
 
 
 def positions(count: int) -> PageIndex:
-    """0 to `count`, as page ids."""
+    """Return 0 to `count`, as page ids."""
     return np.arange(count, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""One direction of copies on a GPU: a stream, a thread that launches on it, and one that waits for what was launched.
+"""One direction of copies on a GPU: a stream, a thread that launches on it, and a thread that waits for completion.
 
-The launching thread may be held up: by the driver's queue, by a kernel that is compiled first, by a long list of
-copies. The waiting one sleeps in the driver until the device interrupts. Neither is the loop's, nor the poller's, which
-would hold up transfers, and no thread asks again and again whether it is done yet.
+The launching thread may block on the driver's queue, a kernel that is compiled first, or a long list of copies. The
+waiting one sleeps in the driver until the device interrupts. Neither is the loop's, nor the poller's, which would delay
+transfers, and no thread polls for completion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Move: TypeAlias = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A copy that waits to be launched: behind `after`, the work that its caller's stream had when it was submitted."""
+    """A copy to be launched behind `after`, the work of its caller's stream when it was submitted."""
 
     move: Move
     after: Mark
@@ -33,7 +33,7 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A copy that was launched, and the mark behind it; without one, nothing runs on the device any more."""
+    """A launched copy, and the mark behind it; without one, nothing runs on the device any more."""
 
     end: Mark | None
     error: Exception | None
@@ -41,7 +41,7 @@ class _Flight:
 
 
 class StreamLane:
-    """Makes copies in the order in which they came. Make and `stop` it on the loop that awaits them."""
+    """Makes copies in the order of submission. Make and `stop` it on the loop that awaits them."""
 
     def __init__(self, streams: Streams, *, name: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -58,15 +58,15 @@ class StreamLane:
             thread.start()
 
     def submit(self, move: Move, launched: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
-        """Launch `move` behind the work that the caller's current stream has now; the future ends when the device is
-        done with it, whatever came of it. `launched` is settled when it was launched, or could not be.
+        """Launch `move` behind the present work of the caller's current stream; the future ends when the device is done
+        with it, successful or not. `launched` is settled when it was launched, or could not be.
         """
         ended: asyncio.Future[None] = self._loop.create_future()
         self._new.put(_Launch(move, self._streams.current().mark(), launched, ended))
         return ended
 
     def stop(self) -> None:
-        """End both threads, which must have nothing left to do: they are back in microseconds."""
+        """End both threads, which must be idle: they return in microseconds."""
         self._new.put(None)
         for thread in self._threads:
             thread.join()
@@ -90,7 +90,7 @@ class StreamLane:
             error = as_error(raised)
         try:
             end = self._stream.mark()
-        except BaseException as raised:  # The device takes nothing any more; the first error says why.
+        except BaseException as raised:  # The device fails now; the first error is the cause.
             error = error or as_error(raised)
         return _Flight(end, error, item.ended)
 
@@ -101,6 +101,6 @@ class StreamLane:
                 if flight.end is not None:
                     flight.end.wait()
             except BaseException as raised:
-                # What the device reports is this copy's outcome; those behind it say so too.
+                # An error of the device is this copy's outcome; later copies report it too.
                 error = error or as_error(raised)
             self._outcomes.deliver([(flight.ended, error)])

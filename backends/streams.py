@@ -1,7 +1,7 @@
-"""Streams of a device: what is run on one happens in that order, and only a mark orders one behind another.
+"""Streams of a device: work on one stream runs in order, and only a mark orders one stream behind another.
 
-Copies that use several streams are written against `Streams`, so that the order that they ask for can be tested without
-a GPU: on one, work that lacks a mark to wait for goes wrong rarely, and somewhere else.
+Copies that use several streams are written against `Streams`, so that the order that they request can be tested without
+a GPU: there, work that lacks a mark to wait for fails rarely, and somewhere else.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-# Higher than that of compute, which is 0. A gather is short and stands before a long crossing of the bus; on a GPU that
-# is busy it would wait for whatever is queued there already.
+# Higher than that of compute, which is 0. A gather is short and precedes a long transfer over the bus; on a busy GPU it
+# would otherwise wait for all queued work.
 PRIORITY = -1
 
 
@@ -20,23 +20,25 @@ class Mark(Protocol):
     """A point in the work of a stream."""
 
     def wait(self) -> None:
-        """Block this thread, without spinning, until the stream has come there. Raises what the device reports."""
+        """Block this thread, without spinning, until the stream has reached the mark. Raises what the device
+        reports.
+        """
 
     def is_reached(self) -> bool:
-        """Whether the stream has come there."""
+        """Return whether the stream has reached the mark."""
 
 
 class Stream(Protocol):
-    """Work in order. Nothing here blocks for what the device still has to do."""
+    """Work in order. Nothing here blocks for outstanding work of the device."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Let `work` enqueue on this stream: within it, the stream is the current one."""
+        """Run `work` with this stream as the current one."""
 
     def mark(self) -> Mark:
         """Mark the point after all that was run so far."""
 
     def follow(self, mark: Mark) -> None:
-        """Let nothing that is run from now on begin before `mark` is reached."""
+        """Order all later work behind `mark`."""
 
 
 class Streams(Protocol):
@@ -46,61 +48,61 @@ class Streams(Protocol):
         """Return the stream that this thread enqueues on."""
 
     def make(self) -> Stream:
-        """Return a new one."""
+        """Return a new stream."""
 
 
 class InlineMark:
-    """A point that was reached when it was marked."""
+    """A mark that was reached when it was made."""
 
     def wait(self) -> None:
         """Return at once."""
 
     def is_reached(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
 class InlineStream:
-    """The CPU as a stream: what is run is done."""
+    """The CPU as a stream: work is done when `run` returns."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do it."""
+        """Run the work."""
         work()
 
     def mark(self) -> InlineMark:
-        """Everything that was run so far is done."""
+        """Return a mark; everything that was run so far is done."""
         return InlineMark()
 
     def follow(self, mark: Mark) -> None:
-        """Nothing to wait for."""
+        """Do nothing: every mark of the CPU is reached."""
         assert mark.is_reached(), "a stream of another device"
 
 
 class InlineStreams:
-    """What a device without streams has."""
+    """The streams of a device without streams."""
 
     def current(self) -> InlineStream:
-        """The CPU."""
+        """Return the CPU."""
         return InlineStream()
 
     def make(self) -> InlineStream:
-        """The CPU."""
+        """Return the CPU."""
         return InlineStream()
 
 
 class CudaMark:
-    """An event. Who waits for it sleeps in the driver until the device interrupts: no thread asks in a loop."""
+    """An event. A waiting thread sleeps in the driver until the device interrupts, without polling."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types for it.
         self.event.record(stream)
 
     def wait(self) -> None:
-        """Block this thread; the interpreter is free meanwhile."""
+        """Block this thread; the interpreter is released meanwhile."""
         self.event.synchronize()
 
     def is_reached(self) -> bool:
-        """Ask the device."""
+        """Query the device."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]  # As above.
 
 
@@ -132,11 +134,11 @@ class CudaStreams:
         self._device = device
 
     def current(self) -> CudaStream:
-        """The stream that this thread's work on the GPU goes to."""
+        """Return the stream of this thread's work on the GPU."""
         return CudaStream(torch.cuda.current_stream(self._device))
 
     def make(self) -> CudaStream:
-        """A stream for copies, before compute where both wait."""
+        """Return a stream for copies, which go before compute if both wait."""
         stream = torch.cuda.Stream(self._device, priority=PRIORITY)  # type: ignore[no-untyped-call]  # As above.
         return CudaStream(stream)
 

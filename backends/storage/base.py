@@ -1,7 +1,7 @@
-"""What a storage engine owes: pages by key, in batches, with an answer for each key and nothing raised for one key.
+"""The contract of a storage engine: pages by key, in batches, with an answer for each key.
 
-An engine holds bytes and no policy: it does not retry, rate-limit or degrade. It must never say that a page is there
-unless the very bytes that were put under that key and namespace are in the host page.
+An engine holds bytes and no policy: it does not retry, rate-limit or degrade. It must never report a page as read
+unless the host page holds the very bytes that were put under that key and namespace.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tidekv.states.shapes import PageIds, PoolMemory
 KEY_BYTES: Final = 32
 
 BufferOf = Callable[[int], memoryview]
-"""From a host page id to the page's bytes, writable and in place."""
+"""Maps a host page id to the page's bytes, writable and in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageStatistics:
-    """What an engine holds, and what it did since it was opened. Counts are pages unless the name says bytes.
+    """What an engine holds, and its counters since it was opened. Counts are pages unless the name says bytes.
 
-    `misses` and `failures` count by cause: why a page asked for was not got, why a page given was not stored.
+    `misses` and `failures` count by cause: why a requested page was not read, why a given page was not stored.
     """
 
     uri: str
@@ -54,55 +54,56 @@ class Storage(Protocol):
     """One storage engine, for one host pool and one namespace.
 
     All calls are made on one event loop. Bad arguments raise InvalidRequest and change nothing; a call after `close`
-    raises EngineClosed; StorageFailed means that the engine as a whole can do nothing, and says why.
+    raises EngineClosed; StorageFailed means that the engine as a whole cannot work, and says why.
 
     **Pages are the call's until it returns.** `get_into` and `put_from` return, or raise, only when nothing writes to
     or reads from any of their pages any more. `timeout_s` bounds what is still started, not what already runs: NIXL
-    cannot cancel. Cancelling the awaiting task is the same: nothing more is started, and CancelledError comes out once
-    all that runs has settled. Whoever cannot wait that long goes on without the answer, and keeps the pages. The one
-    exception is a poller that is closed first: its EngineClosed comes out of the call, and says nothing of the pages.
+    cannot cancel. Cancelling the awaiting task has the same effect: nothing more is started, and CancelledError is
+    raised once everything that runs has settled. A caller that cannot wait that long continues without the answer, and
+    keeps the pages. The one exception is a poller that is closed first: its EngineClosed is raised from the call, and
+    says nothing about the pages.
     """
 
     @property
     def uri(self) -> str:
-        """Where the engine keeps its pages, fit for a log: no secrets."""
+        """The place of the engine's pages, without secrets: safe for a log."""
 
     async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
-        """Make the engine ready for pages of this host pool; once only.
+        """Prepare the engine for pages of this host pool; once only.
 
         `namespace` is a 32-byte digest of everything that makes page bytes interchangeable. The pool's memory stays
-        valid until `close` has returned. Raises InvalidConfig for a pool it cannot serve, StorageFailed if the place
-        cannot be used.
+        valid until `close` has returned. Raises InvalidConfig for a pool that it cannot serve, StorageFailed if the
+        place cannot be used.
         """
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """Tell which keys are probably there: a hint, since any page may go at any time."""
+        """Return which keys are probably there. A hint: any page may be removed at any time."""
 
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
-        """Read each key's page into the host page beside it. True: the verified bytes are there; False: a miss, and
-        the host page holds garbage.
+        """Read each key's page into the host page beside it. True: the verified bytes are there. False: a miss, and the
+        host page holds garbage.
         """
 
     async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
-        """Store each host page under the key beside it, in place of what was there. True: it can be got."""
+        """Store each host page under the key beside it, replacing what was there. True: it can be read."""
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget keys; True for each that was there."""
+        """Remove keys; True for each that was there."""
 
     async def clear(self) -> int:
-        """Forget every page of this namespace; returns how many there were."""
+        """Remove every page of this namespace; returns how many there were."""
 
     async def probe(self) -> None:
-        """Raise StorageFailed unless a page could be written and read now. Brings back what can be brought back."""
+        """Raise StorageFailed unless a page could be written and read now. Reopens what can be reopened."""
 
     def verify(self) -> AsyncIterator[Verdict]:
-        """Read every page of this namespace and tell which are whole. Damaged ones are left where they are."""
+        """Read every page of this namespace and yield a verdict for each. Damaged pages stay where they are."""
 
     async def close(self) -> None:
-        """Refuse further calls, wait for those that run, and give everything back. Closing again does nothing."""
+        """Refuse further calls, wait for those that run, and release everything. Closing again does nothing."""
 
     def statistics(self) -> StorageStatistics:
-        """Return what the engine holds and did."""
+        """Return what the engine holds, and its counters."""
 
 
 @runtime_checkable
@@ -156,7 +157,7 @@ def check_pool(pool: PoolMemory) -> None:
 
 def check_keys(keys: Sequence[bytes]) -> None:
     """Refuse a key that is not a 32-byte digest (InvalidRequest): no other bytes ever reach a path or a record."""
-    # All at once first: it is asked for every page on the event loop.
+    # All keys at once first: this runs for every page on the event loop.
     if list(map(type, keys)).count(bytes) == len(keys) == list(map(len, keys)).count(KEY_BYTES):
         return
     for position, key in enumerate(keys):
@@ -167,7 +168,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
 def check_pairs(keys: Sequence[bytes], pages: PageIds, *, page_count: int, distinct_pages: bool) -> None:
     """Refuse keys and pages that do not pair up, or a page that is not in the pool (InvalidRequest).
 
-    With `distinct_pages`, refuse a page named twice: two reads into one page would leave either's bytes.
+    With `distinct_pages`, refuse a page that is named twice: two reads into one page would leave the bytes of either.
     """
     check_keys(keys)
     if len(keys) != len(pages):

@@ -1,4 +1,4 @@
-"""How a call into an engine ends: never before what it started has settled, whatever happens to its caller."""
+"""Calls into an engine: each ends only when everything that it started has settled, even if its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 class Call:
-    """One call: until when it may start more, and whether its caller has left."""
+    """The deadline of one call, and whether its caller is gone."""
 
     def __init__(self, timeout_s: float) -> None:
         self.deadline_s = time.monotonic() + timeout_s
         self.abandoned = False
 
     def may_start(self) -> bool:
-        """True while the call may start more work."""
+        """Return True while the call may start more work."""
         return not self.abandoned and time.monotonic() < self.deadline_s
 
     def left_s(self) -> float | None:
-        """Seconds until the deadline, for a wait; None if there is none."""
+        """Return the seconds until the deadline, for a wait; None if there is none."""
         return None if math.isinf(self.deadline_s) else max(self.deadline_s - time.monotonic(), 0.0)
 
     async def start(self, limit: asyncio.Semaphore) -> bool:
-        """Wait for a place among what is under way. True: take it, and release it; False: it is too late to start."""
+        """Wait for a slot of `limit`. True: it is taken, and the caller releases it. False: it is too late to start."""
         try:
             async with asyncio.timeout(self.left_s()):
                 await limit.acquire()
@@ -53,9 +53,9 @@ class Calls:
         return len(self._calls)
 
     async def run(self, body: Callable[[Call], Coroutine[object, object, T]], timeout_s: float = float("inf")) -> T:
-        """Run a call to its end, also if the awaiting task is cancelled; CancelledError comes out after that.
+        """Run a call to its end, also if the awaiting task is cancelled; CancelledError is raised after that.
 
-        The body is a task of its own, because cancelling must not reach the reads and writes that it awaits.
+        The body runs in its own task, because a cancellation must not reach the reads and writes that it awaits.
         """
         if self.closed:
             raise EngineClosed(f"{self._what} is closed")
@@ -71,7 +71,7 @@ class Calls:
             raise
 
     async def drain(self) -> None:
-        """Refuse further calls, let those that run start nothing more, and wait until all have ended."""
+        """Refuse further calls, let running calls start nothing more, and wait until all have ended."""
         self.closed = True
         for call in self._calls.values():
             call.abandoned = True
@@ -80,9 +80,9 @@ class Calls:
 
 
 async def all_settled(bodies: Iterable[Coroutine[object, object, None]]) -> None:
-    """Run bodies side by side until every one has ended, also if one raises; then raise what the first raised.
+    """Run bodies concurrently until every one has ended, also if one raises; then raise the first error.
 
-    A TaskGroup would cancel the others, and with them what they wait for while it still writes.
+    A TaskGroup would cancel the others, and with them the waits for what still writes.
     """
     tasks = [asyncio.get_running_loop().create_task(body) for body in bodies]
     await asyncio.wait(tasks)
@@ -92,7 +92,7 @@ async def all_settled(bodies: Iterable[Coroutine[object, object, None]]) -> None
 
 
 async def _settled(task: asyncio.Task[object]) -> None:
-    """Wait for the end of a task and pass no verdict on it; a further cancellation is raised once the task is over."""
+    """Wait for the end of a task and ignore its outcome; a further cancellation is raised once the task is over."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -100,7 +100,7 @@ async def _settled(task: asyncio.Task[object]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if not task.cancelled():
-        # Asked for, so that an error that nobody awaits any more is not reported as never retrieved.
+        # Retrieved, so that asyncio does not report an error that no caller awaits any more.
         task.exception()
     if cancelled is not None:
         raise cancelled

@@ -1,7 +1,7 @@
-"""One chunk of a call: through the index, the files and the checks, with the cause of each page that fails.
+"""One chunk of a call: index, files and checks, with a cause for each page that fails.
 
-get:  index says where ─▶ pages read, their checksums compared with their headers ─▶ true or a miss
-put:  slots reserved ─▶ pages written, checksums taken meanwhile, then headers written ─▶ published
+get:  look up slots ─▶ read pages, compare their checksums with their headers ─▶ hit or miss
+put:  reserve slots ─▶ write pages, take checksums meanwhile, then write headers ─▶ publish
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tidekv.backends.storage.place import Place
 from tidekv.states.errors import StorageFailed
 from tidekv.states.shapes import PageIds
 
-# What is wrong with the page itself, and not with how it was read: its entry goes, so that it can be put anew.
+# Causes that speak of the page itself, not of the read: its entry is removed, so that it can be put again.
 _BAD_PAGE: Final = ("missing", "truncated", "corrupt", "foreign")
 
 T = TypeVar("T")
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Who may block: one thread for the index, some for files and checksums."""
+    """The threads that may block: one for the index, some for files and checksums."""
 
     index: Executor
     workers: Executor
 
 
 class IndexFailed(StorageFailed):
-    """The index could not be read or changed; `cause` is how it is counted."""
+    """The index could not be read or changed; `cause` is the name of its counter."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"the index cannot be used: {error}")
@@ -44,7 +44,7 @@ class IndexFailed(StorageFailed):
 
 
 class Chunks:
-    """Does chunks on an open directory. What it starts does not survive being cancelled: it is shielded outside."""
+    """Runs chunks on an open directory. Callers shield it: work that it has started must not be cancelled."""
 
     def __init__(self, place: Place, io: PageIO, threads: Threads, counts: Counts) -> None:
         self._place = place
@@ -69,8 +69,8 @@ class Chunks:
         return causes
 
     async def _forget_bad(self, bad: list[tuple[int, int]], keys: Sequence[bytes], causes: list[str]) -> None:
-        """Remove pages that are not whole. One that the index no longer has in its slot was removed or replaced by
-        another process while it was read: that is no damage, it is missing.
+        """Remove pages that are not whole. If the index no longer has a page in its slot, another process removed or
+        replaced it during the read: that is a miss, not damage.
         """
         try:
             removed = await self.on_index(lambda: self._place.index.forget([(keys[at], slot) for slot, at in bad]))
@@ -82,8 +82,8 @@ class Chunks:
                 causes[at] = "missing"
 
     def get_cached(self, keys: Sequence[bytes], pages: PageIds) -> bool:
-        """Read and verify a few pages at once, on the event loop, if the kernel has all of them in memory. False: they
-        were not all got, and nothing was decided about any of them.
+        """Read and verify a few pages at once, on the event loop, if the kernel has all of them in memory. False: at
+        least one could not be read, and nothing was decided about any of them.
         """
         slots = list(map(self._slot_by_key.get, keys))
         found = sorted([(slot, at) for at, slot in enumerate(slots) if slot is not None])
@@ -98,10 +98,12 @@ class Chunks:
     async def _fetch(
         self, call: Call, found: list[tuple[int, int]], keys: Sequence[bytes], pages: PageIds, causes: list[str]
     ) -> list[tuple[int, int]]:
-        """Read slots into the pages at some positions and note the causes; return those that hold no such page."""
+        """Read slots into the pages at the given positions and note the causes; returns the slots that hold no such
+        page.
+        """
         if not found:
             return []
-        # In the order of the files, so that neighbors are read at once, in whatever order they are asked for.
+        # In file order, so that neighbors are one read whatever the order of the request.
         found.sort()
         slots = [slot for slot, _ in found]
         read = await self._io.fetch(
@@ -118,7 +120,7 @@ class Chunks:
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Write and publish pages; the cause of a failure for each, empty for a stored one.
 
-        The index is changed twice for all of them, since that costs the same for one as for many.
+        The index changes twice for the whole chunk, since a change costs the same for one page as for many.
         """
         index = self._place.index
         try:
@@ -137,12 +139,12 @@ class Chunks:
             index.give_up(slots)
             return [given or error.cause for given in causes]
         for at, published in zip(good, done, strict=True):
-            # Taken from us meanwhile: the segment was retired, or we were thought dead.
+            # Another process took the slot: the segment was retired, or this writer was considered dead.
             causes[at] = "" if published else "reservation lost"
         return causes
 
     async def forget(self, pairs: Sequence[tuple[bytes, int | None]]) -> list[bool]:
-        """Remove keys; where a slot is given, only if the key is in it still."""
+        """Remove keys; if a slot is given, only if the key is still in it."""
         try:
             return await self.on_index(lambda: self._place.index.forget(pairs))
         except IndexFailed as error:
@@ -150,7 +152,9 @@ class Chunks:
             return [False] * len(pairs)
 
     async def bring_up(self, work: Callable[[], T]) -> T | None:
-        """Do what may as well be done later: if the index cannot now, that is counted, and the next change does it."""
+        """Do work that may as well be done later: if the index is not available now, that is counted, and the next
+        change does it.
+        """
         try:
             return await self.on_index(work)
         except IndexFailed as error:
@@ -158,7 +162,7 @@ class Chunks:
             return None
 
     async def on_index(self, work: Callable[[], T]) -> T:
-        """Do something with the index; IndexFailed if it could not be done, and nothing was changed."""
+        """Run work on the index's thread. Raises IndexFailed, with nothing changed."""
         index = self._place.index
 
         def job() -> T:
@@ -173,5 +177,5 @@ class Chunks:
             raise IndexFailed(error) from error
 
     async def on_worker(self, work: Callable[[], T]) -> T:
-        """Do something that blocks, but not with the index."""
+        """Run blocking work that does not use the index."""
         return await asyncio.get_running_loop().run_in_executor(self._threads.workers, work)

@@ -1,4 +1,4 @@
-"""The counters behind an engine's statistics."""
+"""Counters behind an engine's statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tidekv.backends.storage.base import StorageStatistics
 
 
 class Counts:
-    """What an engine did. Written on the event loop, but for `evictions`: one thread of the engine counts those."""
+    """Counters of one engine. Written on the event loop, except `evictions`, which one thread of the engine counts."""
 
     def __init__(self) -> None:
         self.hits = 0
@@ -20,7 +20,7 @@ class Counts:
         self.failures: Counter[str] = Counter()
 
     def got(self, causes: list[str], page_bytes: int) -> list[bool]:
-        """Count the outcome of reads: one cause a page, empty for a hit."""
+        """Count the outcome of reads: one cause for each page, empty for a hit."""
         found = causes.count("")
         self.hits += found
         self.read_bytes += found * page_bytes
@@ -29,7 +29,7 @@ class Counts:
         return [not cause for cause in causes]
 
     def put(self, causes: list[str], page_bytes: int) -> list[bool]:
-        """Count the outcome of writes: one cause a page, empty for a stored one."""
+        """Count the outcome of writes: one cause for each page, empty for a stored one."""
         stored = causes.count("")
         self.puts += stored
         self.written_bytes += stored * page_bytes
@@ -40,7 +40,7 @@ class Counts:
     def statistics(
         self, *, uri: str, pages: int, used_bytes: int, capacity_bytes: int, calls_in_flight: int
     ) -> StorageStatistics:
-        """Return the counts together with what the engine holds."""
+        """Return the counters together with what the engine holds."""
         return StorageStatistics(
             uri=uri,
             pages=pages,

@@ -1,10 +1,10 @@
-"""How a page looks on a server: a header that names it and proves its bytes, then the bytes.
+"""The format of a page on a server: a header with the page's key and checksum, then the bytes.
 
     [0, 128)                   magic, version, page bytes, namespace, key, checksum of the page, checksum of all that
     [128, 128 + page_bytes)    the page
 
-Any server may lose, cut, mix up or flip what it keeps, and anybody with access may write there. Whatever it answers is
-a page only if the header is the one that was asked for and the bytes have its checksum.
+A server may lose, truncate, mix up or flip what it keeps, and everyone with access may write there. An answer is a page
+only if the header is the one that was asked for and the bytes have its checksum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SUM_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Wraps the pages of one namespace. All methods copy or read whole pages: they are for worker threads."""
+    """Wraps the pages of one namespace. All methods copy or read whole pages, so they belong on worker threads."""
 
     namespace: bytes
     page_bytes: int
@@ -50,14 +50,16 @@ class Envelope:
         value[:HEADER_BYTES] = self.header(key, value[HEADER_BYTES:])
 
     def unwrap(self, key: bytes, value: memoryview, page: memoryview) -> str:
-        """Copy a page out of `value`; returns the cause of a miss, or nothing if the page is the one of the key."""
+        """Copy a page out of `value`; returns the cause of a miss, or an empty string if the page is the one of the
+        key.
+        """
         if value.nbytes != self.value_bytes:
             return "truncated" if value.nbytes < self.value_bytes else "foreign"
         copy_bytes(page, value[HEADER_BYTES:])
         return self.fault(key, bytes(value[:HEADER_BYTES]), page)
 
     def fault(self, key: bytes, header: bytes, page: memoryview) -> str:
-        """Compare a page with its header; returns the cause of a miss, or nothing.
+        """Compare a page with its header; returns the cause of a miss, or an empty string.
 
         "corrupt": the header or the bytes are damaged. "foreign": whole, but of another key, namespace, size or format.
         """
@@ -77,5 +79,7 @@ class Envelope:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy bytes between equally long buffers. numpy lets the interpreter go meanwhile; a slice would hold it."""
+    """Copy bytes between equally long buffers. numpy releases the interpreter meanwhile; a slice assignment would hold
+    it.
+    """
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

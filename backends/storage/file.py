@@ -1,9 +1,9 @@
 """The `file:` engine: pages in segment files of a local directory, bounded, shared by processes, safe against crashes.
 
-A page is written into a slot that the index reserved, then its header, then the index is told: a crash anywhere leaves
-the page missing. A page that is read proves itself by its header and checksum; the index may be behind, the file may be
-cut or foreign, the slot may have a new tenant, and each of those is a miss. The disk may be full, gone or read-only:
-puts then return False, and gets miss.
+A page is written into a slot that the index reserved, then its header is written, then the index publishes it: after a
+crash at any point the page is missing. A page that is read is checked against its header and checksum, so an index that
+is behind, a file that is truncated or foreign, or a slot that holds another page by now is a miss. If the disk is full,
+gone or read-only, puts return False and gets miss.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def open_file(*, authority: str, path: str, options: Mapping[str, object]) -> Fi
 
 
 class FileStorage:
-    """Pages in files below a directory, bounded in bytes; those unused for longest make room."""
+    """Pages in files of one directory, bounded in bytes; the least recently used ones make room."""
 
     def __init__(self, options: FileOptions) -> None:
-        """Touch nothing yet: `register` opens the directory."""
+        """Open nothing yet: `register` opens the directory."""
         self.uri = f"file:{options.root}?capacity={options.capacity}"
         self._options = options
         self._calls = Calls(self.uri)
@@ -65,7 +65,7 @@ class FileStorage:
         )
         self._registered = False
         self._shelf: Shelf | None = None
-        # Shelves whose directory was lost: reads may still be under way there. Closed at the end.
+        # Shelves whose directory was lost. Reads may still be running there, so they are closed at the end.
         self._lost: list[Shelf] = []
 
     async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
@@ -95,16 +95,16 @@ class FileStorage:
         await self._calls.run(body)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """Tell which keys are in the index; see Storage."""
+        """Return which keys are in the index; see Storage."""
         shelf = self._ready()
         check_keys(keys)
         found = shelf.exist(keys)
         if all(found) or shelf.is_current:
             if shelf.is_stale:
-                # Not waited for. It also keeps us up with who changes the index and writes no tick.
+                # Not awaited. This also picks up changes of a process that writes no tick.
                 await shelf.catch_up(0)
             return found
-        # Other processes may have put them since we last looked.
+        # Other processes may have put them since the last refresh.
         return shelf.exist(keys) if await shelf.catch_up(timeout_s) else found
 
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
@@ -131,7 +131,7 @@ class FileStorage:
         return await self._calls.run(body, timeout_s)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget keys; see Storage."""
+        """Remove keys; see Storage."""
         shelf = self._ready()
         check_keys(keys)
 
@@ -141,7 +141,7 @@ class FileStorage:
         return await self._calls.run(body)
 
     async def clear(self) -> int:
-        """Forget every page of this namespace and remove its files; see Storage."""
+        """Remove every page of this namespace and its files; see Storage."""
         shelf = self._ready()
 
         async def body(_: Call) -> int:
@@ -150,7 +150,7 @@ class FileStorage:
         return await self._calls.run(body)
 
     async def probe(self) -> None:
-        """Try the directory out; one that was lost is opened anew. See Storage."""
+        """Write and read the directory; a lost one is opened again. See Storage."""
         self._ready()
 
         async def body(_: Call) -> None:
@@ -168,7 +168,7 @@ class FileStorage:
         await self._calls.run(body)
 
     async def verify(self) -> AsyncIterator[Verdict]:
-        """Read every page and tell which are whole; see Storage."""
+        """Read and check every page; see Storage."""
         shelf = self._ready()
         await shelf.catch_up(None)
         for part in shelf.stored():
@@ -180,7 +180,7 @@ class FileStorage:
                 yield verdict
 
     def sibling(self) -> FileStorage:
-        """Make another engine of the same directory, whose bound they share; see Siblings."""
+        """Make another engine of the same directory; both share its capacity. See Siblings."""
         return FileStorage(self._options)
 
     async def listed(self) -> AsyncIterator[Sequence[bytes]]:
@@ -208,7 +208,7 @@ class FileStorage:
         self._threads.workers.shutdown()
 
     def statistics(self) -> StorageStatistics:
-        """Return what the engine holds and did. `used_bytes` is what counts against the capacity: whole segments."""
+        """Return what the engine holds, and its counters. `used_bytes` counts against the capacity: whole segments."""
         shelf = self._shelf
         return self._counts.statistics(
             uri=self.uri,
@@ -228,25 +228,25 @@ class FileStorage:
 
 def worker_threads(count: int, name: str) -> ThreadPoolExecutor:
     """Return an executor of `count` threads that divide the caller's processors among them."""
-    # Two threads that copy pages sleep and wake all the time: for work, and for the interpreter, which they hand to
-    # each other. A kernel that finds its few processors busy leaves a woken thread on the processor where it slept, so
-    # on a small machine both ended on one processor, for whole batches, while the other was idle.
+    # Threads that copy pages sleep and wake all the time: for work, and for the interpreter, which they pass to each
+    # other. A kernel that finds its few processors busy leaves a woken thread on the processor where it slept, so on a
+    # small machine two threads shared one processor for whole batches while the other was idle.
     return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_divider(count))
 
 
 def processors_of(number: int, count: int, allowed: Sequence[int]) -> set[int]:
-    """Return which of the allowed processors are for thread `number` of `count`: all, if there is not one for each."""
+    """Return the allowed processors of thread `number` of `count`: all, if there is not one for each thread."""
     return set(allowed[number::count] if len(allowed) >= count else allowed)
 
 
 def _divider(count: int) -> Callable[[], None]:
-    """Return what each of `count` threads calls once."""
+    """Return the initializer that each of `count` threads calls once."""
     numbers = itertools.count()
 
     def divide() -> None:
         if sys.platform == "linux" and count > 1:
             thread = threading.get_native_id()
-            # Speed is all that this is for: a sandbox that forbids it does no harm.
+            # This is for speed only: if a sandbox forbids it, nothing is lost.
             with contextlib.suppress(OSError):
                 allowed = sorted(os.sched_getaffinity(thread))
                 os.sched_setaffinity(thread, processors_of(next(numbers), count, allowed))

@@ -1,13 +1,13 @@
 """The index of a directory of pages: which key is in which slot, shared by processes through SQLite.
 
-It decides who may write where, and what goes when room is short; whether a page is whole, only its record says. Every
-change happens in one transaction that also takes the next tick of a clock kept in the index itself, so that what has
-changed since a tick can be asked for, and no clock of the machine matters.
+It decides which process may write where, and which pages are evicted; whether a page is whole is decided by its record
+alone. Every change is one transaction that also advances a clock kept in the index itself, so a process can ask for the
+changes since a tick without relying on any clock of the machine.
 
     a slot:   free ──reserve──▶ writing (by one living writer) ──publish──▶ published ──evict, forget──▶ free
 
-A process that dies leaves slots in writing; they are taken back from it as soon as its lock is found free. All methods
-block and belong to one thread.
+A process that dies leaves slots in writing; another process reclaims them as soon as it finds the writer's lock free.
+All methods block and belong to one thread, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from tidekv.backends.storage.writers import WriterLock
 
 INDEX_FILE: Final = "index.sqlite"
 BUSY_SLICE_S: Final = 0.1
-"""Seconds that SQLite waits for a lock at once; between two waits `hurry` is looked at."""
+"""Seconds that SQLite waits for a lock at once. `hurry` is checked between two waits."""
 # Pages of fewer bytes than twice this stay together in one file.
 RUN_BYTES_MIN: Final = 1 << 20
 
-# Statements for runs of slots: first, last, namespace, state, owner, seq. One of them does what would else be a
-# statement a slot, each of which lets go of the interpreter and has to get it back.
+# Statements for runs of slots: first, last, namespace, state, owner, seq. One statement replaces one for each slot,
+# each of which would release the interpreter and have to take it back.
 _RUN: Final = "WITH RECURSIVE run(slot) AS (SELECT ?1 UNION ALL SELECT slot + 1 FROM run WHERE slot < ?2) "
 _SET: Final = (
     _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
     "SELECT slot, ?3, ?4, ?5, ?6, 0, NULL FROM run WHERE true "
     "ON CONFLICT(slot) DO UPDATE SET state=excluded.state, owner=excluded.owner, seq=excluded.seq, used=0, key=NULL"
 )
-# First, last, namespace, seq, and the keys of the run one after the other.
+# First, last, namespace, seq, and the keys of the run, concatenated.
 _PUBLISH: Final = (
     _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
     f"SELECT slot, ?3, 2, 0, ?4, ?4, substr(?5, (slot - ?1) * {KEY_BYTES} + 1, {KEY_BYTES}) FROM run WHERE true "
@@ -74,7 +74,7 @@ class FileIndex:
         busy_timeout_s: float,
         erase: Callable[[Sequence[int]], None],
     ) -> None:
-        """`erase` makes the headers of slots name nothing."""
+        """`erase` clears the headers of slots."""
         self.root = root
         self.geometry = geometry
         self.mirror = Mirror()
@@ -95,7 +95,7 @@ class FileIndex:
         self.touched: deque[int] = deque()
         self._to_remove: list[Path] = []
         self._given_up: list[int] = []
-        # No writer yet: no slot is ours.
+        # No writer id yet, so no slot is ours.
         self._me = -1
         try:
             with self._change() as seq:
@@ -108,13 +108,13 @@ class FileIndex:
 
     @property
     def is_current(self) -> bool:
-        """True if the mirror has all changes that were made; from any thread, and without waiting. False where that
-        cannot be told, or one is being made.
+        """True if the mirror has all changes that were made. From any thread, without waiting. False if that is
+        unknown, or if a change is being made.
         """
         return self._tick.is_at(self._seen)
 
     def refresh(self) -> bool:
-        """Take over what other processes changed; False if they changed nothing since the last time."""
+        """Apply what other processes changed; False if they changed nothing since the last call."""
         version = self._db.execute("PRAGMA data_version").fetchone()[0]
         if version == self._data_version and self._seen >= 0:
             return False
@@ -136,20 +136,20 @@ class FileIndex:
                 self._take_back_from_the_dead(seq)
             emptied = self._make_room(count, seq) if self.mirror.free_count < count else []
             slots = self.mirror.take_free(count, run_min=max(RUN_BYTES_MIN // self.geometry.page_bytes, 1))
-            # What made room and is taken at once is changed once: rows are what a change costs.
+            # A slot that is freed and taken in one change is written once: rows are the cost of a change.
             self._write_rows(sorted(set(emptied).difference(slots)), SlotState.FREE, seq)
             self._set(slots, SlotState.WRITING, seq)
         return slots
 
     def publish(self, pairs: Sequence[tuple[bytes, int]], wasted: Sequence[int]) -> list[bool]:
-        """Make written slots visible under their keys, in place of what was there; free the `wasted` ones. False where
-        a slot is not ours any more.
+        """Publish written slots under their keys, replacing what was there; free the `wasted` ones. False if a slot is
+        no longer ours.
         """
         with self._change() as seq:
             self._set([slot for slot in wasted if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
             done = [self.mirror.owner(slot) == self._me for _, slot in pairs]
             ours = {key: slot for (key, slot), good in zip(pairs, done, strict=True) if good}
-            # What the keys had before, and slots whose key comes again later in the batch.
+            # The previous slots of the keys, and slots whose key is repeated later in the batch.
             kept = set(ours.values())
             stale = [self.mirror.slot_by_key[key] for key in ours if key in self.mirror.slot_by_key]
             stale += [slot for (_, slot), good in zip(pairs, done, strict=True) if good and slot not in kept]
@@ -167,11 +167,11 @@ class FileIndex:
         return done
 
     def give_up(self, slots: Sequence[int]) -> None:
-        """Leave reserved slots to the next change, where the one that should have freed them failed."""
+        """Leave reserved slots to the next change, if the one that should have freed them failed."""
         self._given_up += slots
 
     def forget(self, pairs: Sequence[tuple[bytes, int | None]]) -> list[bool]:
-        """Remove keys; where a slot is given, only if the key is in that slot still. True for each removed."""
+        """Remove keys; if a slot is given, only if the key is still in that slot. True for each removed."""
         with self._change() as seq:
             found: list[bool] = []
             for key, expected in pairs:
@@ -183,14 +183,14 @@ class FileIndex:
         return found
 
     def clear(self) -> int:
-        """Remove every page of the namespace and the files they were in; returns how many pages there were."""
+        """Remove every page of the namespace and its files; returns how many pages there were."""
         with self._change() as seq:
             return sum(
                 self._retire(segment, self.geometry.namespace, seq) for segment in list(self.mirror.slots_by_segment)
             )
 
     def take_evictions(self) -> int:
-        """Return how many pages made room since this was last asked."""
+        """Return how many pages were evicted since the last call."""
         evictions, self._evictions = self._evictions, 0
         return evictions
 
@@ -200,17 +200,17 @@ class FileIndex:
             pass
 
     def hurry(self) -> None:
-        """Wait no longer for the lock of another process: a change that cannot begin at once fails. From any thread."""
+        """Stop waiting for the lock of another process: a change that cannot begin at once fails. From any thread."""
         self._in_a_hurry.set()
 
     def close(self) -> None:
-        """Give reserved slots and the writer's place back, and close the file."""
+        """Free reserved slots and the writer's entry, and close the file."""
         try:
             with self._change() as seq:
                 self._db.execute("UPDATE slots SET state=0, owner=0, seq=? WHERE state=1 AND owner=?", (seq, self._me))
                 self._db.execute("DELETE FROM writers WHERE id=?", (self._me,))
         except sqlite3.Error:
-            # A directory that is gone or full: whoever comes next takes the slots back from a dead writer.
+            # The directory is gone or full. The next process reclaims the slots of a dead writer.
             pass
         finally:
             self._close_files()
@@ -221,7 +221,7 @@ class FileIndex:
 
     @contextmanager
     def _change(self) -> Iterator[int]:
-        """One change of the index: its tick, with the mirror brought up to it first. Recency rides along."""
+        """One change of the index: brings the mirror up to date first, and writes recency along with it."""
         self._begin()
         left: list[int] = []
         try:
@@ -240,7 +240,7 @@ class FileIndex:
             self._tick.write(seq)
             self._db.execute("COMMIT")
         except BaseException:
-            # The mirror may be ahead of what was written: read it anew next time.
+            # The mirror may be ahead of what was written: read everything again next time.
             self._seen = -1
             self._given_up += left
             self._to_remove.clear()
@@ -253,7 +253,7 @@ class FileIndex:
         self._remove_files()
 
     def _begin(self) -> None:
-        """Take the index's write lock, or raise that it is busy after `busy_timeout_s`, or at once in a hurry."""
+        """Take the index's write lock. Raises that it is busy after `busy_timeout_s`, or at once in a hurry."""
         deadline_s = time.monotonic() + self._busy_timeout_s
         while True:
             try:
@@ -265,7 +265,7 @@ class FileIndex:
                     raise
 
     def _pull(self) -> None:
-        """Bring the mirror up to the index, inside a transaction."""
+        """Bring the mirror up to date, inside a transaction."""
         if self._seen < 0:
             self.mirror.forget_all()
         for segment, slots, retired in self._db.execute(
@@ -291,16 +291,17 @@ class FileIndex:
             self._empty(slots)
 
     def _write_rows(self, slots: Sequence[int], state: SlotState, seq: int) -> None:
-        """Write to the index that slots, which are sorted, are in a state without a key."""
+        """Write a state without a key to the index, for sorted slots."""
         owner = self._me if state == SlotState.WRITING else 0
         self._db.executemany(
             _SET, [(first, last, self._namespace, state, owner, seq) for first, last in _bounds(slots)]
         )
 
     def _empty(self, slots: Sequence[int]) -> None:
-        """Make slots hold nothing, in their headers and in the mirror.
+        """Clear slots, in their headers and in the mirror.
 
-        Inside the transaction, since the slot is nobody else's before it ends. A crash before that is a miss.
+        Inside the transaction, since no other process can take the slot before it ends. After a crash before that, the
+        page is a miss.
         """
         self._erase(self.mirror.keyed(slots))
         self.mirror.free(slots)
@@ -332,9 +333,9 @@ class FileIndex:
             self._writer.forget(name)
 
     def _make_room(self, count: int, seq: int) -> list[int]:
-        """Free slots: whole segments of a namespace that nobody uses any more, or else our own oldest pages.
+        """Free slots: whole segments of unused namespaces, or else our own oldest pages.
 
-        Returns the slots of those pages: they are empty and free, but in the index they are as they were.
+        Returns the slots of those pages: they are empty and free, but unchanged in the index.
         """
         while self.mirror.free_count < count and self._take_over_segment(seq) and self._add_segment(seq):
             pass
@@ -342,7 +343,7 @@ class FileIndex:
         if short <= 0:
             return []
         spare = int(self.mirror.slot_count * (1 - self._low_water))
-        # Of pages used together the last goes first: a prefix without its beginning is worth nothing.
+        # Of pages used together the last one is evicted first: a prefix without its beginning is worthless.
         found = self._db.execute(
             "SELECT slot FROM slots WHERE namespace=? AND state=2 ORDER BY used, slot DESC LIMIT ?",
             (self._namespace, short + spare),
@@ -372,7 +373,7 @@ class FileIndex:
         return True
 
     def _shrink(self, seq: int) -> None:
-        """Retire segments until the bound holds; it may be lower than last time."""
+        """Retire segments until the capacity holds; it may be lower than last time."""
         while self._total_bytes() > self._capacity_bytes:
             segment, digest = self._db.execute(
                 "SELECT s.id, n.digest FROM segments s JOIN namespaces n ON n.id=s.namespace WHERE s.retired=0 "
@@ -382,7 +383,7 @@ class FileIndex:
             self._retire(segment, digest, seq)
 
     def _retire(self, segment: int, digest: bytes, seq: int) -> int:
-        """Drop a segment from the index; its file goes when the change is written. Returns the pages of ours in it."""
+        """Drop a segment from the index; its file is removed when the change is written. Returns our pages in it."""
         self._db.execute("UPDATE segments SET retired=1, seq=? WHERE id=?", (seq, segment))
         self._db.execute(
             "DELETE FROM slots WHERE slot BETWEEN ? AND ?", (segment << INDEX_BITS, (segment + 1 << INDEX_BITS) - 1)
@@ -391,7 +392,7 @@ class FileIndex:
         return self.mirror.drop_segment(segment)
 
     def _remove_files(self) -> None:
-        """Remove the files of retired segments. Emptied first, since another process may keep one open."""
+        """Remove the files of retired segments. They are truncated first, since another process may keep one open."""
         while self._to_remove:
             path = self._to_remove.pop()
             try:
@@ -399,12 +400,12 @@ class FileIndex:
                     file.truncate(0)
                 path.unlink()
             except OSError:
-                # Gone already, or swept up when the directory is opened next.
+                # Gone already; otherwise removed when the directory is opened next.
                 continue
 
 
 def _bounds(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last of each run of neighbors in slots that are sorted."""
+    """Return the first and the last slot of each run of neighbors in sorted slots."""
     return [(slots[run.first], slots[run.first + run.count - 1]) for run in slot_runs(slots)]
 
 
@@ -413,26 +414,26 @@ _TICK_BYTES: Final = 8
 
 
 class ChangeTick:
-    """The tick of the newest change, in a file of eight bytes: shows without a thread whether to ask SQLite.
+    """The tick of the newest change, in a file of eight bytes: shows whether to ask SQLite, without a thread.
 
     The event loop reads the file without ever waiting. It only shows that something may have changed: a change writes
-    its tick before it is committed, so the tick is visible wherever the change is. A change that fails after that
-    costs other processes a query, nothing more. `write` requires the index's write lock.
+    its tick before it is committed, so the tick is visible wherever the change is. A change that fails after that costs
+    other processes a query, nothing more. `write` requires the index's write lock.
     """
 
     def __init__(self, root: Path) -> None:
         self._file = os.open(root / TICK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
     def write(self, seq: int) -> None:
-        """Say that a change of this tick is about to be committed.
+        """Write that a change of this tick is about to be committed.
 
-        If that cannot be said, others learn of the change later: that makes no change fail which the index can take.
+        A failure only delays other processes: it must not fail a change that the index accepts.
         """
         with contextlib.suppress(OSError):
             os.pwrite(self._file, seq.to_bytes(_TICK_BYTES, "little"), 0)
 
     def is_at(self, seq: int) -> bool:
-        """True if nothing was changed since that tick. False also where it cannot be told without waiting."""
+        """True if nothing was changed since that tick. False also if the file cannot be read without waiting."""
         if not NO_WAIT:
             return False
         found = bytearray(_TICK_BYTES)

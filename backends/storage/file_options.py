@@ -1,4 +1,4 @@
-"""The options of the `file:` engine, what they default to, and what they may be."""
+"""Options of the `file:` engine: defaults and allowed values."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """How a directory is used.
+    """Settings of one directory.
 
-    `capacity`: bytes of all segment files together, of every namespace. `segment`: bytes of one file, about; larger
-    where there would be too many. `chunk`: bytes of one transfer, about. `low_water`: the part of the pages that stays
-    when room is made. `io`: how pages move. `queue`: what NIXL uses for it. `threads`: workers for pages and their
-    checksums (with io=nixl, for checksums only). `inline`: bytes that one call reads on the event loop itself, where
-    the kernel has them in memory; 0 for none. `busy_timeout_s`: how long to wait for another process to finish with the
-    index.
+    `capacity`: maximum bytes of all segment files, of every namespace. `segment`: approximate bytes of one file; larger
+    if there would be too many files. `chunk`: approximate bytes of one transfer. `low_water`: share of the pages that
+    stays when room is made. `io`: how pages move. `queue`: the queue that NIXL uses. `threads`: workers for pages and
+    their checksums (with io=nixl, for checksums only). `inline`: maximum bytes that one call reads on the event loop
+    itself, if the kernel has them in memory; 0 disables that. `busy_timeout_s`: seconds to wait for another process
+    that has the index locked.
     """
 
     root: Path
@@ -47,6 +47,6 @@ class FileOptions:
 
 
 def read_file_options(root: Path, given: Mapping[str, object]) -> FileOptions:
-    """Check options; InvalidConfig names the one that is wrong, and what is allowed."""
+    """Check options; InvalidConfig names the wrong one, and what is allowed."""
     values = read_options("the file: engine", given, OPTIONS)
     return FileOptions(root=root, **values)  # type: ignore[arg-type]  # Each option has checked the type of its value.

@@ -1,4 +1,4 @@
-"""What a server without an order of its own holds, as this process knows it: page keys, those longest unused first."""
+"""Page keys on a server that keeps no order of use, in the order in which this process used them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 
 class Ledger:
-    """Page keys in the order of their use. Used on the event loop only.
+    """Page keys, least recently used first. Used on the event loop only.
 
-    Nothing goes before `complete` is set: until the pages of former times are listed, the order is not known.
+    Nothing is taken before `complete` is set: until the existing pages are listed, the order is unknown.
     """
 
     def __init__(self) -> None:
@@ -26,27 +26,27 @@ class Ledger:
         return iter(self._keys)
 
     def found_old(self, keys: Iterable[bytes]) -> None:
-        """Enter what was there before, newest first; each goes before all that is known already."""
+        """Enter pages that existed before, newest first; each goes before everything known already."""
         for key in keys:
             if key not in self._keys:
                 self._keys[key] = None
                 self._keys.move_to_end(key, last=False)
 
     def used(self, keys: Iterable[bytes]) -> None:
-        """Enter keys, or move them to the end of those that go."""
+        """Enter keys, or move them to the most recently used end."""
         for key in keys:
             self._keys[key] = None
             self._keys.move_to_end(key)
 
     def gone(self, keys: Iterable[bytes]) -> None:
-        """Forget keys."""
+        """Remove keys."""
         for key in keys:
             self._keys.pop(key, None)
 
     def take_oldest(self, pages_max: int, *, spare: int) -> list[bytes]:
-        """If there are more than `pages_max` keys, forget and return so many that `spare` more would fit.
+        """If there are more than `pages_max` keys, remove and return enough that `spare` more would fit.
 
-        Those longest unused come first.
+        The least recently used come first.
         """
         count = len(self._keys) - pages_max
         if count <= 0 or not self.complete:

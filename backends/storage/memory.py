@@ -1,4 +1,4 @@
-"""The `memory:` engine: pages as bytes in this process, for tests and small set-ups. Gone when it is closed."""
+"""The `memory:` engine: pages in this process's memory, for tests and small set-ups. Lost when it is closed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Work = Callable[[Call], list[str]]
 
 
 class _Stored(NamedTuple):
-    """A page, and the checksum that its bytes had when they were stored."""
+    """A page, and the checksum of its bytes when they were stored."""
 
     page: npt.NDArray[np.uint8]
     checksum: bytes
@@ -52,7 +52,7 @@ def open_memory(*, authority: str, path: str, options: Mapping[str, object]) -> 
 
 
 class MemoryStorage:
-    """Pages in a dict, at most `capacity_bytes` of them; the one longest unused goes first."""
+    """Pages in a dict, at most `capacity_bytes` of them; the least recently used is evicted first."""
 
     def __init__(self, *, capacity_bytes: int) -> None:
         self.uri = f"memory:?capacity={capacity_bytes}"
@@ -67,7 +67,7 @@ class MemoryStorage:
         self._page_count = 0
 
     async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
-        """Make the engine ready; see Storage."""
+        """Prepare the engine; see Storage."""
         if self._calls.closed:
             raise EngineClosed(f"{self.uri} is closed")
         if self._buffer_of is not None:
@@ -79,7 +79,7 @@ class MemoryStorage:
         self._buffer_of, self._page_bytes, self._page_count = buffer_of, pool.page_bytes, pool.page_count
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """Tell which keys are there; see Storage."""
+        """Return which keys are there; see Storage."""
         self._ready()
         check_keys(keys)
         return [key in self._pages for key in keys]
@@ -95,7 +95,7 @@ class MemoryStorage:
                 return "missing"
             buffer = buffer_of(page)
             np.copyto(np.frombuffer(buffer, np.uint8), found.page)
-            # Of the bytes in the host page: that also covers the copy.
+            # Checked in the host page, so that the copy is covered too.
             if page_checksum(buffer) != found.checksum:
                 self._pages.pop(key, None)
                 return "corrupt"
@@ -135,7 +135,7 @@ class MemoryStorage:
         return await self._calls.run(body, timeout_s)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget keys; see Storage."""
+        """Remove keys; see Storage."""
         self._ready()
         check_keys(keys)
 
@@ -145,7 +145,7 @@ class MemoryStorage:
         return [not cause for cause in await self._calls.run(lambda call: self._on_thread(call, delete_all))]
 
     async def clear(self) -> int:
-        """Forget every page; see Storage."""
+        """Remove every page; see Storage."""
         self._ready()
 
         def clear_all(_: Call) -> list[str]:
@@ -156,11 +156,11 @@ class MemoryStorage:
         return len(await self._calls.run(lambda call: self._on_thread(call, clear_all)))
 
     def sibling(self) -> MemoryStorage:
-        """Make another engine, with as much room; see Siblings."""
+        """Make another engine with the same capacity; see Siblings."""
         return MemoryStorage(capacity_bytes=self._capacity_bytes)
 
     async def probe(self) -> None:
-        """Do nothing but answer: memory does not fail."""
+        """Check that the engine is open: memory does not fail."""
         self._ready()
 
     async def verify(self) -> AsyncIterator[Verdict]:
@@ -183,13 +183,13 @@ class MemoryStorage:
                 yield Verdict(key=key, ok=not cause, cause=cause)
 
     async def close(self) -> None:
-        """Wait for the calls that run, and forget everything; see Storage."""
+        """Wait for the calls that run, and drop everything; see Storage."""
         await self._calls.drain()
         self._thread.shutdown()
         self._pages.clear()
 
     def statistics(self) -> StorageStatistics:
-        """Return what the engine holds and did."""
+        """Return what the engine holds, and its counters."""
         return self._counts.statistics(
             uri=self.uri,
             pages=len(self._pages),

@@ -1,7 +1,7 @@
-"""What one process knows of the slots of its namespace: the shared index, copied into memory and kept up by changes.
+"""In-memory copy of the shared index for one process and namespace, kept up to date by changes.
 
-Existence is asked here, at the price of a dict look-up. Being behind costs a miss, or a read that fails its check;
-never a wrong page.
+Existence is answered here, at the price of a dict look-up. A copy that is behind costs a miss, or a read that fails its
+check; never a wrong page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tidekv.backends.storage.segments import segment_of, slot_of
 
 
 class SlotState(IntEnum):
-    """What the index says about a slot. A slot without a row is free."""
+    """State of a slot in the index. A slot without a row is free."""
 
     FREE = 0
     WRITING = 1
@@ -29,11 +29,11 @@ class Mirror:
         self._key_by_slot: dict[int, bytes] = {}
         self._owner_by_slot: dict[int, int] = {}
         self._free: set[int] = set()
-        # The next ones to take of each segment, lowest last; some may be taken by others meanwhile. When all are used
-        # up, they are made anew of what is free by then: sorted, so that a batch gets neighbors.
+        # Slots to take next, by segment, lowest last; other processes may take some meanwhile. When all are used up,
+        # the lists are rebuilt from the slots that are free by then, sorted, so that a batch gets neighbors.
         self._next: dict[int, list[int]] = {}
         self.slots_by_segment: dict[int, int] = {}
-        # Segments that are gone for good, for whoever has their files open. Emptied by the event loop.
+        # Segments that are gone for good; users of their files close them. Emptied by the event loop.
         self.dropped: deque[int] = deque()
         # Segments that are gone if the change that drops them is written.
         self._dropping: list[int] = []
@@ -45,7 +45,7 @@ class Mirror:
 
     @property
     def free_count(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return len(self._free)
 
     def owner(self, slot: int) -> int:
@@ -53,7 +53,7 @@ class Mirror:
         return self._owner_by_slot.get(slot, 0)
 
     def forget_all(self) -> None:
-        """Start over, to be told everything anew."""
+        """Clear everything, before it is read again in full."""
         self.slot_by_key.clear()
         self._key_by_slot.clear()
         self._owner_by_slot.clear()
@@ -62,13 +62,13 @@ class Mirror:
         self.slots_by_segment.clear()
 
     def settle(self, *, written: bool) -> None:
-        """Say whether what was done to the mirror since the last time is so in the index."""
+        """Record whether the changes since the last call were written to the index."""
         if written:
             self.dropped.extend(self._dropping)
         self._dropping.clear()
 
     def add_segment(self, segment: int, slots: int) -> None:
-        """Take note of a segment, all of whose slots are free until something else is said of them."""
+        """Add a segment whose slots are all free."""
         if segment in self.slots_by_segment:
             return
         self.slots_by_segment[segment] = slots
@@ -76,7 +76,7 @@ class Mirror:
             self._set_free(slot_of(segment, index))
 
     def drop_segment(self, segment: int) -> int:
-        """Forget a segment and everything in it; returns how many pages were published there."""
+        """Remove a segment and everything in it; returns how many pages were published there."""
         slots = self.slots_by_segment.pop(segment, 0)
         dropped = 0
         if not slots:
@@ -90,7 +90,7 @@ class Mirror:
         return dropped
 
     def apply(self, slot: int, state: int, owner: int, key: bytes | None) -> None:
-        """Take over what the index says of a slot."""
+        """Apply the index's row of a slot."""
         if segment_of(slot) not in self.slots_by_segment:
             return
         self._clear(slot)
@@ -106,12 +106,12 @@ class Mirror:
             self.slot_by_key[key] = slot
 
     def reserve(self, slots: Collection[int], owner: int) -> None:
-        """Take over that free slots are reserved by a writer."""
+        """Mark free slots as reserved by a writer."""
         self._free.difference_update(slots)
         self._owner_by_slot.update(dict.fromkeys(slots, owner))
 
     def free(self, slots: Collection[int]) -> None:
-        """Take over that slots are free, whatever was in them; those of segments that are gone stay unknown."""
+        """Mark slots as free, whatever was in them; slots of segments that are gone are ignored."""
         known = [slot for slot in slots if segment_of(slot) in self.slots_by_segment]
         for slot in known:
             self._clear(slot)
@@ -122,7 +122,7 @@ class Mirror:
         return sorted(self._key_by_slot.keys() & slots)
 
     def publish(self, key_by_slot: Mapping[int, bytes]) -> None:
-        """Take over that pages are published in slots that were reserved, under keys that no other slot has."""
+        """Mark reserved slots as published, under keys that no other slot has."""
         for slot in key_by_slot:
             del self._owner_by_slot[slot]
         self._key_by_slot.update(key_by_slot)
@@ -131,8 +131,8 @@ class Mirror:
     def take_free(self, count: int, *, run_min: int) -> list[int]:
         """Choose up to `count` free slots, in order. The caller sets them to another state at once.
 
-        They are neighbors where possible. The first half and the second half of `2 * run_min` or more are in different
-        segments where possible, since the file system lets one thread at a time write to a file.
+        They are neighbors if possible. The first half and the second half of `2 * run_min` or more are in different
+        segments if possible, since the file system lets one thread at a time write to a file.
         """
         share = max(-(-count // 2), run_min)
         chosen: list[int] = []

@@ -1,8 +1,9 @@
-"""A client of a Mooncake Store in a process of its own, which serves one `MooncakeLink`.
+"""A client of a Mooncake Store in its own process, which serves one `MooncakeLink`.
 
-Run by its path, so that it loads nothing but Mooncake; it must import nothing of tidekv. Why a process: the library
-holds the interpreter while it starts and, for a second, while it ends; its calls can hang for 30 s and not be ended;
-and where its checks fail it aborts. All that happens here, where it stops no event loop, and can be killed.
+It is run by its path, so that it loads nothing but Mooncake; it must import nothing of tidekv. A process is needed
+because the library holds the interpreter while it starts and, for a second, while it ends; its calls can hang for 30 s
+and cannot be cancelled; and a failed check of its own aborts. In a child process none of that stops an event loop, and
+the child can be killed.
 
     arguments  the descriptors of a socket and of the memory that both share
     socket     frames, both ways: length, four bytes little-endian, and as much JSON
@@ -25,8 +26,8 @@ LENGTH = struct.Struct("<I")
 LOCAL_BUFFER_BYTES = 16 << 20
 
 
-def receive(connection: socket.socket) -> Any:  # Any: whatever JSON there is.
-    """Return the next frame, None at the end."""
+def receive(connection: socket.socket) -> Any:  # Any: JSON.
+    """Return the next frame, None at the end of the stream."""
     head = _receive_bytes(connection, LENGTH.size)
     return None if not head else json.loads(_receive_bytes(connection, LENGTH.unpack(head)[0]))
 
@@ -78,7 +79,7 @@ class Client:
         return list(self._store.batch_get_into(names, self._addresses(names), [size] * len(names)))
 
     def write(self, names: list[str], size: int) -> list[int]:
-        # A plain put on a name that exists keeps the old bytes, and says that all is well.
+        # A plain put on a name that exists keeps the old bytes and still reports success.
         return list(self._store.batch_upsert_from(names, self._addresses(names), [size] * len(names)))
 
     def remove(self, names: list[str]) -> list[int]:
@@ -92,13 +93,13 @@ class Client:
 
 
 def main() -> None:
-    """Serve one link until it hangs up."""
+    """Serve one link until it closes the socket."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     memory = mmap.mmap(int(sys.argv[2]), 0)
     hello = receive(connection)
     try:
         client = Client(hello, memory)
-    except Exception as error:  # Told to the link, which says it in its words.
+    except Exception as error:  # Sent to the link, which raises its own error.
         send(connection, {"error": str(error), "import": isinstance(error, ImportError)})
         return
     send(connection, {})
@@ -112,7 +113,7 @@ def main() -> None:
     while (call := receive(connection)) is not None:
         name, *arguments = call
         send(connection, calls[name](*arguments))
-    # The store's own way to end takes a second; the master notices that we are gone.
+    # The store's own shutdown takes a second; the master notices a client that is gone.
     os._exit(0)
 
 

@@ -1,8 +1,7 @@
 """One client of a Mooncake Store, in a child process, and the memory shared with it. Everything here blocks.
 
-What the store's answers are worth, as measured with version 0.3.13: an object that was stored may be evicted at once;
-the health check says 0 while the master is dead; setting up without a master takes 90 s; a call to a master or node
-that hangs takes 30 s.
+Measured with version 0.3.13: an object that was stored may be evicted at once; the health check returns 0 while the
+master is dead; setting up without a master takes 90 s; a call to a master or node that hangs takes 30 s.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from tidekv.backends.storage.mooncake_options import MooncakeOptions
 from tidekv.backends.storage.remote import ServerTrouble
 from tidekv.states.errors import InvalidConfig
 
-# Busy: somebody stores the object just now. A lease that ran out means that the bytes may have been replaced while they
-# were read; a failed transfer, that the node that had them is gone. Both are as good as missing.
+# Busy: another client stores the object now. An expired lease means that the bytes may have been replaced while they
+# were read; a failed transfer, that the node that had them is gone. Both count as missing.
 _CAUSES: Final = {
     -200: "full",
     -600: "foreign",
-    # Another client began to write the same object before we ended.
+    # Another client began to write the same object before this one ended.
     -601: "busy",
     -703: "busy",
     -704: "missing",
@@ -40,7 +39,9 @@ _CAUSES: Final = {
 
 
 class MooncakeLink:
-    """A client with memory for a batch: `values` are its slots. The child is started when it is needed, and again."""
+    """A client with memory for a batch: `values` are its slots. The child is started when it is needed, and restarted
+    after a failure.
+    """
 
     def __init__(self, options: MooncakeOptions, *, slots: int, slot_bytes: int) -> None:
         self._options = options
@@ -93,33 +94,37 @@ class MooncakeLink:
             raise ServerTrouble("unreachable", answer["error"])
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Tell which objects are there."""
+        """Return which objects are there."""
         codes = self._call("exist", list(names))
         _raise_first(code for code in codes if code < -1)
         return [code == 1 for code in codes]
 
     def read(self, names: Sequence[str], size: int) -> list[int | str]:
-        """Read objects of up to `size` bytes into the first slots; how many bytes came, or why none."""
+        """Read objects of up to `size` bytes into the first slots. Returns the bytes read, or the cause of a miss, for
+        each.
+        """
         return [cause_of(code) or code for code in self._call("read", list(names), size)]
 
     def write(self, names: Sequence[str], size: int) -> list[str]:
-        """Store `size` bytes of each of the first slots, in place of what was there; a cause for what was not."""
+        """Store `size` bytes of each of the first slots, replacing what was there. Returns a cause for each, empty for
+        success.
+        """
         return [cause_of(code) for code in self._call("write", list(names), size)]
 
     def remove(self, names: Sequence[str]) -> list[bool]:
-        """Remove objects; True for each that was there. Who reads one just then finds a wrong checksum."""
+        """Remove objects; True for each that was there. A read at the same time finds a wrong checksum."""
         codes = self._call("remove", list(names))
         _raise_first(code for code in codes if code and cause_of(code) != "missing")
         return [code == 0 for code in codes]
 
     def remove_below(self, prefix: str) -> int:
-        """Remove all objects whose names start so; returns how many there were."""
+        """Remove all objects whose names start with `prefix`; returns how many there were."""
         count = int(self._call("remove_matching", f"^{re.escape(prefix)}.*"))
         _raise_first([count] if count < 0 else [])
         return count
 
     def names_below(self, prefix: str) -> list[str] | None:
-        """Return the names of all objects that start so, None if the master's HTTP address is not known."""
+        """Return the names of all objects that start with `prefix`, None if the master's HTTP address is not known."""
         if self._options.admin is None:
             return None
         address = self._options.admin.rstrip("/") + "/get_all_keys"
@@ -131,7 +136,7 @@ class MooncakeLink:
         return [name for name in names if name.startswith(prefix)]
 
     def close(self) -> None:
-        """End the child, whatever it does."""
+        """Kill the child, and close the socket."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -155,7 +160,8 @@ class MooncakeLink:
             mooncake_child.send(self._connection, frame)
             answer = mooncake_child.receive(self._connection)
         except TimeoutError:
-            # It cannot be told to stop. What it still reads or writes is memory that only the next one looks at.
+            # The call cannot be cancelled. What the child still reads or writes is memory that only the next child
+            # uses.
             self.close()
             raise ServerTrouble("timeout", f"the store gave no answer in {timeout_s} s") from None
         except OSError as error:
@@ -168,7 +174,7 @@ class MooncakeLink:
         return answer
 
     def _own_address(self) -> str:
-        """Find out whether the master is there, and our address on the way to it."""
+        """Check that the master is reachable, and return our address on the way to it."""
         try:
             with socket.create_connection(self._options.master, timeout=self._options.connect_timeout_s) as connection:
                 return str(connection.getsockname()[0])
@@ -178,7 +184,7 @@ class MooncakeLink:
 
 
 def cause_of(code: int) -> str:
-    """Return the word for one of the store's codes, nothing for success."""
+    """Return the word for one of the store's codes, an empty string for success."""
     return "" if code >= 0 else _CAUSES.get(code, "refused")
 
 

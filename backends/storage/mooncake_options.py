@@ -1,9 +1,10 @@
-"""The `mooncake:` engine: pages in a Mooncake Store, the memory of many machines under one master.
+"""Options of the `mooncake:` engine: pages in a Mooncake Store, the memory of many machines under one master.
 
     mooncake://master:50051?protocol=rdma&device=mlx5_0&admin=http://master:9003
 
-Mooncake knows no passwords: whoever reaches the master, or a store node, reads and replaces what is there. Checksums
-and keys make a replaced page a miss, not a wrong one, unless somebody means it; use it in a closed network only.
+Mooncake has no passwords: every process that reaches the master, or a store node, can read and replace what is there.
+Checksums and keys turn an accidentally replaced page into a miss, but do not stop an attacker: use it in a closed
+network only.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ OPTIONS: Final[Mapping[str, Option]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeOptions:
-    """How a store is used.
+    """Settings of one store.
 
-    `capacity`: bytes of the pages, with their headers, that this process keeps there; the store evicts by itself too.
-    `clients`: processes that speak with the store, one call each at a time. `chunk`: bytes of one call, about; each
-    client has so much memory registered. `host`: our own address, as the others reach it; found out if it is not given.
-    `admin`: the master's HTTP address, the only way to list what is there. `request_timeout_s`: how long one call may
-    take before its client is ended and replaced.
+    `capacity`: maximum bytes of the pages, with their headers, that this process keeps there; the store evicts by
+    itself too. `clients`: processes that call the store, one call each at a time. `chunk`: approximate bytes of one
+    call; each client registers that much memory. `host`: our own address, as the others reach it; detected if it is not
+    given. `admin`: the master's HTTP address, the only way to list what is there. `request_timeout_s`: seconds that one
+    call may take before its client is ended and replaced.
     """
 
     master: tuple[str, int]
@@ -58,7 +59,7 @@ class MooncakeOptions:
 
 
 def read_mooncake_options(authority: str, path: str, given: Mapping[str, object]) -> MooncakeOptions:
-    """Check options; InvalidConfig names the one that is wrong, and what is allowed."""
+    """Check options; InvalidConfig names the wrong one, and what is allowed."""
     where = read_authority("mooncake", authority, default_port=DEFAULT_PORT)
     if where.username or where.password or len(where.servers) != 1 or path.strip("/"):
         raise InvalidConfig("mooncake: storage is at one master, without password or path; write mooncake://host:50051")

@@ -1,7 +1,7 @@
 """Pages as objects of a Mooncake Store, named {prefix}/{namespace}/p/{page key}, each with its header.
 
-Nobody knows whether bytes still come after a call of Mooncake's has failed. So it never touches host pages: it reads
-and writes the memory of a `MooncakeLink`, and pages are copied from there and verified after the copy.
+After a failed call of Mooncake's, bytes may still arrive. So it never touches host pages: it reads and writes the
+memory of a `MooncakeLink`, and pages are copied from there and verified after the copy.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MooncakePages:
 
     @property
     def pages(self) -> int:
-        """How many pages this process knows."""
+        """Number of pages that this process knows."""
         return len(self._ledger)
 
     async def open(
@@ -97,7 +97,7 @@ class MooncakePages:
         return causes
 
     async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Store pages, and remove as many as are too many."""
+        """Store pages, and remove those beyond the capacity."""
 
         def write(link: MooncakeLink) -> list[str]:
             for key, page, value in zip(keys, pages, link.values, strict=False):
@@ -121,13 +121,13 @@ class MooncakePages:
         return gone
 
     async def clear(self) -> int:
-        """Remove all pages of the namespace, those of other processes too."""
+        """Remove all pages of the namespace, including those of other processes."""
         removed = await self._on_link(lambda link: link.remove_below(self._prefix))
         self._ledger.gone(list(self._ledger))
         return removed
 
     async def probe(self) -> None:
-        """Store an object and read it back: the store's own health check says nothing."""
+        """Store an object and read it back: the store's own health check is not reliable."""
         name = [f"{self._prefix.removesuffix('p/')}probe/{uuid.uuid4().hex}"]
         mark = uuid.uuid4().bytes
 
@@ -146,7 +146,7 @@ class MooncakePages:
         await self._on_link(try_out)
 
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
-        """Return the keys of the namespace as the master lists them, or those that this process knows."""
+        """Yield the keys of the namespace as the master lists them, or those that this process knows."""
         names = await self._on_link(lambda link: link.names_below(self._prefix))
         yield list(self._ledger) if names is None else [key for name in names if (key := _key(name))]
 
@@ -166,7 +166,7 @@ class MooncakePages:
         return causes
 
     async def holdings(self) -> list[Holding]:
-        """Count the master's keys by namespace; it does not tell how long they are."""
+        """Count the master's keys by namespace; it does not return their lengths."""
 
         def look() -> list[Holding]:
             prefix = self._options.prefix + "/"
@@ -225,7 +225,7 @@ class MooncakePages:
 
     @contextlib.asynccontextmanager
     async def _writing(self, keys: Sequence[bytes]) -> AsyncIterator[None]:
-        """Wait until nobody here writes any of these keys: the store refuses the second of two writers."""
+        """Wait until no call of this process writes any of these keys: the store refuses the second of two writers."""
         while others := {self._written[key] for key in keys if key in self._written}:
             await asyncio.wait(others)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,8 +1,8 @@
 """Pages between the host pool and segment files by NIXL's POSIX plugin: one transfer for a list of pages.
 
-The agent is made, and files are registered, on worker threads; transfers are posted, checked and released by the poller
-only. The plugin reports an error of a transfer once nothing of it is in flight any more (NIXL 1.5.1, AIO and io_uring);
-which page it was, plain reads and writes find out afterwards.
+Worker threads make the agent and register files; only the poller posts, checks and releases transfers. The plugin
+reports an error of a transfer once nothing of it is in flight any more (NIXL 1.5.1, AIO and io_uring); plain reads and
+writes then find out which page failed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tidekv.backends.storage.segments import Segments, index_of, segment_of
 from tidekv.states.errors import EngineClosed, StorageFailed
 from tidekv.states.shapes import PoolMemory
 
-# What the plugin submits at each poll.
+# Descriptors that the plugin submits at each poll.
 _SUBMITTED_PER_POLL: Final = 64
-# Of one chunk.
+# Parts of one chunk in flight at once.
 _PARTS_IN_FLIGHT_MAX: Final = 2
 _QUEUES: Final = {"aio": "use_aio", "uring": "use_uring"}
 
@@ -53,9 +53,10 @@ class NixlIO:
         queue: str,
         chunk_bytes: int,
     ) -> None:
-        """`plain` finds out what failed, `chunk_bytes` is what one transfer moves, about.
+        """Make the agent and register the pool. Blocks; StorageFailed if NIXL or its plugin is not available.
 
-        Make the agent and register the pool. Blocks; StorageFailed if NIXL or its plugin cannot be had."""
+        `plain` finds the page that failed; `chunk_bytes` is the approximate size of one transfer.
+        """
         self._segments = segments
         self._poller = poller
         self._workers = workers
@@ -94,7 +95,7 @@ class NixlIO:
         loop = asyncio.get_running_loop()
 
         async def part(at: slice) -> list[str]:
-            # Taken while the pages move.
+            # Checksums are taken while the pages move.
             taken = loop.run_in_executor(self._workers, self._checksums, pages[at])
             try:
                 moved = await self._transfer("WRITE", slots[at], pages[at])
@@ -114,7 +115,7 @@ class NixlIO:
         return self._plain.fetch_cached(keys, slots, pages)
 
     def forget(self, segments: Sequence[int]) -> None:
-        """Let go of the files of some segments; see PageIO."""
+        """Release the files of some segments; see PageIO."""
         with self._lock:
             for segment in segments:
                 registered, prepared = self._files.pop(segment, (None, None))
@@ -123,17 +124,17 @@ class NixlIO:
                     self._agent.deregister_memory(registered)
 
     def close(self) -> None:
-        """Give the agent back. Blocks; nothing may be in flight."""
+        """Release the agent. Blocks; nothing may be in flight."""
         self.forget(list(self._files))
         self._agent.release_dlist_handle(self._pool_list)
         self._agent.deregister_memory(self._pool_registered)
-        # Its end takes a while, and must not come later on somebody's event loop.
+        # Destroying it takes a while, and must not happen later on an event loop.
         self._agent = self._pool_list = self._pool_registered = None
 
     async def _in_parts(
         self, part: Callable[[slice], Awaitable[list[str]]], count: int, may_start: Callable[[], bool]
     ) -> list[str]:
-        """Move a chunk in parts, some at once, so that one is summed while another moves."""
+        """Move a chunk in parts, some at once, so that one part is checksummed while another moves."""
         causes = [LATE] * count
         firsts = iter(range(0, count, self._part_pages))
 
@@ -151,7 +152,9 @@ class NixlIO:
         return [page_checksum(self._buffer_of(page)) for page in pages]
 
     async def _transfer(self, operation: str, slots: Sequence[int], pages: Sequence[int]) -> bool:
-        """Move all, one transfer a segment. False if any of it failed; nothing moves any more either way."""
+        """Move all pages, one transfer for each segment. False if any of it failed; nothing moves any more either
+        way.
+        """
         order = sorted(range(len(slots)), key=slots.__getitem__)
         groups = {segment: list(group) for segment, group in groupby(order, key=lambda at: segment_of(slots[at]))}
         if not all(segment in self._files for segment in groups):
@@ -173,7 +176,7 @@ class NixlIO:
         ]
         posted: list[asyncio.Future[None]] = []
         try:
-            # One by one: if the poller refuses one, those before it are still waited for.
+            # One by one: if the poller refuses one, those before it are still awaited.
             for transfer in transfers:
                 posted.append(self._poller.submit(transfer))  # noqa: PERF401
         finally:
@@ -182,9 +185,9 @@ class NixlIO:
         outcomes = [future.exception() for future in posted]
         for outcome in outcomes:
             if isinstance(outcome, EngineClosed):
-                # The poller gave up on a transfer that is still under way: nothing may be said of its pages.
+                # The poller gave up on a transfer that is still in flight: the state of its pages is unknown.
                 raise outcome
-        # Whatever else NIXL raised: its errors share no type but Exception. The plain way finds the cause.
+        # NIXL's errors share no type but Exception. The plain way finds the cause.
         return not any(outcomes)
 
     def _open(self, segments: Sequence[int], create: bool) -> None:
@@ -212,7 +215,7 @@ class _Transfer:
         self,
         agent: Any,  # NIXL has no types.
         operation: str,
-        local: Any,  # Its prepared lists neither.
+        local: Any,  # A prepared list of NIXL's.
         local_indices: Indices,
         remote: Any,
         remote_indices: Indices,
@@ -220,7 +223,7 @@ class _Transfer:
         self._agent = agent
         self._arguments = (operation, local, local_indices, remote, remote_indices)
         breaks = (np.diff(local_indices) != 1) | (np.diff(remote_indices) != 1)
-        # NIXL makes one descriptor of neighbors.
+        # NIXL merges neighbors into one descriptor.
         self.rounds = int(breaks.sum() + 1) // _SUBMITTED_PER_POLL
         self._handle: Any = None
 
@@ -244,7 +247,7 @@ class _Transfer:
 
 
 def _make_agent(queue: str) -> Any:  # NIXL has no types.
-    # Read when the library is loaded; what the embedder set stays.
+    # Read when the library is loaded; values that the embedder set stay.
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     try:

@@ -1,4 +1,4 @@
-"""Options of storage engines: from a URI's query or a mapping to checked values, refused by name where wrong."""
+"""Options of storage engines: from a URI, a mapping or a file to checked values; wrong ones are refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 class Option(Protocol):
-    """One option: how to read its value, and what is allowed, in words."""
+    """One option: parses its value, and describes what is allowed."""
 
     allowed: str
 
@@ -78,7 +78,7 @@ class Choice:
 
 
 def parse_size(value: object) -> int | None:
-    """Return the bytes that an int or a text such as 200GB or 64MiB means; None if it means none."""
+    """Return the bytes that an int or a text such as 200GB or 64MiB stands for; None if it is neither."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -90,7 +90,7 @@ def parse_size(value: object) -> int | None:
 
 
 def read_options(what: str, given: Mapping[str, object], allowed: Mapping[str, Option]) -> dict[str, object]:
-    """Check options by name and value; InvalidConfig says which is wrong and what is allowed."""
+    """Check options by name and value; InvalidConfig names the wrong one and what is allowed."""
     for name in given:
         if name not in allowed:
             raise InvalidConfig(f"{what} has no option {name!r}; it has {', '.join(sorted(allowed)) or 'none'}")
@@ -104,7 +104,10 @@ def read_options(what: str, given: Mapping[str, object], allowed: Mapping[str, O
 
 
 def read_extra_options(text: str) -> dict[str, object]:
-    """Read options; InvalidConfig says what cannot be read, and never repeats a value. Blocks: it may read a file."""
+    """Read options beside those in a URI: a JSON object, or @file in JSON, TOML or YAML. Passwords belong there.
+
+    InvalidConfig names what cannot be read, and never repeats a value. Blocks: it may read a file.
+    """
     if not text.startswith("@"):
         return _table(_json(text, "the options"), "the options")
     path = Path(text[1:]).expanduser()
@@ -116,7 +119,7 @@ def read_extra_options(text: str) -> dict[str, object]:
         try:
             return dict(tomllib.loads(content))
         except tomllib.TOMLDecodeError as error:
-            raise InvalidConfig(f"options file {path} is no TOML: {error}") from error
+            raise InvalidConfig(f"options file {path} is not valid TOML: {error}") from error
     if path.suffix in (".yaml", ".yml"):
         return _table(_yaml(content, path), f"options file {path}")
     return _table(_json(content, f"options file {path}"), f"options file {path}")
@@ -144,7 +147,7 @@ def _yaml(text: str, path: Path) -> object:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise InvalidConfig(
-            f"options file {path} is no YAML: {getattr(error, 'problem', 'unreadable')}{where}"
+            f"options file {path} is not valid YAML: {getattr(error, 'problem', 'unreadable')}{where}"
         ) from error
     return found
 
@@ -173,7 +176,7 @@ class Flag:
 
 
 class Text:
-    """Any text that is not empty. What is wrong about it is never quoted: it may be a secret."""
+    """Any text that is not empty. A wrong value is never quoted: it may be a secret."""
 
     allowed = "a text that is not empty"
 
@@ -208,7 +211,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """The part of a URI between // and the path: who we are, and where the servers are."""
+    """The part of a URI between // and the path: credentials and servers."""
 
     username: str | None
     password: str | None
@@ -216,12 +219,12 @@ class Authority:
 
     @property
     def text(self) -> str:
-        """The servers, fit for a log."""
+        """The servers, safe for a log."""
         return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.servers)
 
 
 def read_authority(scheme: str, authority: str, *, default_port: int) -> Authority:
-    """Read `user:password@host:port,host:port`; InvalidConfig, without the password, if it is not that."""
+    """Parse `user:password@host:port,host:port`; InvalidConfig, without the password, if it is malformed."""
     who, at, where = authority.rpartition("@")
     username, colon, password = who.partition(":")
     servers = tuple(_server(scheme, server, default_port) for server in where.split(",") if server)

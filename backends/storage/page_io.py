@@ -1,10 +1,10 @@
-"""How pages move between the host pool and slots, with their proofs: the contract of the two ways, and the plain one.
+"""Movement of pages between the host pool and slots, with their checksums: the contract, and the plain implementation.
 
-The plain way moves a few pages at a time and takes their checksums while they are in the processor's cache: memory is
-what it waits for, and a second pass over all pages would cost as much as a third of the first. Neighbors in a segment
-are one call of the system, whatever pages of the pool they are in, so that the interpreter is let go for long enough
-that several threads do not fight for it. Threads share a chunk piece by piece, without the event loop in between, so
-that one whose processor is taken away does not leave the others waiting for a large part.
+The plain one moves a few pages at a time and takes their checksums while they are in the processor's cache: it is bound
+by memory, and a second pass over all pages would cost a third of the first. Neighbors in a segment are one system call,
+whichever pages of the pool they are in, so that the interpreter is released for long enough that several threads do not
+contend for it. Threads share a chunk piece by piece, without the event loop in between, so that a thread that loses its
+processor does not keep the others waiting for a large part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tidekv.backends.storage.proofs import NO_CHECKSUM, verify_headers, write_he
 from tidekv.backends.storage.records import are_headers, page_checksum
 from tidekv.backends.storage.segments import Run, Segments, failure_cause, indices_of, slot_runs
 
-# What is moved at once and then summed: less lets go of the interpreter too often, more has left the cache by then.
+# Bytes moved at once and then checksummed: less releases the interpreter too often, more has left the cache by then.
 PIECE_BYTES: Final = 512 << 10
-# Smaller parts of a chunk are not worth a thread of their own.
+# Smaller parts of a chunk do not justify another thread.
 _SHARE_BYTES_MIN: Final = 1 << 20
-# The most buffers that one call of the system takes.
+# Maximum buffers of one system call.
 _BUFFERS_MAX: Final = 1024
-# Of what is read at once on the event loop: each is two calls of the system.
+# Maximum runs that the event loop reads at once: each is two system calls.
 _CACHED_RUNS_MAX: Final = 8
 
 
@@ -38,10 +38,10 @@ LATE: Final = "late"
 
 
 class PageIO(Protocol):
-    """Moves a chunk of pages. Returns when nothing moves any more, with a cause a page: empty if it went well.
+    """Moves a chunk of pages. Returns when nothing moves any more, with a cause for each page, empty for success.
 
-    Not to be cancelled: whoever awaits it is shielded. `may_start` is asked on any thread, again and again: once it
-    says no, what has not begun to move is late.
+    Callers shield it from cancellation. `may_start` is called repeatedly, on any thread: once it returns False, pages
+    that have not begun to move are late.
     """
 
     async def fetch(
@@ -52,23 +52,23 @@ class PageIO(Protocol):
     async def store(
         self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int], may_start: Callable[[], bool]
     ) -> list[str]:
-        """Write host pages into slots, and after them the headers that name their keys and checksums."""
+        """Write host pages into slots, then the headers with their keys and checksums."""
 
     def fetch_cached(self, keys: Sequence[bytes], slots: Sequence[int], pages: Sequence[int]) -> bool:
         """Read a few slots into host pages at once, on this thread, if the kernel has all of them in memory; never
-        waits. False: not all of them came, or not all are the pages of the keys, and `fetch` would find out why.
+        waits. False: not all of them were read, or not all are the pages of the keys; `fetch` finds out why.
         """
 
     def forget(self, segments: Sequence[int]) -> None:
-        """Let go of the files of some segments, to which nothing moves any more. Blocks."""
+        """Release the files of some segments, to which nothing moves any more. Blocks."""
 
     def close(self) -> None:
-        """Give everything back. Blocks; nothing may be moving."""
+        """Release everything. Blocks; nothing may be moving."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What a call of ThreadIO moves, and the causes as far as they are known."""
+    """The pages of one call of ThreadIO, and the causes known so far."""
 
     keys: Sequence[bytes]
     slots: Sequence[int]
@@ -77,7 +77,7 @@ class _Batch:
 
 
 class ThreadIO:
-    """Plain preadv and pwritev on worker threads: also the way that finds out which page of a list failed, and why."""
+    """Plain preadv and pwritev on worker threads. Also finds out which page of a failed list is bad, and why."""
 
     def __init__(
         self, segments: Segments, buffer_of: BufferOf, workers: Executor, *, worker_count: int, chunk_bytes: int
@@ -130,10 +130,10 @@ class ThreadIO:
         )
 
     def forget(self, segments: Sequence[int]) -> None:
-        """Do nothing: the files are somebody else's."""
+        """Do nothing: the files have another owner."""
 
     def close(self) -> None:
-        """Do nothing: the threads and files are somebody else's."""
+        """Do nothing: the threads and files have another owner."""
 
     async def _shared(
         self,
@@ -144,7 +144,7 @@ class ThreadIO:
         pages: Sequence[int],
         may_start: Callable[[], bool],
     ) -> list[str]:
-        """Let workers move a batch together, and wait for all of them."""
+        """Move a batch on several workers, and wait for all of them."""
         batch = _Batch(keys, slots, pages, [LATE] * len(slots))
         loop = asyncio.get_running_loop()
         shares = min(self._worker_count, -(-len(slots) // self._share_pages_min))
@@ -240,10 +240,10 @@ class ThreadIO:
 
 
 def _by_halves(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
-    """Return the orders in which so many threads take pieces, each of them once.
+    """Return, for each of `shares` threads, the order in which it takes pieces; each piece is taken once.
 
-    Every second one begins with the first half and every other with the second, which is in another file where one is
-    written; who is done with a half goes on with what is left of the other.
+    Even threads begin with the first half and odd ones with the second, which is in another file when pages are
+    written; a thread that has finished its half continues with what is left of the other.
     """
     half = -(-len(pieces) // 2)
     first, second = iter(pieces[:half]), iter(pieces[half:])
@@ -251,10 +251,10 @@ def _by_halves(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
 
 
 def _in_order(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
-    """Return the orders of threads that go through the pieces together, where one batch is read behind the other.
+    """Return the same order for all threads, for a batch that is read behind another one.
 
-    From half to half they would jump back and forth over the whole of a prompt, and the kernel, which reads ahead of
-    whoever goes on where the last read ended, would come too late again and again.
+    Starting at both halves would jump back and forth over the whole of a prompt, and the kernel's read-ahead, which
+    expects the next read where the last one ended, would always come too late.
     """
     return [iter(pieces)] * shares
 
@@ -262,7 +262,7 @@ def _in_order(pieces: Sequence[Run], shares: int) -> list[Iterator[Run]]:
 def seal(
     segments: Segments, keys: Sequence[bytes], slots: Sequence[int], checksums: Sequence[bytes], causes: list[str]
 ) -> list[str]:
-    """Write the headers of those pages that have no cause against it; returns the causes, with what went wrong here."""
+    """Write the headers of the pages without a cause; returns the causes, including failures of this step."""
     good = [at for at, cause in enumerate(causes) if not cause]
     if not good:
         return causes

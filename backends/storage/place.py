@@ -1,9 +1,9 @@
-"""A directory of pages as one engine has it open: lock, index and segments together, opened and closed as one.
+"""A directory of pages as one engine has it open: lock, index and segments, opened and closed together.
 
 root/                     0700
-  index.sqlite            who is where (with -wal and -shm beside it)
-  tick                    when that was changed last
-  open.lock, writers/     who is alive
+  index.sqlite            which key is in which slot (with -wal and -shm beside it)
+  tick                    the newest change of the index
+  open.lock, writers/     locks of living writers
   <namespace>/…seg        the pages
 """
 
@@ -27,9 +27,9 @@ from tidekv.backends.storage.segments import (
 from tidekv.backends.storage.writers import WriterLock
 from tidekv.states.errors import InvalidConfig, StorageFailed
 
-# A directory holds at least this many segments, so that giving one up does not empty it.
+# Minimum number of segments of a directory, so that retiring one does not empty it.
 _SEGMENTS_MIN: Final = 8
-# And at most about this many, since each is an open file.
+# Approximate maximum number of segments, since each is an open file.
 _SEGMENTS_MAX: Final = 256
 
 
@@ -37,7 +37,7 @@ class Place:
     """An open directory. Everything blocks; `index` belongs to one thread."""
 
     def __init__(self, options: FileOptions, *, namespace: bytes, page_bytes: int) -> None:
-        """Open the directory, or make it. InvalidConfig if no page fits; StorageFailed if it cannot be used."""
+        """Open or create the directory. InvalidConfig if no page fits; StorageFailed if it cannot be used."""
         self.options = options
         root = options.root
         wanted = _geometry(options, namespace=namespace, page_bytes=page_bytes)
@@ -55,11 +55,11 @@ class Place:
         self._identity = _identity(root / INDEX_FILE)
 
     def is_lost(self) -> bool:
-        """True if what is at the path now is not what was opened."""
+        """True if the path no longer holds the directory that was opened."""
         return _identity(self.options.root / INDEX_FILE) != self._identity
 
     def try_out(self) -> None:
-        """Change the index, write a file as long as a page and read it; raises what goes wrong."""
+        """Change the index, write a file as long as a page and read it; raises what fails."""
         self.index.note_touched()
         path = self.segments.directory / f"{self._writer.name}.probe"
         content = os.urandom(BLOCK_BYTES) * -(-self.segments.geometry.page_bytes // BLOCK_BYTES)
@@ -116,14 +116,14 @@ class Place:
         return index, segments
 
     def _sweep(self, path: Path) -> None:
-        """Remove segment and probe files that the index does not know, and which would not count against the bound."""
-        # Listed before the index is asked: a segment is in the index before its file is made.
+        """Remove segment and probe files that the index does not know: they would not count against the capacity."""
+        # Listed before the index is read: a segment is in the index before its file is made.
         found = [file for file in self.options.root.glob("*/*.seg") if file.stem.isdigit()]
         alone = self._writer.alone()
         db = connect(path, busy_timeout_s=self.options.busy_timeout_s)
         try:
             if alone:
-                # Kept until now for those who have to hear of it.
+                # Kept until now for processes that had not read of it yet.
                 db.execute("DELETE FROM segments WHERE retired=1")
             known = {
                 (namespace_directory(self.options.root, digest), segment)
@@ -144,7 +144,7 @@ class Place:
 
 
 def _geometry(options: FileOptions, *, namespace: bytes, page_bytes: int) -> Geometry:
-    """Cut segments of about the wanted size, and small enough that several fit."""
+    """Choose segments of about the wanted size, small enough that several fit."""
     target_bytes = min(max(options.segment, options.capacity // _SEGMENTS_MAX), options.capacity // _SEGMENTS_MIN)
     slots = (target_bytes - 2 * BLOCK_BYTES) // (page_bytes + HEADER_BYTES)
     geometry = Geometry(namespace=namespace, page_bytes=page_bytes, slots=min(max(slots, 1), SLOTS_PER_SEGMENT_MAX))

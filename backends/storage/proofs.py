@@ -1,5 +1,5 @@
-"""The proof that pages are the pages: headers of many pages at once, and pages read into memory of our own. Blocks; for
-worker threads.
+"""Verification of pages: headers of many pages at once, and pages read into separate memory. Blocks; for worker
+threads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tidekv.backends.storage.records import (
 from tidekv.backends.storage.segments import Segments, failure_cause, index_of, indices_of
 
 NO_CHECKSUM: Final = bytes(CHECKSUM_BYTES)
-"""Stands for a page that did not come; its header is not looked at."""
+"""Stands for a page that was not read; its header is not checked."""
 
 
 def write_headers(segments: Segments, keys: Sequence[bytes], slots: Sequence[int], checksums: Sequence[bytes]) -> str:
-    """Write the headers of pages; returns why they could not all be written, or nothing."""
+    """Write the headers of pages; returns the cause of a failure, or an empty string."""
     headers = pack_headers(segments.geometry, indices=indices_of(slots), keys=keys, checksums=checksums)
     try:
         segments.write_headers(slots, headers)
@@ -36,9 +36,8 @@ def verify_headers(
 ) -> list[str]:
     """Compare the headers of slots with keys, and with the checksums of what was read; the cause of a miss for each.
 
-    Whether the header is read before or after the page does not matter: it names the key and the checksum, and both
-    have to fit. What a good header is, is made for all pages at once and compared at once; only where one differs is it
-    asked why.
+    The order of reading header and page does not matter: the header names the key and the checksum, and both have to
+    match. The expected headers of all pages are built and compared at once; only if one differs is the cause looked up.
     """
     headers = segments.read_headers(slots)
     indices = indices_of(slots)
@@ -47,7 +46,7 @@ def verify_headers(
             return [""] * len(slots)
         apart = [segments.read_headers([slot]) for slot in slots]
     else:
-        # Some could not be read, or the file ends before them: each for itself.
+        # Some could not be read, or the file ends before them: read each separately.
         apart = [segments.read_headers([slot]) for slot in slots]
     return [
         check_header(header, segments.geometry, index=index, key=key, checksum=checksum)
@@ -56,9 +55,9 @@ def verify_headers(
 
 
 def verify_stored(segments: Segments, keys: Sequence[bytes], slots: Sequence[int]) -> list[str]:
-    """Read pages into memory of our own and compare them with their headers; returns the cause of a miss for each.
+    """Read pages into separate memory and compare them with their headers; returns the cause of a miss for each.
 
-    Stricter than a read: the header's own checksum has to be right too.
+    Stricter than a read: the header's own checksum has to match too.
     """
     page = memoryview(bytearray(segments.geometry.page_bytes))
     return [

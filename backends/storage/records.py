@@ -1,12 +1,12 @@
-"""What a segment file looks like, and how a page in it proves that it is the page that was asked for.
+"""The format of a segment file, and the check that a page in it is the page that was asked for.
 
     [0, 4096)               the segment's own record: magic, version, namespace, page bytes, slots
     [4096, data)            one 128-byte header a slot
     [data, …)               the pages, `page_bytes` each; data is a multiple of 4096
 
-Headers lie apart from the pages so that neighboring pages are one read or write. A header names the page's key and the
-checksum of its bytes, and carries a checksum of itself. Whatever is torn, late, reused or foreign fails one of the two:
-that, and not the index, is what makes a page safe to use.
+Headers lie apart from the pages so that neighboring pages are one read or write. A header holds the page's key, the
+checksum of its bytes, and a checksum of itself. A torn, late, reused or foreign page fails one of the two: that check,
+and not the index, makes a page safe to use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CHECKSUM: Final = slice(88, 104)
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How the segments of one namespace are cut: `slots` pages of `page_bytes`."""
+    """Geometry of the segments of one namespace: `slots` pages of `page_bytes`."""
 
     namespace: bytes
     page_bytes: int
@@ -52,7 +52,7 @@ class Geometry:
 
     @property
     def data_offset(self) -> int:
-        """Where page 0 starts."""
+        """Offset of page 0."""
         return _align(BLOCK_BYTES + self.slots * HEADER_BYTES)
 
     @property
@@ -61,11 +61,11 @@ class Geometry:
         return self.data_offset + self.slots * self.page_bytes
 
     def header_offset(self, index: int) -> int:
-        """Where the header of a slot starts."""
+        """Return the offset of a slot's header."""
         return BLOCK_BYTES + index * HEADER_BYTES
 
     def page_offset(self, index: int) -> int:
-        """Where the page of a slot starts."""
+        """Return the offset of a slot's page."""
         return self.data_offset + index * self.page_bytes
 
 
@@ -77,7 +77,7 @@ def page_checksum(page: memoryview) -> bytes:
 def header_bodies(
     geometry: Geometry, *, indices: Sequence[int], keys: Sequence[bytes], checksums: Sequence[bytes]
 ) -> npt.NDArray[np.uint8]:
-    """Return the headers of pages without their own checksums: uint8 [n, BODY_BYTES]. One pass for all of them."""
+    """Return the headers of pages without their own checksums: uint8 [n, BODY_BYTES], built in one pass."""
     blank = _HEADER.pack(_PAGE_MAGIC, FORMAT_VERSION, 0, geometry.page_bytes, geometry.namespace, b"", b"")
     bodies = np.empty((len(indices), BODY_BYTES), np.uint8)
     bodies[:] = np.frombuffer(blank, np.uint8)
@@ -90,9 +90,9 @@ def header_bodies(
 def are_headers(
     headers: bytes, geometry: Geometry, *, indices: Sequence[int], keys: Sequence[bytes], checksums: Sequence[bytes]
 ) -> bool:
-    """Compare headers, one after the other, with pages: True if all are theirs. Leaves out the headers' own checksums.
+    """Compare consecutive headers with pages: True if all match. Ignores the headers' own checksums.
 
-    Not by numpy, which lets go of the interpreter at every step, and waits for it while other threads read pages.
+    Not by numpy, which releases the interpreter at every step, and waits for it while other threads read pages.
     """
     page_bytes, namespace = repeat(geometry.page_bytes), repeat(geometry.namespace)
     wanted = map(
@@ -104,7 +104,7 @@ def are_headers(
 def pack_headers(
     geometry: Geometry, *, indices: Sequence[int], keys: Sequence[bytes], checksums: Sequence[bytes]
 ) -> bytes:
-    """Return the headers of pages, one after the other, HEADER_BYTES each."""
+    """Return consecutive headers of pages, HEADER_BYTES each."""
     headers = np.zeros((len(indices), HEADER_BYTES), np.uint8)
     headers[:, :BODY_BYTES] = header_bodies(geometry, indices=indices, keys=keys, checksums=checksums)
     flat = headers.reshape(-1).data
@@ -138,7 +138,7 @@ def pack_segment(geometry: Geometry) -> bytes:
 
 
 def unpack_segment(record: bytes) -> Geometry | None:
-    """Return the geometry that a segment file's record tells; None if it is damaged, foreign or not to be believed."""
+    """Return the geometry in a segment file's record; None if it is damaged, foreign or implausible."""
     if len(record) < _SEGMENT.size + _SUM_BYTES:
         return None
     _, _, slots, page_bytes, namespace = _SEGMENT.unpack(record[: _SEGMENT.size])
@@ -147,7 +147,7 @@ def unpack_segment(record: bytes) -> Geometry | None:
 
 
 def keys_in(headers: bytes, geometry: Geometry) -> dict[int, bytes]:
-    """Return which key is in which slot of a segment, as its headers tell; damaged and foreign ones are left out."""
+    """Return the key of each slot of a segment by its headers; damaged and foreign headers are left out."""
     count = len(headers) // HEADER_BYTES
     found = np.frombuffer(headers[: count * HEADER_BYTES], np.uint8).reshape(count, HEADER_BYTES)
     wanted = header_bodies(

@@ -1,8 +1,8 @@
 """One connection to a Redis or Valkey server, for one thread at a time, by Valkey GLIDE's blocking client.
 
-Why not its asyncio client: that one connects on the event loop's thread, blocking it, and all its clients of a process
-share one pipe that is read by whichever loop was there first, so that they hang when that loop ends. A blocking command
-lets the interpreter go, can read into memory of ours, and works beside any loop.
+Its asyncio client is not used: that one connects on the event loop's thread, blocking it, and all its clients of a
+process share one pipe that the first loop reads, so they hang when that loop ends. A blocking command releases the
+interpreter, can read into our memory, and works beside any loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tidekv.states.errors import InvalidConfig
 
 SCAN_KEYS: Final = 1000
 
-# What the server, or the client, says about one value, or about us; the rest is told by the type of the error.
+# Codes of the server, or the client, about one value, or about us; anything else is classified by the type of the
+# error.
 _CODES: Final = {
     "WRONGTYPE": "foreign",
     "exceeds buffer capacity": "foreign",
@@ -32,21 +33,21 @@ _CODES: Final = {
 
 
 class RedisLink:
-    """A connection that is made when it is needed first; after that the client reconnects by itself. Blocks."""
+    """A connection that is made at its first use; after that the client reconnects by itself. Blocks."""
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
         self._client: GlideClient | GlideClusterClient | None = None
 
     def call(self, *words: bytes) -> object:
-        """Do one command. ServerTrouble if it fails."""
+        """Run one command. Raises ServerTrouble if it fails."""
         try:
             return self._connected().custom_command(list(words))
         except exceptions.GlideError as error:
             raise _trouble(error) from error
 
     def batch(self, commands: Sequence[Sequence[bytes]]) -> list[object]:
-        """Do commands in one go; an answer for each, which is a ServerTrouble for one that failed alone."""
+        """Run commands in one batch. Returns an answer for each: a ServerTrouble for one that failed alone."""
         if not commands:
             return []
         client = self._connected()
@@ -66,7 +67,9 @@ class RedisLink:
         return [_trouble(one) if isinstance(one, exceptions.GlideError) else one for one in answers or []]
 
     def read(self, key: bytes, into: memoryview) -> int | None:
-        """Read a value into memory; its length, or None if there is none. One that is too long is foreign."""
+        """Read a value into memory; returns its length, or None if there is none. A value that is too long is
+        foreign.
+        """
         try:
             answer = self._connected().get(key, buffer=into)
         except exceptions.GlideError as error:
@@ -74,14 +77,14 @@ class RedisLink:
         return None if answer is None else int(answer)
 
     def pop_least(self, key: bytes, count: int) -> list[bytes]:
-        """Take the members with the least scores out of a sorted set."""
+        """Remove and return the members of a sorted set with the lowest scores."""
         try:
             return list(self._connected().zpopmin(key, count))
         except exceptions.GlideError as error:
             raise _trouble(error) from error
 
     def scan(self, pattern: bytes, cursor: object | None) -> tuple[object | None, list[bytes]]:
-        """Return some keys of the pattern, and where to go on: None at the end. Begin with None."""
+        """Return some keys of the pattern, and the cursor of the next call: None at the end. Begin with None."""
         client = self._connected()
         try:
             if isinstance(client, GlideClusterClient):

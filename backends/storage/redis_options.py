@@ -1,10 +1,10 @@
-"""The `redis:` and `valkey:` engine: pages on a Redis or Valkey server or cluster, shared by all who reach it.
+"""Options of the `redis:` and `valkey:` engine: pages on a Redis or Valkey server or cluster, shared by its clients.
 
     redis://user:password@host:6379/0?capacity=50GB      rediss:// and valkeys:// speak TLS
     valkey://a:6379,b:6379?cluster=true
 
-The server needs no set-up. What a namespace holds is bounded by `capacity`: a sorted set keeps the order of use for all
-processes together, and who stores a page removes what is beyond the bound. A server that evicts by itself is fine too.
+The server needs no set-up. `capacity` bounds a namespace: a sorted set keeps the order of use for all processes
+together, and a process that stores a page removes those beyond the bound. The server may also evict by itself.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ OPTIONS: Final[Mapping[str, Option]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisOptions:
-    """How a server is used.
+    """Settings of one server.
 
-    `capacity`: bytes of all pages of a namespace, with their headers. `chunk`: bytes of pages that one connection works
-    on at a time, about. `part`: bytes that are given to, or taken from, the client at once: it copies them while it
-    holds the interpreter. `prefix`: what all keys start with. `request_timeout_s`: how long one command may take, and
-    so how long pages may stay with a server that hangs.
+    `capacity`: maximum bytes of all pages of a namespace, with their headers. `chunk`: approximate bytes of pages that
+    one connection works on at a time. `part`: bytes that are passed to, or taken from, the client at once: it copies
+    them while it holds the interpreter. `prefix`: prefix of all keys. `request_timeout_s`: seconds that one command may
+    take, and so how long pages may stay with a server that hangs.
     """
 
     servers: tuple[tuple[str, int], ...]
@@ -78,7 +78,7 @@ class RedisOptions:
 
 
 def read_redis_options(where: Authority, path: str, given: Mapping[str, object]) -> RedisOptions:
-    """Check options; InvalidConfig names the one that is wrong, and what is allowed."""
+    """Check options; InvalidConfig names the wrong one, and what is allowed."""
     values = read_options("the redis: engine", given, OPTIONS)
     database = path.strip("/") or "0"
     if not database.isdecimal():

@@ -1,13 +1,13 @@
-"""Pages on a Redis or Valkey server: which keys there are, and in which order they are written.
+"""Pages on a Redis or Valkey server: their names, and the order of writes.
 
     {prefix}:{namespace}:meta                page bytes, so that pages of two sizes are never mixed
     {prefix}:{namespace}:index               sorted set: page key -> when it was used last
     {prefix}:{namespace}:p:{page key}        header and page
     {prefix}:{namespace}:t:{page key}:…      a page that is being written in parts; expires by itself
 
-A page enters the index before it is written and again after it, and leaves the index before it is removed. So whatever
-dies in between, or does the opposite at the same time, the index may name pages that are gone, which is a miss, and
-hardly ever lacks one that is there; `verify` finds those, and lists them as the first to go.
+A page enters the index before it is written and again after it, and leaves the index before it is removed. After a
+crash in between, or with a concurrent removal, the index may name pages that are gone, which is a miss, and rarely
+lacks one that is there; `verify` finds those, and enters them as the next to be evicted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _open(authority: str, path: str, options: Mapping[str, object], *, tls: bool
 
 
 class Worker:
-    """A connection, and memory for one wrapped page: what a job on a thread works with."""
+    """A connection, and memory for one wrapped page: the resources of a job on a thread."""
 
     def __init__(self, link: RedisLink, value_bytes: int) -> None:
         self.link = link
@@ -94,7 +94,7 @@ class RedisPages:
         self._index = RedisIndex(self._names + b"index")
 
         def start() -> int:
-            # Loaded here, on a thread: it takes a while, and those who use another engine need not have it.
+            # Imported here, on a thread: it takes a while, and users of other engines need not have it.
             from tidekv.backends.storage.redis_link import RedisLink
 
             first = Worker(RedisLink(self._options), envelope.value_bytes)
@@ -111,7 +111,7 @@ class RedisPages:
         self.pages = await asyncio.get_running_loop().run_in_executor(self._threads, start)
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Compare the lengths of the values; a wrong one is no page."""
+        """Compare the lengths of the values; a wrong length is no page."""
 
         def ask(worker: Worker) -> list[bool]:
             lengths = worker.link.batch([(b"STRLEN", self._page(key)) for key in keys])
@@ -120,7 +120,7 @@ class RedisPages:
         return await self._on_worker(ask)
 
     async def get(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Read pages into the pool; those that were used move to the end of the queue of those that go."""
+        """Read pages into the pool, and mark those that were read as most recently used."""
 
         def read(worker: Worker) -> tuple[list[str], int | None]:
             causes = self._read(worker, keys, [self._buffer_of(page) for page in pages])
@@ -131,7 +131,7 @@ class RedisPages:
         return causes
 
     async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Write pages, and remove as many as are too many."""
+        """Write pages, and remove those beyond the capacity."""
 
         def write(worker: Worker) -> tuple[list[str], int | None, int]:
             causes = self._write(worker, keys, [self._buffer_of(page) for page in pages])
@@ -158,7 +158,7 @@ class RedisPages:
         return gone
 
     async def clear(self) -> int:
-        """Remove all keys of the namespace, those too that the index does not know."""
+        """Remove all keys of the namespace, including those that the index does not know."""
 
         def remove_all(worker: Worker) -> int:
             self._index.clear(worker.link)
@@ -174,7 +174,7 @@ class RedisPages:
         return removed
 
     async def probe(self) -> None:
-        """Write a value and read it back, on every connection: each finds a server that is back by itself."""
+        """Write a value and read it back, on every connection: each notices by itself that a server is back."""
 
         def try_out(link: RedisLink) -> int:
             key, value = self._names + b"t:probe:" + uuid.uuid4().hex.encode(), uuid.uuid4().bytes
@@ -194,12 +194,12 @@ class RedisPages:
                 for worker in workers:
                     self._workers.put(worker)
 
-        # One at a time: two would wait for each other's connections.
+        # One at a time: two probes would wait for each other's connections.
         async with self._probing:
             self.pages = await asyncio.get_running_loop().run_in_executor(self._threads, try_all)
 
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
-        """Return the keys of the namespace; those that come while it runs may be missed."""
+        """Yield the keys of the namespace; keys that are added meanwhile may be missed."""
         seen: set[bytes] = set()
         cursor: object | None = None
         while True:
@@ -215,7 +215,7 @@ class RedisPages:
                 return
 
     async def verify(self, keys: Sequence[bytes]) -> list[str]:
-        """Read pages into memory of its own; the whole ones enter the index if they were not there."""
+        """Read pages into memory of its own; whole ones enter the index if they were not there."""
 
         def read(worker: Worker) -> tuple[list[str], int]:
             page = memoryview(bytearray(self._envelope.page_bytes))
@@ -230,7 +230,7 @@ class RedisPages:
         return causes
 
     async def holdings(self) -> list[Holding]:
-        """Look for the page sizes of all namespaces, by a connection of its own."""
+        """Look up the page sizes of all namespaces, on a separate connection."""
 
         def look() -> list[Holding]:
             from tidekv.backends.storage.redis_link import RedisLink
@@ -263,7 +263,7 @@ class RedisPages:
         self._threads.shutdown(wait=False)
 
     def _greet(self, link: RedisLink) -> int:
-        """Make sure that the namespace has pages of our size, and return how many."""
+        """Check that the namespace has pages of our size, and return how many."""
         page_bytes = str(self._envelope.page_bytes).encode()
         link.call(b"SET", self._names + b"meta", page_bytes, b"NX")
         found = link.call(b"GET", self._names + b"meta")
@@ -304,7 +304,9 @@ class RedisPages:
         return "missing" if answer is None else cast(ServerTrouble, answer).cause
 
     def _note_reads(self, link: RedisLink, keys: Sequence[bytes], causes: Sequence[str]) -> int | None:
-        """Tell the index what was used and what is gone, and remove what is no page; the pages that are left."""
+        """Update the index with what was used and what is gone, and remove damaged pages; returns the number of pages
+        left.
+        """
         if NO_SERVICE.intersection(causes):
             return None
         used = [key for key, cause in zip(keys, causes, strict=True) if not cause]
@@ -346,12 +348,12 @@ class RedisPages:
         return [answer.cause if isinstance(answer, ServerTrouble) else "" for answer in answers]
 
     def _upload(self, worker: Worker, key: bytes) -> tuple[bytes, ...]:
-        """Write a large page in parts under another name; returns the command that puts it in its place at once.
+        """Write a large page in parts under another name; returns the command that renames it into place.
 
-        The client copies each value while it holds the interpreter, which must be short.
+        The client copies each value while it holds the interpreter, so values must be short.
         """
         half = self._names + b"t:{" + key.hex().encode() + b"}:" + uuid.uuid4().hex.encode()
-        # From the end, so that the server takes memory once.
+        # From the end, so that the server allocates once.
         for first in reversed(range(0, len(worker.value), self._options.part)):
             part = bytes(worker.value[first : first + self._options.part])
             worker.link.call(b"SETRANGE", half, str(first).encode(), part)
@@ -361,7 +363,7 @@ class RedisPages:
         return (b"PERSIST", page)
 
     def _make_room(self, link: RedisLink) -> tuple[int, int]:
-        """Remove the pages that are too many; how many there are, and how many went."""
+        """Remove the pages beyond the capacity; returns how many there are, and how many were removed."""
         count, evicted = self._index.count(link), 0
         while count > self._pages_max:
             keys = self._index.take_oldest(link, min(count - self._pages_max, 1000))
@@ -375,12 +377,13 @@ class RedisPages:
         return [answer == 1 for answer in link.batch([(b"UNLINK", self._page(key)) for key in keys])]
 
     def _parts(self, count: int) -> Iterator[slice]:
-        """Cut pages into groups that the client may copy in one go."""
+        """Cut pages into groups that the client may copy in one call."""
         group = max(1, self._options.part // self._envelope.value_bytes)
         return (slice(first, first + group) for first in range(0, count, group))
 
     def _page(self, key: bytes) -> bytes:
-        # In braces: a cluster then keeps the page beside its half-written form, so that one can become the other.
+        # In braces: a cluster then keeps the page on the node of its half-written form, so that one can be renamed to
+        # the other.
         return self._names + b"p:{" + key.hex().encode() + b"}"
 
     def _key(self, name: bytes) -> bytes:
@@ -411,7 +414,7 @@ def _shown(value: object) -> str:
 
 
 class RedisIndex:
-    """Page keys of a namespace in one sorted set for all processes, longest unused first.
+    """Page keys of a namespace in one sorted set for all processes, least recently used first.
 
     Every method blocks and may raise ServerTrouble.
     """
@@ -420,27 +423,27 @@ class RedisIndex:
         self.name = name
 
     def enter(self, link: RedisLink, keys: Sequence[bytes]) -> None:
-        """Put keys at the end of the queue of those that go."""
+        """Mark keys as most recently used."""
         if keys:
-            # A clock that is wrong makes pages go sooner or later than they should, and nothing else.
+            # A wrong clock only makes pages leave sooner or later than they should.
             link.call(b"ZADD", self.name, *_scored(repr(time.time()).encode(), keys))
 
     def enter_strays(self, link: RedisLink, keys: Sequence[bytes]) -> None:
-        """Put those keys that are not there at the front of the queue."""
+        """Enter keys that are not there as least recently used."""
         if keys:
             link.call(b"ZADD", self.name, b"NX", *_scored(b"0", keys))
 
     def leave(self, link: RedisLink, keys: Sequence[bytes]) -> None:
-        """Forget keys."""
+        """Remove keys."""
         if keys:
             link.call(b"ZREM", self.name, *keys)
 
     def take_oldest(self, link: RedisLink, count: int) -> list[bytes]:
-        """Forget, and return, the keys longest unused."""
+        """Remove and return the least recently used keys."""
         return link.pop_least(self.name, count)
 
     def clear(self, link: RedisLink) -> None:
-        """Forget all keys."""
+        """Remove all keys."""
         link.call(b"UNLINK", self.name)
 
     def count(self, link: RedisLink) -> int:
@@ -449,7 +452,7 @@ class RedisIndex:
 
 
 def scan(link: RedisLink, pattern: bytes) -> Iterator[list[bytes]]:
-    """Return the names of all values that fit a pattern, in parts."""
+    """Yield the names of all values that match a pattern, in parts."""
     cursor, names = link.scan(pattern, None)
     yield names
     while cursor is not None:

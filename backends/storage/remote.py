@@ -1,6 +1,6 @@
-"""What all engines on servers have in common: calls, chunks, deadlines and counters around a `PageService`.
+"""Shared frame of the engines on servers: calls, chunks, deadlines and counters around a `PageService`.
 
-The service knows one kind of server; everything else that base.py promises is done here, once.
+The service knows one kind of server; everything else in the contract of base.py is implemented here, once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ChunkWork = Callable[[Sequence[bytes], PageIds], Awaitable[list[str]]]
 
 
 class ServerTrouble(StorageFailed):
-    """A server did not do what it was asked; `cause` is a word for statistics."""
+    """A server failed a request; `cause` is the name of its counter."""
 
     def __init__(self, cause: str, words: str) -> None:
         super().__init__(f"{cause}: {words}")
@@ -45,28 +45,30 @@ class ServerTrouble(StorageFailed):
 
 
 class PageService(Protocol):
-    """One kind of server, as RemoteStorage uses it. What is asked of it is small enough to be done in one go.
+    """One kind of server, as RemoteStorage uses it. Each request is small enough for one round.
 
-    `get` and `put` answer with a cause a page, empty for success, and raise nothing for what a server does; they
-    return only when nothing touches the pages any more. Nobody cancels them. The others raise StorageFailed if the
-    server gives no answer.
+    `get` and `put` return a cause for each page, empty for success, and raise nothing for a failure of the server; they
+    return only when nothing touches the pages any more, and are never cancelled. The others raise StorageFailed if the
+    server does not answer.
     """
 
     @property
     def pages(self) -> int:
-        """How many pages of the namespace there are, as far as is known."""
+        """Number of pages of the namespace, as far as is known."""
 
     @property
     def trouble(self) -> str:
-        """What went wrong last, in words."""
+        """The last failure, in words."""
 
     async def open(
         self, envelope: Envelope, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: Counts
     ) -> None:
-        """Connect. InvalidConfig if the namespace has other pages there. Evictions go to `counts`."""
+        """Connect. InvalidConfig if the namespace has pages of another size there. Evictions are counted in
+        `counts`.
+        """
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tell which keys are there."""
+        """Return which keys are there."""
 
     async def get(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Read pages and verify them."""
@@ -75,16 +77,16 @@ class PageService(Protocol):
         """Store pages, and remove others so that there are at most `pages_max`."""
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget keys."""
+        """Remove keys."""
 
     async def clear(self) -> int:
-        """Forget the namespace."""
+        """Remove all pages of the namespace."""
 
     async def probe(self) -> None:
         """Write and read a page."""
 
     def stored(self) -> AsyncIterator[Sequence[bytes]]:
-        """Return the keys of the namespace as the server lists them, in parts."""
+        """Yield the keys of the namespace as the server lists them, in parts."""
 
     async def verify(self, keys: Sequence[bytes]) -> list[str]:
         """Read pages into memory of its own; a cause for each that is not whole."""
@@ -93,12 +95,12 @@ class PageService(Protocol):
         """Return the namespaces on the server; needs no `open`."""
 
     async def close(self) -> None:
-        """Disconnect; nothing is under way."""
+        """Disconnect; nothing is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a RemoteStorage does at once: `lanes` chunks of about `chunk_bytes`; pages in `capacity_bytes`."""
+    """Limits of a RemoteStorage: `lanes` concurrent chunks of about `chunk_bytes`; pages within `capacity_bytes`."""
 
     capacity_bytes: int
     chunk_bytes: int
@@ -109,7 +111,7 @@ class RemoteStorage:
     """A storage engine on a server."""
 
     def __init__(self, uri: str, make_service: Callable[[], PageService], limits: Limits) -> None:
-        """Touch nothing yet: `register` connects."""
+        """Connect to nothing yet: `register` connects."""
         self.uri = uri
         self._make_service = make_service
         self._service = make_service()
@@ -117,7 +119,7 @@ class RemoteStorage:
         self._calls = Calls(uri)
         self._counts = Counts()
         self._lanes = asyncio.Semaphore(limits.lanes)
-        # The callers that wait for `exists`; each is awaited by its caller, or left behind at its deadline.
+        # Pending `exists` calls; each is awaited by its caller, or left behind at its deadline.
         self._asked: set[asyncio.Task[None]] = set()
         self._registered = False
         self._closing = asyncio.Lock()
@@ -151,7 +153,7 @@ class RemoteStorage:
         await self._calls.run(body)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """Ask the server; what it has not answered in time is not there. See Storage."""
+        """Ask the server; a key without an answer in time counts as missing. See Storage."""
         self._ready()
         check_keys(keys)
         found = [False] * len(keys)
@@ -162,7 +164,7 @@ class RemoteStorage:
                     part = slice(first, first + EXISTS_KEYS_MAX)
                     found[part] = await self._service.exists(keys[part])
 
-        # No page is touched, so that nobody has to wait for a slow server beyond the deadline.
+        # No page is touched, so no caller has to wait for a slow server beyond the deadline.
         asked = asyncio.get_running_loop().create_task(self._calls.run(body, timeout_s))
         self._asked.add(asked)
         asked.add_done_callback(self._answered)
@@ -187,7 +189,7 @@ class RemoteStorage:
         envelope = self._ready()
         check_pairs(keys, pages, page_count=self._page_count, distinct_pages=False)
 
-        # Of a key that is given twice the last page counts; chunks side by side would leave either.
+        # Of a key that is given twice the last page counts; concurrent chunks could leave either.
         last = dict(zip(keys, pages, strict=True))
 
         async def body(call: Call) -> list[bool]:
@@ -199,7 +201,7 @@ class RemoteStorage:
         return await self._calls.run(body, timeout_s)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget keys; see Storage."""
+        """Remove keys; see Storage."""
         self._ready()
         check_keys(keys)
 
@@ -209,7 +211,7 @@ class RemoteStorage:
         return await self._calls.run(body)
 
     async def clear(self) -> int:
-        """Forget every page of this namespace; see Storage."""
+        """Remove every page of this namespace; see Storage."""
         self._ready()
 
         async def body(_: Call) -> int:
@@ -227,7 +229,7 @@ class RemoteStorage:
         await self._calls.run(body)
 
     async def verify(self) -> AsyncIterator[Verdict]:
-        """Read every page and tell which are whole; see Storage."""
+        """Read and check every page; see Storage."""
         async for keys in self.listed():
             for first in range(0, len(keys), VERIFY_PAGES_MAX):
                 part = keys[first : first + VERIFY_PAGES_MAX]
@@ -236,12 +238,12 @@ class RemoteStorage:
                     return await self._service.verify(part)
 
                 for key, cause in zip(part, await self._calls.run(body), strict=True):
-                    # Gone since it was listed: no damage.
+                    # Gone since it was listed: not damage.
                     if cause != "missing":
                         yield Verdict(key=key, ok=not cause, cause=cause)
 
     async def listed(self) -> AsyncIterator[Sequence[bytes]]:
-        """Return the keys of this namespace as the server lists them; see Census."""
+        """Yield the keys of this namespace as the server lists them; see Census."""
         self._ready()
         stored = self._service.stored()
 
@@ -252,7 +254,7 @@ class RemoteStorage:
             yield keys
 
     def sibling(self) -> RemoteStorage:
-        """Make another engine of the same server, with connections and a bound of its own; see Siblings."""
+        """Make another engine of the same server, with its own connections and capacity; see Siblings."""
         return RemoteStorage(self.uri, self._make_service, self._limits)
 
     async def holdings(self) -> list[Holding]:
@@ -273,7 +275,7 @@ class RemoteStorage:
                 self._disconnected = True
 
     def statistics(self) -> StorageStatistics:
-        """Return what the engine did; what it holds is as of its last call to the server."""
+        """Return the counters; what the engine holds is as of its last call to the server."""
         pages = 0 if self._envelope is None else self._service.pages
         return self._counts.statistics(
             uri=self.uri,
@@ -284,7 +286,7 @@ class RemoteStorage:
         )
 
     async def _in_chunks(self, call: Call, work: ChunkWork, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Do a call chunk by chunk, as many at once as there are lanes; what is not started in time is late."""
+        """Run a call chunk by chunk, as many at once as there are lanes; what is not started in time is late."""
         causes = ["late"] * len(keys)
         chunk_pages = max(1, self._limits.chunk_bytes // self._ready().page_bytes)
         firsts = iter(range(0, len(keys), chunk_pages))
@@ -314,7 +316,7 @@ class RemoteStorage:
     def _answered(self, asked: asyncio.Task[None]) -> None:
         self._asked.discard(asked)
         if not asked.cancelled():
-            # Asked for, so that what nobody waits for any more is not reported as never retrieved.
+            # Retrieved, so that asyncio does not report an error that no caller awaits any more.
             asked.exception()
 
     def _ready(self) -> Envelope:

@@ -1,4 +1,4 @@
-"""One bucket, by obstore: requests, signing, TLS and checksums of requests run beside the interpreter, not in it."""
+"""One bucket, by obstore: requests, signing, TLS and checksums run outside of the interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAID: Final = re.compile(r"<Code>(\w+)</Code>\s*<Message>([^<]{0,200})")
 
 
 class S3Link:
-    """The objects of a bucket. Every method raises ServerTrouble for what the server does not do."""
+    """The objects of a bucket. Every method raises ServerTrouble if the server fails."""
 
     def __init__(self, options: S3Options) -> None:
         """Connect to nothing yet. Blocks: it reads files."""
@@ -56,7 +56,7 @@ class S3Link:
                 virtual_hosted_style_request=not options.path_style,
                 disable_bulk_delete=not options.bulk_delete,
                 client_options=client,
-                # An engine does not retry: whoever asked knows better than we whether it is still worth it.
+                # An engine does not retry: the caller knows better whether that is still worthwhile.
                 retry_config={"max_retries": 0},
             )
         except (BaseError, ValueError) as error:
@@ -72,7 +72,7 @@ class S3Link:
             raise _trouble(error) from error
 
     async def put(self, name: str, value: memoryview | bytes) -> None:
-        """Store an object, at once. `value` must not change until then."""
+        """Store an object. `value` must not change until this returns."""
         try:
             await obstore.put_async(self._store, name, value, use_multipart=False)
         except (BaseError, FileNotFoundError) as error:
@@ -88,17 +88,17 @@ class S3Link:
             raise _trouble(error) from error
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there do not matter."""
+        """Remove objects; missing ones are ignored."""
         try:
             await obstore.delete_async(self._store, names)
         except FileNotFoundError:
-            # Without bulk deletion some servers say so; S3 does not.
+            # Without bulk deletion some servers report this; S3 does not.
             return
         except BaseError as error:
             raise _trouble(error) from error
 
     def list(self, prefix: str) -> Iterator[Sequence[ObjectMeta]]:
-        """Return what is below a prefix, in parts. Blocks."""
+        """Yield the objects below a prefix, in parts. Blocks."""
         try:
             yield from obstore.list(self._store, prefix, chunk_size=LIST_OBJECTS)
         except (BaseError, FileNotFoundError) as error:
@@ -120,6 +120,6 @@ def _trouble(error: Exception) -> ServerTrouble:
 
 
 def _words(error: Exception) -> str:
-    """What the server says about it, else the first line: the rest is a dump of the library's own values."""
+    """Return the server's message, else the first line: the rest is a dump of the library's own values."""
     said = _SAID.search(str(error))
     return f"{said[1]}: {said[2]}" if said else str(error).partition("\n")[0]

@@ -1,11 +1,12 @@
-"""The `s3:` engine: pages as objects in a bucket of S3, or of anything that speaks its protocol.
+"""Options of the `s3:` engine: pages as objects in a bucket of S3, or of a server that speaks its protocol.
 
     s3://bucket/prefix?region=eu-central-1&capacity=2TB
     s3://bucket?endpoint=http://127.0.0.1:9000                      MinIO, Ceph, Garage, SeaweedFS …
 
-Keys come from the options, else from the AWS_… environment or the machine's role. The bucket must exist. A server knows
-no order of use of its objects, so each process keeps its own: the bound holds for what a process has seen, which is all
-of the namespace when it starts. Where many processes write, a lifecycle rule of the bucket bounds it as well.
+Access keys come from the options, else from the AWS_… environment or the machine's role. The bucket must exist. A
+server keeps no order of use of its objects, so each process keeps its own: the capacity holds for what a process has
+seen, which is all of the namespace when it starts. If many processes write, let a lifecycle rule bound the bucket as
+well.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ OPTIONS: Final[Mapping[str, Option]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Options:
-    """How a bucket is used.
+    """Settings of one bucket.
 
-    `capacity`: bytes of all pages of a namespace, with their headers. `connections`: requests under way at once, each
-    of one page. `path_style`: the bucket is in the path (as endpoints of one's own want it) and not in the host name.
-    `bulk_delete`: delete many objects by one request, which some servers do not know. `request_timeout_s`: how long one
-    request may take, and so how long pages may stay with a server that hangs.
+    `capacity`: maximum bytes of all pages of a namespace, with their headers. `connections`: maximum concurrent
+    requests, each of one page. `path_style`: the bucket is in the path (as self-hosted servers expect) and not in the
+    host name. `bulk_delete`: delete many objects by one request, which some servers do not support.
+    `request_timeout_s`: seconds that one request may take, and so how long pages may stay with a server that hangs.
     """
 
     bucket: str
@@ -63,7 +64,7 @@ class S3Options:
 
 
 def read_s3_options(bucket: str, path: str, given: Mapping[str, object]) -> S3Options:
-    """Check options; InvalidConfig names the one that is wrong, and what is allowed."""
+    """Check options; InvalidConfig names the wrong one, and what is allowed."""
     if not bucket or "@" in bucket or ":" in bucket:
         raise InvalidConfig("s3: storage needs a bucket and no more; write s3://bucket/prefix?endpoint=https://host")
     prefix = path.strip("/") or "tidekv"

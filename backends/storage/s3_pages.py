@@ -3,7 +3,7 @@
     {prefix}/{namespace}/meta              page bytes, so that pages of two sizes are never mixed
     {prefix}/{namespace}/p/{page key}      header and page
 
-An object is written at once or not at all, so no page is ever half there.
+An object is written whole or not at all, so a page is never half there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_s3(*, authority: str, path: str, options: Mapping[str, object]) -> Remo
         raise InvalidConfig("s3: storage needs obstore; install tidekv[s3]")
     settings = read_s3_options(authority, path, options)
     at = "" if settings.endpoint is None else f"?endpoint={settings.endpoint}"
-    # A page is a request, so a chunk is a page: the deadline of a call is looked at before each.
+    # A page is a request, so a chunk is a page: the deadline of a call is checked before each.
     limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=1, lanes=settings.connections)
     return RemoteStorage(f"s3://{settings.bucket}/{settings.prefix}{at}", lambda: S3Pages(settings), limits)
 
@@ -74,13 +74,13 @@ class S3Pages:
 
     @property
     def pages(self) -> int:
-        """How many pages this process knows."""
+        """Number of pages that this process knows."""
         return len(self._ledger)
 
     async def open(
         self, envelope: Envelope, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: Counts
     ) -> None:
-        """Look whether the bucket can be used, and list what is there; a long list goes on in the background."""
+        """Check that the bucket can be used, and list what is there; a long listing continues in the background."""
         self._envelope, self._buffer_of, self._pages_max, self._counts = envelope, buffer_of, pages_max, counts
         self._prefix = f"{self._options.prefix}/{envelope.namespace.hex()}"
 
@@ -90,7 +90,7 @@ class S3Pages:
         await asyncio.wait({self._listing}, timeout=LISTING_WAIT_S)
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tell what this process knows, and ask for the others as long as there are any.
+        """Return what this process knows, and ask for the others as long as some are found.
 
         Each costs a request. Keys are asked in order, `connections` at a time; a round that finds nothing is the last.
         """
@@ -122,7 +122,7 @@ class S3Pages:
         return causes
 
     async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Write pages, and remove as many as are too many."""
+        """Write pages, and remove those beyond the capacity."""
 
         async def put_one(at: int) -> str:
             def wrap() -> memoryview:
@@ -143,7 +143,7 @@ class S3Pages:
         return causes
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove pages. The server does not tell what was there, so it is asked before."""
+        """Remove pages. The server does not report what was there, so it is asked before."""
         sizes: list[int | None] = [None] * len(keys)
 
         async def ask(at: int) -> str:
@@ -175,7 +175,7 @@ class S3Pages:
         await self._link.delete([name])
 
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
-        """Return the keys of the namespace as the server lists them."""
+        """Yield the keys of the namespace as the server lists them."""
         parts = self._link.list(f"{self._prefix}/p/")
         while (part := await self._on_thread(lambda: next(parts, None))) is not None:
             yield [key for found in part if (key := _key(found["path"]))]
@@ -193,7 +193,7 @@ class S3Pages:
         return causes
 
     async def holdings(self) -> list[Holding]:
-        """Look for the page sizes of all namespaces, and count their pages."""
+        """Look up the page sizes of all namespaces, and count their pages."""
         await self._connect()
         found = []
 
@@ -210,7 +210,7 @@ class S3Pages:
         return found
 
     async def close(self) -> None:
-        """End the list of what was there, and the threads."""
+        """End the listing and the threads."""
         self._closed = True
         if self._listing is not None:
             await asyncio.wait({self._listing})
@@ -218,7 +218,7 @@ class S3Pages:
 
     async def _connect(self) -> None:
         def connect() -> S3Link:
-            # Loaded here, on a thread: it takes a while, and those who use another engine need not have it.
+            # Imported here, on a thread: it takes a while, and users of other engines need not have it.
             from tidekv.backends.storage.s3_link import S3Link
 
             return S3Link(self._options)
@@ -226,7 +226,7 @@ class S3Pages:
         self._link = await self._on_thread(connect)
 
     async def _greet(self) -> None:
-        """Make sure that the namespace has pages of our size."""
+        """Check that the namespace has pages of our size."""
         name, page_bytes = f"{self._prefix}/meta", str(self._envelope.page_bytes).encode()
         found = await self._link.get(name)
         if found is None:
@@ -238,7 +238,7 @@ class S3Pages:
             )
 
     async def _list_old(self) -> None:
-        """Learn which pages there are and when they were written: until then nothing is evicted."""
+        """List existing pages and their order of writing: until then nothing is evicted."""
 
         def listed() -> list[bytes]:
             found: list[ObjectMeta] = []
@@ -257,9 +257,9 @@ class S3Pages:
             self._counts.failures["listing"] += 1
 
     async def _each(self, count: int, work: Callable[[int], Awaitable[str]]) -> list[str]:
-        """Do something for each page, as many at once as there are connections; a cause for each.
+        """Run `work` for each page, as many at once as there are connections; returns a cause for each.
 
-        When the server gives no answer, what has not begun is given up.
+        Once the server gives no answer, work that has not begun is given up.
         """
         causes = [""] * count
         no_service = ""
@@ -307,7 +307,7 @@ class S3Pages:
 
 
 def _key(path: str) -> bytes:
-    """Return the page key of an object's name, nothing if it has none."""
+    """Return the page key in an object's name, empty bytes if there is none."""
     try:
         key = bytes.fromhex(path.rpartition("/")[2])
     except ValueError:

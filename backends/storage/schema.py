@@ -36,8 +36,8 @@ CREATE TABLE writers(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UN
 
 
 def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
-    """Open an index for one thread. Whoever commits does not wait for the disk: pages prove themselves."""
-    # Transactions are written out, hence no isolation level of the module's own.
+    """Open an index for one thread. A commit does not wait for the disk: pages are verified when they are read."""
+    # Transactions are explicit, hence no isolation level of the module's own.
     db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")
@@ -46,10 +46,10 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def opening(root: Path, *, timeout_s: float) -> Iterator[None]:
-    """Keep every other process from opening, creating or repairing the directory meanwhile.
+    """Keep every other process from opening, creating or repairing the directory.
 
-    StorageFailed if another process does that for longer than the timeout. Blocks; the kernel drops the lock with the
-    process.
+    Raises StorageFailed if another process does that for longer than the timeout. Blocks; the kernel drops the lock
+    with the process.
     """
     file = os.open(root / "open.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     deadline_s = time.monotonic() + timeout_s
@@ -68,7 +68,7 @@ def opening(root: Path, *, timeout_s: float) -> Iterator[None]:
 
 
 def prepare(path: Path, *, busy_timeout_s: float) -> bool:
-    """Make the tables if they are not there; True if they were not. sqlite3.DatabaseError if the file is damaged;
+    """Create the tables if they are missing; True if they were. Raises sqlite3.DatabaseError if the file is damaged,
     StorageFailed if it is of another version.
     """
     if not path.exists():
@@ -86,14 +86,14 @@ def prepare(path: Path, *, busy_timeout_s: float) -> bool:
 
 
 def set_aside(path: Path) -> None:
-    """Move a damaged index out of the way; nobody may have it open."""
+    """Move a damaged index out of the way; no process may have it open."""
     path.replace(path.with_suffix(".bad"))
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def join_namespace(path: Path, wanted: Geometry, *, busy_timeout_s: float) -> tuple[int, Geometry]:
-    """Return the number and the geometry of a namespace. Who comes first fixes how many slots its segments have."""
+    """Return the number and the geometry of a namespace. The first process fixes how many slots its segments have."""
     with contextlib.closing(connect(path, busy_timeout_s=busy_timeout_s)) as db:
         db.execute(
             "INSERT INTO namespaces(digest, page_bytes, slots) VALUES(?, ?, ?) ON CONFLICT DO NOTHING",
@@ -114,7 +114,7 @@ def file_holdings(root: Path) -> list[Holding]:
     path = root / "index.sqlite"
     if not path.is_file():
         raise StorageFailed(
-            f"{root} is no storage directory: it has no index.sqlite; an engine that serves from it makes one anew"
+            f"{root} is not a storage directory: it has no index.sqlite; an engine that serves from it creates one"
         )
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
@@ -139,7 +139,8 @@ def rebuild(path: Path, *, busy_timeout_s: float) -> int:
     taken: set[tuple[int, bytes]] = set()
     with contextlib.closing(connect(path, busy_timeout_s=busy_timeout_s)) as db:
         db.execute("BEGIN IMMEDIATE")
-        # The newest first: of a key that is in two places, for a writer was killed just then, that one stays.
+        # The newest first: if a writer was killed while it replaced a page, its key is in two places, and the newer one
+        # stays.
         for file in sorted(path.parent.glob("*/*.seg"), key=lambda file: file.name, reverse=True):
             segment = int(file.stem) if file.stem.isdigit() else 0
             read = _read(file) if segment else None
@@ -174,7 +175,7 @@ def rebuild(path: Path, *, busy_timeout_s: float) -> int:
 
 
 def _read(path: Path) -> tuple[Geometry, dict[int, bytes]] | None:
-    """Return a segment's geometry and the key of each of its slots that has one; None if it tells nothing."""
+    """Return a segment's geometry and the key of each slot that has one; None if the file is not usable."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -1,8 +1,8 @@
 """The segment files of one namespace: opened when first needed, read and written at slots, never trusted.
 
-All functions here but `read_cached` block; they run on worker threads. A file is known by its number from the index;
-whatever happens to it from outside (removed, cut, replaced) shows as an OSError or a short read, which the caller
-counts as a miss.
+All functions here but `read_cached` block; they run on worker threads. A file is known by its number in the index; a
+change from outside (removed, truncated, replaced) shows as an OSError or a short read, which the caller counts as a
+miss.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tidekv.backends.storage.records import BLOCK_BYTES, HEADER_BYTES, Geometry,
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
 
-# A slot of the store is its segment's number and its place in the segment, in one int.
+# A slot is one int: the segment's number, and the index in the segment.
 INDEX_BITS: Final = 20
 SLOTS_PER_SEGMENT_MAX: Final = 1 << INDEX_BITS
-# Absent where the system has no reads that never wait; 0 asks for none of them.
+# Absent if the system has no reads that never wait; 0 disables them.
 NO_WAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)
 
 
 def slot_of(segment: int, index: int) -> int:
-    """Name a slot."""
+    """Return the slot of an index in a segment."""
     return segment << INDEX_BITS | index
 
 
@@ -42,17 +42,17 @@ def segment_of(slot: int) -> int:
 
 
 def index_of(slot: int) -> int:
-    """Return a slot's place in its segment."""
+    """Return a slot's index in its segment."""
     return slot & (SLOTS_PER_SEGMENT_MAX - 1)
 
 
 def indices_of(slots: Sequence[int]) -> list[int]:
-    """Return the places of many slots in their segments."""
+    """Return the indices of many slots in their segments."""
     return [slot & (SLOTS_PER_SEGMENT_MAX - 1) for slot in slots]
 
 
 def namespace_directory(root: Path, namespace: bytes) -> Path:
-    """Where the segments of a namespace are. The name is hexadecimal, whatever the namespace is."""
+    """Return the directory of a namespace's segments. The name is hexadecimal, whatever the namespace is."""
     return root / namespace.hex()[:32]
 
 
@@ -63,7 +63,7 @@ def segment_name(segment: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbors: entries [first, first + count) of a batch, whose slots follow one another in one segment."""
+    """Neighbors: entries [first, first + count) of a batch, whose slots are consecutive in one segment."""
 
     first: int
     count: int
@@ -73,7 +73,7 @@ def slot_runs(slots: Sequence[int]) -> list[Run]:
     """Cut a batch of slots into runs of neighbors, in batch order."""
     if not slots:
         return []
-    # The common case first: numpy lets go of the interpreter at every step, and waits for it when threads read pages.
+    # The common case first: numpy releases the interpreter at every step, and waits for it while threads read pages.
     if segment_of(slots[0]) == segment_of(slots[-1]) and list(slots) == list(range(slots[0], slots[0] + len(slots))):
         return [Run(0, len(slots))]
     # By numpy: a loop over many slots would keep the interpreter from the event loop.
@@ -84,23 +84,23 @@ def slot_runs(slots: Sequence[int]) -> list[Run]:
 
 
 class ForeignFile(OSError):
-    """A file that has the name of a segment and is none of this namespace."""
+    """A file with the name of a segment that belongs to another namespace or geometry."""
 
 
 def miss_cause(error: OSError) -> str:
-    """Name the miss that a failed read is."""
+    """Return the cause of a miss for a failed read."""
     if isinstance(error, ForeignFile):
         return "foreign"
     return "missing" if isinstance(error, FileNotFoundError) else "unreadable"
 
 
 def failure_cause(error: OSError) -> str:
-    """Name the failure that a failed write is."""
+    """Return the cause of a failure for a failed write."""
     return "no space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable"
 
 
 class Segments:
-    """Open segment files by number. `files` may be asked from any worker thread."""
+    """Open segment files by number. `file` may be called from any worker thread."""
 
     def __init__(self, directory: Path, geometry: Geometry) -> None:
         self.directory = directory
@@ -109,13 +109,13 @@ class Segments:
         self._lock = threading.Lock()
 
     def path(self, segment: int) -> Path:
-        """Where a segment's file is."""
+        """Return the path of a segment's file."""
         return self.directory / segment_name(segment)
 
     def file(self, segment: int, *, create: bool) -> int:
         """Return the open file descriptor of a segment; it stays open until `close`.
 
-        Raises OSError if it is not there (with `create` it is made), ForeignFile if it is not a segment of this
+        Raises OSError if the file is missing (with `create` it is made), ForeignFile if it is not a segment of this
         namespace and geometry.
         """
         with self._lock:
@@ -125,7 +125,7 @@ class Segments:
             return found
 
     def read_headers(self, slots: Sequence[int]) -> bytes:
-        """Read the headers of slots, one after the other; shorter than that if not all can be read."""
+        """Read the headers of slots, concatenated; shorter if not all can be read."""
         parts: list[bytes] = []
         for run in slot_runs(slots):
             first = slots[run.first]
@@ -137,7 +137,7 @@ class Segments:
         return b"".join(parts)
 
     def write_headers(self, slots: Sequence[int], headers: bytes) -> None:
-        """Write the headers of slots, given one after the other; OSError if not all of them got there."""
+        """Write concatenated headers of slots; OSError if not all of them were written."""
         content = memoryview(headers)
         for run in slot_runs(slots):
             first = slots[run.first]
@@ -148,7 +148,7 @@ class Segments:
             )
 
     def erase_headers(self, slots: Sequence[int]) -> None:
-        """Make the headers of slots name nothing, as far as the disk lets us: only a lost index would ask them."""
+        """Clear the headers of slots, as far as the disk allows: only the rebuild of a lost index reads them."""
         for run in slot_runs(slots):
             first = slots[run.first]
             with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ class Segments:
                 )
 
     def read_pages(self, first: int, pages: Sequence[memoryview]) -> bool:
-        """Read neighboring slots of one segment, from slot `first` on, in one call. False if not all of it came."""
+        """Read neighboring slots of one segment, from slot `first` on, in one call. False if not all of it was read."""
         try:
             file = self.file(segment_of(first), create=False)
             wanted = len(pages) * self.geometry.page_bytes
@@ -169,11 +169,11 @@ class Segments:
 
     def read_cached(self, first: int, pages: Sequence[memoryview]) -> bytes | None:
         """Read neighboring slots of one segment, from slot `first` on, if the kernel has them in memory; returns their
-        headers, one after the other. None if they are not all there, which leaves garbage in the pages.
+        headers, concatenated. None if they are not all there, which leaves garbage in the pages.
 
-        The one method here that never waits: neither for the disk nor for who opens a file. From any thread.
+        The one method here that never waits, neither for the disk nor for a thread that opens a file. From any thread.
         """
-        # Without the lock, which is held while files are opened: a look-up is one step.
+        # Without the lock, which is held while files are opened: a look-up is atomic.
         file = self._files.get(segment_of(first))
         if file is None or not NO_WAIT:
             return None
@@ -185,12 +185,14 @@ class Segments:
             if os.preadv(file, pages, self.geometry.page_offset(index), NO_WAIT) != wanted:
                 return None
         except OSError:
-            # Not in memory, or a file system that cannot tell: who reads and waits finds out.
+            # Not in memory, or the file system cannot tell: a read that waits finds out.
             return None
         return bytes(headers)
 
     def write_pages(self, first: int, pages: Sequence[memoryview]) -> bool:
-        """Write neighboring slots of one segment, from slot `first` on, in one call. False if not all of it went."""
+        """Write neighboring slots of one segment, from slot `first` on, in one call. False if not all of it was
+        written.
+        """
         try:
             file = self.file(segment_of(first), create=True)
             wanted = len(pages) * self.geometry.page_bytes
@@ -199,7 +201,7 @@ class Segments:
             return False
 
     def read_page(self, slot: int, part: memoryview, start: int = 0) -> str:
-        """Read one page, or the part of it that begins at `start`; returns why it could not be, or nothing."""
+        """Read one page, or the part of it that begins at `start`; returns the cause of a miss, or an empty string."""
         offset, done = self.geometry.page_offset(index_of(slot)) + start, 0
         try:
             file = self.file(segment_of(slot), create=False)
@@ -213,11 +215,11 @@ class Segments:
         return ""
 
     def write_page(self, slot: int, part: memoryview, start: int = 0) -> None:
-        """Write one page, or the part of it that begins at `start`; OSError if not all of it got there."""
+        """Write one page, or the part of it that begins at `start`; OSError if not all of it was written."""
         write_all(self.file(segment_of(slot), create=True), part, self.geometry.page_offset(index_of(slot)) + start)
 
     def close_some(self, segments: Sequence[int]) -> None:
-        """Close the files of some segments. Nothing may be reading or writing them, or ask for them again."""
+        """Close the files of some segments. Nothing may read or write them, or open them again."""
         with self._lock:
             for segment in segments:
                 file = self._files.pop(segment, None)
@@ -225,7 +227,7 @@ class Segments:
                     os.close(file)
 
     def close(self) -> None:
-        """Close every file. Nothing may be reading or writing."""
+        """Close every file. Nothing may read or write."""
         with self._lock:
             for file in self._files.values():
                 os.close(file)
@@ -246,7 +248,7 @@ class Segments:
             if is_segment_of(record, self.geometry):
                 return file
             if create:
-                # Somebody's file, or a damaged one of ours: kept aside, so that the place can be used again.
+                # A foreign file, or a damaged one of ours: renamed, so that the name can be used again.
                 path.rename(path.with_suffix(".bad"))
             raise ForeignFile(f"{path} is not a segment of this namespace and geometry")
         except BaseException:
@@ -255,7 +257,7 @@ class Segments:
 
 
 def write_all(file: int, content: memoryview, offset: int) -> None:
-    """Write all of `content`, in as many calls as it takes; OSError if that cannot be."""
+    """Write all of `content`, in as many calls as it takes; OSError if that fails."""
     done = 0
     while done < len(content):
         done += os.pwrite(file, content[done:], offset + done)

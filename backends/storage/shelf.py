@@ -1,6 +1,6 @@
-"""An open directory at work: calls cut into chunks, in time and within limits.
+"""An open directory: splits calls into chunks, within their deadlines and limits.
 
-Several chunks are under way at once, so that reading one overlaps checking another.
+Several chunks run at once, so that reading one overlaps checking another.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tidekv.backends.storage.proofs import verify_stored
 from tidekv.states.errors import StorageFailed
 from tidekv.states.shapes import PageIds, PoolMemory
 
-# How much is looked up and read, or reserved, written and published, at once: less would have the event loop fight with
-# the threads for the interpreter. Less is written than read, so that one chunk is published while another is written.
-# The pages are descriptors of NIXL, which has room for many times as many.
+# Bytes that are looked up and read, or reserved, written and published, at once: with less, the event loop contends
+# with the threads for the interpreter. Less is written than read, so that one chunk is published while another is
+# written. The pages are descriptors of NIXL, which has room for many times as many.
 READ_CHUNK_BYTES: Final = 64 << 20
 WRITE_CHUNK_BYTES: Final = 32 << 20
 CHUNK_PAGES_MAX: Final = 1024
 READ_CHUNKS_IN_FLIGHT_MAX: Final = 2
 WRITE_CHUNKS_IN_FLIGHT_MAX: Final = 2
 TOUCHED_MAX: Final = 4096
-# Of a read that the event loop makes itself.
+# Maximum pages of a read on the event loop.
 CACHED_PAGES_MAX: Final = 32
-# How old a hint may be while somebody keeps asking.
+# Maximum age of a hint while `exists` is called all the time.
 STALE_S: Final = 1.0
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ Chunk = Callable[[Call, Sequence[bytes], PageIds], Awaitable[list[str]]]
 
 
 class Shelf:
-    """One open directory with one host pool. Its calls do not survive being cancelled: they are shielded outside."""
+    """One open directory with one host pool. Callers shield its calls: they must not be cancelled."""
 
     def __init__(
         self,
@@ -87,7 +87,9 @@ class Shelf:
         threads: Threads,
         counts: Counts,
     ) -> Shelf:
-        """Open or make the directory. InvalidConfig if no page fits, StorageFailed if it or NIXL cannot be used."""
+        """Open or create the directory. InvalidConfig if no page fits, StorageFailed if the directory or NIXL cannot be
+        used.
+        """
         loop = asyncio.get_running_loop()
         place = await loop.run_in_executor(
             threads.index, lambda: Place(options, namespace=namespace, page_bytes=pool.page_bytes)
@@ -138,31 +140,31 @@ class Shelf:
 
     @property
     def page_total(self) -> int:
-        """Pages that the index has, as far as we know."""
+        """Number of pages in the index, as of the last refresh."""
         return len(self._slot_by_key)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all segments of the directory when we last changed it."""
+        """Bytes of all segments of the directory, as of our last change."""
         return self._place.index.used_bytes
 
     @property
     def is_stale(self) -> bool:
-        """True if other processes have not been asked for changes for a while."""
+        """True if changes of other processes were not read for STALE_S."""
         return time.monotonic() - self._caught_up_s > STALE_S
 
     @property
     def is_current(self) -> bool:
-        """True if no process has changed the index since we learned of its changes; False also if it may have."""
+        """True if no process has changed the index since the last refresh; False also if that is unknown."""
         return self._place.index.is_current
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tell which keys the index has, as far as we know."""
+        """Return which keys the index has, as of the last refresh."""
         return list(map(self._slot_by_key.__contains__, keys))
 
     async def catch_up(self, timeout_s: float | None) -> bool:
-        """Learn what other processes changed, or go on with what is known if that takes too long. False if they have
-        changed nothing.
+        """Read what other processes changed; after the timeout, continue with what is known. False if they have changed
+        nothing.
         """
         if self._catching_up is None or self._catching_up.done():
             self._catching_up = asyncio.get_running_loop().create_task(self._chunks.bring_up(self._place.index.refresh))
@@ -171,9 +173,9 @@ class Shelf:
         return not self._catching_up.done() or self._catching_up.result() is not False
 
     def get_cached(self, keys: Sequence[bytes], pages: PageIds) -> bool:
-        """Read and verify a few small pages on the event loop itself, if the kernel has them in memory: it takes less
-        of the loop than handing them to a thread. Once a turn of the loop, so that a crowd of such reads does not keep
-        it. False: they were not got, ask `get`.
+        """Read and verify a few small pages on the event loop itself, if the kernel has them in memory: that takes less
+        of the loop than a thread would. Once a turn of the loop, so that many such reads do not block it. False: not
+        all could be read; use `get`.
         """
         if self._read_this_turn or not 0 < len(keys) <= CACHED_PAGES_MAX:
             return False
@@ -211,7 +213,7 @@ class Shelf:
         return removed
 
     async def is_lost(self) -> bool:
-        """True if the directory is not the one that was opened."""
+        """True if the path no longer holds the directory that was opened."""
         return await asyncio.get_running_loop().run_in_executor(self._threads.workers, self._place.is_lost)
 
     async def try_out(self) -> None:
@@ -223,7 +225,7 @@ class Shelf:
             raise StorageFailed(f"{self._place.options.root} cannot be used: {error}") from error
 
     def stored(self) -> Iterator[Sequence[tuple[bytes, int]]]:
-        """Return what the index has, in parts fit for `verify`."""
+        """Yield what the index has, in parts fit for `verify`."""
         pairs = sorted(self._slot_by_key.copy().items(), key=lambda pair: pair[1])
         for first in range(0, len(pairs), self._write_pages):
             yield pairs[first : first + self._write_pages]
@@ -237,7 +239,7 @@ class Shelf:
         finally:
             self._chunks_in_flight -= 1
         if any(causes):
-            # A change and no look: another process erases a header before its removal can be seen in the index.
+            # A change and not a refresh: another process erases a header before its removal is visible in the index.
             await self._chunks.bring_up(self._place.index.note_touched)
         return [
             Verdict(key=key, ok=not cause, cause=cause)
@@ -246,11 +248,11 @@ class Shelf:
         ]
 
     def hurry(self) -> None:
-        """Let calls wait no longer for the index while another process has it locked: they fail instead."""
+        """Stop waiting for the index while another process has it locked: changes fail instead."""
         self._place.index.hurry()
 
     async def close(self) -> None:
-        """Close everything. No call may be under way."""
+        """Close everything. No call may be running."""
         begun = {task for task in (self._catching_up, self._noting) if task is not None}
         if begun:
             await asyncio.wait(begun)
@@ -262,8 +264,8 @@ class Shelf:
         self._read_this_turn = False
 
     def _note_many_touched(self) -> None:
-        """Write down which slots were used, if they are many, unless that is under way: nobody waits for it but
-        `close`.
+        """Write down which slots were used, if they are many and that is not running already. Only `close` waits for
+        it.
         """
         if len(self._place.index.touched) >= TOUCHED_MAX and (self._noting is None or self._noting.done()):
             self._noting = asyncio.get_running_loop().create_task(self._chunks.bring_up(self._place.index.note_touched))
@@ -271,7 +273,7 @@ class Shelf:
     async def _in_chunks(
         self, call: Call, keys: Sequence[bytes], pages: PageIds, *, size: int, limit: asyncio.Semaphore, chunk: Chunk
     ) -> list[str]:
-        """Do a call in chunks of `size`, as many at once as the limit lets; what is not started in time is late."""
+        """Run a call in chunks of `size`, as many at once as the limit allows; what is not started in time is late."""
         causes = [LATE] * len(keys)
         firsts = iter(range(0, len(keys), size))
 
@@ -295,9 +297,9 @@ class Shelf:
         return causes
 
     async def _close_dropped(self) -> None:
-        """Close the files of segments that are gone, once no chunk is under way that may have found a page there.
+        """Close the files of dropped segments, once no chunk runs that may have found a page there.
 
-        Those that start from now on find none: a segment is dropped from the mirror first.
+        Later chunks find none: a segment is dropped from the mirror first.
         """
         dropped = self._place.index.mirror.dropped
         if self._chunks_in_flight or not dropped:

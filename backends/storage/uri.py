@@ -1,7 +1,7 @@
-"""From a URI to a storage engine: `memory:`, `file:/path`, `redis://host`, and whatever an installed package adds.
+"""Storage engines by URI: `memory:`, `file:/path`, `redis://host`, and those of installed packages.
 
 A package adds an engine by an entry point in the group `tidekv.storage`: its name is the scheme, its object a
-`StorageFactory`. It is loaded only when a URI asks for it.
+`StorageFactory`. It is loaded only when a URI names it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tidekv.states.validation import Text, checked
 
 ENTRY_POINT_GROUP: Final = "tidekv.storage"
 
-# RFC 3986, appendix B, with the scheme required. Not urlsplit: since CVE-2025-0938 it refuses `a,[::1]:7000`, and which
-# Python has that change is a matter of who built it.
+# RFC 3986, appendix B, with the scheme required. Not urlsplit: since CVE-2025-0938 it refuses `a,[::1]:7000`, and not
+# every Python has that change.
 _URI: Final = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):(?://(?P<authority>[^/?#]*))?(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?(?P<rest>#.*)?",
     re.DOTALL,
@@ -35,7 +35,7 @@ _URI: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class UriParts:
-    """A storage URI, cut and not yet decoded. What is absent is empty."""
+    """A storage URI, split and not yet decoded. What is absent is empty."""
 
     scheme: str
     authority: str
@@ -44,7 +44,7 @@ class UriParts:
 
 
 def split_uri(uri: str) -> UriParts:
-    """Cut a storage URI. Raises InvalidConfig where it has no scheme, or a fragment."""
+    """Split a storage URI. Raises InvalidConfig if it has no scheme, or a fragment."""
     parts = _URI.fullmatch(uri)
     if parts is None:
         raise InvalidConfig("a storage URI starts with a scheme, such as memory: or file:/var/lib/tidekv")
@@ -55,7 +55,7 @@ def split_uri(uri: str) -> UriParts:
 
 
 class StorageFactory(Protocol):
-    """Makes an engine from the parts of its URI, without touching anything yet; InvalidConfig if it cannot be."""
+    """Makes an engine from the parts of its URI, without opening anything. Raises InvalidConfig."""
 
     def __call__(self, *, authority: str, path: str, options: Mapping[str, object]) -> Storage: ...
 
@@ -75,9 +75,9 @@ BUILT_IN: Final[Mapping[str, StorageFactory]] = {
 def open_storage(uri: str, options: Mapping[str, object] | str | None = None) -> Storage:
     """Make the engine that a URI names; its owner registers a pool with it, and closes it.
 
-    Options come from the URI's query and from `options`, a mapping, a JSON object as text, or @file in JSON, TOML or
-    YAML; one name in both, an unknown name or a wrong value is refused with InvalidConfig, which says what is allowed.
-    Nothing is opened before `register`.
+    Options come from the URI's query and from `options`: a mapping, a JSON object as text, or @file in JSON, TOML or
+    YAML. A name in both, an unknown name or a wrong value raises InvalidConfig, which names what is allowed. Nothing is
+    opened before `register`.
     """
     checked(uri, Text, "storage URI", InvalidConfig)
     if isinstance(options, str):
@@ -106,7 +106,7 @@ def _factory(scheme: str) -> StorageFactory:
     for entry in found.select(name=scheme):
         try:
             factory: StorageFactory = entry.load()
-        except Exception as error:  # Whatever somebody else's module raises while it is imported.
+        except Exception as error:  # A foreign module may raise anything while it is imported.
             raise InvalidConfig(f"storage engine {scheme!r} ({entry.value}) cannot be loaded: {error}") from error
         return factory
     known = sorted({*BUILT_IN, *found.names})

@@ -1,4 +1,4 @@
-"""Who of several processes on one directory is alive: each holds a file lock that the kernel drops with the process."""
+"""Locks of living writers: each process on a directory holds a file lock that the kernel drops with the process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SUFFIX: Final = ".lock"
 
 
 class WriterLock:
-    """This engine's sign of life. Reserved slots of a writer whose lock is free go back to everybody."""
+    """The lock of this engine. Slots reserved by a writer whose lock is free are reclaimed."""
 
     def __init__(self, root: Path) -> None:
         self._directory = root / "writers"
         self._directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         self.name = uuid.uuid4().hex
-        # The lock is taken before anybody can read the name, so that nobody finds a living writer unlocked.
+        # The lock is taken before any process can read the name, so a living writer is never found unlocked.
         self._file = os.open(self._path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
@@ -31,12 +31,12 @@ class WriterLock:
         return name == self.name or is_locked(self._path(name))
 
     def forget(self, name: str) -> None:
-        """Remove what a dead writer left."""
+        """Remove the file of a dead writer."""
         self._path(name).unlink(missing_ok=True)
 
     def forget_strangers(self, known: Collection[str]) -> None:
-        """Remove the files of those who died before, or after, their name was in the index. Nobody else may be making
-        a lock meanwhile: one that is made is not locked yet.
+        """Remove lock files of dead writers that are not in the index. No other process may create a lock meanwhile: a
+        new file is not locked yet.
         """
         for path in self._directory.glob("*" + _SUFFIX):
             if path.stem not in known and not self.is_alive(path.stem):
@@ -49,7 +49,7 @@ class WriterLock:
         )
 
     def close(self) -> None:
-        """Give the lock up. Where the disk is gone or read-only its file stays, and is a dead writer's to others."""
+        """Release the lock. If the disk is gone or read-only, the file stays and counts as a dead writer's."""
         with contextlib.suppress(OSError):
             self.forget(self.name)
         os.close(self._file)
@@ -59,13 +59,13 @@ class WriterLock:
 
 
 def is_locked(path: Path) -> bool:
-    """True if somebody holds the lock of a file, or may hold it; a file that is not there is not locked."""
+    """True if a process holds, or may hold, the lock of a file; a missing file is not locked."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
-        # Another user's, or on a disk that fails: who cannot be judged lives.
+        # Another user's file, or a failing disk: a writer that cannot be checked counts as alive.
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -195,7 +195,7 @@ def test_what_cannot_work_here_is_named_before_anything_starts(settings: tuple[s
 
 def test_a_file_that_cannot_be_read_is_one_mistake(tmp_path: Path) -> None:
     assert "cannot be read" in said(file=str(tmp_path / "none.toml"))
-    assert "is no TOML" in said(file=write(tmp_path / "bad.toml", "[engine\n"))
+    assert "is not valid TOML" in said(file=write(tmp_path / "bad.toml", "[engine\n"))
     assert "section 'engine' must be a table" in said(file=write(tmp_path / "flat.toml", "engine = 3\n"))
 
 

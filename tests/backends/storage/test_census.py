@@ -57,7 +57,7 @@ async def test_what_cannot_be_asked_says_so(rig_on: Callable[..., Rig], free_add
         await rig_on("mooncake", free_address).make(admin="http://" + free_address).holdings()
     with pytest.raises(InvalidConfig, match="give the option admin"):
         await rig_on("mooncake", free_address).make().holdings()
-    with pytest.raises(StorageFailed, match="is no storage directory"):
+    with pytest.raises(StorageFailed, match="is not a storage directory"):
         file_holdings(tmp_path)
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(StorageFailed, match="cannot be read"):

@@ -144,7 +144,7 @@ def test_what_is_not_clear_is_refused_and_says_what_there_is(root: Path, tmp_pat
     ):
         with pytest.raises(InvalidConfig, match=said):
             tidekv(*words)
-    with pytest.raises(StorageFailed, match="is no storage directory"):
+    with pytest.raises(StorageFailed, match="is not a storage directory"):
         tidekv("ls", f"file:{tmp_path / 'empty'}")
     assert not (tmp_path / "empty").exists()
 

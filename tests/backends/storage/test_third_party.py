@@ -99,8 +99,8 @@ def test_options_are_read_from_text() -> None:
     [
         ("a.json", '{"password": "s3cret"', "line 1, column"),
         ("a.json", '["password", "s3cret"]', "must be a table"),
-        ("a.toml", 'password = "s3cret', "is no TOML"),
-        ("a.yaml", 'password: "s3cret', "is no YAML"),
+        ("a.toml", 'password = "s3cret', "is not valid TOML"),
+        ("a.yaml", 'password: "s3cret', "is not valid YAML"),
         ("a.yaml", "- s3cret", "must be a table"),
         ("a.yaml", "1: s3cret", "must be a table"),
     ],
