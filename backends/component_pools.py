@@ -24,12 +24,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.page_layout import group_identity, same_pages
-from tidekv.states.components import Component, ComponentKind
+from tidekv.states.components.specs import Component, ComponentKind
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.shapes import ComponentIdentity, Identity
+from tidekv.states.types import ComponentIdentity, Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

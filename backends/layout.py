@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.shapes import Identity
+from tidekv.states.types import Identity
 
 DTYPES: Final = {
     "float64": torch.float64,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tidekv.states.errors import InvalidConfig, InvalidRequest, OutOfMemory
-from tidekv.states.shapes import PageIds
+from tidekv.states.types import PageIds
 
 # The alignment that O_DIRECT and memory mappings of any file system require.
 ALIGNMENT_BYTES: Final = 4096

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from tidekv.backends.layout import FULL, KVLayout, LayerGroup
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.shapes import GroupIdentity, Identity
+from tidekv.states.types import GroupIdentity, Identity
 
 GROUPS_MAX = 64
 

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tidekv.backends.copies import PageCopier
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
+from tidekv.backends.copies.copier import PageCopier
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 
 ROUNDS = 5

@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import uvloop
-from engine_rig import KeyStorage, Script, ScriptedTransport
-from engine_sampler import Sampler, thread_times
+from benchmarks.engine_rig import KeyStorage, Script, ScriptedTransport
+from benchmarks.engine_sampler import Sampler, thread_times
 from rich.console import Console
 from rich.table import Table
 

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import StorageStatistics, Verdict
 from tidekv.states.errors import LinkClosed
-from tidekv.states.shapes import PageIds, PoolMemory
-from tidekv.transports import wire
+from tidekv.states.types import PageIds, PoolMemory
+from tidekv.transports.control import wire
 from tidekv.transports.base import Link, Listener, PeerMemory
 
 FRAMES_A_TURN = 64

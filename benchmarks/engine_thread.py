@@ -18,16 +18,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tidekv.backends.device import DevicePool
+from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
-from tidekv.engine.config import EngineConfig
-from tidekv.engine.decode_engine import DecodeEngine
-from tidekv.engine.engine_thread import EngineThread, Restored
-from tidekv.engine.prefill_peer import PrefillPeer
-from tidekv.engine.values import DecodeRequest, ReadyRequest
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.decode.decode_engine import DecodeEngine
+from tidekv.engine.thread.engine_thread import EngineThread, Restored
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
-from tidekv.transports.outgoing import Room
+from tidekv.transports.prefill.prefill_room import Room
 
 IN_FLIGHT = 256
 POLLS = 200_000

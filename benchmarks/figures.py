@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from peers import PeerMissing
+from benchmarks.peers import PeerMissing
 
 
 def option_parser(what: str | None) -> argparse.ArgumentParser:

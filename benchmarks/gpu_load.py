@@ -14,14 +14,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import torch
-from gpu_rig import SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, Shape
+from benchmarks.gpu_rig import SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, Shape
 
 from tidekv import NixlTransport
-from tidekv.backends.copies import PageCopier
-from tidekv.backends.cuda_copies import CopyChoice
-from tidekv.backends.device import DevicePool
+from tidekv.backends.copies.copier import PageCopier
+from tidekv.backends.copies.cuda import CopyChoice
+from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.poller import PollerThread
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 # Bytes of one copy: the KV of a prompt of some hundred tokens.
 COPY_BYTES = 64 << 20

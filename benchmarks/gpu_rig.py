@@ -14,13 +14,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from tidekv.backends.cuda_copies import CopyChoice, CopyForm, CudaMover
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
+from tidekv.backends.copies.cuda import CopyChoice, CopyForm, CudaMover
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
-from tidekv.backends.piece_moves import Launch, triton_launch
-from tidekv.backends.streams import streams_of
+from tidekv.backends.copies.pieces import Launch, triton_launch
+from tidekv.backends.copies.streams import streams_of
 
 # Below and above the length of every stretch.
 ALWAYS, NEVER = 1 << 60, 0

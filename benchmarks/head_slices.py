@@ -15,14 +15,14 @@ import time
 
 import numpy as np
 import torch
-from nixl_child import NixlChild, NumpyPool
+from benchmarks.nixl_child import NixlChild, NumpyPool
 from rich.console import Console
 from rich.table import Table
 
 from tidekv.engine.poller import PollerThread
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 from tidekv.transports.base import Exchange
-from tidekv.transports.nixl import NixlTransport
+from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.slices import heads_of
 
 PAGE_SIZE = 16

@@ -17,8 +17,8 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from tidekv.states.accounts import PageAccount
-from tidekv.states.index import PrefixIndex, Receipt
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.prefix.index import PrefixIndex, Receipt
 
 LIVE_REQUESTS = 16
 STEPS = ("match", "lock", "evict", "take", "insert", "relock", "unlock")

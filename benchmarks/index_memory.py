@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from figures import Figures, option_parser
+from benchmarks.figures import Figures, option_parser
 
-from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
-from tidekv.engine.workload.traces import read_trace
-from tidekv.states.accounts import PageAccount
-from tidekv.states.index import PrefixIndex
+from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
+from tidekv.engine.demo.traces import read_trace
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.prefix.index import PrefixIndex
 
 PAGE = 64
 KEY_BYTES = 4 * PAGE

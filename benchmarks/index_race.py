@@ -23,13 +23,13 @@ from time import thread_time_ns
 from typing import Any  # Peers' objects have no types here.
 
 import numpy as np
-from figures import Figures, option_parser
-from peer_trees import Ids, OurTree, SglangTree, VllmPool, chain, check_tree, check_vllm, enter, numbers
-from peers import PeerMissing, default_cache, fetch, make_importable
+from benchmarks.figures import Figures, option_parser
+from benchmarks.peer_trees import Ids, OurTree, SglangTree, VllmPool, chain, check_tree, check_vllm, enter, numbers
+from benchmarks.peers import PeerMissing, default_cache, fetch, make_importable
 
-from tidekv.backends.keys import page_digests
-from tidekv.engine.workload.blocks import VOCABULARY, TraceOptions
-from tidekv.engine.workload.traces import read_trace
+from tidekv.backends.keys.chain import page_digests
+from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
+from tidekv.engine.demo.traces import read_trace
 
 PAGE = 64
 CAPACITIES = (1_000_000, 3_000_000)

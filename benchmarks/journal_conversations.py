@@ -39,7 +39,7 @@ from tidekv import (
     Replayer,
 )
 from tidekv.engine.journal.journal import COALESCE_S
-from tidekv.engine.workload.prefill_process import PrefillOrder, PrefillProcess
+from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.states.commands import Command
 from tidekv.states.events import Event
 

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 import uvloop
-from engine_rig import KeyStorage, Script, ScriptedTransport
-from figures import Figures, option_parser
+from benchmarks.engine_rig import KeyStorage, Script, ScriptedTransport
+from benchmarks.figures import Figures, option_parser
 
 from tidekv import (
     DecodeEngine,
@@ -43,15 +43,15 @@ from tidekv import (
     PrefillPeer,
     open_storage,
 )
-from tidekv.backends import keys as keys_module
-from tidekv.backends.copies import PageCopier
+from tidekv.backends.keys import chain as keys_module
+from tidekv.backends.copies.copier import PageCopier
 from tidekv.engine.poller import PollerThread
-from tidekv.states.shapes import PageIds, page_ids
-from tidekv.transports import wire
-from tidekv.transports.control import ControlLink
-from tidekv.transports.outgoing import Room
-from tidekv.transports.prefill_link import PrefillLink
-from tidekv.transports.receiver import Receiver
+from tidekv.states.types import PageIds, page_ids
+from tidekv.transports.control import wire
+from tidekv.transports.control.connection import ControlLink
+from tidekv.transports.prefill.prefill_room import Room
+from tidekv.transports.decode.prefill_link import PrefillLink
+from tidekv.transports.decode.receiver import Receiver
 
 IN_FLIGHT = 256
 PROMPT_TOKENS = 4096

@@ -1,6 +1,6 @@
 """The published tables on a modeled clock, without the sweep: `python benchmarks/paper.py --json FILE`.
 
-`tidekv bench paper` prints them and sweeps every constant. See `tidekv.engine.published` for method and sources.
+`tidekv bench paper` prints them and sweeps every constant. See `benchmarks.published` for method and sources.
 
 The rows use the constants that were fixed before the first run. Next to the capacity effect stands the result with
 decoding steps by the published milliseconds per token and a prefill speed assumed later; no row depends on it.
@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from figures import Figures
+from benchmarks.figures import Figures
 
-from tidekv.engine.published.results import quantile
-from tidekv.engine.published.tables import run_paper
+from benchmarks.published.results import quantile
+from benchmarks.published.tables import run_paper
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ from typing import Any  # Peers' objects have no types here.
 
 import numpy as np
 import numpy.typing as npt
-from peers import PeerMissing
+from benchmarks.peers import PeerMissing
 
-from tidekv.backends.keys import pack_tokens
-from tidekv.states.accounts import PageAccount
-from tidekv.states.index import PrefixIndex
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.prefix.index import PrefixIndex
 
 Ids = npt.NDArray[np.int64]
 TOKEN_BYTES = 4

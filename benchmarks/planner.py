@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from figures import Figures
+from benchmarks.figures import Figures
 
-from tidekv.engine.published.sources import RATIOS, faster_at_the_ends, race, worst_over_best_fixed
+from benchmarks.published.sources import RATIOS, faster_at_the_ends, race, worst_over_best_fixed
 
 
 def main() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from figures import Figures, option_parser
+from benchmarks.figures import Figures, option_parser
 
-from tidekv.engine.workload.multiturn import run_both_ways, total_hit_rate
+from benchmarks.multiturn import run_both_ways, total_hit_rate
 
 PUBLISHED = {
     "output kept": ((0, 0.75, 0.857, 0.9, 0.923, 0.9375), 0.882),

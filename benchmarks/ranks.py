@@ -30,10 +30,10 @@ import uvloop
 from torch import distributed
 
 from tidekv.states import events
-from tidekv.states.agreement import Agreement, Opening
+from tidekv.states.ranks.agreement import Agreement, Opening
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
-from tidekv.transports.vote_thread import VoteThread
+from tidekv.transports.ranks.vote_thread import VoteThread
 
 BLOCK = 100
 TICK_S = 0.002

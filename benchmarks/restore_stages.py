@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from page_cache import Cached
+from benchmarks.page_cache import Cached
 
 from tidekv import DevicePool, HostPool, KVLayout, open_storage
-from tidekv.backends.copies import PageCopier
+from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.poller import PollerThread
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 PLAIN_THREADS, PLAIN_BYTES = 2, 1 << 20
 

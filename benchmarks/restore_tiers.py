@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from page_cache import Cached, NoDisk, disk_bytes
-from restore_stages import Stages, open_stages
+from benchmarks.page_cache import Cached, NoDisk, disk_bytes
+from benchmarks.restore_stages import Stages, open_stages
 
 from tidekv import (
     DecodeEngine,
@@ -31,7 +31,7 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
-from tidekv.engine.workload.prefill_process import PrefillOrder, PrefillProcess
+from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 
 VOCABULARY = 1 << 16
 LARGE = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, dtype="float16", page_size=16)

@@ -24,12 +24,12 @@ from typing import TypeAlias
 import numpy as np
 import torch
 import uvloop
-from figures import Figures, option_parser, over_n_log_n
+from benchmarks.figures import Figures, option_parser, over_n_log_n
 
-from engine import Load, Rig, measure, set_collector  # noqa: TID251  # Not that of the package: engine.py in this folder.
+from benchmarks.engine import Load, Rig, measure, set_collector  # noqa: TID251  # Not that of the package: engine.py in this folder.
 from tidekv import Replayer
-from tidekv.states.accounts import PageAccount
-from tidekv.states.index import PrefixIndex, Receipt
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.prefix.index import PrefixIndex, Receipt
 
 Points: TypeAlias = list[tuple[float, float]]
 """Amounts of work, and CPU seconds."""
@@ -144,7 +144,7 @@ def main() -> None:
             told = ", ".join(f"{count:,.0f}: {seconds / count * 1e6:.1f} µs each" for count, seconds in points)
             figures.add(f"scaling.{name}", over_n_log_n(points[0], points[-1]), told)
         if chosen.plot:
-            from tidekv.engine.seeing.plots import plot_scaling, save_plot
+            from tidekv.engine.trace.plots import plot_scaling, save_plot
 
             save_plot(plot_scaling(curves), chosen.plot)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 import xxhash
-from storage_baselines import Pages
+from benchmarks.storage_baselines import Pages
 
-from tidekv.backends.storage.file import worker_threads
+from tidekv.backends.storage.file.engine import worker_threads
 
 # Fits in a processor's cache, so that the checksum does not read memory again.
 PIECE_BYTES: Final = 512 << 10

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidekv.backends.storage import Storage, open_storage
-from tidekv.states.shapes import PoolMemory, Segment, page_ids
+from tidekv.states.types import PoolMemory, Segment, page_ids
 
 PAGE_BYTES = 4096
 POOL_PAGES = 16

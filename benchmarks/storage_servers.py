@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tidekv.backends.storage import open_storage
-from tidekv.engine.store_tools import OpenStore, opened
-from tidekv.states.shapes import page_ids
+from tidekv.engine.cli.store_tools import OpenStore, opened
+from tidekv.states.types import page_ids
 
 ROUNDS = 3
 BATCH_BYTES = 64 << 20

@@ -15,20 +15,20 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from nixl_child import NixlChild, NumpyPool
+from benchmarks.nixl_child import NixlChild, NumpyPool
 from rich.console import Console
 from rich.table import Table
 
-from tidekv.backends.copies import PageCopier
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
+from tidekv.backends.copies.copier import PageCopier
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.seeing.plots import plot_bandwidth, save_plot
+from tidekv.engine.trace.plots import plot_bandwidth, save_plot
 from tidekv.states.errors import StorageFailed
-from tidekv.states.shapes import page_ids
-from tidekv.transports.nixl import NixlTransport
+from tidekv.states.types import page_ids
+from tidekv.transports.nixl.transport import NixlTransport
 
 LAYOUT = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, dtype="float16", page_size=16)
 PAGES = 64

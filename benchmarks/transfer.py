@@ -34,14 +34,14 @@ from functools import partial
 from pathlib import Path
 
 import uvloop
-from figures import Figures
-from nixl_child import NumpyPool
+from benchmarks.figures import Figures
+from benchmarks.nixl_child import NumpyPool
 from rich.console import Console
 from rich.table import Table
-from transfer_pairs import Handed, Lists, Rig, Shape, bare_lone, bare_streamed, our_lone, our_streamed
+from benchmarks.transfer_pairs import Handed, Lists, Rig, Shape, bare_lone, bare_streamed, our_lone, our_streamed
 
 from tidekv.engine.poller import PollerThread
-from tidekv.transports.nixl import NixlTransport
+from tidekv.transports.nixl.transport import NixlTransport
 
 IDLE_S = 3.0
 PAIRS = 21

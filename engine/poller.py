@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tidekv.backends.base import Pollable
-from tidekv.backends.outcomes import Outcome, Outcomes, as_error
-from tidekv.engine.bell import Bell
+from tidekv.backends.completions import Outcome, Outcomes, as_error
+from tidekv.engine.wakeup import Bell
 from tidekv.states.errors import EngineClosed
 from tidekv.transports.base import Ended, Stream, Turn
 

@@ -1,15 +1,15 @@
 """What the core wishes: imperative, plain values. The driver starts each; those with an `op` end in exactly one event.
 
-Pages are ids of `tidekv.states.shapes.PageIds`; those of a command belong to its operation until its outcome is told.
+Pages are ids of `tidekv.states.types.PageIds`; those of a command belong to its operation until its outcome is told.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from tidekv.states.components import TailPages, TailTable
-from tidekv.states.node import TierName
-from tidekv.states.shapes import PageIds
+from tidekv.states.components.specs import TailPages, TailTable
+from tidekv.states.prefix.node import TierName
+from tidekv.states.types import PageIds
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

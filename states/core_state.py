@@ -16,17 +16,17 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Final, Protocol
 
-from tidekv.states.accounts import PageAccount
-from tidekv.states.component_index import ComponentIndex
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.index import PrefixIndex
+from tidekv.states.prefix.index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.commands import Command
     from tidekv.states.events import Event, Outcome
-    from tidekv.states.request import Load, Request
+    from tidekv.states.request.request import Load, Request
     from tidekv.states.settings import CoreSettings
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tidekv.states.policy import StoragePolicy
+from tidekv.states.storage.policy import StoragePolicy
 
 NO_DEADLINE = float("inf")
 """As `deadline_at_s`. JSON has no word for it: an encoder leaves out this very object, since it is the default."""

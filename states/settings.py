@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from tidekv.states.components import Component
+from tidekv.states.components.specs import Component
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.policy import POLICY_FIELDS, StoragePolicy
+from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import Count, PositiveCount, Seconds
 
 

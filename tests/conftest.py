@@ -30,18 +30,18 @@ from tidekv import (
     PrefillPeer,
     RequestFailed,
 )
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.values import ReadyRequest
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.decode.values import ReadyRequest
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states import core
 from tidekv.states.commands import TellReady
 from tidekv.states.events import AbortRequested
-from tidekv.states.machine import ShortMachine
-from tidekv.states.request import Room
-from tidekv.states.rooms import Rooms
-from tidekv.states.table import build_machine
+from tidekv.states.request.machine import ShortMachine
+from tidekv.states.request.request import Room
+from tidekv.states.handover.rooms import Rooms
+from tidekv.states.request.table import build_machine
 from tidekv.transports.loopback import LoopbackNetwork
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from tidekv.engine.simulation.behavior import REQUIRED, faults_page
+from tools.faults_page import REQUIRED, faults_page
 from tidekv.engine.simulation.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +31,7 @@ def collected_of(file: Path) -> set[str]:
 
 def test_the_page_of_faults_is_drawn_from_the_code() -> None:
     assert (DOCS / "faults.md").read_text() == faults_page(), (
-        "run: python -m tidekv.engine.simulation.behavior > docs/faults.md"
+        "run: python -m tools.faults_page > docs/faults.md"
     )
 
 

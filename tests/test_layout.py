@@ -22,20 +22,20 @@ MAY_IMPORT = {
 ENTRY_POINTS = (
     "tidekv",
     "tidekv.__main__",
-    "tidekv.engine.integrations.sglang",
-    "tidekv.engine.integrations.vllm",
+    "tidekv.engine.integrations.sglang.hicache",
+    "tidekv.engine.integrations.vllm.connector",
     "tidekv.engine.simulation.__main__",
     "tidekv.engine.simulation.rig",
 )
 # Programs that write pages of docs/.
 GENERATORS = (
-    "tidekv.engine.configuration.document",
-    "tidekv.engine.journal.document",
-    "tidekv.engine.metrics.dashboard",
-    "tidekv.engine.metrics.document",
-    "tidekv.engine.policy_document",
-    "tidekv.engine.seeing.picture",
-    "tidekv.engine.simulation.behavior",
+    "tools.config_page",
+    "tools.journal_page",
+    "tools.grafana_dashboard",
+    "tools.metrics_page",
+    "tools.policy_page",
+    "tools.timeline_picture",
+    "tools.faults_page",
 )
 IMPURE = {"asyncio", "torch", "threading", "time", "random", "os", "logging", "structlog"}
 
@@ -86,13 +86,13 @@ def test_states_import_nothing_that_acts() -> None:
 @pytest.mark.parametrize(
     ("line", "leads_to"),
     [
-        ("import tidekv.engine.driver", {"engine"}),
-        ("import tidekv.engine.driver as states", {"engine"}),
+        ("import tidekv.engine.decode.driver", {"engine"}),
+        ("import tidekv.engine.decode.driver as states", {"engine"}),
         ("from tidekv import engine", {"engine"}),
         ("from tidekv import DecodeEngine", {"engine"}),
         ("from tidekv.backends import keys", {"backends"}),
-        ("def late():\n    from tidekv.transports.wire import Hello", {"transports"}),
-        ("importlib.import_module('tidekv.engine.driver')", {"engine"}),
+        ("def late():\n    from tidekv.transports.control.wire import Hello", {"transports"}),
+        ("importlib.import_module('tidekv.engine.decode.driver')", {"engine"}),
         ("import asyncio, tidekv", set()),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_module_that_nothing_loads_is_found() -> None:
         "tidekv": "LATER = {'Engine': 'tidekv.engine.decode'}",
         "tidekv.engine": "",
         "tidekv.engine.decode": "from tidekv.engine import driver",
-        "tidekv.engine.driver": "import asyncio",
+        "tidekv.engine.decode.driver": "import asyncio",
         "tidekv.engine.worker": "from tidekv.engine import driver",
     }
     assert set(sources) - loaded_from(("tidekv",), sources) == {"tidekv.engine.worker"}

@@ -25,7 +25,7 @@ from tidekv import (
     RequestFailed,
     open_storage,
 )
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.keys.chain import pack_tokens
 
 
 def make_pools() -> tuple[DevicePool, DevicePool, HostPool]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tidekv import DevicePool, KVLayout, NixlTransport, PrefillPeer
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.states.table import diagram
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.states.request.table import diagram
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
 from tidekv.states.errors import PrefillCause, RemoteProtocolError, TransferFailed
-from tidekv.states.shapes import PageIds, PoolMemory
-from tidekv.transports import wire
+from tidekv.states.types import PageIds, PoolMemory
+from tidekv.transports.control import wire
 
 ADDRESS_END = 2**64
 

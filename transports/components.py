@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
-from tidekv.states.shapes import ComponentIdentity, Identity
-from tidekv.transports import slices, wire
+from tidekv.states.types import ComponentIdentity, Identity
+from tidekv.transports import slices
+from tidekv.transports.control import wire
 from tidekv.transports.base import Exchange
 
 

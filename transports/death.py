@@ -10,7 +10,7 @@ import asyncio
 import os
 
 from tidekv.transports import process
-from tidekv.transports.wire import ProcessMark
+from tidekv.transports.control.wire import ProcessMark
 
 LOOK_INTERVAL_S = 0.1
 

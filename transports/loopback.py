@@ -22,8 +22,8 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TransferFailed,
 )
-from tidekv.states.shapes import PageIds, PoolMemory
-from tidekv.transports import wire
+from tidekv.states.types import PageIds, PoolMemory
+from tidekv.transports.control import wire
 from tidekv.transports.base import DialFailed, Exchange, Link, PeerMemory, Poller, check_memory, check_pages
 from tidekv.transports.tasks import OwnedTasks, settle
 

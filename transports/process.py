@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tidekv.transports.wire import ProcessMark
+from tidekv.transports.control.wire import ProcessMark
 
 
 def this_process() -> ProcessMark:

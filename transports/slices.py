@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from tidekv.states.errors import InvalidConfig, PeerMismatch
-from tidekv.states.shapes import Identity, PoolMemory, Segment
-from tidekv.states.shares import Holding, Share, check_stages, holding_of, shares_of, split_like, stage_of
-from tidekv.transports import wire
+from tidekv.states.types import Identity, PoolMemory, Segment
+from tidekv.states.handover.head_slices import Holding, Share, check_stages, holding_of, shares_of, split_like, stage_of
+from tidekv.transports.control import wire
 from tidekv.transports.base import Exchange
 
 OF_LAYERS = ("layers", "kv_heads", "page_bytes", "piece_bytes", "groups")

@@ -12,7 +12,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from tidekv.backends.base import Poller
 from tidekv.states.errors import InvalidConfig, InvalidRequest
-from tidekv.states.shapes import PageIds, PoolMemory
+from tidekv.states.types import PageIds, PoolMemory
 
 KEY_BYTES: Final = 32
 

@@ -22,10 +22,10 @@ from tidekv.backends.storage.base import (
     check_pool,
 )
 from tidekv.backends.storage.calls import Call, Calls, all_settled
-from tidekv.backends.storage.counts import Counts
-from tidekv.backends.storage.envelope import Envelope
+from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.page_header import Envelope
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
-from tidekv.states.shapes import PageIds, PoolMemory, page_ids
+from tidekv.states.types import PageIds, PoolMemory, page_ids
 
 EXISTS_KEYS_MAX: Final = 512
 VERIFY_PAGES_MAX: Final = 64

@@ -14,12 +14,12 @@ from typing import Final, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from tidekv.backends.storage.base import Storage
-from tidekv.backends.storage.file import open_file
+from tidekv.backends.storage.file.engine import open_file
 from tidekv.backends.storage.memory import open_memory
-from tidekv.backends.storage.mooncake_pages import open_mooncake
+from tidekv.backends.storage.mooncake.pages import open_mooncake
 from tidekv.backends.storage.options import read_extra_options
-from tidekv.backends.storage.redis_pages import open_redis, open_redis_tls
-from tidekv.backends.storage.s3_pages import open_s3
+from tidekv.backends.storage.redis.pages import open_redis, open_redis_tls
+from tidekv.backends.storage.s3.pages import open_s3
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import Text, checked
 

@@ -32,7 +32,7 @@ def nixl(_: str) -> list[Finding]:
     """Create an agent, list its plugins, and start UCX as a worker does."""
     from tidekv.engine.doctor.machine import data_plane, listening
     from tidekv.states.errors import TidekvError
-    from tidekv.transports.nixl_agent import NixlAgent
+    from tidekv.transports.nixl.agent import NixlAgent
 
     reinstall = "Run: pip install --force-reinstall nixl==1.5.1, and read the messages of NIXL above."
     try:

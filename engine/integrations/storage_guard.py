@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tidekv.backends.storage.base import Storage
-from tidekv.states.breaker import Breaker
+from tidekv.states.storage.circuit_breaker import Breaker
 from tidekv.states.errors import TidekvError
 from tidekv.transports.tasks import OwnedTasks
 

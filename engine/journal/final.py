@@ -7,7 +7,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tidekv.states.accounts import PageAccount
+    from tidekv.states.pages.page_pool import PageAccount
     from tidekv.states.core import Core
 
 

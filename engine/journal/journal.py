@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, Recorder
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
-from tidekv.states.witness import Noted
+from tidekv.states.inspect.step_record import Noted
 
 if TYPE_CHECKING:
     from pathlib import Path

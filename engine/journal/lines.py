@@ -71,7 +71,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     state: str | None
     """Where the event's request is now; null for events of no request, and where the request is over."""
     gave: msgspec.Raw
-    """What followed: an `Answer` of tidekv.states.witness."""
+    """What followed: an `Answer` of tidekv.states.inspect.step_record."""
     same_pages: int
     """So many pages of the event's keys are left out."""
 

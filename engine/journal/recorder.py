@@ -20,7 +20,7 @@ from tidekv.engine.journal.lines import JOURNAL_VERSION, seal, seal_steps
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.schema import code_checksum, package_versions, schema_checksum
 from tidekv.states.events import NO_DEADLINE, FinishRequested, RequestArrived, RetractRequested
-from tidekv.states.witness import Noted, Witness, encode_pages
+from tidekv.states.inspect.step_record import Noted, Witness, encode_pages
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core

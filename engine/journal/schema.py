@@ -11,7 +11,7 @@ from typing import get_args
 
 from tidekv import states
 from tidekv.states.events import AnyEvent, Event
-from tidekv.states.witness import BOOK_NUMBERS, COMMANDS, short_fields
+from tidekv.states.inspect.step_record import BOOK_NUMBERS, COMMANDS, short_fields
 
 PACKAGES = ("tidekv", "transitions", "msgspec", "torch", "nixl")
 CHECKSUM_BYTES = 8

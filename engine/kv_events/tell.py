@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tidekv.backends.keys import namespace_seed
-from tidekv.backends.page_keys import PageKeys
+from tidekv.backends.keys.chain import namespace_seed
+from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium, hash_of
 
 MEDIA: Final[tuple[Medium, ...]] = ("GPU", "CPU", "STORAGE")

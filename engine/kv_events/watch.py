@@ -16,8 +16,8 @@ from tidekv.engine.kv_events.tell import KVEventTeller, Seen
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.events import Event
-from tidekv.states.node import Node
-from tidekv.states.touched import watch
+from tidekv.states.prefix.node import Node
+from tidekv.states.prefix.dirty_nodes import watch
 
 MakeEvents = Callable[[], Sequence[KVEvent]]
 

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from tidekv.engine.metrics.fold import MetricsFold
 from tidekv.engine.metrics.histogram import BOUNDS_S, Histogram
-from tidekv.states.request import State
+from tidekv.states.request.request import State
 
 POOLS = ("device", "host")
 CONDITIONS = ("free", "owned", "cached", "draining", "total", "evictable", "protected")

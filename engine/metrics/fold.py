@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tidekv.engine.metrics.histogram import Histogram
-from tidekv.engine.seeing.causes import extend_cause
+from tidekv.engine.trace.causes import extend_cause
 from tidekv.states import commands, events
-from tidekv.states.request import State
+from tidekv.states.request.request import State
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
-    from tidekv.states.node import Node, TierName
+    from tidekv.states.prefix.node import Node, TierName
 
 _CALLS: dict[type[commands.Command], str] = {
     commands.QueryStorage: "query",
@@ -55,7 +55,7 @@ class MetricsFold:
         self.cuts: Counter[str] = Counter()
         """Spans that were asked of prefill by extend, by what had failed."""
         self.declined: Counter[str] = Counter()
-        """Pages that storage had and that were not fetched, by the cause: `tidekv.states.request.DECLINED`."""
+        """Pages that storage had and that were not fetched, by the cause: `tidekv.states.request.request.DECLINED`."""
         self.evicted: Counter[str] = Counter()
         """Pages by tier."""
         self.events: Counter[str] = Counter()

@@ -8,7 +8,7 @@ from tidekv.engine.simulation.memory import Violation
 
 if TYPE_CHECKING:
     from tidekv.engine.simulation.surroundings import Surroundings
-    from tidekv.states.node import Node
+    from tidekv.states.prefix.node import Node
 
 
 def audit(world: Surroundings) -> None:

@@ -6,15 +6,15 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from tidekv.engine.simulation.memory import Violation
-from tidekv.engine.simulation.tails import LiveTails
+from tidekv.engine.simulation.components import LiveTails
 from tidekv.engine.simulation.tiers import TierSurroundings
 from tidekv.states import commands, events
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-    from tidekv.states.components import TailTable
+    from tidekv.states.components.specs import TailTable
     from tidekv.states.events import TailLeft
 
 SESSIONS = 5

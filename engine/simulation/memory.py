@@ -7,9 +7,9 @@ or read, no read of garbage, and no change of a page while it is read.
 
 from __future__ import annotations
 
-from tidekv.states.accounts import Condition, PageAccount
+from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.errors import TidekvError
-from tidekv.states.shapes import PageIds
+from tidekv.states.types import PageIds
 
 GARBAGE = 0
 

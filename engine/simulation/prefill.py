@@ -13,11 +13,11 @@ from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.schedule import Link
 from tidekv.engine.simulation.surroundings import Surroundings
 from tidekv.states import commands, events
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.tails import Tags
-    from tidekv.states.components import TailPages
+    from tidekv.engine.simulation.components import Tags
+    from tidekv.states.components.specs import TailPages
 
 DETECTION_S = 0.2
 RoomKey = tuple[str, int]

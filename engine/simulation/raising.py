@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from tidekv.engine.simulation.faults import Faults
-from tidekv.states.accounts import PageAccount
+from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.events import Event

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from tidekv.engine.simulation.tails import LiveTails
+from tidekv.engine.simulation.components import LiveTails
 from tidekv.states.settings import CoreSettings
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.types import PageIds, page_ids
 
 HISTORIES = tuple(Random("histories").choices(b"ab", k=64) for _ in range(4))
 

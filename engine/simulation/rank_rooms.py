@@ -8,9 +8,9 @@ from tidekv.states import commands, events
 
 if TYPE_CHECKING:
     from tidekv.engine.simulation.surroundings import RankSurroundings
-    from tidekv.engine.simulation.tails import Tags
-    from tidekv.states.components import TailPages
-    from tidekv.states.shapes import PageIds
+    from tidekv.engine.simulation.components import Tags
+    from tidekv.states.components.specs import TailPages
+    from tidekv.states.types import PageIds
 
 RoomKey = tuple[str, int]
 

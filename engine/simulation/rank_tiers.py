@@ -9,7 +9,7 @@ from tidekv.states import commands, events
 if TYPE_CHECKING:
     from tidekv.engine.simulation.memory import SimulatedPool
     from tidekv.engine.simulation.surroundings import RankSurroundings
-    from tidekv.states.shapes import PageIds
+    from tidekv.states.types import PageIds
 
 
 class RankTiers:

@@ -18,13 +18,13 @@ from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
 from tidekv.engine.simulation.rank_callers import Script, draw_script
 from tidekv.engine.simulation.schedule import Link, Schedule
 from tidekv.engine.simulation.simulate import draw_settings, with_components
-from tidekv.states.agreement import Opening
+from tidekv.states.ranks.agreement import Opening
 from tidekv.states.errors import TidekvError
-from tidekv.states.questions import LOST_RANK
+from tidekv.states.ranks.vote_items import LOST_RANK
 from tidekv.states.settings import CoreSettings
 
 if TYPE_CHECKING:
-    from tidekv.states.votes import Words
+    from tidekv.states.ranks.votes import Words
 
 EVENTS_COMPARED = 50
 """Events between two full comparisons of the ranks' state."""

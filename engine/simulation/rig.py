@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from tidekv.states import commands, events
 from tidekv.states.core import Core
-from tidekv.states.request import Request, State
+from tidekv.states.request.request import Request, State
 from tidekv.states.settings import CoreSettings
-from tidekv.states.shapes import PageIds
+from tidekv.states.types import PageIds
 
 Wish = TypeVar("Wish", bound=commands.Command)
 

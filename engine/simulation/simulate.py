@@ -9,10 +9,10 @@ import msgspec
 
 from tidekv.engine.simulation.faults import Chosen
 from tidekv.engine.simulation.policies import draw_policy
-from tidekv.engine.simulation.tails import draw_components
+from tidekv.engine.simulation.components import draw_components
 from tidekv.engine.simulation.world import World
 from tidekv.states.errors import TidekvError
-from tidekv.states.policy import POLICY_FIELDS
+from tidekv.states.storage.policy import POLICY_FIELDS
 from tidekv.states.settings import CoreSettings
 
 CLIENTS_MAX = 16

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tidekv.engine.simulation.world import World
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
-    from tidekv.states.witness import Noted
+    from tidekv.states.inspect.step_record import Noted
 
 RUNS_MAX = 60
 """Maximum number of runs."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tidekv.engine.simulation.memory import Contents, SimulatedPool
     from tidekv.engine.simulation.rank_callers import RankCaller, Script
     from tidekv.engine.simulation.schedule import Schedule
-    from tidekv.engine.simulation.tails import SimulatedTails, Tags
+    from tidekv.engine.simulation.components import SimulatedTails, Tags
     from tidekv.states import commands
     from tidekv.states.core import Core
     from tidekv.states.events import Event

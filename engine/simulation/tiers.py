@@ -9,7 +9,7 @@ from tidekv.engine.simulation.memory import SimulatedPool, Violation
 from tidekv.engine.simulation.stored import StoredTags
 from tidekv.engine.simulation.surroundings import Surroundings
 from tidekv.states import commands, events
-from tidekv.states.shapes import PageIds
+from tidekv.states.types import PageIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,8 @@ from tidekv.engine.simulation.prefill import Peer, Prompt
 from tidekv.engine.simulation.raising import Injected, Raising
 from tidekv.engine.simulation.rooms import Frames, RoomsOut
 from tidekv.engine.simulation.schedule import Schedule
-from tidekv.engine.simulation.tail_storage import SimulatedTailStorage
-from tidekv.engine.simulation.tails import LiveTails, SimulatedTails
+from tidekv.engine.simulation.component_storage import SimulatedTailStorage
+from tidekv.engine.simulation.components import LiveTails, SimulatedTails
 from tidekv.engine.simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
 from tidekv.states.core import Core

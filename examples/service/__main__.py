@@ -36,7 +36,7 @@ from tidekv import (
     NixlTransport,
     open_storage,
 )
-from tidekv.engine.workload.model import PagedModel
+from tidekv.engine.demo.model import PagedModel
 
 
 class DrainingServer(uvicorn.Server):

@@ -29,8 +29,8 @@ from tidekv import (
     ReadyRequest,
     RequestFailed,
 )
-from tidekv.engine.workload.compute import ComputeThread
-from tidekv.engine.workload.model import DecodeStep, PagedModel
+from tidekv.engine.demo.compute import ComputeThread
+from tidekv.engine.demo.model import DecodeStep, PagedModel
 from tidekv.transports.blocking import settled
 
 RESTORE_DEADLINE_S = 60.0

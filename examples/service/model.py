@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 
 from tidekv import InvalidConfig, KVLayout
-from tidekv.engine.workload.model import Llama, ModelShape, build_llama
+from tidekv.engine.demo.model import Llama, ModelShape, build_llama
 
 
 class Tokenizer(Protocol):

@@ -19,10 +19,10 @@ import uvloop
 
 from examples.service.model import load
 from tidekv import DevicePool, NixlTransport, PrefillPeer
-from tidekv.engine.workload.compute import ComputeThread
-from tidekv.engine.workload.model import PagedModel
-from tidekv.engine.workload.model_prefill import ModelPrefill
-from tidekv.engine.workload.prefix_pages import PrefixPages
+from tidekv.engine.demo.compute import ComputeThread
+from tidekv.engine.demo.model import PagedModel
+from tidekv.engine.demo.model_prefill import ModelPrefill
+from tidekv.engine.demo.prefix_pages import PrefixPages
 
 RESTART_PAUSE_S = 0.5
 CHUNK_PAGES = 4

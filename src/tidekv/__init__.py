@@ -34,32 +34,23 @@ from tidekv.states.errors import (
 
 if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
-    from tidekv.backends.device import DevicePool
-    from tidekv.backends.host import HostPool
+    from tidekv.backends.device.pool import DevicePool
+    from tidekv.backends.host.pool import HostPool
     from tidekv.backends.layout import KVLayout
     from tidekv.backends.page_layout import PageLayout
     from tidekv.backends.storage.uri import open_storage
-    from tidekv.engine.config import (
-        AdmissionOptions,
-        EngineConfig,
-        JournalOptions,
-        KVEventsOptions,
-        MetricsOptions,
-        PeerOptions,
-        SharingOptions,
-        StorageOptions,
-    )
-    from tidekv.engine.decode_engine import DecodeEngine
-    from tidekv.engine.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
+    from tidekv.engine.config.engine_config import AdmissionOptions, EngineConfig, JournalOptions, KVEventsOptions, MetricsOptions, PeerOptions, SharingOptions, StorageOptions
+    from tidekv.engine.decode.decode_engine import DecodeEngine
+    from tidekv.engine.thread.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
     from tidekv.engine.journal import Replayer
-    from tidekv.engine.prefill_peer import PrefillPeer
-    from tidekv.engine.rank_group import RankGroup
-    from tidekv.engine.tails import ReadyTail, WindowPages
-    from tidekv.engine.tracing import trace_requests
-    from tidekv.engine.values import DecodeRequest, ReadyRequest, RetractedRequest
-    from tidekv.states.policy import StoragePolicy
+    from tidekv.engine.prefill.prefill_peer import PrefillPeer
+    from tidekv.engine.ranks.group import RankGroup
+    from tidekv.engine.decode.component_pages import ReadyTail, WindowPages
+    from tidekv.engine.trace.spans import trace_requests
+    from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, RetractedRequest
+    from tidekv.states.storage.policy import StoragePolicy
     from tidekv.transports.loopback import LoopbackTransport
-    from tidekv.transports.nixl import NixlTransport
+    from tidekv.transports.nixl.transport import NixlTransport
 
 __all__ = [
     "AdmissionOptions",
@@ -123,38 +114,38 @@ __all__ = [
 
 # Imported on first use: torch takes seconds, which `tidekv --help` does not need.
 _LATER = {
-    "AdmissionOptions": "tidekv.engine.config",
+    "AdmissionOptions": "tidekv.engine.config.engine_config",
     "ComponentPools": "tidekv.backends.component_pools",
-    "DecodeEngine": "tidekv.engine.decode_engine",
-    "DecodeRequest": "tidekv.engine.values",
-    "DevicePool": "tidekv.backends.device",
-    "EngineConfig": "tidekv.engine.config",
-    "EngineThread": "tidekv.engine.engine_thread",
-    "Failed": "tidekv.engine.engine_thread",
-    "Finished": "tidekv.engine.engine_thread",
-    "HostPool": "tidekv.backends.host",
-    "JournalOptions": "tidekv.engine.config",
-    "KVEventsOptions": "tidekv.engine.config",
+    "DecodeEngine": "tidekv.engine.decode.decode_engine",
+    "DecodeRequest": "tidekv.engine.decode.values",
+    "DevicePool": "tidekv.backends.device.pool",
+    "EngineConfig": "tidekv.engine.config.engine_config",
+    "EngineThread": "tidekv.engine.thread.engine_thread",
+    "Failed": "tidekv.engine.thread.engine_thread",
+    "Finished": "tidekv.engine.thread.engine_thread",
+    "HostPool": "tidekv.backends.host.pool",
+    "JournalOptions": "tidekv.engine.config.engine_config",
+    "KVEventsOptions": "tidekv.engine.config.engine_config",
     "KVLayout": "tidekv.backends.layout",
     "LoopbackTransport": "tidekv.transports.loopback",
-    "MetricsOptions": "tidekv.engine.config",
-    "NixlTransport": "tidekv.transports.nixl",
+    "MetricsOptions": "tidekv.engine.config.engine_config",
+    "NixlTransport": "tidekv.transports.nixl.transport",
     "PageLayout": "tidekv.backends.page_layout",
-    "PeerOptions": "tidekv.engine.config",
-    "PrefillPeer": "tidekv.engine.prefill_peer",
-    "RankGroup": "tidekv.engine.rank_group",
-    "ReadyRequest": "tidekv.engine.values",
-    "ReadyTail": "tidekv.engine.tails",
+    "PeerOptions": "tidekv.engine.config.engine_config",
+    "PrefillPeer": "tidekv.engine.prefill.prefill_peer",
+    "RankGroup": "tidekv.engine.ranks.group",
+    "ReadyRequest": "tidekv.engine.decode.values",
+    "ReadyTail": "tidekv.engine.decode.component_pages",
     "Replayer": "tidekv.engine.journal",
-    "Restored": "tidekv.engine.engine_thread",
-    "Retracted": "tidekv.engine.engine_thread",
-    "RetractedRequest": "tidekv.engine.values",
-    "SharingOptions": "tidekv.engine.config",
-    "StorageOptions": "tidekv.engine.config",
-    "StoragePolicy": "tidekv.states.policy",
-    "WindowPages": "tidekv.engine.tails",
+    "Restored": "tidekv.engine.thread.engine_thread",
+    "Retracted": "tidekv.engine.thread.engine_thread",
+    "RetractedRequest": "tidekv.engine.decode.values",
+    "SharingOptions": "tidekv.engine.config.engine_config",
+    "StorageOptions": "tidekv.engine.config.engine_config",
+    "StoragePolicy": "tidekv.states.storage.policy",
+    "WindowPages": "tidekv.engine.decode.component_pages",
     "open_storage": "tidekv.backends.storage.uri",
-    "trace_requests": "tidekv.engine.tracing",
+    "trace_requests": "tidekv.engine.trace.spans",
 }
 
 # Where logs go is the application's business; without this Python would print warnings by itself.

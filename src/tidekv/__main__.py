@@ -1,6 +1,6 @@
 """`python -m tidekv`: the command line."""
 
-from tidekv.engine.cli import main
+from tidekv.engine.cli.main import main
 
 if __name__ == "__main__":
     main()

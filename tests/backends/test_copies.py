@@ -14,20 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidekv.backends.copies import PageCopier
-from tidekv.backends.copy_lanes import CopyLanes
-from tidekv.backends.cuda_copies import StagedCloner
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
+from tidekv.backends.copies.copier import PageCopier
+from tidekv.backends.copies.lanes import CopyLanes
+from tidekv.backends.copies.cuda import StagedCloner
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
-from tidekv.backends.moves import PageCloner, PageMover, page_runs
+from tidekv.backends.copies.cpu_moves import PageCloner, PageMover, page_runs
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.backends.piece_moves import IndexPieces
-from tidekv.backends.staged_copies import StagedMover
-from tidekv.backends.streams import InlineStreams
+from tidekv.backends.copies.pieces import IndexPieces
+from tidekv.backends.copies.staged import StagedMover
+from tidekv.backends.copies.streams import InlineStreams
 from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", page_size=4)
 ODD = KVLayout(num_layers=3, num_kv_heads=1, head_dim=5, dtype="uint8", page_size=3, kind="mla")

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from tidekv.backends.copies import PageCopier
-from tidekv.backends.cuda_copies import CopyChoice
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
+from tidekv.backends.copies.copier import PageCopier
+from tidekv.backends.copies.cuda import CopyChoice
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.backends.piece_moves import triton_launch
+from tidekv.backends.copies.pieces import triton_launch
 from tidekv.states.errors import InvalidConfig, OutOfMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

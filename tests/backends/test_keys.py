@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.backends.keys import namespace_seed, pack_tokens, page_digests, storage_namespace
+from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests, storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.shapes import GroupIdentity
+from tidekv.states.types import GroupIdentity
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40)
 NAMESPACES = st.text(max_size=5)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.backends.keys import namespace_seed, pack_tokens, page_digests
-from tidekv.backends.page_keys import PageKeys
+from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
+from tidekv.backends.keys.page_keys import PageKeys
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=24)
 SIZES = st.integers(1, 5)

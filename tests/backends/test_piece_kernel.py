@@ -49,7 +49,7 @@ def test_the_kernel_compiles_for_gpus_of_three_generations(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = importlib.import_module("tidekv.backends.piece_kernel")
+    kernel = importlib.import_module("tidekv.backends.copies.kernel")
     element = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}[element_bytes]
     arguments = {"addresses": "*i64", "pages": element, "row_ids": "*i64", "page_ids": "*i64"}
     arguments |= dict.fromkeys(["first_pair", "pair_count", "first_piece", "piece_count"], "i32")

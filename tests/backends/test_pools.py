@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import DTYPES, KVLayout
 from tidekv.states.errors import CapacityError, InvalidConfig, InvalidRequest, OutOfMemory
-from tidekv.states.shapes import PoolMemory, page_ids
+from tidekv.states.types import PoolMemory, page_ids
 
 
 def small(dtype: str = "float16", kind: str = "mha") -> KVLayout:

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig
-from tidekv.engine.cli import app
-from tidekv.engine.commands import bench
-from tidekv.engine.seeing import plots
+from tidekv.engine.cli.main import app
+from benchmarks import __main__ as bench
+from tidekv.engine.trace import plots
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 GROUPS = {"index", "keys", "engine", "transfer", "restore", "planner", "paper", "cuda", "sessions", "scaling"}
@@ -225,7 +225,7 @@ def test_a_tree_is_put_to_what_it_must_do_before_it_is_measured(monkeypatch: pyt
 def test_our_page_hashes_are_the_documented_chain() -> None:
     trees = module("peer_trees")
     packed = trees.numbers(70, 3).astype("<u4").tobytes()
-    from tidekv.backends.keys import page_digests
+    from tidekv.backends.keys.chain import page_digests
 
     assert trees.chain(packed, 16) == [digest.hex() for digest in page_digests(packed, 16)]
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tidekv.backends.piece_moves import PieceShape
+from tidekv.backends.copies.pieces import PieceShape
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from tests.support.waits import LIMIT_S
-from tidekv.engine.config import EngineConfig
-from tidekv.engine.configuration import Configuration
-from tidekv.engine.configuration.document import configuration_page
-from tidekv.engine.configuration.options import Option, all_options, section_types
-from tidekv.engine.configuration.peer_flags import FLAGS
-from tidekv.engine.configuration.schema import json_schema
+from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.config import Configuration
+from tools.config_page import configuration_page
+from tidekv.engine.config.options import Option, all_options, section_types
+from tools.peer_flags import FLAGS
+from tidekv.engine.config.schema import json_schema
 from tidekv.states.validation import allowed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -42,7 +42,7 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
 
 def test_the_page_is_written_from_the_code() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page(), (
-        "run: python -m tidekv.engine.configuration.document > docs/configuration.md"
+        "run: python -m tools.config_page > docs/configuration.md"
     )
 
 

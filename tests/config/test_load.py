@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.engine.config import EngineConfig
-from tidekv.engine.configuration import Configuration, gather, load
-from tidekv.engine.configuration.check import mistakes_here
-from tidekv.engine.configuration.options import all_options
+from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.config import load
+from tidekv.engine.config import Configuration, gather
+from tidekv.engine.config.check import mistakes_here
+from tidekv.engine.config.options import all_options
 from tidekv.states.errors import InvalidConfig
 
 NOTHING: Mapping[str, str] = {}
@@ -249,5 +250,5 @@ def test_every_default_survives_being_written_to_a_file_and_read_again(tmp_path:
 
 def test_kv_events_without_their_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ("engine.kv_events.endpoint=tcp://*:5557",)
-    monkeypatch.setattr("tidekv.engine.configuration.check.find_spec", lambda name: None)
+    monkeypatch.setattr("tidekv.engine.config.check.find_spec", lambda name: None)
     assert "engine.kv_events.endpoint: KV events need pyzmq: pip install 'tidekv[events]'" in said(settings=settings)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.engine.configuration.cgroups import cpu_limit
-from tidekv.engine.configuration.memory import Memory, host_memory
-from tidekv.engine.configuration.sections import CacheSection
-from tidekv.engine.configuration.sizes import parse_memory
+from tidekv.engine.config.cgroups import cpu_limit
+from tidekv.engine.config.memory import Memory, host_memory
+from tidekv.engine.config.sections import CacheSection
+from tidekv.engine.config.sizes import parse_memory
 from tidekv.states.errors import InvalidConfig
 
 GIB = 1 << 30

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.waits import LIMIT_S
-from tidekv.engine.configuration import load
-from tidekv.engine.configuration.check import mistakes_here
-from tidekv.engine.configuration.sections import TransportSection
-from tidekv.engine.configuration.tls import dial_context, listen_context
+from tidekv.engine.config import load
+from tidekv.engine.config.check import mistakes_here
+from tidekv.engine.config.sections import TransportSection
+from tidekv.engine.config.tls import dial_context, listen_context
 from tidekv.states.errors import InvalidConfig
 
 PEM = str(Path(__file__).resolve().parent.parent / "transports" / "localhost.pem")

@@ -12,8 +12,8 @@ from typing import Any  # Parsed YAML has no types.
 import pytest
 import typer
 
-from tidekv.engine.cli import app
-from tidekv.engine.configuration import gather
+from tidekv.engine.cli.main import app
+from tidekv.engine.config import gather
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"

@@ -14,15 +14,16 @@ import click
 import pytest
 import typer
 
-from tidekv.engine.cli import app
-from tidekv.engine.config import EngineConfig, JournalOptions, StorageOptions
-from tidekv.engine.configuration import load
-from tidekv.engine.configuration.options import all_options, section_types
+from tidekv.engine.cli.main import app
+from tidekv.engine.config.engine_config import EngineConfig, JournalOptions, StorageOptions
+from tidekv.engine.config import load
+from tidekv.engine.config.options import all_options, section_types
 from tidekv.engine.metrics.collector import MetricsCollector
-from tidekv.states import errors, guards_and_actions
+from tidekv.states import errors
+from tidekv.states.request import guards_and_actions
 from tidekv.states.core import consequences_table
-from tidekv.states.table import diagram
-from tidekv.transports import wire
+from tidekv.states.request.table import diagram
+from tidekv.transports.control import wire
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

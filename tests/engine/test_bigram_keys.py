@@ -30,11 +30,11 @@ from tidekv import (
     RequestFailed,
     open_storage,
 )
-from tidekv.backends.keys import pack_tokens, page_digests
+from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.page_layout import PageLayout
-from tidekv.engine.workload.synthetic import SyntheticKV
+from tidekv.engine.demo.synthetic import SyntheticKV
 from tidekv.transports.loopback import LoopbackNetwork
-from tidekv.transports.outgoing import Room
+from tidekv.transports.prefill.prefill_room import Room
 
 SIZE = 4
 LAYOUT = PageLayout.of(

@@ -17,7 +17,7 @@ from tidekv import (
     PageLayout,
 )
 from tidekv.backends.component_pools import with_components
-from tidekv.backends.keys import storage_namespace
+from tidekv.backends.keys.chain import storage_namespace
 from tidekv.transports.loopback import LoopbackNetwork
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)

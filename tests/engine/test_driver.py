@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.engine import driver as driver_module
-from tidekv.engine.driver import CALLS, Driver
+from tidekv.engine.decode import driver as driver_module
+from tidekv.engine.decode.driver import CALLS, Driver
 from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 
 def flush(call: int) -> events.FlushRequested:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import EngineClosed, InvalidRequest, RequestFailed, open_storage
-from tidekv.engine.values import ReadyRequest
+from tidekv.engine.decode.values import ReadyRequest
 
 PROMPT = list(range(100, 126))
 TURNS_MAX = 400
@@ -27,7 +27,7 @@ Call = Callable[[Any], Awaitable[object]]
 @pytest.fixture(autouse=True)
 def one_event_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many places to be cut at as there can be."""
-    monkeypatch.setattr("tidekv.engine.driver.TURN_S_MAX", -1.0)
+    monkeypatch.setattr("tidekv.engine.decode.driver.TURN_S_MAX", -1.0)
 
 
 async def warm(pair: Any) -> None:

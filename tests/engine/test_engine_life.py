@@ -27,7 +27,7 @@ from tidekv import (
     RequestFailed,
     open_storage,
 )
-from tidekv.engine import parts
+from tidekv.engine.decode import runtime
 from tidekv.states.errors import BrokenInvariant
 from tidekv.transports.loopback import LoopbackNetwork
 
@@ -172,7 +172,7 @@ class HangingStorage:
 
 
 async def test_a_part_that_hangs_does_not_keep_the_others_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CLOSE_PART_S", 0.05)
+    monkeypatch.setattr(runtime, "CLOSE_PART_S", 0.05)
     engine = make_engine(
         EngineConfig(close_deadline_s=0.05), host=HostPool.allocate(LAYOUT, 8), storage=HangingStorage()
     )

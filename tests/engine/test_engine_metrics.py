@@ -15,9 +15,9 @@ from rich.console import Console
 from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig, InvalidRequest, Replayer, RequestFailed, open_storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
-from tidekv.engine.metrics.dashboard import dashboard_text
-from tidekv.engine.metrics.document import metric_families, with_metrics
-from tidekv.engine.seeing import top
+from tools.grafana_dashboard import dashboard_text
+from tools.metrics_page import metric_families, with_metrics
+from tidekv.engine.trace import top
 
 PROMPT = list(range(100, 122))
 OF_THE_PROCESS = {
@@ -123,10 +123,10 @@ def test_dashboard_shows_every_metric_and_no_other() -> None:
 
 def test_list_of_metrics_in_docs_is_generated() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "observability.md").read_text()
-    assert page == with_metrics(page), "python -m tidekv.engine.metrics.document docs/observability.md"
+    assert page == with_metrics(page), "python -m tools.metrics_page docs/observability.md"
     assert page.count("| `tidekv_") == len(metric_families())
 
 
 def test_dashboard_in_docs_is_generated() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
-    assert page.read_text() == dashboard_text(), "python -m tidekv.engine.metrics.dashboard > docs/grafana.json"
+    assert page.read_text() == dashboard_text(), "python -m tools.grafana_dashboard > docs/grafana.json"

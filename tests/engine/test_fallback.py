@@ -10,7 +10,7 @@ import pytest
 from tidekv import RequestFailed, open_storage
 from tidekv.backends.storage.base import Storage
 from tidekv.states.errors import CopyFailed, StorageFailed
-from tidekv.states.shapes import PageIds
+from tidekv.states.types import PageIds
 
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
 

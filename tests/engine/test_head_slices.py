@@ -22,11 +22,11 @@ from tidekv import (
     NixlTransport,
     Restored,
 )
-from tidekv.backends.keys import pack_tokens
-from tidekv.engine.rank_group import RankGroup
-from tidekv.engine.workload.synthetic import prompt_digests
-from tidekv.engine.workload.synthetic_tails import tail_digest
-from tidekv.states.shapes import page_ids
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.ranks.group import RankGroup
+from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.demo.synthetic_components import tail_digest
+from tidekv.states.types import page_ids
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 

@@ -15,9 +15,9 @@ from tidekv import (
     PrefillPeer,
     open_storage,
 )
-from tidekv.backends.keys import pack_tokens
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 
 PAGE_SIZE = 16
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16", page_size=PAGE_SIZE)

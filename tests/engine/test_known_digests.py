@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.backends import page_keys
-from tidekv.backends.keys import namespace_seed, page_digests
-from tidekv.backends.page_keys import PageKeys
-from tidekv.engine import known_digests
-from tidekv.engine.known_digests import KnownDigests
-from tidekv.engine.token_record import TokenRecord
+from tidekv.backends.keys import page_keys
+from tidekv.backends.keys.chain import namespace_seed, page_digests
+from tidekv.backends.keys.page_keys import PageKeys
+from tidekv.engine.decode import known_digests
+from tidekv.engine.decode.known_digests import KnownDigests
+from tidekv.engine.decode.token_record import TokenRecord
 
 PAGES = PageKeys(2)
 # Few different tokens, so that prompts share prefixes, and odd lengths, so that some end within a page.

@@ -18,8 +18,8 @@ from tidekv.backends.storage.base import Storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.metrics.collector import CONDITIONS, LIVE, POOLS
 from tidekv.states.errors import CopyFailed, StorageFailed
-from tidekv.states.request import DECLINED, State
-from tidekv.states.shapes import PageIds
+from tidekv.states.request.request import DECLINED, State
+from tidekv.states.types import PageIds
 
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
 OTHER = list(range(300, 342))

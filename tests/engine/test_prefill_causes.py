@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tidekv import DecodeRequest, DevicePool, LoopbackTransport, PrefillCause, PrefillPeer, RequestFailed
-from tidekv.transports import wire
+from tidekv.transports.control import wire
 from tidekv.transports.base import Link
 
 PROMPT = list(range(100, 142))

@@ -12,12 +12,12 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.prefill_peer import PrefillPeer, Room
+from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, TransferFailed
-from tidekv.states.shapes import Identity, PoolMemory, Segment, page_ids
+from tidekv.states.types import Identity, PoolMemory, Segment, page_ids
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
-from tidekv.transports.receiver import Receiver
+from tidekv.transports.decode.receiver import Receiver
 
 PAGE = 4
 PAGE_BYTES = 32

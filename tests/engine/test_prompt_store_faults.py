@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import HostPool, InvalidConfig, KVLayout
-from tidekv.engine.prefill_peer import PromptStoreSettings
+from tidekv.engine.prefill.prefill_peer import PromptStoreSettings
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)

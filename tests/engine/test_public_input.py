@@ -33,7 +33,7 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
-from tidekv.engine.prefill_peer import PromptStoreSettings, RoomSettings
+from tidekv.engine.prefill.prefill_peer import PromptStoreSettings, RoomSettings
 from tidekv.states import errors
 from tidekv.states.settings import CoreSettings
 from tidekv.states.validation import checked

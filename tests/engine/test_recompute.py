@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
-from tidekv.backends.keys import pack_tokens
-from tidekv.engine.values import RecomputeJob
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.decode.values import RecomputeJob
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.transports.loopback import LoopbackNetwork
 
 PAGE_SIZE = 4

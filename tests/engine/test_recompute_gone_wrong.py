@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
-from tidekv.engine import driver
-from tidekv.engine.values import RecomputeJob
+from tidekv.engine.decode import driver
+from tidekv.engine.decode.values import RecomputeJob
 from tidekv.states import commands, events
 from tidekv.transports.loopback import LoopbackNetwork
 

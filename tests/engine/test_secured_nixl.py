@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, NixlTransport, PrefillPeer
-from tidekv.backends.keys import pack_tokens
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import PrefillCause, RequestFailed
 
 pytestmark = pytest.mark.nixl

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tidekv import DevicePool, HostPool, InvalidConfig, InvalidRequest, KVLayout, PrefillPeer, open_storage
-from tidekv.backends.keys import pack_tokens, page_digests
+from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.prefill_peer import PromptStoreSettings
+from tidekv.engine.prefill.prefill_peer import PromptStoreSettings
 from tidekv.states.errors import StorageFailed
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tidekv.states.books import COUNTERS
 
-from tidekv.engine import prompt_store
-from tidekv.transports import receiver, sender
+from tidekv.engine.prefill import prompt_store
+from tidekv.transports.decode import receiver
+from tidekv.transports.prefill import sender
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(100, 122))

@@ -16,9 +16,9 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from tidekv import InvalidRequest, open_storage
-from tidekv.engine.cli import app
-from tidekv.engine.seeing import top
-from tidekv.engine.seeing.live import LiveView
+from tidekv.engine.cli.main import app
+from tidekv.engine.trace import top
+from tidekv.engine.trace.live import LiveView
 from tidekv.states.errors import StorageFailed
 
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.

@@ -11,7 +11,7 @@ PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 
 @pytest.fixture(params=[-1.0, 60.0], ids=["an event a turn", "all in one turn"])
 def turn_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr("tidekv.engine.driver.TURN_S_MAX", request.param)
+    monkeypatch.setattr("tidekv.engine.decode.driver.TURN_S_MAX", request.param)
     return request.param
 
 

@@ -30,15 +30,15 @@ from tidekv import (
     NixlTransport,
     PrefillPeer,
 )
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.values import ReadyRequest
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.engine.workload.synthetic_tails import wrong_tails
-from tidekv.transports import nixl
-from tidekv.transports.outgoing import Room
+from tidekv.engine.decode.values import ReadyRequest
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.demo.synthetic_components import wrong_tails
+from tidekv.transports.nixl import transport
+from tidekv.transports.prefill.prefill_room import Room
 
 PAGE_SIZE = 16
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", page_size=PAGE_SIZE)
@@ -124,7 +124,7 @@ def words(first: int, pages: int, tail: int = 0) -> list[int]:
 @pytest.fixture(autouse=True)
 def writes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write of this process is posted page by page, so that it can halt between two of them."""
-    monkeypatch.setattr(nixl, "PART_BYTES", 1)
+    monkeypatch.setattr(transport, "PART_BYTES", 1)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.support.fault_process import (
     Turn,
 )
 from tests.support.waits import LIMIT_S
-from tidekv.engine.prefill_peer import RoomOutcome
+from tidekv.engine.prefill.prefill_peer import RoomOutcome
 
 pytestmark = pytest.mark.nixl
 

@@ -13,11 +13,11 @@ import pytest
 from tests.support.fault_process import Done, Halt, Halted
 from tests.support.waits import LIMIT_S
 from tidekv import PrefillCause, Replayer
-from tidekv.engine import main_job
+from tidekv.engine.demo import main_job
 from tidekv.engine.journal.final import final_state
-from tidekv.engine.seeing.explain import explain
-from tidekv.engine.seeing.stories import Stories
-from tidekv.engine.workload.blocks import TraceOptions
+from tidekv.engine.trace.explain import explain
+from tidekv.engine.trace.request_traces import Stories
+from tidekv.engine.demo.blocks import TraceOptions
 
 pytestmark = pytest.mark.nixl
 

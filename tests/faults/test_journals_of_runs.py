@@ -14,15 +14,16 @@ import pytest
 from tests.support.fault_process import Done, Halt, Halted
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, Replayer, open_storage
-from tidekv.engine import cli, main_job
+from tidekv.engine.cli import main
+from tidekv.engine.demo import main_job
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.journal.lines import EndLine
 from tidekv.engine.journal.reader import JournalReader
-from tidekv.engine.workload.blocks import TraceOptions
-from tidekv.engine.workload.compute import ComputeThread
-from tidekv.engine.workload.phase import Phase
-from tidekv.engine.workload.trace_run import TraceRun
-from tidekv.engine.workload.traces import read_trace
+from tidekv.engine.demo.blocks import TraceOptions
+from tidekv.engine.demo.compute import ComputeThread
+from tidekv.engine.demo.phase import Phase
+from tidekv.engine.demo.trace_run import TraceRun
+from tidekv.engine.demo.traces import read_trace
 from tidekv.states import events
 
 pytestmark = pytest.mark.nixl
@@ -126,7 +127,7 @@ def test_journal_of_tidekv_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     options = ["--conversations", "5", "--rounds", "3", "--no-compare", "--journal", str(path)]
     monkeypatch.setattr("sys.argv", ["tidekv", "run", *options])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert ended.value.code == 0, capsys.readouterr().out
     (engine,) = engines
     taken = check_replay(path, engine)
@@ -134,6 +135,6 @@ def test_journal_of_tidekv_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert {events.PagesFetched, events.CopyEnded, events.ChunkLanded} <= {type(event) for event in taken}
     monkeypatch.setattr("sys.argv", ["tidekv", "replay", str(path)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert ended.value.code == 0
     assert capsys.readouterr().out.endswith(f"identical: {len(taken)} events, final index, pools and counters\n")

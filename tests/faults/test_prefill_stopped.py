@@ -16,8 +16,8 @@ import pytest
 from tests.support.fault_process import Done, Halt
 from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed
-from tidekv.backends.keys import pack_tokens
-from tidekv.engine.workload.synthetic import prompt_digests
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.demo.synthetic import prompt_digests
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 

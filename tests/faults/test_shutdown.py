@@ -23,9 +23,9 @@ from tidekv import (
     RequestFailed,
     open_storage,
 )
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.states.request import State
-from tidekv.states.shapes import PageIds
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.states.request.request import State
+from tidekv.states.types import PageIds
 from tidekv.transports.loopback import LoopbackNetwork
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)

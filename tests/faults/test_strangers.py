@@ -15,8 +15,9 @@ import pytest
 
 from tidekv.engine.doctor.machine import listening
 from tidekv.states.errors import TidekvError
-from tidekv.states.shapes import PoolMemory
-from tidekv.transports import control, wire
+from tidekv.states.types import PoolMemory
+from tidekv.transports.control import connection as control
+from tidekv.transports.control import wire
 
 pytestmark = pytest.mark.nixl
 

@@ -18,7 +18,7 @@ import pytest
 from tests.support.configs import engine_config
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 
 Restored = Callable[[list[int]], Awaitable[tuple[dict[str, int], list[bytes]]]]
 
@@ -63,12 +63,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         sys.modules[MODULE] = types.ModuleType(MODULE)
         vars(sys.modules[MODULE])["HiCacheStorage"] = HiCacheStorage
     try:
-        yield importlib.import_module("tidekv.engine.integrations.sglang")
+        yield importlib.import_module("tidekv.engine.integrations.sglang.hicache")
     finally:
         for name in set(sys.modules) - set(before):
-            if name.startswith("sglang") or name == "tidekv.engine.integrations.sglang":
+            if name.startswith("sglang") or name == "tidekv.engine.integrations.sglang.hicache":
                 del sys.modules[name]
-        sys.modules.pop("tidekv.engine.integrations.sglang", None)
+        sys.modules.pop("tidekv.engine.integrations.sglang.hicache", None)
 
 
 @asynccontextmanager

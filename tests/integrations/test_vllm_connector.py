@@ -32,8 +32,8 @@ from tests.support.vllm_contract import (
     upon_contract,
 )
 from tidekv import KVLayout
-from tidekv.engine.integrations.vllm_jobs import COUNTS
-from tidekv.engine.integrations.vllm_settings import MHA_BACKENDS, MLA_BACKENDS, ConnectorSettings, read_settings
+from tidekv.engine.integrations.vllm.jobs import COUNTS
+from tidekv.engine.integrations.vllm.settings import MHA_BACKENDS, MLA_BACKENDS, ConnectorSettings, read_settings
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 

@@ -16,11 +16,11 @@ from tests.support.waits import LIMIT_S
 from tidekv import KVLayout
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.integrations.vllm_blocks import PagedBlocks
-from tidekv.engine.integrations.vllm_jobs import LoadEnded, LoadJob, SaveJob
-from tidekv.engine.integrations.vllm_lookup import PrefixLookup
-from tidekv.engine.integrations.vllm_pages import WorkerPages
-from tidekv.engine.integrations.vllm_settings import ConnectorSettings, Shared
+from tidekv.engine.integrations.vllm.blocks import PagedBlocks
+from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
+from tidekv.engine.integrations.vllm.lookup import PrefixLookup
+from tidekv.engine.integrations.vllm.pages import WorkerPages
+from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
 from tidekv.states.errors import EngineClosed, InvalidConfig, StorageFailed
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 4, 4, 40

@@ -11,10 +11,10 @@ from typing import Any  # vLLM's objects are not typed here.
 import pytest
 
 from tidekv import KVLayout
-from tidekv.backends.keys import namespace_seed, pack_tokens, page_digests
-from tidekv.engine.integrations.vllm_jobs import LoadJob, SaveJob
-from tidekv.engine.integrations.vllm_scheduler import SchedulerSide
-from tidekv.engine.integrations.vllm_settings import ConnectorSettings, Shared
+from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
+from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
+from tidekv.engine.integrations.vllm.scheduler import SchedulerSide
+from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
 
 BLOCK = 4
 TOKENS = list(range(100, 142))

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tidekv.engine import cli
+from tidekv.engine.cli import main
 from tidekv.engine.journal import lines as journal_lines
 from tidekv.engine.journal.lines import seal
-from tidekv.states.accounts import PageAccount
+from tidekv.states.pages.page_pool import PageAccount
 
 
 def run(
@@ -19,7 +19,7 @@ def run(
     """Exit code, standard output and standard error of the command line."""
     monkeypatch.setattr("sys.argv", ["tidekv", *map(str, arguments)])
     with pytest.raises(SystemExit) as raised:
-        cli.main()
+        main.main()
     printed = capsys.readouterr()
     return int(raised.value.code or 0), printed.out, printed.err
 

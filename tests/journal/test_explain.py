@@ -10,20 +10,25 @@ from typing import Any
 import pytest
 
 import tidekv.states
-from tests.support import explained_requests, explained_tails, explained_tiers
+from tests.support import explained_requests
+from tests.support import explained_components
+from tests.support import explained_tiers
 from tidekv import Replayer
-from tidekv.engine.seeing import causes
-from tidekv.engine.seeing.explain import explain
-from tidekv.engine.seeing.stories import read_stories
+from tidekv.engine.trace import causes
+from tidekv.engine.trace.explain import explain
+from tidekv.engine.trace.request_traces import read_stories
 from tidekv.engine.simulation.faults import FAULTS
-from tidekv.states import core, events, guards_and_actions, loads
-from tidekv.states.request import DECLINED, LOAD_CAUSES, State
-from tidekv.states.table import TRANSITIONS
+from tidekv.states import core
+from tidekv.states import events
+from tidekv.states.request import guards_and_actions
+from tidekv.states.loads import loads
+from tidekv.states.request.request import DECLINED, LOAD_CAUSES, State
+from tidekv.states.request.table import TRANSITIONS
 
 Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
 
 
-CASES = {**explained_tiers.CASES, **explained_tails.CASES, **explained_requests.CASES}
+CASES = {**explained_tiers.CASES, **explained_components.CASES, **explained_requests.CASES}
 
 
 def words_for(path: Path, request_id: str = "r1") -> str:

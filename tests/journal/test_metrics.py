@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.recount import counters_of, recount, scraped
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
-from tidekv.engine.seeing.stories import Stories
-from tidekv.states.request import DECLINED, LOAD_CAUSES
+from tidekv.engine.trace.request_traces import Stories
+from tidekv.states.request.request import DECLINED, LOAD_CAUSES
 
 PAGE_BYTES = 1024
 

@@ -11,10 +11,10 @@ import pytest
 from tidekv import InvalidRequest, JournalDamaged, ReplayDiverged, Replayer
 from tidekv.engine.journal.shrink import shrink
 from tidekv.engine.simulation.simulate import SimulationFailed, draw_settings, with_components
-from tidekv.states.backups import Backups
+from tidekv.states.backup.backups import Backups
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.request_tails import Tails
-from tidekv.states.rooms import Rooms
+from tidekv.states.components.request_components import Tails
+from tidekv.states.handover.rooms import Rooms
 
 
 def first_that_breaks(simulate, directory: Path, seeds: range, **drawn: Callable[[int], object]) -> Path:

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from tidekv.backends.keys import page_digests
-from tidekv.backends.page_keys import PageKeys
+from tidekv.backends.keys.chain import page_digests
+from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
 from tidekv.engine.kv_events.tell import KVEventTeller, Seen
 from tidekv.engine.kv_events.watch import KVEventWatcher
@@ -18,7 +18,7 @@ from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
 from tidekv.states import commands, events
 from tidekv.states.core import Core
-from tidekv.states.node import Node
+from tidekv.states.prefix.node import Node
 from tidekv.states.settings import CoreSettings
 
 Held = dict[str, set[int]]

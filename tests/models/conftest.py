@@ -31,7 +31,7 @@ from tidekv import (
 )
 from tidekv.backends.page_layout import Layout
 from tidekv.transports.loopback import LoopbackNetwork
-from tidekv.transports.outgoing import Room
+from tidekv.transports.prefill.prefill_room import Room
 
 PAGES = 64
 SPARE_TOKENS = 8

@@ -16,7 +16,7 @@ from tests.support.group_model import CausalModel, GroupModel, PlainKV
 from tests.support.speculation import Answer, Speculation, dampen_later_layers, first_layers
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import PageLayout
-from tidekv.engine.workload.model import ModelShape, build_llama, generate_in_one_process
+from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
 
 PAGE_SIZE = 4
 OUTPUT = 24

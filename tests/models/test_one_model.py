@@ -11,7 +11,7 @@ import torch
 from tests.support.group_model import CausalModel, GroupModel, LatentKV, PlainKV, ScaledKV
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.engine.workload.model import ModelShape, build_llama, generate_in_one_process
+from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
 
 PAGE_SIZE = 4
 VOCABULARY = 64

@@ -32,10 +32,10 @@ from tidekv import (
     ReadyRequest,
     open_storage,
 )
-from tidekv.engine.tails import LeftTails, WindowPages
-from tidekv.engine.workload.model import generate_in_one_process
+from tidekv.engine.decode.component_pages import LeftTails, WindowPages
+from tidekv.engine.demo.model import generate_in_one_process
 from tidekv.transports.loopback import LoopbackNetwork
-from tidekv.transports.outgoing import Room
+from tidekv.transports.prefill.prefill_room import Room
 
 SIZE = 4
 PAGES = 96

@@ -6,7 +6,7 @@ import pytest
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.request import State
+from tidekv.states.request.request import State
 
 pytestmark = pytest.mark.usefixtures("both_machines")
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
-from tidekv.backends.keys import pack_tokens, page_digests
-from tidekv.engine.driver import Driver
-from tidekv.engine.workload.synthetic import prompt_digests
+from tidekv.backends.keys.chain import pack_tokens, page_digests
+from tidekv.engine.decode.driver import Driver
+from tidekv.engine.demo.synthetic import prompt_digests
 from tidekv.states import events
 
 pytestmark = pytest.mark.usefixtures("both_machines")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from tidekv.engine.workload.model import ModelShape, build_llama, generate_in_one_process
+from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0

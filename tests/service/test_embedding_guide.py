@@ -23,7 +23,7 @@ from tidekv import (
     NixlTransport,
     PrefillPeer,
 )
-from tidekv.states.accounts import PageAccount
+from tidekv.states.pages.page_pool import PageAccount
 from tidekv.transports.loopback import LoopbackNetwork
 
 pytestmark = pytest.mark.nixl
@@ -234,7 +234,7 @@ async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
 def test_every_name_that_the_guide_mentions_is_there() -> None:
     """Calls in backticks are methods of the class that the page talks about, or of one of the others."""
     import tidekv
-    from tidekv.transports.outgoing import Room
+    from tidekv.transports.prefill.prefill_room import Room
 
     places: list[object] = [tidekv, DecodeEngine, EngineThread, PrefillPeer, Room, tidekv.DevicePool, EngineConfig]
     text = re.sub(r"^```.*?^```$", "", GUIDE, flags=re.MULTILINE | re.DOTALL)

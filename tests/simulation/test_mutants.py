@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from tidekv.engine.simulation import SimulationFailed, simulate
-from tidekv.states.backups import Backup, Backups
+from tidekv.states.backup.backups import Backup, Backups
 from tidekv.states.core_state import CoreState
-from tidekv.states.index import Node
-from tidekv.states.loads import Loads
-from tidekv.states.lookahead import Lookahead
-from tidekv.states.request import Ahead, Load, Request, Room, Stage
-from tidekv.states.restore import Restore
-from tidekv.states.rooms import Rooms
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.prefix.index import Node
+from tidekv.states.loads.loads import Loads
+from tidekv.states.loads.look_ahead import Lookahead
+from tidekv.states.request.request import Ahead, Load, Request, Room, Stage
+from tidekv.states.request.restore import Restore
+from tidekv.states.handover.rooms import Rooms
+from tidekv.states.types import PageIds, page_ids
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 REQUESTS = 120

@@ -11,10 +11,10 @@ import pytest
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.ranks import simulate_ranks
 from tidekv.engine.simulation.simulate import draw_settings
-from tidekv.states.loads import Loads
-from tidekv.states.request import Load, Request, Span
+from tidekv.states.loads.loads import Loads
+from tidekv.states.request.request import Load, Request, Span
 from tidekv.states.settings import CoreSettings
-from tidekv.states.shared_transfers import SharedTransfers
+from tidekv.states.loads.shared_transfers import SharedTransfers
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 REQUESTS = 120

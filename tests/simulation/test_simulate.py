@@ -9,7 +9,7 @@ import pytest
 from tidekv.engine.simulation import FAULTS, SimulationFailed, simulate
 from tidekv.engine.simulation.schedule import Link, Schedule
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.loads import Loads
+from tidekv.states.loads.loads import Loads
 from tidekv.states.settings import CoreSettings
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from tidekv.engine.cli import app
+from tidekv.engine.cli.main import app
 from tidekv.engine.simulation.faults import FAULTS
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.loads import Loads
+from tidekv.states.loads.loads import Loads
 
 
 def simulate(*arguments: str) -> Result:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from tidekv.engine.simulation import policies
-from tidekv.states import guards_and_actions, plan_fetches
+from tidekv.states.request import guards_and_actions
+from tidekv.states.request import plan_fetches
 
 # Both bear the name of a function that their package has, too.
 SIMULATE = importlib.import_module("tidekv.engine.simulation.simulate")

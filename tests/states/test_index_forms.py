@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.states.accounts import PageAccount
-from tidekv.states.eviction import LRU, EvictionQueue
-from tidekv.states.index import Node, PrefixIndex
-from tidekv.states.node import KEPT_MAX, Keys, part_of
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.prefix.policies import LRU, EvictionQueue
+from tidekv.states.prefix.index import Node, PrefixIndex
+from tidekv.states.prefix.node import KEPT_MAX, Keys, part_of
 
 
 def kept_bytes(keys: Keys) -> int:

@@ -13,7 +13,7 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.core import CONSEQUENCES, consequences_table
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.storage_use import StorageUse
+from tidekv.states.storage.admission import StorageUse
 
 
 class Recorder:

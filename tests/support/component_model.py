@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tests.support.group_model import CausalModel, PlainKV
-from tidekv.backends.device import DevicePool
+from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import PageLayout
 from tidekv.states.errors import InvalidConfig

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tidekv.engine.simulation.memory import Contents, SimulatedPool
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.shapes import PageIds
+from tidekv.states.types import PageIds
 
 PROMPTS = st.binary(min_size=1, max_size=7).map(lambda raw: bytes(b"ab"[byte % 2] for byte in raw))
 PICKS = st.integers(min_value=0, max_value=99)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tidekv.engine.seeing import causes
+from tidekv.engine.trace import causes
 from tidekv.states import commands, events
-from tidekv.states.loads import Loads
-from tidekv.states.request import LOAD_CAUSES
-from tidekv.states.restore import Restore
-from tidekv.states.rooms import Rooms
-from tidekv.states.serving import Serving
+from tidekv.states.loads.loads import Loads
+from tidekv.states.request.request import LOAD_CAUSES
+from tidekv.states.request.restore import Restore
+from tidekv.states.handover.rooms import Rooms
+from tidekv.states.request.ready import Serving
 
 Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}

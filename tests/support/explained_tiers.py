@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tidekv.engine.seeing import causes
+from tidekv.engine.trace import causes
 from tidekv.states import commands, events
-from tidekv.states.request import DECLINED, LOAD_CAUSES
+from tidekv.states.request.request import DECLINED, LOAD_CAUSES
 
 Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}

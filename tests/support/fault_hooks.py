@@ -18,7 +18,7 @@ from tidekv.transports.base import Ended, Stream, Turn
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import BufferOf, Storage
-    from tidekv.states.shapes import PoolMemory
+    from tidekv.states.types import PoolMemory
 
 
 class GatedPoller:

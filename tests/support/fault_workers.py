@@ -11,21 +11,21 @@ import msgspec
 
 from tests.support import fault_process as said
 from tests.support.fault_hooks import GatedPoller, GatedStorage
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.config import EngineConfig
-from tidekv.engine.decode_engine import DecodeEngine
+from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.prefill_peer import PrefillPeer
-from tidekv.engine.values import DecodeRequest, ReadyRequest
-from tidekv.engine.workload.component_order import ComponentOrder
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
+from tidekv.engine.demo.component_order import ComponentOrder
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import RequestFailed
-from tidekv.transports import nixl
+from tidekv.transports.nixl import transport as nixl
 
 
 class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from tidekv.backends.device import PoolGroup
+from tidekv.backends.device.pool import PoolGroup
 from tidekv.states.errors import InvalidConfig
 
 CausalModel: TypeAlias = Any

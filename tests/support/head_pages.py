@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tidekv.states.shapes import PageIds, page_ids
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tidekv.backends.device import DevicePool
+    from tidekv.backends.device.pool import DevicePool
     from tidekv.backends.layout import KVLayout
 
 

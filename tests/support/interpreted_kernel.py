@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidekv.backends.cuda_copies import KernelMover
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
+from tidekv.backends.copies.cuda import KernelMover
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import PageLayout
-from tidekv.backends.piece_moves import KernelPieces, PagePairs, PieceShape
-from tidekv.backends.streams import InlineStreams
+from tidekv.backends.copies.pieces import KernelPieces, PagePairs, PieceShape
+from tidekv.backends.copies.streams import InlineStreams
 
 PAGES = 6
 
@@ -29,7 +29,7 @@ PAGES = 6
 def interpreted() -> ModuleType:
     """The kernel with few programs and small blocks: each costs a millisecond."""
     assert os.environ["TRITON_INTERPRET"] == "1"
-    module = importlib.import_module("tidekv.backends.piece_kernel")
+    module = importlib.import_module("tidekv.backends.copies.kernel")
     module.PROGRAMS, module.BLOCK_BYTES = 3, 64  # type: ignore[attr-defined]  # The process is this file's own.
     return module
 

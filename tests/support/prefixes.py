@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidekv.states.index import Node
+from tidekv.states.prefix.index import Node
 
 Prefix = tuple[str, tuple[int, ...]]
 """A namespace, and the tokens."""

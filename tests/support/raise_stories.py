@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.request import State
+from tidekv.states.request.request import State
 
 EIGHT = b"abcdefgh"
 Step = Callable[[Rig], object]

@@ -14,10 +14,10 @@ from tidekv.states.errors import StorageFailed
 if TYPE_CHECKING:
     import asyncio
 
-    from tidekv.backends.copies import PageCopier
+    from tidekv.backends.copies.copier import PageCopier
     from tidekv.backends.storage.base import Storage
     from tidekv.states.core import Core
-    from tidekv.states.shapes import PageIds
+    from tidekv.states.types import PageIds
 
 Divergence: TypeAlias = Literal["index", "device pool", "host pool"]
 

@@ -20,24 +20,24 @@ import msgspec
 import torch
 
 from tests.support.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
-from tidekv.backends.device import DevicePool
-from tidekv.backends.host import HostPool
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.config import EngineConfig, StorageOptions
-from tidekv.engine.decode_engine import DecodeEngine
-from tidekv.engine.prefill_peer import PrefillPeer
-from tidekv.engine.rank_group import RankGroup
-from tidekv.engine.values import DecodeRequest
-from tidekv.engine.workload.blocks import TraceOptions
-from tidekv.engine.workload.conversations import Transcripts, agent_options, make_workload
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.engine.workload.traces import read_trace
+from tidekv.engine.config.engine_config import EngineConfig, StorageOptions
+from tidekv.engine.decode.decode_engine import DecodeEngine
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.ranks.group import RankGroup
+from tidekv.engine.decode.values import DecodeRequest
+from tidekv.engine.demo.blocks import TraceOptions
+from tidekv.engine.demo.conversations import Transcripts, agent_options, make_workload
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.demo.traces import read_trace
 from tidekv.states.errors import EngineClosed, RankLost, RequestFailed, TidekvError
-from tidekv.transports.nixl import NixlTransport
-from tidekv.transports.outgoing import Room
+from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.prefill.prefill_room import Room
 
 START_S = 60.0
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsFold
 from tidekv.states import commands, events
-from tidekv.states.request import State
+from tidekv.states.request.request import State
 
 Samples = dict[tuple[str, str], float]
 BY_CAUSE = ("tidekv_cuts_total", "tidekv_declined_pages_total")

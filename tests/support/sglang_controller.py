@@ -72,7 +72,7 @@ def main(what: str, uri: str, first_token: int, file: Path) -> None:
     )
     extra = {
         "backend_name": "tidekv",
-        "module_path": "tidekv.engine.integrations.sglang",
+        "module_path": "tidekv.engine.integrations.sglang.hicache",
         "class_name": "TidekvHiCacheStorage",
         "interface_v1": 1,
         "uri": uri,

@@ -17,16 +17,16 @@ import msgspec
 
 from tests.support.head_pages import HeadPages
 from tidekv.backends.component_pools import ComponentPools
-from tidekv.backends.device import DevicePool
+from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
-from tidekv.engine.prefill_peer import PrefillPeer
-from tidekv.engine.workload.synthetic import prompt_digests
-from tidekv.engine.workload.synthetic_tails import tail_digest
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.engine.demo.synthetic_components import tail_digest
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.shapes import page_ids
-from tidekv.states.shares import holding_of
-from tidekv.transports.nixl import NixlTransport
-from tidekv.transports.outgoing import Room
+from tidekv.states.types import page_ids
+from tidekv.states.handover.head_slices import holding_of
+from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.prefill.prefill_room import Room
 
 START_S = 90.0
 POOL_PAGES = 64

@@ -91,7 +91,7 @@ CONTRACT: dict[str, dict[str, object]] = {
     f"{V1}.metrics": {"KVConnectorStats": KVConnectorStats},
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": CacheHitSource},
 }
-MODULE = "tidekv.engine.integrations.vllm"
+MODULE = "tidekv.engine.integrations.vllm.connector"
 
 
 @contextmanager

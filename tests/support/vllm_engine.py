@@ -201,7 +201,7 @@ class Engine:
                 kv_connector="TidekvConnector",
                 kv_role="kv_both",
                 kv_buffer_device="cpu",
-                kv_connector_module_path="tidekv.engine.integrations.vllm",
+                kv_connector_module_path="tidekv.engine.integrations.vllm.connector",
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config={"uri": uri, "model": "m", "page_size": page, "host": 40_000},
             ),
@@ -353,7 +353,7 @@ def contract(file: Path) -> None:
     """Write what vLLM's base class declares of the connector's methods, and check that they take the same."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from tidekv.engine.integrations.vllm import TidekvConnector
+    from tidekv.engine.integrations.vllm.connector import TidekvConnector
 
     assert not TidekvConnector.__abstractmethods__
     declared = {}

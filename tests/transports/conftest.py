@@ -12,12 +12,13 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
-from tidekv.states.shapes import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
-from tidekv.transports import hello, wire
+from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
+from tidekv.transports.control import handshake
+from tidekv.transports.control import wire
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
-from tidekv.transports.outgoing import Room, RoomSettings
-from tidekv.transports.receiver import Receiver
-from tidekv.transports.sender import Sender
+from tidekv.transports.prefill.prefill_room import Room, RoomSettings
+from tidekv.transports.decode.receiver import Receiver
+from tidekv.transports.prefill.sender import Sender
 
 PAGE_SIZE = 4
 PIECES = (24, 8)
@@ -221,7 +222,7 @@ class Dialler:
         self.world.closers.append(self.transport.close)
 
     def hello(self) -> wire.Hello:
-        return hello.make_hello(self.transport, memory=self.pool.memory, identity=self.identity, lease_s=10.0)
+        return handshake.make_hello(self.transport, memory=self.pool.memory, identity=self.identity, lease_s=10.0)
 
     async def dial(self, address: str, greeting: wire.Message | None = None):
         link = await self.transport.dial(address)

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
-from tidekv.states.components import TailPages
+from tidekv.states.components.specs import TailPages
 from tidekv.states.errors import EngineClosed
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 POISON = 0xEE
 ROOMS = 12

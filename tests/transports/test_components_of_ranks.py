@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace as changed
 
 from tidekv.states import events
-from tidekv.states.components import TailPages
-from tidekv.states.sending_tails import TailAsked
-from tidekv.states.shapes import page_ids
+from tidekv.states.components.specs import TailPages
+from tidekv.states.handover.sender_components import TailAsked
+from tidekv.states.types import page_ids
 
 # A prompt of 5 pages, the last one in part. Its window of 6 tokens reaches back into page 3.
 WINDOW = [TailPages("swa", 3, page_ids([10, 11]))]

@@ -23,9 +23,11 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TransferFailed,
 )
-from tidekv.transports import control, outbox, wire
+from tidekv.transports.control import connection as control
+from tidekv.transports.control import outbox
+from tidekv.transports.control import wire
 from tidekv.transports.base import DialFailed, Link
-from tidekv.transports.control import ControlOptions
+from tidekv.transports.control.connection import ControlOptions
 
 ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
 CERTIFICATE = Path(__file__).parent / "localhost.pem"

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.states.errors import TransferFailed
-from tidekv.states.shapes import Segment, page_ids
+from tidekv.states.types import Segment, page_ids
 from tidekv.transports.base import Ended, Turn
-from tidekv.transports.nixl_agent import Request
-from tidekv.transports.nixl_plan import Numbering, Part, WritePlan, paired_pages
-from tidekv.transports.nixl_write import REQUESTS_IN_FLIGHT_MAX, Lane, PartedWrite
+from tidekv.transports.nixl.agent import Request
+from tidekv.transports.nixl.plan import Numbering, Part, WritePlan, paired_pages
+from tidekv.transports.nixl.writes import REQUESTS_IN_FLIGHT_MAX, Lane, PartedWrite
 
 PAGE_BYTES = 64
 

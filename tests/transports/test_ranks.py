@@ -18,10 +18,11 @@ from torch import distributed
 
 from tests.support.waits import LIMIT_S
 from tidekv.engine.doctor.machine import listening
-from tidekv.states.agreement import Opening
+from tidekv.states.ranks.agreement import Opening
 from tidekv.states.errors import InvalidConfig, TransferFailed
-from tidekv.transports import rank_wire, ranks
-from tidekv.transports.ranks import RankChannel
+from tidekv.transports.ranks import wire
+from tidekv.transports.ranks import channel as ranks
+from tidekv.transports.ranks.channel import RankChannel
 
 
 def free_address() -> str:
@@ -417,14 +418,14 @@ async def test_a_stranger_at_the_rank_channel_sends_small_frames_and_has_few_con
             first, second, third = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
             assert await third[0].read() == b""
             for reader, writer in (first, second):
-                await rank_wire.read(reader)
-                writer.write(rank_wire.frames.LENGTH.pack(rank_wire.JOIN_BYTES_MAX + 1))
+                await wire.read(reader)
+                writer.write(wire.frames.LENGTH.pack(wire.JOIN_BYTES_MAX + 1))
                 assert await reader.read() == b""
             for _, writer in (first, second, third):
                 writer.close()
             # The places of those two are free again.
             reader, writer = await asyncio.open_connection(host, int(port))
-            assert isinstance(await rank_wire.read(reader), rank_wire.Challenge)
+            assert isinstance(await wire.read(reader), wire.Challenge)
             writer.close()
             await writer.wait_closed()
     finally:
@@ -433,9 +434,9 @@ async def test_a_stranger_at_the_rank_channel_sends_small_frames_and_has_few_con
 
 def test_words_of_another_rank_are_one_printable_line() -> None:
     for message in (
-        rank_wire.Lost(1, 2, "a\nb"),
-        rank_wire.Refused("a\nb"),
-        rank_wire.VoteFailed(1, 2, "a\nb" * 3000),
+        wire.Lost(1, 2, "a\nb"),
+        wire.Refused("a\nb"),
+        wire.VoteFailed(1, 2, "a\nb" * 3000),
     ):
         assert message.cause.startswith("a\\nb")
-        assert len(message.cause) <= rank_wire.CAUSE_CHARACTERS_MAX
+        assert len(message.cause) <= wire.CAUSE_CHARACTERS_MAX

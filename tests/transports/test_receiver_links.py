@@ -7,8 +7,8 @@ import pytest
 
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.shapes import GroupIdentity
-from tidekv.transports import wire
+from tidekv.states.types import GroupIdentity
+from tidekv.transports.control import wire
 
 
 async def test_an_unreachable_prefill_fails_the_room_settled(world) -> None:

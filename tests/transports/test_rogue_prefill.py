@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
-from tidekv.transports import hello, wire
+from tidekv.transports.control import handshake as hello
+from tidekv.transports.control import wire
 from tidekv.transports.loopback import LoopbackTransport
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tidekv.states import events
-from tidekv.transports import wire
+from tidekv.transports.control import wire
 
 
 class Ranks:

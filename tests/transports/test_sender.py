@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, LinkClosed, RemoteProtocolError
-from tidekv.transports import hello, wire
+from tidekv.transports.control import handshake
+from tidekv.transports.control import wire
 
 
 async def test_chunks_and_aux_are_said_frame_by_frame(world, decode) -> None:
@@ -186,10 +187,10 @@ async def test_a_hello_that_lies_is_refused(world, decode, field: str, said: str
 
 async def test_memory_that_overflows_is_refused_whatever_the_transport_checks(decode) -> None:
     good = decode.hello()
-    hello.judge_hello(good, good)
+    handshake.judge_hello(good, good)
     segments = tuple(replace(segment, address=2**64 - 8) for segment in good.memory.segments)
     with pytest.raises(RemoteProtocolError, match="out of bounds"):
-        hello.judge_hello(good, replace(good, memory=replace(good.memory, segments=segments)))
+        handshake.judge_hello(good, replace(good, memory=replace(good.memory, segments=segments)))
 
 
 async def test_decode_may_give_a_room_up(world, decode) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
-from tidekv.states.shapes import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment
-from tidekv.transports import wire
+from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment
+from tidekv.transports.control import wire
 
 ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=3)
 GOLDEN = {

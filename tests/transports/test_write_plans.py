@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
-from tidekv.states.shapes import Segment, page_ids
-from tidekv.transports.nixl_plan import SCATTERED_WEIGHT, Numbering, WritePlan, paired_pages
+from tidekv.states.types import Segment, page_ids
+from tidekv.transports.nixl.plan import SCATTERED_WEIGHT, Numbering, WritePlan, paired_pages
 
 OURS, THEIRS = 12, 9
 IDS = st.lists(st.integers(-2, 13), max_size=10)

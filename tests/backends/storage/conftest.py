@@ -16,7 +16,7 @@ import pytest
 
 from tidekv.backends.base import Pollable
 from tidekv.backends.storage import Storage, open_storage
-from tidekv.states.shapes import PoolMemory, Segment, page_ids
+from tidekv.states.types import PoolMemory, Segment, page_ids
 
 
 class ThreadPoller:

@@ -11,7 +11,7 @@ import pytest
 from tidekv.backends.storage import calls
 from tidekv.backends.storage.base import Siblings
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
-from tidekv.states.shapes import PoolMemory, Segment, page_ids
+from tidekv.states.types import PoolMemory, Segment, page_ids
 
 # The rig of conftest.py, which test modules cannot import.
 Rig = Any

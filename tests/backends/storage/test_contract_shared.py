@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from tidekv.backends.storage import Storage
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 # The rig of conftest.py, which test modules cannot import.
 Rig = Any

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tidekv.backends.base import Pollable
 from tidekv.backends.storage import Storage, open_storage
-from tidekv.states.shapes import PoolMemory, Segment, page_ids
+from tidekv.states.types import PoolMemory, Segment, page_ids
 
 PAGE_BYTES = 512
 PAGES = 12

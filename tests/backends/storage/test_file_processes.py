@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 # The rig of conftest.py, which test modules cannot import.
 Rig = Any

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tidekv.backends.storage import records, segments
+from tidekv.backends.storage.file import records
+from tidekv.backends.storage.file import segments
 from tidekv.states.errors import StorageFailed
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 # The rig of conftest.py, which test modules cannot import.
 Rig = Any

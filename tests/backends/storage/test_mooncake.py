@@ -15,7 +15,7 @@ import pytest
 from tests.support.waits import LIMIT_S
 from tidekv.backends.storage import open_storage
 from tidekv.states.errors import InvalidConfig, StorageFailed
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 # The rig and servers of conftest.py, which test modules cannot import.
 Rig = Any

@@ -8,9 +8,9 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-from tidekv.backends.storage.page_io import ThreadIO
-from tidekv.backends.storage.records import Geometry
-from tidekv.backends.storage.segments import Run, Segments
+from tidekv.backends.storage.file.page_io import ThreadIO
+from tidekv.backends.storage.file.records import Geometry
+from tidekv.backends.storage.file.segments import Run, Segments
 
 PAGE_BYTES = 512 << 10
 """A piece."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.backends.storage.segments import SLOTS_PER_SEGMENT_MAX, segment_of, slot_of, slot_runs
+from tidekv.backends.storage.file.segments import SLOTS_PER_SEGMENT_MAX, segment_of, slot_of, slot_runs
 
 # Few places, so that neighbors are common, and the last one of a segment that is as long as can be.
 SLOTS = st.lists(

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tidekv.backends.storage import open_storage
-from tidekv.backends.storage.records import Geometry
-from tidekv.engine.cli import app
-from tidekv.engine.store_tools import Place, opened
+from tidekv.backends.storage.file.records import Geometry
+from tidekv.engine.cli.main import app
+from tidekv.engine.cli.store_tools import Place, opened
 from tidekv.states.errors import InvalidConfig, StorageFailed
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 
 PAGE_BYTES = 8192
 NAMESPACE, OTHER = b"n" * 32, b"o" * 32
@@ -155,7 +155,7 @@ def test_an_engine_that_cannot_list_is_opened_by_what_is_said() -> None:
 
 
 def test_a_store_that_cannot_be_used_is_said(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tidekv.backends.storage.file import FileStorage
+    from tidekv.backends.storage.file.engine import FileStorage
 
     async def fail(_: FileStorage) -> None:
         raise StorageFailed("the disk is gone")

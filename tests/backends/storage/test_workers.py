@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.backends.storage.file import processors_of, worker_threads
+from tidekv.backends.storage.file.engine import processors_of, worker_threads
 
 ALLOWED = st.lists(st.integers(0, 255), unique=True, min_size=1, max_size=16)
 

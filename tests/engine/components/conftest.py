@@ -23,14 +23,14 @@ from tidekv import (
     ReadyRequest,
     open_storage,
 )
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.tails import LeftTails, WindowPages
-from tidekv.engine.values import Recompute
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.engine.workload.synthetic_tails import tail_digest, wrong_tails
-from tidekv.states.components import ComponentKind
+from tidekv.engine.decode.component_pages import LeftTails, WindowPages
+from tidekv.engine.decode.values import Recompute
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.demo.synthetic_components import tail_digest, wrong_tails
+from tidekv.states.components.specs import ComponentKind
 from tidekv.transports.loopback import LoopbackNetwork
 
 SIZE = 4

@@ -26,11 +26,11 @@ from tidekv import (
     RequestFailed,
     open_storage,
 )
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
-from tidekv.engine.workload.synthetic_tails import wrong_tails
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.demo.synthetic_components import wrong_tails
 from tidekv.states.errors import CopyFailed
 from tidekv.transports.loopback import LoopbackNetwork
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidekv import InvalidConfig, Replayer, open_storage
-from tidekv.backends.page_keys import PageKeys
+from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.memory import MemoryStorage
 from tidekv.states.errors import StorageFailed

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.support.recount import counters_of, recount, scraped
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
-from tidekv.engine.seeing.top import scrape, show
+from tidekv.engine.trace.top import scrape, show
 
 SIZE = 4
 PROMPT = list(range(100, 100 + 6 * SIZE))

@@ -23,15 +23,15 @@ from tidekv import (
     PrefillPeer,
     open_storage,
 )
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.rank_group import RankGroup
-from tidekv.engine.values import ReadyRequest
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.ranks.group import RankGroup
+from tidekv.engine.decode.values import ReadyRequest
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import StorageFailed
-from tidekv.states.shapes import PageIds
-from tidekv.transports.outgoing import Room
+from tidekv.states.types import PageIds
+from tidekv.transports.prefill.prefill_room import Room
 
 PAGE_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.support.waits import LIMIT_S
-from tidekv.engine import driver
-from tidekv.states.agreement import Decision
+from tidekv.engine.decode import driver
+from tidekv.states.ranks.agreement import Decision
 from tidekv.states.errors import (
     BrokenInvariant,
     EngineClosed,

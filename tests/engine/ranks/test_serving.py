@@ -13,7 +13,7 @@ from tidekv.states.errors import (
     PrefillCause,
     RequestFailed,
 )
-from tidekv.states.shapes import PageIds
+from tidekv.states.types import PageIds
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -21,11 +21,11 @@ from tidekv import (
     ReadyRequest,
     Restored,
 )
-from tidekv.backends.keys import pack_tokens
-from tidekv.engine.workload.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.workload.synthetic_prefill import SyntheticPrefill
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork
-from tidekv.transports.outgoing import Room
+from tidekv.transports.prefill.prefill_room import Room
 
 PAGE_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.nixl_child import NumpyPool
 from tidekv.engine.poller import PollerThread
-from tidekv.states.shapes import page_ids
-from tidekv.transports.nixl import NixlTransport
-from tidekv.transports.nixl_peers import NixlPeer
+from tidekv.states.types import page_ids
+from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.peers import NixlPeer
 
 PIECES = (4096, 512, 4096, 512)
 

@@ -11,9 +11,9 @@ from benchmarks.nixl_child import NixlChild
 from tidekv.engine.doctor.machine import listening
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidConfig
-from tidekv.transports import control
+from tidekv.transports.control import connection
 from tidekv.transports.base import Link
-from tidekv.transports.nixl import NixlTransport
+from tidekv.transports.nixl.transport import NixlTransport
 
 pytestmark = pytest.mark.nixl
 
@@ -93,7 +93,7 @@ async def test_a_worker_on_loopback_does_not_dial_a_peer_that_could_not_write_to
 
     transport, _ = await start()
     listener = await transport.listen("127.0.0.1:0", wait)
-    monkeypatch.setattr(control.ControlLink, "leaves_host", True)
+    monkeypatch.setattr(connection.ControlLink, "leaves_host", True)
     with pytest.raises(InvalidConfig, match='data_network="any"'):
         await transport.dial(listener.address)
     await listener.close()
@@ -117,7 +117,7 @@ def test_a_link_knows_whether_it_leaves_the_machine(ours: str, theirs: str, *, l
         def get_extra_info(self, name: str) -> tuple[str, int]:
             return {"sockname": (ours, 1), "peername": (theirs, 2)}[name]
 
-    link = control.ControlLink(None, Writer(), peer_label="", options=control.ControlOptions())
+    link = connection.ControlLink(None, Writer(), peer_label="", options=connection.ControlOptions())
     assert link.leaves_host is leaves
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.nixl_child import NumpyPool
 from tidekv.states.errors import LocalProtocolError, PeerMismatch, RemoteProtocolError, TransferFailed
-from tidekv.states.shapes import PoolMemory, Segment, page_ids
-from tidekv.transports import nixl_metadata
+from tidekv.states.types import PoolMemory, Segment, page_ids
+from tidekv.transports.nixl import metadata as nixl_metadata
 
 pytestmark = pytest.mark.nixl
 

@@ -14,9 +14,9 @@ from benchmarks.nixl_child import Add, Content, Done, Failed, NixlChild, NumpyPo
 from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import TransferFailed
-from tidekv.states.shapes import Identity, page_ids
-from tidekv.transports import wire
-from tidekv.transports.nixl import NixlTransport
+from tidekv.states.types import Identity, page_ids
+from tidekv.transports.control import wire
+from tidekv.transports.nixl.transport import NixlTransport
 
 pytestmark = pytest.mark.nixl
 

@@ -12,10 +12,10 @@ import pytest
 from benchmarks.nixl_child import NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidRequest, PeerMismatch, RemoteProtocolError, TransferFailed
-from tidekv.states.shapes import page_ids
+from tidekv.states.types import page_ids
 from tidekv.transports.base import Exchange
-from tidekv.transports.nixl import NixlTransport
-from tidekv.transports.nixl_peers import NixlPeer
+from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.peers import NixlPeer
 
 pytestmark = pytest.mark.nixl
 

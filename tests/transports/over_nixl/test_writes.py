@@ -23,10 +23,11 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TransferFailed,
 )
-from tidekv.states.shapes import PoolMemory, Segment, page_ids
-from tidekv.transports import nixl, wire
-from tidekv.transports.nixl import NixlTransport
-from tidekv.transports.nixl_agent import NixlAgent, Request
+from tidekv.states.types import PoolMemory, Segment, page_ids
+from tidekv.transports.nixl import transport as nixl
+from tidekv.transports.control import wire
+from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.agent import NixlAgent, Request
 
 pytestmark = pytest.mark.nixl
 

@@ -1,0 +1,234 @@
+"""Copies between a device pool on a GPU and pinned host memory, in one of two forms.
+
+    kernel   one launch reads and writes the pinned host pages over the bus, piece by piece
+    async    each stretch of host pages crosses by one asynchronous copy, to or from staged pages on the device
+
+An asynchronous copy keeps the GPU's multiprocessors free and runs at the speed of the bus once it has begun. Its
+start-up cost is paid for each stretch of consecutive host pages, by the CPU (about 6 µs through torch) and by the copy
+engine (about 2 µs), so it needs long stretches: at 50 GB/s, 6 µs are 300 KiB. The kernel starts once, however scattered
+the pages are; but its programs occupy multiprocessors for as long as the bus takes.
+
+All copies are enqueued on the current stream; nothing here waits. In a copy by layers each layer is marked when it was
+enqueued, so that a forward pass can follow the first while others still arrive.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.memory import PageIndex
+from tidekv.backends.copies.cpu_moves import page_runs
+from tidekv.backends.page_layout import group_offsets
+from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, Launch, PagePairs, layer_count, triton_launch
+from tidekv.backends.copies.staged import StagedMover, positions
+from tidekv.backends.copies.streams import Mark, Streams, streams_of
+from tidekv.states.errors import InvalidConfig
+
+# Estimated from the costs above, with a margin; not measured yet. `benchmarks/gpu.py` measures both forms over
+# stretches of all sizes, and prints where they meet.
+KERNEL_BELOW_BYTES: Final = 512 << 10
+
+
+class CopyForm(enum.Enum):
+    """The form in which pages cross the bus."""
+
+    KERNEL = "kernel"
+    ASYNC = "async"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyChoice:
+    """Chooses the kernel for copies whose stretches of host memory have fewer bytes than this on average.
+
+    0 never chooses it. Raises InvalidConfig for a negative number.
+    """
+
+    kernel_below_bytes: int = KERNEL_BELOW_BYTES
+
+    def __post_init__(self) -> None:
+        if type(self.kernel_below_bytes) is not int or self.kernel_below_bytes < 0:
+            raise InvalidConfig(f"copies: kernel_below_bytes must be an int from 0, not {self.kernel_below_bytes!r}")
+
+    def form(self, *, total_bytes: int, stretch_count: int, has_kernel: bool) -> CopyForm:
+        """Return the form for a copy of `total_bytes` in `stretch_count` stretches."""
+        if has_kernel and total_bytes < stretch_count * self.kernel_below_bytes:
+            return CopyForm.KERNEL
+        return CopyForm.ASYNC
+
+
+Told = Callable[[Mark], None]
+"""Receives the mark after each layer, from layer 0 on."""
+
+
+class KernelMover:
+    """The kernel form: one launch for each group, directly between the pool's tensors and pinned host pages."""
+
+    def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams, pieces: KernelPieces) -> None:
+        self._device = device
+        self._pages = host.buffer
+        self._streams = streams
+        self._pieces = pieces
+        self._layers = layer_count(device)
+
+    def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        """Enqueue copies of host pages to device pages, pairwise."""
+        self._move(device_pages, host_pages, to_rows=True)
+
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
+        """Enqueue copies of device pages to host pages, pairwise."""
+        self._move(device_pages, host_pages, to_rows=False)
+
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
+        """As `to_device`, layer 0 first; calls `told` after each."""
+        stream = self._streams.current()
+        pairs = PagePairs(device_pages, host_pages, self._device.device)
+        stream.run(pairs.upload)
+        for layer in range(self._layers):
+            stream.run(partial(self._pieces.move_layer, self._pages, pairs, layer, to_rows=True))
+            told(stream.mark())
+
+    def warm_up(self) -> None:
+        """Compile what the launches need, and move nothing."""
+        pairs = PagePairs(positions(1), positions(1), self._device.device)
+        stream = self._streams.current()
+        stream.run(pairs.upload)
+        for to_rows in (True, False):
+            stream.run(partial(self._pieces.move, self._pages, pairs, range(0), to_rows=to_rows))
+
+    def _move(self, rows: PageIndex, pages: PageIndex, *, to_rows: bool) -> None:
+        pairs = PagePairs(rows, pages, self._device.device)
+        stream = self._streams.current()
+        stream.run(pairs.upload)
+        stream.run(partial(self._pieces.move, self._pages, pairs, range(pairs.count), to_rows=to_rows))
+
+
+class LayerMover:
+    """The async form by layers: an asynchronous copy for each piece of each page, without staging."""
+
+    def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams) -> None:
+        self._streams = streams
+        self._rows = [group.rows for group in device.groups]
+        self._steps = [group.layout.tensors_per_layer for group in device.groups]
+        self._layers = layer_count(device)
+        self._parts = [
+            [
+                host.buffer[
+                    :, start + piece * group.layout.piece_bytes : start + (piece + 1) * group.layout.piece_bytes
+                ]
+                for piece in range(group.layout.piece_count)
+            ]
+            for group, start in group_offsets(host.layout)
+        ]
+
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
+        """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `told` after each."""
+        stream = self._streams.current()
+        for layer in range(self._layers):
+            stream.run(partial(self._move_layer, layer, host_pages, device_pages))
+            told(stream.mark())
+
+    def _move_layer(self, layer: int, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        for rows, parts, step in zip(self._rows, self._parts, self._steps, strict=True):
+            for row, part in zip(rows[layer * step :][:step], parts[layer * step :][:step], strict=True):
+                for source, target in zip(host_pages.tolist(), device_pages.tolist(), strict=True):
+                    row[target].copy_(part[source], non_blocking=True)
+
+
+class CudaMover:
+    """Chooses a form for each copy. Until `warm_up` has found a kernel, only the async form is available.
+
+    `streams` are those of the device, and `find_launch` looks for Triton, unless a test supplies its own.
+    """
+
+    def __init__(
+        self,
+        device: DevicePool,
+        host: HostPool,
+        choice: CopyChoice,
+        *,
+        streams: Streams | None = None,
+        find_launch: Callable[[], Launch | None] = triton_launch,
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._choice = choice
+        self._page_bytes = device.layout.page_bytes
+        self._piece_bytes = min(device.layout.pieces)
+        self._streams = streams_of(device.device) if streams is None else streams
+        self._find_launch = find_launch
+        self._staged = StagedMover(device, host, streams=self._streams, pieces=IndexPieces(device))
+        self._layers = LayerMover(device, host, streams=self._streams)
+        self._kernel: KernelMover | None = None
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the kernel form is available."""
+        return self._kernel is not None
+
+    def warm_up(self) -> None:
+        """Find the kernel and compile it, which takes seconds, off the loop. Raises what that raises; copies then do
+        without the kernel, as they do without Triton.
+        """
+        launch = self._find_launch()
+        if launch is None:
+            return
+        pieces = KernelPieces(self._device, launch)
+        kernel = KernelMover(self._device, self._host, streams=self._streams, pieces=pieces)
+        kernel.warm_up()
+        self._staged = StagedMover(self._device, self._host, streams=self._streams, pieces=pieces)
+        # Last: the other direction's thread may be choosing right now.
+        self._kernel = kernel
+
+    def form(self, host_pages: PageIndex) -> CopyForm:
+        """Return the form of a copy from or to these host pages."""
+        stretches = sum(1 for _ in page_runs(host_pages, positions(len(host_pages))))
+        total_bytes = len(host_pages) * self._page_bytes
+        return self._choice.form(total_bytes=total_bytes, stretch_count=stretches, has_kernel=self.has_kernel)
+
+    def layer_form(self) -> CopyForm:
+        """Return the form of copies by layers: their stretches are pieces, whichever pages they are."""
+        return self._choice.form(total_bytes=self._piece_bytes, stretch_count=1, has_kernel=self.has_kernel)
+
+    def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        """Enqueue copies of host pages to device pages, pairwise."""
+        if len(host_pages):
+            self._mover(host_pages).to_device(host_pages, device_pages)
+
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
+        """Enqueue copies of device pages to host pages, pairwise."""
+        if len(host_pages):
+            self._mover(host_pages).to_host(device_pages, host_pages)
+
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
+        """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `told` after each."""
+        if len(host_pages) and self._kernel is not None and self.layer_form() is CopyForm.KERNEL:
+            self._kernel.to_device_by_layer(host_pages, device_pages, told)
+        else:
+            self._layers.to_device_by_layer(host_pages, device_pages, told)
+
+    def _mover(self, host_pages: PageIndex) -> KernelMover | StagedMover:
+        if self._kernel is not None and self.form(host_pages) is CopyForm.KERNEL:
+            return self._kernel
+        return self._staged
+
+
+class StagedCloner:
+    """Enqueues copies within a device pool on the current stream; returns before they are done."""
+
+    def __init__(self, device: DevicePool) -> None:
+        self._device = device.device
+        self._pieces = IndexPieces(device)
+
+    def clone(self, sources: PageIndex, targets: PageIndex) -> None:
+        """Enqueue copies of pages to other pages, pairwise."""
+        if not len(sources):
+            return
+        pairs = PagePairs(sources, targets, self._device)
+        pairs.upload()
+        self._pieces.clone(pairs)

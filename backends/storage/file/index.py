@@ -1,0 +1,441 @@
+"""The index of a directory of pages: which key is in which slot, shared by processes through SQLite.
+
+It decides which process may write where, and which pages are evicted; whether a page is whole is decided by its record
+alone. Every change is one transaction that also advances a clock kept in the index itself, so a process can ask for the
+changes since a tick without relying on any clock of the machine.
+
+    a slot:   free ──reserve──▶ writing (by one living writer) ──publish──▶ published ──evict, forget──▶ free
+
+A process that dies leaves slots in writing; another process reclaims them as soon as it finds the writer's lock free.
+All methods block and belong to one thread, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from tidekv.backends.storage.base import KEY_BYTES
+from tidekv.backends.storage.file.slot_cache import Mirror, SlotState
+from tidekv.backends.storage.file.records import Geometry
+from tidekv.backends.storage.file.schema import connect
+from tidekv.backends.storage.file.segments import FILE_MODE, INDEX_BITS, NO_WAIT, namespace_directory, segment_name, slot_runs
+from tidekv.backends.storage.file.writer_locks import WriterLock
+
+INDEX_FILE: Final = "index.sqlite"
+BUSY_SLICE_S: Final = 0.1
+"""Seconds that SQLite waits for a lock at once. `hurry` is checked between two waits."""
+# Pages of fewer bytes than twice this stay together in one file.
+RUN_BYTES_MIN: Final = 1 << 20
+
+# Statements for runs of slots: first, last, namespace, state, owner, seq. One statement replaces one for each slot,
+# each of which would release the interpreter and have to take it back.
+_RUN: Final = "WITH RECURSIVE run(slot) AS (SELECT ?1 UNION ALL SELECT slot + 1 FROM run WHERE slot < ?2) "
+_SET: Final = (
+    _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
+    "SELECT slot, ?3, ?4, ?5, ?6, 0, NULL FROM run WHERE true "
+    "ON CONFLICT(slot) DO UPDATE SET state=excluded.state, owner=excluded.owner, seq=excluded.seq, used=0, key=NULL"
+)
+# First, last, namespace, seq, and the keys of the run, concatenated.
+_PUBLISH: Final = (
+    _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
+    f"SELECT slot, ?3, 2, 0, ?4, ?4, substr(?5, (slot - ?1) * {KEY_BYTES} + 1, {KEY_BYTES}) FROM run WHERE true "
+    "ON CONFLICT(slot) DO UPDATE SET state=2, owner=0, seq=excluded.seq, used=excluded.used, key=excluded.key"
+)
+
+
+class FileIndex:
+    """The index as one engine uses it, for one namespace."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        namespace_id: int,
+        geometry: Geometry,
+        capacity_bytes: int,
+        low_water: float,
+        writer: WriterLock,
+        busy_timeout_s: float,
+        erase: Callable[[Sequence[int]], None],
+    ) -> None:
+        """`erase` clears the headers of slots."""
+        self.root = root
+        self.geometry = geometry
+        self.mirror = Mirror()
+        self._evictions = 0
+        self.used_bytes = 0
+        self._namespace = namespace_id
+        self._capacity_bytes = capacity_bytes
+        self._low_water = low_water
+        self._writer = writer
+        self._erase = erase
+        self._busy_timeout_s = busy_timeout_s
+        self._in_a_hurry = threading.Event()
+        self._db = connect(root / INDEX_FILE, busy_timeout_s=min(busy_timeout_s, BUSY_SLICE_S))
+        self._tick = ChangeTick(root)
+        self._seen = -1
+        self._data_version = -1
+        # Filled on the event loop, emptied by the next change.
+        self.touched: deque[int] = deque()
+        self._to_remove: list[Path] = []
+        self._given_up: list[int] = []
+        # No writer id yet, so no slot is ours.
+        self._me = -1
+        try:
+            with self._change() as seq:
+                self._me = int(self._db.execute("INSERT INTO writers(name) VALUES(?)", (writer.name,)).lastrowid or 0)
+                self._take_back_from_the_dead(seq)
+                self._shrink(seq)
+        except BaseException:
+            self._close_files()
+            raise
+
+    @property
+    def is_current(self) -> bool:
+        """True if the mirror has all changes that were made. From any thread, without waiting. False if that is
+        unknown, or if a change is being made.
+        """
+        return self._tick.is_at(self._seen)
+
+    def refresh(self) -> bool:
+        """Apply what other processes changed; False if they changed nothing since the last call."""
+        version = self._db.execute("PRAGMA data_version").fetchone()[0]
+        if version == self._data_version and self._seen >= 0:
+            return False
+        self._db.execute("BEGIN")
+        try:
+            self._pull()
+        finally:
+            self._db.execute("COMMIT")
+        self._data_version = version
+        self.mirror.settle(written=True)
+        return True
+
+    def reserve(self, count: int) -> list[int]:
+        """Reserve up to `count` slots for writing; older pages make room for them. Fewer if that is not enough."""
+        with self._change() as seq:
+            while self.mirror.free_count < count and self._add_segment(seq):
+                pass
+            if self.mirror.free_count < count:
+                self._take_back_from_the_dead(seq)
+            emptied = self._make_room(count, seq) if self.mirror.free_count < count else []
+            slots = self.mirror.take_free(count, run_min=max(RUN_BYTES_MIN // self.geometry.page_bytes, 1))
+            # A slot that is freed and taken in one change is written once: rows are the cost of a change.
+            self._write_rows(sorted(set(emptied).difference(slots)), SlotState.FREE, seq)
+            self._set(slots, SlotState.WRITING, seq)
+        return slots
+
+    def publish(self, pairs: Sequence[tuple[bytes, int]], wasted: Sequence[int]) -> list[bool]:
+        """Publish written slots under their keys, replacing what was there; free the `wasted` ones. False if a slot is
+        no longer ours.
+        """
+        with self._change() as seq:
+            self._set([slot for slot in wasted if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
+            done = [self.mirror.owner(slot) == self._me for _, slot in pairs]
+            ours = {key: slot for (key, slot), good in zip(pairs, done, strict=True) if good}
+            # The previous slots of the keys, and slots whose key is repeated later in the batch.
+            kept = set(ours.values())
+            stale = [self.mirror.slot_by_key[key] for key in ours if key in self.mirror.slot_by_key]
+            stale += [slot for (_, slot), good in zip(pairs, done, strict=True) if good and slot not in kept]
+            self._set(stale, SlotState.FREE, seq)
+            by_slot = {slot: key for key, slot in ours.items()}
+            slots = sorted(by_slot)
+            self._db.executemany(
+                _PUBLISH,
+                [
+                    (first, last, self._namespace, seq, b"".join([by_slot[slot] for slot in range(first, last + 1)]))
+                    for first, last in _bounds(slots)
+                ],
+            )
+            self.mirror.publish(by_slot)
+        return done
+
+    def give_up(self, slots: Sequence[int]) -> None:
+        """Leave reserved slots to the next change, if the one that should have freed them failed."""
+        self._given_up += slots
+
+    def forget(self, pairs: Sequence[tuple[bytes, int | None]]) -> list[bool]:
+        """Remove keys; if a slot is given, only if the key is still in that slot. True for each removed."""
+        with self._change() as seq:
+            found: list[bool] = []
+            for key, expected in pairs:
+                slot = self.mirror.slot_by_key.get(key)
+                good = slot is not None and expected in (None, slot)
+                found.append(good)
+                if slot is not None and good:
+                    self._set([slot], SlotState.FREE, seq)
+        return found
+
+    def clear(self) -> int:
+        """Remove every page of the namespace and its files; returns how many pages there were."""
+        with self._change() as seq:
+            return sum(
+                self._retire(segment, self.geometry.namespace, seq) for segment in list(self.mirror.slots_by_segment)
+            )
+
+    def take_evictions(self) -> int:
+        """Return how many pages were evicted since the last call."""
+        evictions, self._evictions = self._evictions, 0
+        return evictions
+
+    def note_touched(self) -> None:
+        """Write down which slots were used; any other change does that too."""
+        with self._change():
+            pass
+
+    def hurry(self) -> None:
+        """Stop waiting for the lock of another process: a change that cannot begin at once fails. From any thread."""
+        self._in_a_hurry.set()
+
+    def close(self) -> None:
+        """Free reserved slots and the writer's entry, and close the file."""
+        try:
+            with self._change() as seq:
+                self._db.execute("UPDATE slots SET state=0, owner=0, seq=? WHERE state=1 AND owner=?", (seq, self._me))
+                self._db.execute("DELETE FROM writers WHERE id=?", (self._me,))
+        except sqlite3.Error:
+            # The directory is gone or full. The next process reclaims the slots of a dead writer.
+            pass
+        finally:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self._db.close()
+        self._tick.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[int]:
+        """One change of the index: brings the mirror up to date first, and writes recency along with it."""
+        self._begin()
+        left: list[int] = []
+        try:
+            self._pull()
+            seq = self._seen + 1
+            self._db.execute("UPDATE clock SET value=?", (seq,))
+            used = {self.touched.popleft() for _ in range(len(self.touched))}
+            self._db.executemany(
+                "UPDATE slots SET used=? WHERE slot BETWEEN ? AND ?",
+                [(seq, first, last) for first, last in _bounds(sorted(used))],
+            )
+            left, self._given_up = self._given_up, []
+            self._set([slot for slot in left if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
+            yield seq
+            self.used_bytes = self._total_bytes()
+            self._tick.write(seq)
+            self._db.execute("COMMIT")
+        except BaseException:
+            # The mirror may be ahead of what was written: read everything again next time.
+            self._seen = -1
+            self._given_up += left
+            self._to_remove.clear()
+            self.mirror.settle(written=False)
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        self._seen = seq
+        self.mirror.settle(written=True)
+        self._remove_files()
+
+    def _begin(self) -> None:
+        """Take the index's write lock. Raises that it is busy after `busy_timeout_s`, or at once in a hurry."""
+        deadline_s = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                is_over = self._in_a_hurry.is_set() or time.monotonic() >= deadline_s
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or is_over:
+                    raise
+
+    def _pull(self) -> None:
+        """Bring the mirror up to date, inside a transaction."""
+        if self._seen < 0:
+            self.mirror.forget_all()
+        for segment, slots, retired in self._db.execute(
+            "SELECT id, slots, retired FROM segments WHERE namespace=? AND seq>? ORDER BY id",
+            (self._namespace, self._seen),
+        ):
+            if retired:
+                self.mirror.drop_segment(segment)
+            else:
+                self.mirror.add_segment(segment, slots)
+        for slot, state, owner, key in self._db.execute(
+            "SELECT slot, state, owner, key FROM slots WHERE namespace=? AND seq>?", (self._namespace, self._seen)
+        ):
+            self.mirror.apply(slot, state, owner, key)
+        self._seen = int(self._db.execute("SELECT value FROM clock").fetchone()[0])
+
+    def _set(self, slots: Sequence[int], state: SlotState, seq: int) -> None:
+        """Set slots to a state without a key, in the index and in the mirror."""
+        self._write_rows(sorted(slots), state, seq)
+        if state == SlotState.WRITING:
+            self.mirror.reserve(slots, self._me)
+        else:
+            self._empty(slots)
+
+    def _write_rows(self, slots: Sequence[int], state: SlotState, seq: int) -> None:
+        """Write a state without a key to the index, for sorted slots."""
+        owner = self._me if state == SlotState.WRITING else 0
+        self._db.executemany(
+            _SET, [(first, last, self._namespace, state, owner, seq) for first, last in _bounds(slots)]
+        )
+
+    def _empty(self, slots: Sequence[int]) -> None:
+        """Clear slots, in their headers and in the mirror.
+
+        Inside the transaction, since no other process can take the slot before it ends. After a crash before that, the
+        page is a miss.
+        """
+        self._erase(self.mirror.keyed(slots))
+        self.mirror.free(slots)
+
+    def _total_bytes(self) -> int:
+        return int(self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM segments WHERE retired=0").fetchone()[0])
+
+    def _add_segment(self, seq: int) -> bool:
+        """Add a segment if the bound allows; its file is made when it is first written."""
+        if self._total_bytes() + self.geometry.segment_bytes > self._capacity_bytes:
+            return False
+        row = self._db.execute(
+            "INSERT INTO segments(namespace, slots, bytes, retired, seq) VALUES(?, ?, ?, 0, ?)",
+            (self._namespace, self.geometry.slots, self.geometry.segment_bytes, seq),
+        )
+        self.mirror.add_segment(int(row.lastrowid or 0), self.geometry.slots)
+        return True
+
+    def _take_back_from_the_dead(self, seq: int) -> None:
+        """Free the slots that writers had reserved when they died."""
+        for writer, name in self._db.execute("SELECT id, name FROM writers").fetchall():
+            if self._writer.is_alive(name):
+                continue
+            left = "namespace=? AND state=1 AND owner=?"
+            mine = self._db.execute(f"SELECT slot FROM slots WHERE {left}", (self._namespace, writer)).fetchall()
+            self._set([slot for (slot,) in mine], SlotState.FREE, seq)
+            self._db.execute("UPDATE slots SET state=0, owner=0, seq=? WHERE state=1 AND owner=?", (seq, writer))
+            self._db.execute("DELETE FROM writers WHERE id=?", (writer,))
+            self._writer.forget(name)
+
+    def _make_room(self, count: int, seq: int) -> list[int]:
+        """Free slots: whole segments of unused namespaces, or else our own oldest pages.
+
+        Returns the slots of those pages: they are empty and free, but unchanged in the index.
+        """
+        while self.mirror.free_count < count and self._take_over_segment(seq) and self._add_segment(seq):
+            pass
+        short = count - self.mirror.free_count
+        if short <= 0:
+            return []
+        spare = int(self.mirror.slot_count * (1 - self._low_water))
+        # Of pages used together the last one is evicted first: a prefix without its beginning is worthless.
+        found = self._db.execute(
+            "SELECT slot FROM slots WHERE namespace=? AND state=2 ORDER BY used, slot DESC LIMIT ?",
+            (self._namespace, short + spare),
+        ).fetchall()
+        victims = [slot for (slot,) in found]
+        self._empty(victims)
+        self._evictions += len(victims)
+        return victims
+
+    def _take_over_segment(self, seq: int) -> bool:
+        """Retire the coldest segment of another namespace if we have no pages, or if all of ours were used later."""
+        coldest = self._db.execute(
+            "SELECT s.id, n.digest, (SELECT COALESCE(MAX(used), 0) FROM slots WHERE slot BETWEEN s.id << ? AND "
+            "(s.id + 1 << ?) - 1) AS last FROM segments s JOIN namespaces n ON n.id=s.namespace "
+            "WHERE s.retired=0 AND s.namespace<>? ORDER BY last LIMIT 1",
+            (INDEX_BITS, INDEX_BITS, self._namespace),
+        ).fetchone()
+        if coldest is None:
+            return False
+        segment, digest, last = coldest
+        ours = self._db.execute(
+            "SELECT MIN(used) FROM slots WHERE namespace=? AND state=2", (self._namespace,)
+        ).fetchone()[0]
+        if ours is not None and last >= ours:
+            return False
+        self._retire(segment, digest, seq)
+        return True
+
+    def _shrink(self, seq: int) -> None:
+        """Retire segments until the capacity holds; it may be lower than last time."""
+        while self._total_bytes() > self._capacity_bytes:
+            segment, digest = self._db.execute(
+                "SELECT s.id, n.digest FROM segments s JOIN namespaces n ON n.id=s.namespace WHERE s.retired=0 "
+                "ORDER BY (SELECT MAX(used) FROM slots WHERE slot BETWEEN s.id << ? AND (s.id + 1 << ?) - 1) LIMIT 1",
+                (INDEX_BITS, INDEX_BITS),
+            ).fetchone()
+            self._retire(segment, digest, seq)
+
+    def _retire(self, segment: int, digest: bytes, seq: int) -> int:
+        """Drop a segment from the index; its file is removed when the change is written. Returns our pages in it."""
+        self._db.execute("UPDATE segments SET retired=1, seq=? WHERE id=?", (seq, segment))
+        self._db.execute(
+            "DELETE FROM slots WHERE slot BETWEEN ? AND ?", (segment << INDEX_BITS, (segment + 1 << INDEX_BITS) - 1)
+        )
+        self._to_remove.append(namespace_directory(self.root, digest) / segment_name(segment))
+        return self.mirror.drop_segment(segment)
+
+    def _remove_files(self) -> None:
+        """Remove the files of retired segments. They are truncated first, since another process may keep one open."""
+        while self._to_remove:
+            path = self._to_remove.pop()
+            try:
+                with path.open("r+b") as file:
+                    file.truncate(0)
+                path.unlink()
+            except OSError:
+                # Gone already; otherwise removed when the directory is opened next.
+                continue
+
+
+def _bounds(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last slot of each run of neighbors in sorted slots."""
+    return [(slots[run.first], slots[run.first + run.count - 1]) for run in slot_runs(slots)]
+
+
+TICK_FILE: Final = "tick"
+_TICK_BYTES: Final = 8
+
+
+class ChangeTick:
+    """The tick of the newest change, in a file of eight bytes: shows whether to ask SQLite, without a thread.
+
+    The event loop reads the file without ever waiting. It only shows that something may have changed: a change writes
+    its tick before it is committed, so the tick is visible wherever the change is. A change that fails after that costs
+    other processes a query, nothing more. `write` requires the index's write lock.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._file = os.open(root / TICK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+
+    def write(self, seq: int) -> None:
+        """Write that a change of this tick is about to be committed.
+
+        A failure only delays other processes: it must not fail a change that the index accepts.
+        """
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, seq.to_bytes(_TICK_BYTES, "little"), 0)
+
+    def is_at(self, seq: int) -> bool:
+        """True if nothing was changed since that tick. False also if the file cannot be read without waiting."""
+        if not NO_WAIT:
+            return False
+        found = bytearray(_TICK_BYTES)
+        try:
+            os.preadv(self._file, [found], 0, NO_WAIT)
+        except OSError:
+            return False
+        return int.from_bytes(found, "little") == seq
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)

@@ -1,0 +1,193 @@
+"""The database of a directory's index: its tables, opening and locking it, listing it, and rebuilding a lost one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from tidekv.backends.storage.base import Holding
+from tidekv.backends.storage.file.records import BLOCK_BYTES, HEADER_BYTES, Geometry, keys_in, unpack_segment
+from tidekv.backends.storage.file.segments import FILE_MODE, SLOTS_PER_SEGMENT_MAX, namespace_directory, slot_of
+from tidekv.states.errors import InvalidConfig, StorageFailed
+
+SCHEMA_VERSION: Final = 1
+_LOCK_PAUSE_S: Final = 0.005
+
+_TABLES: Final = """
+CREATE TABLE clock(id INTEGER PRIMARY KEY CHECK(id = 0), value INTEGER NOT NULL);
+INSERT INTO clock VALUES(0, 0);
+CREATE TABLE namespaces(
+    id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, page_bytes INTEGER NOT NULL, slots INTEGER NOT NULL);
+CREATE TABLE segments(
+    id INTEGER PRIMARY KEY AUTOINCREMENT, namespace INTEGER NOT NULL, slots INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    retired INTEGER NOT NULL, seq INTEGER NOT NULL);
+CREATE TABLE slots(
+    slot INTEGER PRIMARY KEY, namespace INTEGER NOT NULL, state INTEGER NOT NULL, owner INTEGER NOT NULL,
+    seq INTEGER NOT NULL, used INTEGER NOT NULL, key BLOB);
+CREATE INDEX slots_by_change ON slots(namespace, seq);
+CREATE TABLE writers(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE);
+"""
+
+
+def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
+    """Open an index for one thread. A commit does not wait for the disk: pages are verified when they are read."""
+    # Transactions are explicit, hence no isolation level of the module's own.
+    db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=NORMAL")
+    return db
+
+
+@contextlib.contextmanager
+def opening(root: Path, *, timeout_s: float) -> Iterator[None]:
+    """Keep every other process from opening, creating or repairing the directory.
+
+    Raises StorageFailed if another process does that for longer than the timeout. Blocks; the kernel drops the lock
+    with the process.
+    """
+    file = os.open(root / "open.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise StorageFailed(f"{root}: another process has been opening it for {timeout_s} s") from None
+                time.sleep(_LOCK_PAUSE_S)
+        yield
+    finally:
+        os.close(file)
+
+
+def prepare(path: Path, *, busy_timeout_s: float) -> bool:
+    """Create the tables if they are missing; True if they were. Raises sqlite3.DatabaseError if the file is damaged,
+    StorageFailed if it is of another version.
+    """
+    if not path.exists():
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+    with contextlib.closing(connect(path, busy_timeout_s=busy_timeout_s)) as db:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            db.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise StorageFailed(
+                f"{path} is of version {version}, this is version {SCHEMA_VERSION}; use another directory"
+            )
+        db.execute("SELECT value FROM clock").fetchone()
+        return bool(version == 0)
+
+
+def set_aside(path: Path) -> None:
+    """Move a damaged index out of the way; no process may have it open."""
+    path.replace(path.with_suffix(".bad"))
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def join_namespace(path: Path, wanted: Geometry, *, busy_timeout_s: float) -> tuple[int, Geometry]:
+    """Return the number and the geometry of a namespace. The first process fixes how many slots its segments have."""
+    with contextlib.closing(connect(path, busy_timeout_s=busy_timeout_s)) as db:
+        db.execute(
+            "INSERT INTO namespaces(digest, page_bytes, slots) VALUES(?, ?, ?) ON CONFLICT DO NOTHING",
+            (wanted.namespace, wanted.page_bytes, wanted.slots),
+        )
+        number, page_bytes, slots = db.execute(
+            "SELECT id, page_bytes, slots FROM namespaces WHERE digest=?", (wanted.namespace,)
+        ).fetchone()
+    if page_bytes != wanted.page_bytes:
+        raise InvalidConfig(
+            f"{path.parent} holds this namespace with pages of {page_bytes} bytes; the pool has {wanted.page_bytes}"
+        )
+    return int(number), Geometry(namespace=wanted.namespace, page_bytes=page_bytes, slots=slots)
+
+
+def file_holdings(root: Path) -> list[Holding]:
+    """Return the namespaces of a directory of the `file:` engine. Blocks, and changes nothing."""
+    path = root / "index.sqlite"
+    if not path.is_file():
+        raise StorageFailed(
+            f"{root} is not a storage directory: it has no index.sqlite; an engine that serves from it creates one"
+        )
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            rows = db.execute(
+                "SELECT n.digest, n.page_bytes, (SELECT COUNT(*) FROM slots s WHERE s.namespace=n.id AND s.state=2) "
+                "FROM namespaces n ORDER BY n.digest"
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise StorageFailed(f"{path} cannot be read: {error}") from error
+    return [Holding(namespace=digest, page_bytes=page_bytes, pages=pages) for digest, page_bytes, pages in rows]
+
+
+def rebuild(path: Path, *, busy_timeout_s: float) -> int:
+    """Fill a new index with the pages of the segment files beside it; returns how many.
+
+    Each slot's header names its key and is erased before the index forgets the page (see FileIndex), so a key in a
+    header was there when the index was lost. Only the order of use is lost. Whether a page is whole is not checked
+    here: reading it does that. A file without a valid record is left out, and swept up like any other that the index
+    does not know. Raises sqlite3.Error and OSError. No other process may open the directory meanwhile.
+    """
+    pages = 0
+    taken: set[tuple[int, bytes]] = set()
+    with contextlib.closing(connect(path, busy_timeout_s=busy_timeout_s)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        # The newest first: if a writer was killed while it replaced a page, its key is in two places, and the newer one
+        # stays.
+        for file in sorted(path.parent.glob("*/*.seg"), key=lambda file: file.name, reverse=True):
+            segment = int(file.stem) if file.stem.isdigit() else 0
+            read = _read(file) if segment else None
+            if read is None:
+                continue
+            geometry, keys = read
+            db.execute(
+                "INSERT INTO namespaces(digest, page_bytes, slots) VALUES(?, ?, ?) ON CONFLICT DO NOTHING",
+                (geometry.namespace, geometry.page_bytes, geometry.slots),
+            )
+            number, *cut = db.execute(
+                "SELECT id, page_bytes, slots FROM namespaces WHERE digest=?", (geometry.namespace,)
+            ).fetchone()
+            if cut != [geometry.page_bytes, geometry.slots]:
+                continue
+            known = db.execute(
+                "INSERT INTO segments(id, namespace, slots, bytes, retired, seq) VALUES(?, ?, ?, ?, 0, 1) "
+                "ON CONFLICT DO NOTHING",
+                (segment, number, geometry.slots, geometry.segment_bytes),
+            )
+            if not known.rowcount:
+                continue
+            rows = [(slot_of(segment, index), number, key) for index, key in keys.items() if (number, key) not in taken]
+            taken.update((number, key) for _, _, key in rows)
+            db.executemany(
+                "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) VALUES(?, ?, 2, 0, 1, 1, ?)", rows
+            )
+            pages += len(rows)
+        db.execute("UPDATE clock SET value=1")
+        db.execute("COMMIT")
+    return pages
+
+
+def _read(path: Path) -> tuple[Geometry, dict[int, bytes]] | None:
+    """Return a segment's geometry and the key of each slot that has one; None if the file is not usable."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        geometry = unpack_segment(os.pread(file, BLOCK_BYTES, 0))
+        if geometry is None or geometry.slots > SLOTS_PER_SEGMENT_MAX:
+            return None
+        if namespace_directory(path.parent.parent, geometry.namespace) != path.parent:
+            return None
+        return geometry, keys_in(os.pread(file, geometry.slots * HEADER_BYTES, geometry.header_offset(0)), geometry)
+    except OSError:
+        return None
+    finally:
+        os.close(file)

@@ -1,0 +1,76 @@
+"""Locks of living writers: each process on a directory holds a file lock that the kernel drops with the process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from tidekv.backends.storage.file.segments import DIRECTORY_MODE, FILE_MODE
+
+_SUFFIX: Final = ".lock"
+
+
+class WriterLock:
+    """The lock of this engine. Slots reserved by a writer whose lock is free are reclaimed."""
+
+    def __init__(self, root: Path) -> None:
+        self._directory = root / "writers"
+        self._directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        self.name = uuid.uuid4().hex
+        # The lock is taken before any process can read the name, so a living writer is never found unlocked.
+        self._file = os.open(self._path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def is_alive(self, name: str) -> bool:
+        """True while the writer of that name holds its lock."""
+        return name == self.name or is_locked(self._path(name))
+
+    def forget(self, name: str) -> None:
+        """Remove the file of a dead writer."""
+        self._path(name).unlink(missing_ok=True)
+
+    def forget_strangers(self, known: Collection[str]) -> None:
+        """Remove lock files of dead writers that are not in the index. No other process may create a lock meanwhile: a
+        new file is not locked yet.
+        """
+        for path in self._directory.glob("*" + _SUFFIX):
+            if path.stem not in known and not self.is_alive(path.stem):
+                path.unlink(missing_ok=True)
+
+    def alone(self) -> bool:
+        """True if no other writer lives."""
+        return not any(
+            self.is_alive(path.stem) for path in self._directory.glob("*" + _SUFFIX) if path.stem != self.name
+        )
+
+    def close(self) -> None:
+        """Release the lock. If the disk is gone or read-only, the file stays and counts as a dead writer's."""
+        with contextlib.suppress(OSError):
+            self.forget(self.name)
+        os.close(self._file)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / (name + _SUFFIX)
+
+
+def is_locked(path: Path) -> bool:
+    """True if a process holds, or may hold, the lock of a file; a missing file is not locked."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        # Another user's file, or a failing disk: a writer that cannot be checked counts as alive.
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False

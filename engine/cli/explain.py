@@ -1,0 +1,44 @@
+"""`tidekv explain JOURNAL --request R`: in words, why a request took the time that it took."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tidekv.engine.cli.torn import TornOk, refuse_without_events, tell_torn
+from tidekv.states.errors import InvalidRequest
+
+
+def register(app: typer.Typer) -> None:
+    """Add `explain` to the command line."""
+    app.command()(explain)
+
+
+def explain(
+    journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
+    request: Annotated[str | None, typer.Option(help="The request's id; without it, the slowest requests.")] = None,
+    slowest: Annotated[int, typer.Option(help="How many, without --request.")] = 3,
+    torn_ok: TornOk = False,
+) -> None:
+    """Say what was matched where, promised, delivered, wasted, cut and why, and what would have made it faster.
+
+    Exit code 2 where the journal is none, is damaged, or lacks its tail; what is there is explained all the same.
+    """
+    from tidekv.engine.journal import Replayer
+    from tidekv.engine.trace.explain import explain as words_for
+    from tidekv.engine.trace.request_traces import read_stories
+
+    replayer = Replayer(journal)
+    stories = read_stories(replayer)
+    refuse_without_events(replayer)
+    if request is not None:
+        chosen = stories.named(request)
+        if not chosen:
+            raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(stories.all)} requests")
+    else:
+        ended = [story for story in stories.all if story.ended_at_s is not None]
+        ended.sort(key=lambda story: story.arrived_at_s - (story.ended_at_s or 0.0))
+        chosen = ended[: max(slowest, 0)]
+    print("\n\n".join(words_for(story, now_s=stories.last_at_s) for story in chosen))
+    tell_torn(replayer, torn_ok=torn_ok)

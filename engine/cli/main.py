@@ -1,0 +1,43 @@
+"""The command line: `tidekv COMMAND`. Each command lives in its own module of `tidekv.engine.cli`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from tidekv.engine.cli import COMMANDS
+from tidekv.states.errors import TidekvError
+
+app = typer.Typer(
+    name="tidekv",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show on stderr what the library warns of.")] = False,
+) -> None:
+    """Tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""
+    if verbose:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("tidekv").addHandler(handler)
+
+
+for register in COMMANDS:
+    register(app)
+
+
+def main() -> None:
+    """Run the command line. What the user got wrong is one line on stderr and exit code 2; a bug has its traceback."""
+    try:
+        app()
+    except TidekvError as error:
+        print(f"tidekv: {error}", file=sys.stderr)
+        sys.exit(2)

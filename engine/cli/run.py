@@ -1,0 +1,162 @@
+"""`tidekv run`: the main job, with a progress bar and a table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidekv.states.errors import InvalidConfig, TidekvError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tidekv.engine.demo.main_job import JobResult
+    from tidekv.engine.trace.live import LiveView
+    from tidekv.engine.demo.phase import Progress
+
+
+def register(app: typer.Typer) -> None:
+    """Add `run` to the command line."""
+    app.command()(run)
+
+
+def run(
+    trace: Annotated[Path | None, typer.Option(help="Replay this recording (JSON lines, maybe gzip).")] = None,
+    kind: Annotated[str, typer.Option(help="Generated workload: chat or agents.")] = "chat",
+    conversations: Annotated[int, typer.Option(help="Generated conversations, or agents.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Requests of each conversation.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the generated workload.")] = 1,
+    length_scale: Annotated[str, typer.Option(help="Factor on a recording's lengths, such as 1/8.")] = "1/8",
+    time_scale: Annotated[float, typer.Option(help="Factor on a recording's times; 0: as fast as it goes.")] = 0.0,
+    requests: Annotated[int, typer.Option(help="At most so many requests of a recording; 0: all.")] = 500,
+    sessions: Annotated[int, typer.Option(help="At most so many sessions of a recording; 0: all.")] = 20,
+    prompt_tokens_max: Annotated[int, typer.Option(help="Leave out longer prompts, as scaled; 0: none.")] = 0,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    l1_pages: Annotated[int, typer.Option(help="Device pages; 0: chosen from the workload.")] = 0,
+    l2_pages: Annotated[int, typer.Option(help="Host pages; 0: chosen from the workload.")] = 0,
+    storage: Annotated[str, typer.Option(help="Storage URI; empty: files in a temporary directory.")] = "",
+    in_flight: Annotated[int, typer.Option(help="Requests at work at once; 0: 3 generated, 16 recorded ones.")] = 0,
+    compare: Annotated[bool, typer.Option(help="Run a second time without decode cache.")] = True,
+    damage: Annotated[str, typer.Option(help="Overwrite a page from l1, l2, l3 or transfer: the check fails.")] = "",
+    journal: Annotated[str, typer.Option(help="Write every event of the decode engine to this file.")] = "",
+    plot: Annotated[Path | None, typer.Option(help="Draw time to ready and sources to this .png or .svg file.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Show the engine's requests and pools while it runs.")] = False,
+) -> None:
+    """Serve a workload with a prefill and a decode worker in two processes, verify it, and print what came from where.
+
+    Exit code 1 if anything differs from what it must be, 2 for a wrong option or file.
+    """
+    # What a run needs takes seconds to import; other commands need not wait for it.
+    from rich.console import Console
+
+    from tidekv.engine.demo import main_job
+    from tidekv.engine.demo.report import report
+    from tidekv.engine.trace.live import LiveView
+    from tidekv.engine.trace.plots import check_plot, plot_run, save_plot
+    from tidekv.engine.demo.blocks import TraceOptions
+    from tidekv.engine.demo.conversations import WorkloadOptions, agent_options, make_workload
+
+    check_plot(plot)
+    view = LiveView() if live else None
+    tiers = main_job.TierOptions(
+        page_size=page_size,
+        l1_pages=l1_pages,
+        l2_pages=l2_pages,
+        storage=storage,
+        in_flight_max=in_flight,
+        compare=compare and not damage,
+        journal=journal or None,
+        shows=None if view is None else view.watch,
+    )
+    console = Console()
+    passes = (main_job.CACHED, main_job.UNCACHED)[: 1 + tiers.compare]
+    if trace is not None:
+        recorded = TraceOptions(
+            length_scale=_factor(length_scale),
+            time_scale=time_scale,
+            requests_max=requests,
+            sessions_max=sessions,
+            prompt_tokens_max=prompt_tokens_max,
+        )
+        with progress_bars(console, dict.fromkeys(passes, requests or None), view) as progress:
+            result = finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
+    else:
+        if kind == "agents":
+            options = agent_options(agents=conversations, rounds=rounds, seed=seed)
+        else:
+            options = WorkloadOptions(
+                kind=kind,  # type: ignore[arg-type]  # It says itself what is allowed.
+                conversations=conversations,
+                rounds=rounds,
+                seed=seed,
+            )
+        turns = sum(len(conversation.turns) for conversation in make_workload(options).conversations)
+        with progress_bars(console, dict.fromkeys((*passes, main_job.COMPARED), turns), view) as progress:
+            result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
+    console.print(report(result, is_model=trace is None))
+    if plot is not None:
+        phases = {phase.name: phase for phase in result.phases}
+        ready_s = {name: phase.ready_s for name, phase in phases.items()}
+        save_plot(plot_run(ready_s, {name: phase.tokens for name, phase in phases.items()}), plot)
+    if result.failures:
+        raise typer.Exit(1)
+
+
+def finished(work: Coroutine[object, object, JobResult]) -> JobResult:
+    """Run the job on a loop of its own. Of errors that came as a group, the one that the user can mend is raised."""
+    import torch
+    import uvloop
+
+    torch.set_num_threads(1)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(work)
+    except BaseExceptionGroup as group:
+        mendable, rest = group.split(TidekvError)
+        if mendable is None or rest is not None:
+            raise
+        error: BaseException = mendable
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
+
+
+@contextmanager
+def progress_bars(
+    console: Console, totals: Mapping[str, int | None], view: LiveView | None = None
+) -> Iterator[Progress]:
+    """Show one bar a phase, and below them what `view` sees; a phase with an unknown total shows a count."""
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bars = Progress(*columns, console=console)
+    with ExitStack() as shown:
+        if view is None:
+            shown.enter_context(bars)
+        else:
+            shown.enter_context(view)
+            below = partial(view.below, bars)
+            shown.enter_context(Live(get_renderable=below, console=console, refresh_per_second=4))
+        tasks = {name: bars.add_task(name, total=total, start=False) for name, total in totals.items()}
+
+        def advance(name: str, count: int) -> None:
+            bars.start_task(tasks[name])
+            bars.advance(tasks[name], count)
+
+        yield advance
+
+
+def _factor(text: str) -> float:
+    """Read a number or a fraction such as 1/8. Raises InvalidConfig."""
+    try:
+        return float(Fraction(text))
+    except (ValueError, ZeroDivisionError) as error:
+        raise InvalidConfig(f"length-scale must be a number or a fraction such as 1/8, not {text!r}") from error

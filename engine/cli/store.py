@@ -1,0 +1,182 @@
+"""`tidekv store`: look at what a storage engine holds, check it, clean it, copy it to another."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from tidekv.states.errors import StorageFailed
+
+if TYPE_CHECKING:
+    from tidekv.engine.cli.store_tools import OpenStore, Place
+
+WIDTH_UNSEEN: Final = 120
+
+store_app = typer.Typer(
+    help="Look at storage: file:/path, redis://host, s3://bucket, mooncake://host, or what a package adds.",
+    no_args_is_help=True,
+)
+
+Uri = Annotated[str, typer.Argument(help="Where the store is, as open_storage takes it.", metavar="URI")]
+Options = Annotated[str | None, typer.Option(help="More options: a JSON object, or @file (JSON, TOML, YAML).")]
+Namespace = Annotated[str | None, typer.Option(help="The namespace, or how its name starts; if there are several.")]
+PageBytes = Annotated[int | None, typer.Option(help="Bytes of a page, where the store does not tell.", min=1)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `store` to the command line."""
+    app.add_typer(store_app, name="store")
+
+
+@store_app.command("ls")
+def list_namespaces(uri: Uri, options: Options = None) -> None:
+    """List the namespaces of a store: how long their pages are, and how many there are."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tidekv.engine.cli.store_tools import Place, holdings_of
+
+    found = asyncio.run(holdings_of(Place(uri, options)))
+    table = Table()
+    table.add_column("namespace", no_wrap=True)
+    for column in ("page", "pages", "together"):
+        table.add_column(column, justify="right")
+    for one in found:
+        size = "?" if one.page_bytes is None else _size(one.page_bytes)
+        together = "?" if one.page_bytes is None else _size(one.page_bytes * one.pages)
+        table.add_row(one.namespace.hex(), size, f"{one.pages:,}", together)
+    console = Console()
+    # Where nobody looks, nothing is cut.
+    console = console if console.is_terminal else Console(width=WIDTH_UNSEEN)
+    console.print(table if found else "no namespace")
+
+
+@store_app.command("stat")
+def show(uri: Uri, options: Options = None, namespace: Namespace = None, page_bytes: PageBytes = None) -> None:
+    """Open one namespace, write and read a page, and tell what the engine says of itself.
+
+    Exit code 1 if it cannot be used now.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    async def look() -> tuple[dict[str, str], bool]:
+        async with _one(_place(uri, options), namespace, page_bytes) as store:
+            started_s = time.perf_counter()
+            try:
+                await store.storage.probe()
+                probed = f"good, {1000 * (time.perf_counter() - started_s):.1f} ms"
+            except StorageFailed as failed:
+                probed = f"failed: {failed}"
+            said = store.storage.statistics()
+            rows = {"engine": said.uri.partition("?")[0], "pages": f"{said.pages:,}", "used": _size(said.used_bytes)}
+            return {**rows, "probe": probed}, probed.startswith("good")
+
+    rows, usable = asyncio.run(look())
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console(soft_wrap=True).print(table)
+    if not usable:
+        raise typer.Exit(1)
+
+
+@store_app.command("verify")
+def verify(uri: Uri, options: Options = None, namespace: Namespace = None, page_bytes: PageBytes = None) -> None:
+    """Read every page of a namespace, and name each that is damaged. Exit code 1 if there is one."""
+    from tidekv.engine.cli.store_tools import check
+
+    async def run() -> bool:
+        async with _one(_place(uri, options), namespace, page_bytes) as store:
+            with _progress("verify", store.pages) as advance:
+                checked = await check(store, advance)
+            for key, cause in checked.damaged.items():
+                print(f"{key.hex()} {cause}")
+            print(f"{checked.whole:,} pages whole, {len(checked.damaged):,} damaged")
+            return not checked.damaged
+
+    if not asyncio.run(run()):
+        raise typer.Exit(1)
+
+
+@store_app.command("gc")
+def collect(uri: Uri, options: Options = None, namespace: Namespace = None, page_bytes: PageBytes = None) -> None:
+    """Read every page of a namespace, and remove those that are damaged."""
+    from tidekv.engine.cli.store_tools import clean
+
+    async def run() -> None:
+        async with _one(_place(uri, options), namespace, page_bytes) as store:
+            with _progress("gc", store.pages) as advance:
+                checked, gone = await clean(store, advance)
+            print(f"{checked.whole:,} pages whole, {len(checked.damaged):,} damaged, {gone:,} removed")
+
+    asyncio.run(run())
+
+
+@store_app.command("cp")
+def copy_pages(
+    source: Annotated[str, typer.Argument(help="The store to copy from.", metavar="FROM")],
+    target: Annotated[str, typer.Argument(help="The store to copy to; a file: store needs a capacity.", metavar="TO")],
+    options: Options = None,
+    to_options: Annotated[str | None, typer.Option(help="More options of the target.")] = None,
+    namespace: Namespace = None,
+    page_bytes: PageBytes = None,
+) -> None:
+    """Copy the pages of a namespace to another store, but for those that it has. Damaged pages stay behind.
+
+    Exit code 1 if a page could not be copied.
+    """
+    from tidekv.engine.cli.store_tools import choose, copy, opened
+
+    async def run() -> bool:
+        place, there = _place(source, options), _place(target, to_options)
+        chosen, size = await choose(place, namespace=namespace, page_bytes=page_bytes)
+        engines = place.open(), there.open(to_write=True)
+        async with opened(*engines, namespace=chosen, page_bytes=size) as (first, second):
+            with _progress("cp", first.pages) as advance:
+                copied = await copy(first, second, advance)
+        print(f"{copied.copied:,} pages copied, {copied.there:,} were there, {copied.lost:,} could not be")
+        return not copied.lost
+
+    if not asyncio.run(run()):
+        raise typer.Exit(1)
+
+
+def _place(uri: str, options: str | None) -> Place:
+    from tidekv.engine.cli.store_tools import Place
+
+    return Place(uri, options)
+
+
+@asynccontextmanager
+async def _one(place: Place, namespace: str | None, page_bytes: int | None) -> AsyncIterator[OpenStore]:
+    from tidekv.engine.cli.store_tools import choose, opened
+
+    chosen, size = await choose(place, namespace=namespace, page_bytes=page_bytes)
+    async with opened(place.open(), namespace=chosen, page_bytes=size) as (store,):
+        yield store
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr, so that what is printed can go on to another program."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("pages"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda pages: progress.advance(task, pages)
+
+
+def _size(size_bytes: int) -> str:
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"

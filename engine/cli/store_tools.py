@@ -1,0 +1,210 @@
+"""What `tidekv store` does: open an engine with a small pool of its own; list, check, clean or copy what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import parse_qsl
+
+import numpy as np
+import numpy.typing as npt
+
+from tidekv.backends.storage import Storage, open_storage
+from tidekv.backends.storage.base import BufferOf, Census, Holding
+from tidekv.backends.storage.uri import split_uri
+from tidekv.engine.poller import PollerThread
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.types import PoolMemory, Segment, page_ids
+
+BATCH_BYTES: Final = 64 << 20
+BATCH_PAGES_MAX: Final = 512
+TIMEOUT_S: Final = 60.0
+# More than there is anywhere: looking at a store must never make it smaller.
+CAPACITY_UNBOUNDED: Final = 1 << 62
+
+Advance = Callable[[int], None]
+"""Told how many more pages are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a store is, and how to open it. `options` as for open_storage, in text."""
+
+    uri: str
+    options: str | None = None
+
+    def open(self, *, to_write: bool = False) -> Storage:
+        """Make the engine. One that is only looked at has no bound, unless the URI gives it one."""
+        storage = open_storage(self.uri, self.options)
+        if split_uri(self.uri).scheme != "file" or self._has_capacity():
+            return storage
+        if to_write:
+            raise InvalidConfig(
+                f"{self.uri} may be cut to a capacity that was not meant; say how much it may hold: ?capacity=200GB"
+            )
+        joint = "&" if split_uri(self.uri).query else "?"
+        return open_storage(f"{self.uri}{joint}capacity={CAPACITY_UNBOUNDED}", self.options)
+
+    def _has_capacity(self) -> bool:
+        return any(name == "capacity" for name, _ in parse_qsl(split_uri(self.uri).query)) or "capacity" in (
+            self.options or ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """An engine with a pool of `batch_pages` pages."""
+
+    storage: Storage
+    batch_pages: int
+    buffer_of: BufferOf
+
+    @property
+    def pages(self) -> int:
+        """How many pages it knows of."""
+        return self.storage.statistics().pages
+
+    async def listed(self) -> AsyncIterator[Sequence[bytes]]:
+        """Return the keys of all pages; an engine without a list of its own reads them all for it."""
+        if isinstance(self.storage, Census):
+            async for keys in self.storage.listed():
+                yield keys
+        else:
+            async for verdict in self.storage.verify():
+                yield [verdict.key]
+
+
+@dataclass(slots=True)
+class Copied:
+    """What became of the pages of a copy. `lost` could not be read, or not be stored."""
+
+    copied: int = 0
+    there: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class Checked:
+    """What a check found: how many pages are whole, and the cause for each that is not."""
+
+    whole: int = 0
+    damaged: dict[bytes, str] = field(default_factory=dict)
+
+
+async def holdings_of(place: Place) -> list[Holding]:
+    """Return the namespaces at a place. InvalidConfig if its engine cannot tell."""
+    storage = place.open()
+    try:
+        if not isinstance(storage, Census):
+            raise InvalidConfig(f"{storage.uri} cannot tell what it holds; give --namespace and --page-bytes")
+        return await storage.holdings()
+    finally:
+        await storage.close()
+
+
+async def choose(place: Place, *, namespace: str | None, page_bytes: int | None) -> tuple[bytes, int]:
+    """Find out which namespace is meant, by the start of its name, and how long its pages are.
+
+    InvalidConfig says what there is if that is not one.
+    """
+    whole = bytes.fromhex(namespace) if namespace and len(namespace) == 64 and _is_hex(namespace) else None
+    if whole is not None and page_bytes is not None:
+        return whole, page_bytes
+    found = await holdings_of(place)
+    meant = [one for one in found if one.namespace.hex().startswith((namespace or "").lower())]
+    if len(meant) != 1:
+        there = ", ".join(one.namespace.hex()[:16] + "…" for one in found) or "none"
+        raise InvalidConfig(
+            f"{len(meant)} namespaces of {place.uri.partition('?')[0]} are meant by "
+            f"{'no --namespace' if namespace is None else '--namespace ' + namespace}; there are: {there}"
+        )
+    size = page_bytes or meant[0].page_bytes
+    if size is None:
+        raise InvalidConfig("this engine does not tell how long its pages are; give --page-bytes")
+    return meant[0].namespace, size
+
+
+@contextlib.asynccontextmanager
+async def opened(*storages: Storage, namespace: bytes, page_bytes: int) -> AsyncIterator[list[OpenStore]]:
+    """Open engines over one pool, and close them at the end."""
+    batch_pages = max(1, min(BATCH_BYTES // page_bytes, BATCH_PAGES_MAX))
+    pool = _pool(batch_pages, page_bytes)
+    segment = Segment(address=pool.ctypes.data, piece_bytes=page_bytes, stride_bytes=page_bytes, page_count=batch_pages)
+    memory = PoolMemory(segments=(segment,), page_count=batch_pages)
+
+    def buffer_of(page: int) -> memoryview:
+        return memoryview(pool[page])
+
+    poller = PollerThread(name="tidekv-store-poller")
+    poller.start()
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            for storage in storages:
+                stack.push_async_callback(storage.close)
+                await storage.register(memory, buffer_of, namespace=namespace, poller=poller)
+            yield [OpenStore(storage, batch_pages, buffer_of) for storage in storages]
+    finally:
+        await poller.close()
+
+
+async def check(store: OpenStore, advance: Advance) -> Checked:
+    """Read every page, and tell which are damaged."""
+    checked = Checked()
+    async for verdict in store.storage.verify():
+        if verdict.ok:
+            checked.whole += 1
+        else:
+            checked.damaged[verdict.key] = verdict.cause
+        advance(1)
+    return checked
+
+
+async def clean(store: OpenStore, advance: Advance) -> tuple[Checked, int]:
+    """Read every page, and remove those that are damaged; returns how many went."""
+    checked = await check(store, advance)
+    gone = await store.storage.delete(list(checked.damaged)) if checked.damaged else []
+    return checked, sum(gone)
+
+
+async def copy(source: OpenStore, target: OpenStore, advance: Advance) -> Copied:
+    """Copy every whole page that the target does not have yet."""
+    copied = Copied()
+    batch: list[bytes] = []
+    async for keys in source.listed():
+        for key in keys:
+            batch.append(key)
+            if len(batch) == source.batch_pages:
+                await _copy_batch(source, target, batch, copied)
+                advance(len(batch))
+                batch = []
+    await _copy_batch(source, target, batch, copied)
+    advance(len(batch))
+    return copied
+
+
+async def _copy_batch(source: OpenStore, target: OpenStore, keys: Sequence[bytes], copied: Copied) -> None:
+    if not keys:
+        return
+    there = await target.storage.exists(keys, timeout_s=TIMEOUT_S)
+    wanted = [key for key, has in zip(keys, there, strict=True) if not has]
+    got = await source.storage.get_into(wanted, page_ids(range(len(wanted))), timeout_s=TIMEOUT_S)
+    whole = [(key, page) for page, (key, good) in enumerate(zip(wanted, got, strict=True)) if good]
+    stored = await target.storage.put_from(
+        [key for key, _ in whole], page_ids(page for _, page in whole), timeout_s=TIMEOUT_S
+    )
+    copied.there += len(keys) - len(wanted)
+    copied.copied += sum(stored)
+    copied.lost += len(wanted) - sum(stored)
+
+
+def _pool(pages: int, page_bytes: int) -> npt.NDArray[np.uint8]:
+    """Allocate pages from a multiple of 4096 on, as direct file I/O wants them."""
+    raw = np.zeros(pages * page_bytes + 4096, np.uint8)
+    first = -raw.ctypes.data % 4096
+    return raw[first : first + pages * page_bytes].reshape(pages, page_bytes)
+
+
+def _is_hex(text: str) -> bool:
+    return all(digit in "0123456789abcdefABCDEF" for digit in text)

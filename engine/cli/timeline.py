@@ -1,0 +1,71 @@
+"""`tidekv timeline JOURNAL`: requests as bars in the terminal, as a page for a browser, or for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tidekv.engine.cli.torn import TornOk, refuse_without_events, tell_torn
+from tidekv.states.errors import InvalidRequest
+
+NAME_COLUMNS = 60
+
+
+def register(app: typer.Typer) -> None:
+    """Add `timeline` to the command line."""
+    app.command()(timeline)
+
+
+def timeline(
+    journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
+    request: Annotated[str | None, typer.Option(help="Only the requests of this id.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write trace-event JSON for ui.perfetto.dev.")] = None,
+    limit: Annotated[int, typer.Option(help="In the terminal, the last so many requests; 0: all.")] = 40,
+    torn_ok: TornOk = False,
+) -> None:
+    """Show what requests waited for, and what ran for them meanwhile.
+
+    Exit code 2 where the journal is none, is damaged, or lacks its tail; what is there is shown all the same.
+    """
+    from rich.console import Console
+
+    from tidekv.engine.journal import Replayer
+    from tidekv.engine.trace.bars import all_bars, one_request
+    from tidekv.engine.trace.page import html_page
+    from tidekv.engine.trace.request_traces import read_stories
+    from tidekv.engine.trace.trace_events import trace_events
+
+    replayer = Replayer(journal)
+    told = read_stories(replayer)
+    refuse_without_events(replayer)
+    stories = told.all if request is None else told.named(request)
+    if request is not None and not stories:
+        raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(told.all)} requests")
+    if html is not None:
+        page = html_page(stories, now_s=told.last_at_s, title=f"tidekv: {Path(journal).name}")
+        _write(html, page.encode())
+    if perfetto is not None:
+        _write(perfetto, trace_events(stories, now_s=told.last_at_s))
+    if html is None and perfetto is None:
+        console = Console()
+        width = max(20, console.width - NAME_COLUMNS)
+        if request is None:
+            shown = stories[-limit:] if limit else stories
+            console.print(all_bars(shown, now_s=told.last_at_s, width=width))
+            if len(shown) < len(stories):
+                console.print(f"the last {len(shown)} of {len(stories)} requests; --limit 0 shows all")
+        else:
+            for story in stories:
+                console.print(one_request(story, now_s=told.last_at_s, width=width))
+    tell_torn(replayer, torn_ok=torn_ok)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise InvalidRequest(f"{str(path)!r} cannot be written: {error}") from error
+    print(f"{path}: {len(content)} bytes")

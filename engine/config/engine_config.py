@@ -1,0 +1,204 @@
+"""Options of a decode engine: what concerns all of it, and one group for each of its parts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from tidekv.backends.keys.page_keys import PageKeys
+from tidekv.states.components.specs import Component
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
+from tidekv.states.settings import CoreSettings
+from tidekv.states.validation import (
+    ByteCount,
+    Count,
+    Options,
+    PlainText,
+    PositiveCount,
+    Seconds,
+    Text,
+    host_and_port,
+)
+
+Vocabulary = Annotated[int, Meta(ge=0, le=2**32)]
+
+
+class StorageOptions(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The storage tier: policies, which `DecodeEngine.change_policy` changes later, and bounds, which stay."""
+
+    fetch_run_pages: PositiveCount = 32
+    """Pages of one storage read; the copy to the device starts with each run that has landed."""
+    query_deadline_s: Seconds = 1.0
+    """Maximum time in which storage may answer what it holds; then the answer counts as a miss."""
+    store_timeout_s: Seconds = 30.0
+    """Maximum time of one put; no further page of it is started after this."""
+
+    @property
+    def policy(self) -> StoragePolicy:
+        """The part that can be changed later."""
+        return StoragePolicy(**{name: getattr(self, name) for name in POLICY_FIELDS})
+
+
+class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Admission of requests to device memory."""
+
+    queue_max: PositiveCount = 16384
+    """Maximum requests waiting for admission; `restore` refuses further ones with CapacityError."""
+    ageing_s: Seconds = 5.0
+    """Waiting for this long weighs as much as one step of priority."""
+    growth_reserve_pages: Count = 1
+    """Device pages that an admitted request holds in reserve for the tokens that it generates."""
+
+
+class SharingOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sharing of transfers between requests with a common prefix. Not with components."""
+
+    enabled: bool = True
+    """Requests with a common prefix share its transfer before the first of them is READY."""
+    wait_s: Seconds = 0.25
+    """Seconds a request waits for another request's stalled transfer before it asks prefill itself."""
+
+
+class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The links to prefill workers."""
+
+    lease_s: Seconds = 10.0
+    """Seconds for which prefill keeps a room's pages after the last ping of this worker that names it, if its own
+    `prefill.lease_s` is not shorter.
+    """
+    heartbeat_s: Seconds = 0.5
+    """Interval between signs of life to each peer."""
+    silence_s: Seconds = 2.0
+    """A peer that is silent for longer counts as lost: its rooms fail, and its pages stay in quarantine."""
+    attempts: PositiveCount = 1
+    """How often each prefill of a request's list is tried before the request fails."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heartbeat_s * 2 > self.silence_s:
+            half_s = self.silence_s / 2
+            raise InvalidConfig(f"heartbeat_s must be at most half of silence_s, {half_s:g}, not {self.heartbeat_s:g}")
+        if self.silence_s > self.lease_s:
+            raise InvalidConfig(f"silence_s must be at most lease_s, {self.lease_s:g}, not {self.silence_s:g}")
+
+
+class JournalOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The journal: a file with every event of a run."""
+
+    path: PlainText | None = None
+    """File that every event is written to, or a directory that gets a file for each run. A file of an earlier run is
+    renamed to `NAME.previous`. None disables the journal.
+    """
+    tokens: bool = False
+    """Write pages as their tokens instead of keyed digests. A journal with tokens reveals what users wrote."""
+    segment_bytes: ByteCount = 0
+    """Size at which the journal continues in a new file. 0: one file."""
+    segments_max: Count = 0
+    """Maximum number of files, of which the newest are kept. 0: all. A journal without its first file cannot be
+    replayed.
+    """
+
+
+class MetricsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Metrics for Prometheus."""
+
+    listen: PlainText | None = None
+    """host:port at which Prometheus scrapes; with port 0 the system chooses, see `DecodeEngine.metrics_address`. None
+    disables metrics.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.listen is not None:
+            host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
+
+
+class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV events for routers. Needs the extra `events`."""
+
+    endpoint: PlainText | None = None
+    """ZMQ endpoint, such as tcp://*:5557, at which the engine publishes what it caches. None disables KV events."""
+    replay: PlainText | None = None
+    """ZMQ endpoint at which routers request batches that they missed. None disables the replay."""
+    topic: PlainText = ""
+    """Topic of the batches: the first frame of each."""
+    kept_batches: PositiveCount = 10_000
+    """Number of newest batches that can be requested again."""
+
+
+class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of a decode engine, apart from its pools, storage and transport.
+
+    Raises InvalidConfig, which names the field, the value and what is allowed.
+    """
+
+    model: Text = ""
+    """Fingerprint of the model. Both ends of a hand-over, and all workers that share storage, must name the same."""
+    vocabulary: Vocabulary = 0
+    """Token ids must be below this. 0: every id that fits in 32 bits is allowed."""
+    namespace: PlainText = ""
+    """Namespace of the cache (adapter, tenant); pages of another namespace never match."""
+    bigram_keys: bool = False
+    """Name pages by pairs of tokens: for draft KV of the EAGLE family, which depends on the token after the page. Both
+    ends of a hand-over, and all workers that share storage, must set the same.
+    """
+    keep_output: bool = True
+    """Keep generated tokens in the cache; without it only prompts are kept."""
+    default_deadline_s: Seconds = 60.0
+    """Deadline of requests that bring none: a restore that takes longer fails."""
+    copy_deadline_s: Seconds = 30.0
+    """Maximum time of a copy between device and host; a copy that takes longer has failed, and its pages are
+    quarantined.
+    """
+    close_deadline_s: Seconds = 10.0
+    """Maximum time that closing waits for work in flight."""
+    loop_stall_report_s: Seconds = 0.05
+    """A callback that blocks the event loop for longer than this, while there is work, is reported with its stack."""
+    storage: StorageOptions = StorageOptions()
+    """The storage tier."""
+    admission: AdmissionOptions = AdmissionOptions()
+    """Admission to device memory."""
+    sharing: SharingOptions = SharingOptions()
+    """Sharing of transfers."""
+    peer: PeerOptions = PeerOptions()
+    """Links to prefill workers."""
+    journal: JournalOptions = JournalOptions()
+    """The journal."""
+    metrics: MetricsOptions = MetricsOptions()
+    """Metrics."""
+    kv_events: KVEventsOptions = KVEventsOptions()
+    """KV events."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_events.replay is not None and self.kv_events.endpoint is None:
+            raise InvalidConfig("kv_events.replay needs kv_events.endpoint: without it there are no batches")
+
+    def page_keys(self, page_size: int) -> PageKeys:
+        """How the core and storage know pages of this size."""
+        return PageKeys(page_size, bigrams=self.bigram_keys)
+
+    def core_settings(
+        self, *, page_size: int, device_pages: int, host_pages: int, components: tuple[Component, ...] = ()
+    ) -> CoreSettings:
+        """The part of the options that decides."""
+        return CoreSettings(
+            page_size=page_size,
+            key_bytes=self.page_keys(page_size).key_bytes,
+            device_pages=device_pages,
+            host_pages=host_pages,
+            components=components,
+            keep_output=self.keep_output,
+            copy_deadline_s=self.copy_deadline_s,
+            fetch_run_pages=self.storage.fetch_run_pages,
+            query_deadline_s=self.storage.query_deadline_s,
+            queue_max=self.admission.queue_max,
+            ageing_s=self.admission.ageing_s,
+            growth_reserve_pages=self.admission.growth_reserve_pages,
+            share_transfers=self.sharing.enabled,
+            share_wait_s=self.sharing.wait_s,
+            attempts_per_prefill=self.peer.attempts,
+            **{name: getattr(self.storage, name) for name in POLICY_FIELDS},
+        )

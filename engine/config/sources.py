@@ -1,0 +1,116 @@
+"""Where values come from: a file, environment variables, `--set`, flags. Each source gives values with their origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from tidekv.backends.storage.options import read_extra_options
+from tidekv.engine.config.options import PREFIX, all_options, refused, section_types
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import unknown
+
+FILE_VARIABLE: Final = "TIDEKV_CONFIG"
+SECRET_VARIABLE: Final = "TIDEKV_SECRET"
+# What Kubernetes sets for a Service whose name begins with tidekv, and the tests of this project for themselves.
+_NOT_OURS: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT$|_PORT_\d+_(TCP|UDP|SCTP)|^TIDEKV_(STORAGE_KILLS|TEST_)")
+
+
+class Given(NamedTuple):
+    """A value that somebody gave, and where. Text from the environment or a flag is yet to be read."""
+
+    path: str
+    value: object
+    origin: str
+    is_text: bool = False
+
+
+class Mistake(NamedTuple):
+    """What is wrong, and where it was given."""
+
+    origin: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.origin})" if self.origin else self.what
+
+
+def from_file(path: str) -> tuple[list[Given], list[Mistake]]:
+    """Read a TOML, YAML or JSON file, by its ending. Blocks."""
+    try:
+        tables = read_extra_options(f"@{path}")
+    except InvalidConfig as error:
+        return [], [Mistake("", str(error))]
+    given: list[Given] = []
+    mistakes: list[Mistake] = []
+    for section, table in tables.items():
+        if section not in section_types() or "." in section:
+            mistakes.append(Mistake(path, str(unknown(section, top_sections(), "section"))))
+        else:
+            _take_table(section, table, path, given, mistakes)
+    return given, mistakes
+
+
+def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[Mistake]]:
+    """Take what TIDEKV_SECTION_OPTION variables say. A variable of ours that means nothing is a mistake."""
+    paths = {option.variable: path for path, option in all_options().items()}
+    given: list[Given] = []
+    mistakes: list[Mistake] = []
+    for variable, value in sorted(environment.items()):
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or _NOT_OURS.search(variable):
+            continue
+        path = "transport.secret" if variable == SECRET_VARIABLE else paths.get(variable)
+        if path is None:
+            guess = str(refused(_guessed(variable)))
+            mistakes.append(Mistake(f"environment variable {variable}", guess))
+        else:
+            given.append(Given(path, value, f"environment variable {variable}", is_text=True))
+    return given, mistakes
+
+
+def from_settings(settings: Sequence[str]) -> tuple[list[Given], list[Mistake]]:
+    """Take what `--set section.option=value` says."""
+    given: list[Given] = []
+    mistakes: list[Mistake] = []
+    for setting in settings:
+        path, equals, value = setting.partition("=")
+        if not equals:
+            mistakes.append(Mistake(f"--set {path}", "give section.option=value"))
+        else:
+            _add(Given(path.strip(), value, f"--set {path.strip()}", is_text=True), given, mistakes)
+    return given, mistakes
+
+
+def from_flags(flags: Mapping[str, tuple[str, object]]) -> list[Given]:
+    """Take flags of a command: by option, the flag's name and its value; None was not given."""
+    return [Given(path, value, flag) for path, (flag, value) in flags.items() if value is not None]
+
+
+def top_sections() -> list[str]:
+    """The sections of a file, without the groups within them."""
+    return [section for section in section_types() if "." not in section]
+
+
+def _take_table(section: str, table: object, origin: str, given: list[Given], mistakes: list[Mistake]) -> None:
+    if not isinstance(table, Mapping):
+        mistakes.append(Mistake(origin, f"section {section!r} must be a table of options"))
+        return
+    for name, value in table.items():
+        path = f"{section}.{name}"
+        if path in section_types():
+            _take_table(path, value, origin, given, mistakes)
+        else:
+            _add(Given(path, value, origin), given, mistakes)
+
+
+def _add(value: Given, given: list[Given], mistakes: list[Mistake]) -> None:
+    if value.path in all_options():
+        given.append(value)
+    else:
+        mistakes.append(Mistake(value.origin, str(refused(value.path))))
+
+
+def _guessed(variable: str) -> str:
+    section, _, name = variable.removeprefix(PREFIX).lower().partition("_")
+    return f"{section}.{name}"

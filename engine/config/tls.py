@@ -1,0 +1,67 @@
+"""TLS of the control links, from the files that a configuration names."""
+
+from __future__ import annotations
+
+import ssl
+
+from tidekv.engine.config.sections import TransportSection
+from tidekv.states.errors import InvalidConfig
+
+
+def listen_context(section: TransportSection) -> ssl.SSLContext | None:
+    """Return what prefill listens under; None: without TLS. With an authority, who dials needs a certificate of it.
+
+    Raises InvalidConfig for files that cannot be used, and for an authority without a certificate of our own: the links
+    would not be under TLS although somebody wants them to be. Blocks.
+    """
+    if not section.tls_certificate:
+        if section.tls_authority:
+            raise InvalidConfig("tls_authority is given, but listening under TLS needs tls_certificate")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_certificate(context, section)
+    if section.tls_authority:
+        _load_authority(context, section)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def dial_context(section: TransportSection) -> ssl.SSLContext | None:
+    """Return what decode dials under; None: without TLS. It trusts the authority, and shows its certificate if it has
+    one.
+
+    Raises InvalidConfig for files that cannot be used, and for a certificate without an authority. Blocks.
+    """
+    if not section.tls_authority:
+        if section.tls_certificate:
+            raise InvalidConfig("tls_certificate is given, but dialling under TLS needs tls_authority: whom to trust")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load_authority(context, section)
+    if section.tls_certificate:
+        _load_certificate(context, section)
+    return context
+
+
+def check_files(section: TransportSection) -> None:
+    """Raise InvalidConfig unless each file that is named holds what it is named for. Blocks."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if section.tls_certificate:
+        _load_certificate(context, section)
+    if section.tls_authority:
+        _load_authority(context, section)
+
+
+def _load_certificate(context: ssl.SSLContext, section: TransportSection) -> None:
+    try:
+        context.load_cert_chain(section.tls_certificate, section.tls_key or None)
+    except (OSError, ssl.SSLError) as error:
+        key = f" with tls_key {section.tls_key}" if section.tls_key else ""
+        raise InvalidConfig(f"tls_certificate {section.tls_certificate}{key} cannot be used: {error}") from error
+
+
+def _load_authority(context: ssl.SSLContext, section: TransportSection) -> None:
+    try:
+        context.load_verify_locations(section.tls_authority)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidConfig(f"tls_authority {section.tls_authority} cannot be used: {error}") from error

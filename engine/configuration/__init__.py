@@ -1,6 +1,0 @@
-"""Configuration from one file, environment variables and flags, in that order: checked, named, and told where from."""
-
-from tidekv.engine.configuration.load import Loaded, Mistake, gather, load
-from tidekv.engine.configuration.sections import Configuration
-
-__all__ = ["Configuration", "Loaded", "Mistake", "gather", "load"]

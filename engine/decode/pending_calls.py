@@ -1,0 +1,335 @@
+"""Who waits for what: the calls of the embedder, from their start to the core's answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tidekv.engine.decode.storage_calls import own_cancels_only
+from tidekv.engine.decode.component_pages import ready_tails
+from tidekv.engine.decode.token_record import TokenRecord
+from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
+from tidekv.states import commands
+from tidekv.states.commands import Command
+from tidekv.states.errors import PREFILL_CAUSES, BrokenInvariant, EngineClosed, InvalidRequest, RequestFailed
+from tidekv.states.validation import refusal
+
+if TYPE_CHECKING:
+    from tidekv.states.core import Core
+
+FlushAnswer = dict[str, dict[str, int]]
+
+
+class LiveCall:
+    """One request as its caller sees it: waiting, then READY, until it is given back."""
+
+    def __init__(self, request: DecodeRequest, record: TokenRecord, *, serial: int) -> None:
+        self.request = request
+        self.record = record
+        self.serial = serial
+        self.core_serial = serial
+        """The number that the core knows its tokens by: the leader's, where there are ranks."""
+        self.outcome: asyncio.Future[ReadyRequest] = asyncio.get_running_loop().create_future()
+        self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
+        """First token and aux by generation: they come before the core is told."""
+        self.ready: ReadyRequest | None = None
+        self.prefill_words = ""
+        """What the prefill of this rank said when it failed: ranks agree on the cause, not on its words."""
+        self.reserves_given = 0
+        """Answers to its growth so far."""
+        self.is_aborted = False
+        """An abort was posted for it: whatever the core decides before it takes that, the pages are no longer the
+        caller's.
+        """
+
+
+class Calls:
+    """All calls in flight, and the tokens that operations still need."""
+
+    def __init__(self, *, page_size: int, last_resort: Recompute | None) -> None:
+        self.last_resort = last_resort
+        self.drop_cause = "aborted"
+        """Why a READY request is dropped, if it is: a caller's abort, unless a rank is lost."""
+        self.on_begin: Callable[[str], None] | None = None
+        """Whoever is to know in whose context a request was asked for."""
+        self._page_size = page_size
+        self._live: dict[str, LiveCall] = {}
+        self._tokens_left: dict[int, TokenRecord] = {}
+        self._ends: dict[str, asyncio.Future[int]] = {}
+        self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._ended = ""
+        self._tellers: dict[type[Command], Callable[..., None]] = {
+            commands.TellReady: self._tell_ready,
+            commands.TellFailed: self._tell_failed,
+            commands.GiveReserve: self._give_reserve,
+            commands.TellDropped: self._tell_dropped,
+            commands.TellFinished: self._tell_finished,
+            commands.TellRetracted: self._tell_retracted,
+            commands.TellFlushed: self._tell_flushed,
+            commands.ForgetTokens: self._forget_tokens,
+        }
+
+    def begin(self, request: DecodeRequest, record: TokenRecord, *, serial: int) -> asyncio.Future[ReadyRequest]:
+        """Make a request live. Raises InvalidRequest for an id that is live already, and what `on_begin` raises; then
+        nothing is live.
+        """
+        if request.request_id in self._live:
+            raise InvalidRequest(f"request {request.request_id!r} is live already; ids are unique until they end")
+        live = LiveCall(request, record, serial=serial)
+        if self.on_begin is not None:
+            self.on_begin(request.request_id)
+        self._live[request.request_id] = live
+        return live.outcome
+
+    def withdraw(self, request_id: str, *, serial: int) -> None:
+        """Forget a request that the core was never told of. Does nothing if another one has the id."""
+        if self.serial_of(request_id) == serial:
+            del self._live[request_id]
+
+    def mark_aborted(self, request_id: str) -> None:
+        """Note that an abort of this live request is posted: its `restore` raises from now on."""
+        self._live[request_id].is_aborted = True
+
+    def holds(self, ready: ReadyRequest) -> bool:
+        """Whether this READY request was neither given back nor aborted."""
+        live = self._live.get(ready.request_id)
+        return live is not None and live.ready is ready and not live.is_aborted
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request waits, or is READY and not given back."""
+        return request_id in self._live
+
+    def serial_of(self, request_id: str) -> int | None:
+        """The number of the live request of that name. Names come again, these numbers do not."""
+        live = self._live.get(request_id)
+        return None if live is None else live.serial
+
+    def adopt(self, request_id: str, core_serial: int) -> None:
+        """The core knows the tokens of this request by another number."""
+        self._live[request_id].core_serial = core_serial
+
+    def is_given_back(self, request_id: str) -> bool:
+        """Whether finish or retract was called for it, and has no answer yet."""
+        return request_id in self._ends
+
+    def arriving(self, core: Core) -> int:
+        """Requests that the core has not taken yet; those that are being retracted count as well."""
+        return len(self._live) - len(core.state.requests)
+
+    def live_ids(self) -> list[str]:
+        """Every live request."""
+        return list(self._live)
+
+    def ready(self, ready: ReadyRequest) -> LiveCall:
+        """The call behind a READY request. Raises InvalidRequest if it was given back, or is another's, and
+        EngineClosed.
+        """
+        self._check_not_ended()
+        if not isinstance(ready, ReadyRequest):
+            raise refusal(ready, ReadyRequest, "ready")
+        live = self._live.get(ready.request_id)
+        if live is None or live.ready is not ready:
+            raise InvalidRequest(f"request {ready.request_id!r} was given back already: it has no pages any more")
+        if ready.request_id in self._ends:
+            raise InvalidRequest(f"request {ready.request_id!r} is being given back")
+        return live
+
+    def expect(self, ready: ReadyRequest) -> asyncio.Future[int]:
+        """A future for the answer to finish or retract; `unexpect` takes it back."""
+        live = self.ready(ready)
+        self._tokens_left[live.core_serial] = live.record
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ends[ready.request_id] = done
+        return done
+
+    def unexpect(self, ready: ReadyRequest) -> None:
+        """Undo `expect`: the core was never told."""
+        self._ends.pop(ready.request_id, None)
+        self._tokens_left.pop(self._live[ready.request_id].core_serial, None)
+
+    def unexpect_flush(self, call: int) -> None:
+        """Undo `expect_flush`: the core was never told."""
+        self._flushes.pop(call, None)
+
+    def expect_flush(self, call: int) -> asyncio.Future[FlushAnswer]:
+        """A future for the answer to a flush."""
+        done: asyncio.Future[FlushAnswer] = asyncio.get_running_loop().create_future()
+        self._flushes[call] = done
+        return done
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until a condition holds after a drain. Raises EngineClosed where the engine ends first."""
+        self._check_not_ended()
+        if not holds():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append((holds, waiter))
+            await waiter
+
+    def after_drain(self) -> None:
+        """The core has taken events: look whether somebody's condition holds now."""
+        if not self._waiters:
+            return
+        waiting = []
+        for holds, waiter in self._waiters:
+            if waiter.done():
+                continue
+            if holds():
+                waiter.set_result(None)
+            else:
+                waiting.append((holds, waiter))
+        self._waiters = waiting
+
+    def note_aux(self, request_id: str, generation: int, first_token: int, aux: object) -> None:
+        """What prefill sent along with the end of a room."""
+        live = self._live.get(request_id)
+        if live is not None:
+            live.first_tokens[generation] = (first_token, aux if isinstance(aux, dict) else {})
+
+    def end_all(self, words: str) -> None:
+        """The engine ends: nobody waits for an answer that cannot come, now or later."""
+        self._ended = words
+        futures: list[
+            asyncio.Future[ReadyRequest] | asyncio.Future[int] | asyncio.Future[FlushAnswer] | asyncio.Future[None]
+        ]
+        futures = [live.outcome for live in self._live.values()]
+        futures += [*self._ends.values(), *self._flushes.values(), *(waiter for _, waiter in self._waiters)]
+        for future in futures:
+            if not future.done():
+                future.set_exception(EngineClosed(words))
+                # A caller that has gone away must not be told by the loop's exception hook as well.
+                future.exception()
+        self._live.clear()
+        self._ends.clear()
+        self._flushes.clear()
+        self._waiters.clear()
+        self._tokens_left.clear()
+
+    def _check_not_ended(self) -> None:
+        if self._ended:
+            raise EngineClosed(self._ended)
+
+    # --- What effects ask ---
+
+    def tokens_of(self, request_id: str) -> TokenRecord:
+        """See `Caller`."""
+        return self._live[request_id].record
+
+    def tokens_left(self, serial: int) -> TokenRecord:
+        """See `Caller`."""
+        return self._tokens_left[serial]
+
+    def tell(self, command: Command) -> None:
+        """See `Caller`."""
+        self._tellers[type(command)](command)
+
+    def recompute(
+        self, command: commands.Recompute, end: Callable[[commands.Recompute, Exception | None], None]
+    ) -> Coroutine[object, object, None]:
+        """See `Caller`."""
+        # Looked up now: when the work begins, the request may be gone, and its name another's.
+        return self._recompute(self._live[command.request_id], command, end)
+
+    async def _recompute(
+        self,
+        live: LiveCall,
+        command: commands.Recompute,
+        end: Callable[[commands.Recompute, Exception | None], None],
+    ) -> None:
+        assert self.last_resort is not None, "the core was told that the caller can recompute"
+        if self._live.get(command.request_id) is not live:
+            end(command, RequestFailed(command.request_id, "ended before its recompute began"))
+            return
+        job = RecomputeJob(
+            request=live.request,
+            pages=np.array(command.pages, dtype=np.int32),
+            start_token=command.first * self._page_size,
+            packed_tokens=live.record.packed,
+            tails=ready_tails(command.tails),
+        )
+        try:
+            first_token, aux = await own_cancels_only(self.last_resort(job), "recompute")
+            live.first_tokens[command.generation] = (int(first_token), dict(aux))
+        except Exception as error:
+            end(command, error)
+            return
+        end(command, None)
+
+    # --- Answers ---
+
+    def _tell_ready(self, command: commands.TellReady) -> None:
+        live = self._live[command.request_id]
+        first_token, aux = live.first_tokens[command.generation]
+        live.first_tokens.clear()
+        live.ready = ReadyRequest(
+            request_id=command.request_id,
+            pages=np.array(command.pages, dtype=np.int32),
+            prompt_tokens=len(live.record.packed) // 4,
+            first_token=first_token,
+            aux=aux,
+            # The caller's own: the command is still to be written down.
+            sources=dict(command.sources),
+            length=len(live.record.packed) // 4,
+            packed_tokens=live.record.packed,
+            generation=command.generation,
+            reserve=deque(command.reserve),
+            tails=ready_tails(command.tails),
+        )
+        if not live.outcome.done():
+            live.outcome.set_result(live.ready)
+
+    def note_prefill(self, request_id: str, words: str) -> None:
+        """Keep what the prefill of this rank said about a request, for the error that its caller may get."""
+        if (live := self._live.get(request_id)) is not None:
+            live.prefill_words = words
+
+    def _tell_failed(self, command: commands.TellFailed) -> None:
+        detail = command.detail
+        words = self._live[command.request_id].prefill_words
+        if words and command.cause in PREFILL_CAUSES:
+            detail += f"; on this rank: {words}"
+        self._fail(RequestFailed(command.request_id, command.cause, detail))
+
+    def _tell_dropped(self, command: commands.TellDropped) -> None:
+        self._fail(RequestFailed(command.request_id, self.drop_cause))
+
+    def _fail(self, error: RequestFailed) -> None:
+        """The request is over; whoever waits for it, or has just given it back, hears why."""
+        live = self._live.pop(error.request_id)
+        self._tokens_left.pop(live.core_serial, None)
+        for future in (live.outcome, self._ends.pop(error.request_id, None)):
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def _give_reserve(self, command: commands.GiveReserve) -> None:
+        live = self._live[command.request_id]
+        assert live.ready is not None, "only a READY request grows"
+        live.ready.reserve.extend(command.pages)
+        live.reserves_given += 1
+
+    def _tell_finished(self, command: commands.TellFinished) -> None:
+        self._end(command.request_id, command.inserted)
+
+    def _tell_retracted(self, command: commands.TellRetracted) -> None:
+        self._end(command.request_id, command.held_pages)
+
+    def _end(self, request_id: str, answer: int) -> None:
+        self._live.pop(request_id)
+        done = self._ends.pop(request_id, None)
+        if done is None:
+            raise BrokenInvariant(f"request {request_id!r} was given back, and nobody had asked for it")
+        if not done.done():
+            done.set_result(answer)
+
+    def _tell_flushed(self, command: commands.TellFlushed) -> None:
+        # The leader alone flushes: its caller waits, those of other ranks do not.
+        done = self._flushes.pop(command.call, None)
+        if done is not None and not done.done():
+            done.set_result({"dropped": command.dropped, "spared": command.spared})
+
+    def _forget_tokens(self, command: commands.ForgetTokens) -> None:
+        self._tokens_left.pop(command.serial, None)

@@ -1,0 +1,408 @@
+"""The parts of a running decode engine: started in order, stopped in the opposite order, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidekv.backends.component_pools import ComponentPools, check_components, with_components
+from tidekv.backends.copies.copier import PageCopier
+from tidekv.backends.copies.lanes import CopyLanes
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.page_layout import same_pages
+from tidekv.engine.decode.pending_calls import Calls
+from tidekv.engine.decode.closing import Closable, begin_close, close_in_order
+from tidekv.engine.decode.driver import Driver, Watcher
+from tidekv.engine.decode.effect_group import EffectGroup
+from tidekv.engine.decode.executor import Effects
+from tidekv.engine.journal import Journal
+from tidekv.engine.journal.opening import open_journal
+from tidekv.engine.decode.known_digests import KnownDigests
+from tidekv.engine.kv_events.publisher import KVEventPublisher
+from tidekv.engine.kv_events.watch import KVEventWatcher
+from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
+from tidekv.engine.poller import PollerThread
+from tidekv.engine.ranks.driver import RankDriver
+from tidekv.engine.ranks.group import RankGroup, place_of, settings_digest
+from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
+from tidekv.engine.watchdog import Watchdog
+from tidekv.states import events
+from tidekv.states.core import Core
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
+from tidekv.states.request.request import State
+from tidekv.states.validation import checked, short
+from tidekv.transports.blocking import settled
+from tidekv.transports.decode.receiver import Receiver
+
+if TYPE_CHECKING:
+    from tidekv.backends.storage.base import Storage
+    from tidekv.engine.config.engine_config import EngineConfig
+    from tidekv.engine.decode.values import Recompute
+    from tidekv.transports.base import Transport
+
+LOG = logging.getLogger("tidekv.engine")
+# transitions logs every trigger at DEBUG, which costs ten times the trigger when somebody turns DEBUG on for all.
+logging.getLogger("transitions").setLevel(logging.WARNING)
+
+CLOSE_PART_S = 60.0
+"""A part that takes longer to close hangs: the others are closed without it."""
+SETTLE_SHARE = 0.6
+"""Share of `close_deadline_s` that what is in flight has to end; the rest is for closing the parts."""
+STOP_MIN_S = 2.0
+"""Seconds for closing the parts, at least."""
+
+
+class Parts:
+    """Everything that one engine consists of. Made outside a loop, started and closed on the loop that uses it."""
+
+    driver: Driver
+    front: Driver | RankDriver  # Takes what callers, effects and receiver tell.
+    effects: Effects
+    receiver: Receiver
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        device: DevicePool,
+        host: HostPool | None,
+        components: Sequence[ComponentPools] = (),
+        storage: Storage | None,
+        transport: Transport,
+        recompute: Recompute | None,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        """Nothing is started. Raises InvalidConfig for parts that do not fit each other."""
+        checked(device, DevicePool, "device", InvalidConfig)
+        if host is not None:
+            checked(host, HostPool, "host", InvalidConfig)
+        if ranks is not None:
+            checked(ranks, RankGroup, "ranks", InvalidConfig)
+        if recompute is not None and not callable(recompute):
+            raise InvalidConfig(f"recompute must be a coroutine function or none, not {short(recompute)}")
+        check_storage(storage)
+        if storage is not None and host is None:
+            raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
+        if host is not None and not same_pages(host.layout, device.layout):
+            raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
+        check_components(components, device=device, host=host)
+        self.config = config
+        self.page_keys = config.page_keys(device.layout.page_size)
+        self.known_digests = KnownDigests(self.page_keys)
+        self.core = Core(
+            config.core_settings(
+                page_size=device.layout.page_size,
+                device_pages=device.num_pages,
+                host_pages=0 if host is None else host.num_pages,
+                components=tuple(pools.component for pools in components),
+            )
+        )
+        self.calls = Calls(page_size=device.layout.page_size, last_resort=recompute)
+        self.poller = PollerThread()
+        # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
+        self.storage_poller = PollerThread(name="tidekv-storage-poller")
+        self.watchdog = Watchdog(limit_s=config.loop_stall_report_s)
+        self.transport = transport
+        self.host = host
+        self.components = {pools.name: pools for pools in components}
+        self.copier: PageCopier | None = None
+        self.tail_copiers: dict[str, PageCopier] = {}
+        self._lanes: CopyLanes | None = None
+        self.ranks: RankDriver | None = None
+        self.rank_group = ranks
+        self._fold: MetricsFold | None = None
+        self.journal: Journal | None = None
+        self.metrics: MetricsServer | None = None
+        self.kv_events: KVEventPublisher | None = None
+        self.is_open = False
+        self.is_draining = False
+        self.broken: BaseException | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._device = device
+        identity = with_components(device.layout.identity(config.model), components)
+        self.identity = msgspec.structs.replace(identity, bigram_keys=config.bigram_keys)
+        self.group: EffectGroup | None = None
+        self.storage_in_use = StorageInUse(self, storage)
+
+    async def start(self) -> None:
+        """Start poller, transport, pools, storage. Raises what they raise, with everything stopped again.
+
+        Once only: what was started and stopped does not start again. Raises EngineClosed.
+        """
+        if self.loop is not None:
+            raise EngineClosed("this engine was entered before: an engine lives once, make another one")
+        self.loop = asyncio.get_running_loop()
+        try:
+            await self._start()
+        except BaseException as error:
+            try:
+                await settled(self.loop.create_task(self._stop(), name="tidekv stop"))
+            except Exception as failure:
+                error.add_note(f"and stopping what had been started raised {failure!r}")
+            raise
+        self.is_open = True
+
+    async def _start(self) -> None:
+        config = self.config
+        self.watchdog.start()
+        self.storage_in_use.own_first()
+        self.poller.start()
+        self.storage_poller.start()
+        await self.transport.start(poller=self.poller)
+        memory = self._device.memory
+        component_memory = {name: pools.device.memory for name, pools in self.components.items()}
+        await self.transport.register(memory, *component_memory.values())
+        if self.rank_group is not None:
+            self.ranks = RankDriver(
+                self.rank_group,
+                settings=settings_digest(self.core.settings, self.identity, stages=self.rank_group.stages),
+                calls=self.calls,
+                renew=self._begin_anew,
+                on_broken=self._break,
+            )
+        if config.metrics.listen is not None:
+            fold = self._fold = MetricsFold(self.core)
+            votes = None if self.ranks is None else self.ranks.vote_s
+            collector = MetricsCollector(
+                fold, page_bytes=memory.page_bytes, statistics=self.statistics, loop_lag=self.watchdog.lag, vote_s=votes
+            )
+            self.metrics = MetricsServer(config.metrics.listen, collector)
+        if config.kv_events.endpoint is not None and (self.rank_group is None or self.rank_group.rank == 0):
+            self.kv_events = KVEventPublisher(
+                config.kv_events.endpoint,
+                replay=config.kv_events.replay,
+                topic=config.kv_events.topic,
+                kept_batches=config.kv_events.kept_batches,
+            )
+        await self._drive_core()
+        self.front = self.ranks or self.driver
+        self.receiver = Receiver(
+            self.transport,
+            memory=memory,
+            identity=self.identity,
+            deliver=self.front.post,
+            deliver_aux=self.calls.note_aux,
+            clock=self.driver.clock,
+            lease_s=config.peer.lease_s,
+            heartbeat_s=config.peer.heartbeat_s,
+            missed_s=config.peer.silence_s,
+            **place_of(self.rank_group),
+            group=lambda: "" if self.ranks is None else self.ranks.group_name,
+            component_memory=component_memory,
+        )
+        await self.receiver.start()
+        self._start_copiers()
+        self.group = EffectGroup(self._break)
+        await self.group.start()
+        self.effects = Effects(
+            caller=self.calls,
+            post=self.front.post,
+            clock=self.driver.clock,
+            spawn=self.group.spawn,
+            copier=self.copier,
+            tail_copiers=self.tail_copiers,
+            receiver=self.receiver,
+            keys_put=lambda op: self.core.keys_put(op),
+            page_keys=self.page_keys,
+            known=self.known_digests,
+            store_timeout_s=config.storage.store_timeout_s,
+            query_timeout_s=config.storage.query_deadline_s,
+        )
+        await self.storage_in_use.register_first()
+        if self.ranks is not None:
+            await self.ranks.start()
+
+    def _start_copiers(self) -> None:
+        """All of them share two lanes; there are none where nothing can be copied."""
+        if self.host is None and not self.components:
+            return
+        lanes = self._lanes = CopyLanes(self._device.device)
+        lanes.start()
+        if self.host is not None:
+            self.copier = PageCopier(self._device, self.host, lanes=lanes)
+            self.copier.start()
+        for name, pools in self.components.items():
+            self.tail_copiers[name] = PageCopier(pools.device, pools.host, lanes=lanes)
+            self.tail_copiers[name].start()
+
+    async def _drive_core(self) -> None:
+        """Begin to step the core, and to tell whoever watches it."""
+        self.journal = await open_journal(
+            self.config,
+            self.core,
+            identity=self.identity,
+            page_bytes=self._device.memory.page_bytes,
+            instance=self.transport.instance,
+        )
+        watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
+        if self.kv_events is not None:
+            watchers.append(KVEventWatcher(self.core, self.kv_events, bigrams=self.config.bigram_keys))
+        self.driver = Driver(
+            self.core,
+            lambda command: self.effects.perform(command),
+            watchers=[watcher for watcher in watchers if watcher is not None],
+            on_broken=self._break,
+            after_drain=self._after_drain,
+            is_agreed=self.ranks is not None,
+        )
+        if self.ranks is not None:
+            self.ranks.attach(self.core, self.driver, has_storage=self.storage is not None)
+
+    async def _begin_anew(self) -> None:
+        """A rank was lost and nothing is in flight: the next group begins with an empty core and a new journal."""
+        self.driver.stop()
+        if self.journal is not None:
+            await settled(asyncio.ensure_future(asyncio.to_thread(self.journal.close)))
+        self.core = Core(self.core.settings)
+        if self._fold is not None:
+            self._fold.follow(self.core)
+        await self._drive_core()
+
+    def _after_drain(self) -> None:
+        if self.ranks is not None:
+            self.ranks.after_drain()
+        self.watchdog.set_busy(not self.core.is_idle)
+        self.calls.after_drain()
+
+    def _break(self, error: BaseException) -> None:
+        """The core is not to be trusted any more: everybody who waits hears of it, and `close` raises it."""
+        if self.broken is not None:
+            return
+        LOG.critical("the engine stops: it broke", exc_info=error)
+        self.front.stop()
+        self.broken = error
+        self.is_open = False
+        self.calls.end_all(f"the engine broke: {type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything.
+
+        A storage that hangs is given up at that deadline as well. Raises what broke the engine, if something did. A
+        cancelled caller waits for the end all the same.
+        """
+        await settled(asyncio.get_running_loop().create_task(self._close(), name="tidekv close"))
+
+    async def _close(self) -> None:
+        await self._settle()
+        try:
+            await self._stop()
+        except Exception as failure:
+            if self.broken is None:
+                raise
+            self.broken.add_note(f"and stopping the engine raised {failure!r}")
+        if self.broken is not None:
+            raise self.broken
+
+    async def _settle(self) -> None:
+        self.is_open = False
+        if self.broken is not None:
+            return
+        for request_id in self.calls.live_ids():
+            self.front.post(
+                events.AbortRequested(at_s=self.driver.clock(), request_id=request_id, cause="engine closed")
+            )
+            self.calls.mark_aborted(request_id)
+        try:
+            async with asyncio.timeout(SETTLE_SHARE * self.config.close_deadline_s):
+                await self.calls.wait_until(lambda: self.core.is_idle)
+                await self.effects.storage_is_quiet()
+                if self.ranks is not None:
+                    await self.ranks.leave(self.config.close_deadline_s)
+        except EngineClosed:
+            return  # It broke meanwhile.
+        except TimeoutError:
+            LOG.warning(
+                "closed after %g s with work in flight: %s",
+                SETTLE_SHARE * self.config.close_deadline_s,
+                self.core.statistics(),
+            )
+        self.driver.stop()
+        self.calls.end_all("the engine was closed")
+
+    async def _stop(self) -> None:
+        stop_s = max((1 - SETTLE_SHARE) * self.config.close_deadline_s, STOP_MIN_S)
+        # Storage begins first: that ends the calls which effects wait for.
+        storages = [*self.storage_in_use.retired, *self.storage_in_use.tails.values()]
+        storages += [] if self.storage is None else [self.storage]
+        started: list[Closable | asyncio.Task[object] | None] = [
+            self.ranks,
+            getattr(self, "receiver", None),
+            self.copier,
+            *self.tail_copiers.values(),
+            self._lanes,
+            *(begin_close(storage) for storage in storages),
+            self.transport,
+            self.poller,
+            self.storage_poller,
+        ]
+        if self.group is not None and not await self.group.close(timeout_s=stop_s / 4):
+            LOG.error("effects did not end within %g s of being cancelled", stop_s / 4)
+        failures = await close_in_order(started, part_s=CLOSE_PART_S, late_s=stop_s / 4)
+        self.storage_in_use.abandon_leaving()
+        self.watchdog.set_busy(False)
+        await asyncio.to_thread(self.watchdog.close)
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.close)
+        if self.kv_events is not None:
+            await asyncio.to_thread(self.kv_events.close)
+        if self.journal is not None:
+            await asyncio.to_thread(self.journal.close)
+        if failures:
+            raise ExceptionGroup("closing the engine", failures)
+
+    @property
+    def storage(self) -> Storage | None:
+        """The storage in use; the engine closes it."""
+        return self.storage_in_use.current
+
+    def check_open(self) -> None:
+        """Raise EngineClosed where it takes no calls, InvalidRequest on another loop than its own."""
+        if not self.is_open:
+            if (error := self.broken) is not None:
+                raise EngineClosed(f"the engine broke: {type(error).__name__}: {error}; make a new one") from error
+            raise EngineClosed("the engine is not running: enter it with `async with`, and call nothing after its end")
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self.loop:
+            raise InvalidRequest(
+                "the engine is called on the loop that entered it only; from another thread use "
+                "asyncio.run_coroutine_threadsafe"
+            )
+
+    async def wait_settled(self) -> None:
+        """Wait until nothing is in flight but READY requests."""
+
+        def is_settled() -> bool:
+            core = self.core
+            restoring = any(request.state is not State.READY for request in core.state.requests.values())
+            in_flight = core.operations_in_flight or core.backups or core.loads or core.rooms.draining_rooms
+            return self.front.is_caught_up and not (restoring or in_flight)
+
+        await self.calls.wait_until(is_settled)
+
+    def statistics(self) -> dict[str, object]:
+        """Counts of now and since the start, by part."""
+        return {
+            "core": self.core.statistics(),
+            "receiver": self.receiver.statistics(),
+            "transport": self.transport.statistics(),
+            "poller": msgspec.to_builtins(self.poller.statistics()),
+            "storage_poller": msgspec.to_builtins(self.storage_poller.statistics()),
+            "copies": None if self.copier is None else msgspec.to_builtins(self.copier.statistics()),
+            "component_copies": {
+                name: msgspec.to_builtins(copier.statistics()) for name, copier in self.tail_copiers.items()
+            },
+            "storage": None if self.storage is None else msgspec.to_builtins(self.storage.statistics()),
+            "events": self.driver.events_taken,
+            "events_illegal": self.driver.illegal_events,
+            "effects_raised": self.effects.raised,
+            "loop_held_up": self.watchdog.hold_up_count,
+            "ranks": None if self.ranks is None else self.ranks.statistics(),
+        }

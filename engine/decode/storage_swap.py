@@ -1,0 +1,298 @@
+"""The storage that an engine uses, and its exchange while requests run.
+
+No wait here is without a deadline: a store that hangs can be replaced. Its calls in flight keep their host pages until
+they end, and it is closed then, or at the engine's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from tidekv.backends.keys.chain import component_namespace, storage_namespace
+from tidekv.backends.storage.base import Siblings
+from tidekv.states import events
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
+from tidekv.states.validation import short
+
+if TYPE_CHECKING:
+    from tidekv.backends.component_pools import ComponentPools
+    from tidekv.backends.host.pool import HostPool
+    from tidekv.backends.storage.base import Storage
+    from tidekv.engine.decode.pending_calls import Calls
+    from tidekv.engine.decode.driver import Driver
+    from tidekv.engine.decode.executor import Effects
+    from tidekv.engine.poller import PollerThread
+    from tidekv.engine.ranks.driver import RankDriver
+    from tidekv.engine.ranks.group import RankGroup
+    from tidekv.states.core import Core
+    from tidekv.states.types import Identity
+
+
+class Engine(Protocol):
+    """The parts of an engine that an exchange of its storage concerns."""
+
+    core: Core
+    calls: Calls
+    driver: Driver
+    front: Driver | RankDriver
+    effects: Effects
+    host: HostPool | None
+    components: dict[str, ComponentPools]
+    identity: Identity
+    rank_group: RankGroup | None
+    storage_poller: PollerThread
+    is_open: bool
+
+
+LOG = logging.getLogger("tidekv.engine")
+
+START_S = 300.0
+"""Seconds to open the storage that an engine starts with: an index that has to be rebuilt takes a while."""
+CLEAR_S = 60.0
+"""Seconds to clear storage, unless the caller says otherwise."""
+
+
+def check_storage(storage: object) -> None:
+    """Raise InvalidConfig unless this is a storage engine or None. Engines of third parties inherit from nothing."""
+    if storage is not None and not all(callable(getattr(storage, name, None)) for name in ("register", "close")):
+        raise InvalidConfig(f"storage must be a URI or a storage engine, not {short(storage)}")
+
+
+class StorageInUse:
+    """One storage engine or none, and those that were left and are not closed yet."""
+
+    def __init__(self, parts: Engine, first: Storage | None) -> None:
+        self.current: Storage | None = None
+        self.tails: dict[str, Storage] = {}
+        """Beside it, by component, the engines of those that have host pages."""
+        self.retired: list[Storage] = []
+        self._parts = parts
+        self._first = first
+        self._lock = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def own_first(self) -> None:
+        """From here on the engine closes the storage that it was given."""
+        self.current = self._first
+
+    async def register_first(self) -> None:
+        """Open the storage that the engine was given, if any, and post that to the core. Raises what opening raises,
+        StorageFailed if it takes longer than START_S.
+        """
+        if self._first is not None:
+            opening = self._begin_register(self._first)
+            tails = await _opened(self._first, opening, asyncio.get_running_loop().time() + START_S)
+            self._use(self._first, tails)
+            at_s = self._parts.driver.clock()
+            self._parts.front.post(events.StorageChanged(at_s=at_s, available=True, tails=bool(self._parts.components)))
+
+    async def swap(self, storage: Storage | None, *, timeout_s: float) -> None:
+        """Use this storage, or none, from now on: open the new one, drain the old one, swap, close the old one.
+
+        A new storage that is not open in time raises StorageFailed. Calls of the old one that have not ended in time
+        are left behind, with the host pages that they use; it is closed when they end, or with the engine. Any raise
+        before the swap, a cancellation too, leaves the old one in use and closes the new one. Raises InvalidRequest for
+        the storage that is in use already.
+        """
+        if storage is not None and self._parts.host is None:
+            raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        async with self._turn(deadline_s):
+            old = self.current
+            if storage is not None and storage is old:
+                raise InvalidRequest(f"{storage.uri} is attached already")
+            tails = await self._prepare(old, storage, deadline_s)
+            left = [] if old is None else [old, *self.tails.values()]
+            self._use(storage, tails)
+            if storage is not None:
+                self._tell(available=True)
+            for engine in left:
+                await self._leave(engine.close(), [engine], deadline_s)
+
+    async def clear(self, *, timeout_s: float = CLEAR_S) -> int:
+        """Remove all that is stored; returns how many full pages there were. Raises what the engines raise, and
+        StorageFailed if they take too long: they go on then.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        for engine in self.tails.values():
+            await _within(engine.clear(), engine.uri, "cleared", deadline_s)
+        if self.current is None:
+            return 0
+        return await _within(self.current.clear(), self.current.uri, "cleared", deadline_s)
+
+    def abandon_leaving(self) -> None:
+        """Stop waiting for engines that were left and do not end: the engine's own end has closed what can be."""
+        for task in self._leaving:
+            task.cancel()
+
+    @asynccontextmanager
+    async def _turn(self, deadline_s: float) -> AsyncIterator[None]:
+        """One swap at a time."""
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise StorageFailed("another attach or detach of storage has not ended; try again later") from None
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _use(self, storage: Storage | None, tails: dict[str, Storage]) -> None:
+        self.current = storage
+        self.tails = tails
+        self._parts.effects.use(storage, tails)
+
+    async def _prepare(self, old: Storage | None, new: Storage | None, deadline_s: float) -> dict[str, Storage]:
+        """Open the new one and drain the old one; all of it, or nothing and the new one closed. Returns the engines of
+        components beside the new one.
+        """
+        parts = self._parts
+        is_told = False
+        tails: dict[str, Storage] = {}
+        opening = None if new is None else self._begin_register(new)
+        try:
+            if new is not None and opening is not None:
+                tails = await _opened(new, opening, deadline_s)
+            if old is not None:
+                is_told = True
+                self._tell(available=False)
+                await self._drain(old, deadline_s)
+            if not parts.is_open:
+                raise EngineClosed("the engine was closed while storage was attached")
+        except BaseException as error:
+            if is_told:
+                self._tell(available=True)
+            if new is not None and opening is not None:
+                try:
+                    await self._leave(_close_unused(new, opening), [new], deadline_s)
+                except Exception as failure:
+                    error.add_note(f"and closing {new.uri} raised {failure!r}")
+            raise
+        return tails
+
+    async def _drain(self, old: Storage, deadline_s: float) -> None:
+        """Wait until nothing uses the old storage, or until the deadline."""
+        parts = self._parts
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                # With ranks, the core takes the change when all of them do.
+                await parts.calls.wait_until(lambda: not parts.core.state.storage_available)
+        except TimeoutError:
+            raise StorageFailed("not all ranks have attached or detached storage in time") from None
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await parts.effects.storage_is_quiet()
+        except TimeoutError:
+            LOG.warning(
+                "%s is left with %d calls in flight: they keep their host pages until they end",
+                old.uri,
+                parts.effects.storage_calls,
+            )
+
+    async def _leave(self, ending: Coroutine[object, object, None], engines: list[Storage], deadline_s: float) -> None:
+        """Let engines end that are not used any more, until the deadline; after it they end in the background.
+
+        Raises what ending raises before the deadline.
+        """
+        task = asyncio.get_running_loop().create_task(ending, name=f"closing {engines[0].uri}")
+        self.retired += engines
+        self._leaving.add(task)
+        task.add_done_callback(partial(self._left, engines))
+        # At least one turn of the loop: an engine without calls in flight closes in it.
+        await asyncio.wait({task}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
+        if task.done():
+            task.result()
+            return
+        task.add_done_callback(_log_failure)
+        LOG.warning("%s is not closed yet: its calls have not ended", engines[0].uri)
+
+    def _left(self, engines: Sequence[Storage], task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            # Anything else is closed once more by the engine's own end.
+            for engine in engines:
+                self.retired.remove(engine)
+
+    def _begin_register(self, storage: Storage) -> asyncio.Task[dict[str, Storage]]:
+        """Open a storage in a task of its own: a store that hangs may not even settle when it is cancelled."""
+        return asyncio.get_running_loop().create_task(self._register(storage), name=f"opening {storage.uri}")
+
+    async def _register(self, storage: Storage) -> dict[str, Storage]:
+        """Open a storage for full pages, and one beside it for each component."""
+        parts = self._parts
+        assert parts.host is not None
+        group = parts.rank_group
+        place = {} if group is None else {"rank": group.rank, "ranks": group.ranks}
+        namespace = storage_namespace(parts.identity, **place)
+        poller = parts.storage_poller
+        await storage.register(parts.host.memory, parts.host.page, namespace=namespace, poller=poller)
+        tails: dict[str, Storage] = {}
+        try:
+            for name, pools in parts.components.items():
+                if pools.host is None:
+                    continue
+                if not isinstance(storage, Siblings):
+                    raise InvalidConfig(
+                        f"{storage.uri} cannot hold component {name!r}: it makes no engine for pages of another size;"
+                        " see tidekv.backends.storage.base.Siblings"
+                    )
+                tails[name] = storage.sibling()
+                theirs = component_namespace(namespace, name)
+                await tails[name].register(pools.host.memory, pools.host.page, namespace=theirs, poller=poller)
+        except BaseException:
+            for engine in tails.values():
+                await engine.close()
+            raise
+        return tails
+
+    def _tell(self, *, available: bool) -> None:
+        if self._parts.is_open:
+            at_s = self._parts.driver.clock()
+            tails = available and bool(self._parts.components)
+            self._parts.front.take_now(events.StorageChanged(at_s=at_s, available=available, tails=tails))
+
+
+async def _opened(storage: Storage, opening: asyncio.Task[dict[str, Storage]], deadline_s: float) -> dict[str, Storage]:
+    """Wait until a storage is open. Raises what opening it raises, StorageFailed at the deadline."""
+    try:
+        await asyncio.wait({opening}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
+    finally:
+        if not opening.done():
+            opening.cancel()
+    if not opening.done():
+        raise StorageFailed(f"{storage.uri} was not open in time; it hangs, or needs a longer timeout_s")
+    return opening.result()
+
+
+async def _close_unused(storage: Storage, opening: asyncio.Task[dict[str, Storage]]) -> None:
+    """Close a storage that is not used after all, once opening it has ended."""
+    opening.cancel()
+    await asyncio.wait({opening})
+    tails = {} if opening.cancelled() or opening.exception() else opening.result()
+    for engine in (*tails.values(), storage):
+        await engine.close()
+
+
+async def _within(call: Coroutine[object, object, int], uri: str, what: str, deadline_s: float) -> int:
+    """Await a call into storage until the deadline; StorageFailed leaves it running."""
+    task = asyncio.get_running_loop().create_task(call, name=f"{uri} {what}")
+    try:
+        await asyncio.wait({task}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if task.done():
+        return task.result()
+    task.add_done_callback(_log_failure)
+    raise StorageFailed(f"{uri} was not {what} in time; it goes on")
+
+
+def _log_failure(task: asyncio.Task[object]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        LOG.error("%s raised", task.get_name(), exc_info=error)

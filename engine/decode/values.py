@@ -1,0 +1,133 @@
+"""What callers of the decode engine give and get."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from tidekv.states.errors import InvalidRequest
+from tidekv.states.validation import Count, PlainText, Seconds, check_fields, short
+from tidekv.transports.control.wire import check_name
+
+if TYPE_CHECKING:
+    from tidekv.backends.keys.chain import Tokens
+    from tidekv.engine.decode.component_pages import ReadyTail
+else:
+    Tokens = Any  # Packing the tokens checks each of them.
+
+PRIORITY_MAX = 1_000_000
+Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
+NAMESPACE_MARK = "\0"
+"""Begins joined names; `PlainText` refuses it in the names of callers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRequest:
+    """A prompt whose KV is wanted on this device. Raises InvalidRequest, which names the field and what is allowed."""
+
+    request_id: str
+    """Unique among live requests: 1 to 512 printable characters."""
+    tokens: Tokens
+    """A sequence of ints, an array, a numpy array, or packed little-endian u32 bytes (fastest)."""
+    prefill: str | Sequence[str]
+    """Address of the prefill worker, or several, tried in order when one is lost. A worker of several ranks is named by
+    the addresses of all of them, in order, joined by commas; the same on all ranks of a decode instance.
+    """
+    max_new_tokens: Count = 0
+    """Maximum tokens to be generated, if it is known; a hint."""
+    deadline_s: Seconds | None = None
+    """Maximum time of the restore, from the call on. None: the engine's `default_deadline_s`."""
+    priority: Priority = 0
+    """Requests of higher priority are admitted first; every `ageing_s` seconds of waiting count as one step."""
+    namespace: PlainText = ""
+    """Namespace of the cache; pages of another namespace never match."""
+    cache: bool = True
+    """False inserts nothing in the cache (warm-up, hidden tokens)."""
+    send_prompt: bool = False
+    """Send the tokens to prefill with the promise; needed if no router brings them there."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, where="" if not isinstance(self.request_id, str) else f"request {short(self.request_id)}: ")
+        try:
+            check_name(self.request_id)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"request_id: {error}") from None
+        ranks = [address.split(",") for address in self.prefills]
+        if not ranks or any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):
+            raise InvalidRequest(
+                f"request {self.request_id!r}: prefill must be one address or more, each with all ranks of a worker "
+                f"once, joined by commas, not {short(self.prefill)}"
+            )
+
+    @property
+    def prefills(self) -> tuple[str, ...]:
+        """The addresses to try, in order."""
+        return (self.prefill,) if isinstance(self.prefill, str) else tuple(self.prefill)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecomputeJob:
+    """What the caller of the engine is asked to compute itself, because no prefill is left."""
+
+    request: DecodeRequest
+    pages: npt.NDArray[np.int32]
+    """The page table of the whole prompt. Pages before `start_token` hold their KV; the others are to be written."""
+    start_token: int
+    packed_tokens: bytes = field(repr=False)
+    """The prompt, as packed little-endian u32."""
+    tails: Mapping[str, ReadyTail] = field(default_factory=dict)
+    """By component, where its window or state at the prompt's end is to be written; none of it is there yet."""
+
+
+Recompute = Callable[[RecomputeJob], Awaitable["tuple[int, Mapping[str, object]]"]]
+"""Writes the KV of the rest of a prompt into its pages; returns the first token and aux. What it raises fails the
+request with its words. The pages are its to write until it returns, even where the request was aborted meanwhile."""
+
+
+@dataclass(slots=True, eq=False)
+class ReadyRequest:
+    """A restored request. Its pages are the caller's to read and to append to until `finish`, `retract` or `abort`."""
+
+    request_id: str
+    pages: npt.NDArray[np.int32]
+    """One device page per page of the prompt, in order; pages for new tokens are appended by `grow`."""
+    prompt_tokens: int
+    first_token: int
+    aux: Mapping[str, object]
+    sources: Mapping[str, int]
+    """Prompt tokens by where they came from: l1, l2, l3, transfer."""
+    length: int
+    """Tokens that there is room for: the prompt, and what `grow` was asked for."""
+    packed_tokens: bytes = field(repr=False)
+    """The prompt, as packed little-endian u32."""
+    generation: int = 0
+    reserve: deque[int] = field(default_factory=deque, repr=False)
+    """Pages that `grow` hands out next. They are the engine's to take and to refill."""
+    tails: Mapping[str, ReadyTail] = field(default_factory=dict)
+    """What it has of each of the engine's components, by name: windows and states at the prompt's end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RetractedRequest:
+    """A request that gave its device pages back. What of its KV is in host memory stays there until `resume`."""
+
+    request: DecodeRequest
+    packed_tokens: bytes = field(repr=False)
+    """Prompt and output so far, as packed little-endian u32."""
+    held_tokens: int
+    """Tokens, counted from the first, whose KV is held in host memory."""
+
+
+def join_namespaces(engine: str, request: str) -> str:
+    """The namespace of a request within that of its engine. Where both have a name, no other names give the same: it
+    begins with a mark that no name may hold.
+    """
+    if engine and request:
+        return f"{NAMESPACE_MARK}{len(engine)}:{engine}{request}"
+    return engine or request

@@ -1,0 +1,370 @@
+"""The main job: a prefill and a decode worker in two processes, joined by NIXL, serve a workload end to end.
+
+The decode worker is this process; the prefill worker is a child. Two workloads: conversations with a small real model,
+whose tokens are compared with those of one process, and recordings with synthetic KV, whose every page is verified.
+Each is run twice, with the decode cache and without, on fresh pools and with a prefill worker that has forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.layout import KVLayout
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.config.engine_config import EngineConfig, MetricsOptions, StorageOptions
+from tidekv.engine.decode.decode_engine import DecodeEngine
+from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
+from tidekv.engine.demo.compute import ComputeThread
+from tidekv.engine.demo.conversation_run import Answer, ConversationRun
+from tidekv.engine.demo.conversations import Workload, WorkloadOptions, make_workload
+from tidekv.engine.demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process
+from tidekv.engine.demo.phase import SOURCES, Phase, Progress, held_by
+from tidekv.engine.demo.prefill_process import Counts, DistantPrefill, PrefillOrder, PrefillProcess
+from tidekv.engine.demo.reuse import reusable_tokens
+from tidekv.engine.demo.trace_run import TraceRun
+from tidekv.engine.demo.traces import read_trace
+from tidekv.states.errors import InvalidConfig
+from tidekv.transports.nixl.transport import NixlTransport
+
+CACHED, UNCACHED, COMPARED = "decode cache on", "decode cache off", "one process"
+ROOMS_END_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """Sizes of the decode worker. 0: chosen from the workload, small enough that L2 and L3 are used.
+
+    `storage` is a URI; empty: files in a temporary directory, gone at the end. `compare` runs the workload a second
+    time without decode cache. `engine` and `transport` are for who has a configuration of his own; the model and the
+    journal are set here. InvalidConfig names a wrong field.
+    """
+
+    page_size: int = 16
+    l1_pages: int = 0
+    l2_pages: int = 0
+    storage: str = ""
+    in_flight_max: int = 0
+    compare: bool = True
+    journal: str | None = None
+    storage_options: Mapping[str, object] | None = None
+    trace_layout: KVLayout | None = None
+    """How the synthetic KV of a recording lies in pages; None: with little KV a token. Its page size goes first."""
+    verify_every: int = 1
+    """Of a recording, the pages of every so-manieth request are verified."""
+    computed_ahead: bool = False
+    """Of a recording: prefill has computed a prompt before decode asks for it. Then the time to ready is that of the
+    hand-over alone, without what prefill takes for what is new in a prompt, the same with and without decode cache.
+    """
+    engine: EngineConfig | None = None
+    transport: Callable[[], NixlTransport] | None = None
+    shows: Callable[[str | None], None] | None = None
+    """Told where the metrics of a decode engine are when it has started, and None when it is about to end."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("page_size", 1),
+            ("l1_pages", 0),
+            ("l2_pages", 0),
+            ("in_flight_max", 0),
+            ("verify_every", 1),
+        ):
+            if getattr(self, name) < least:
+                raise InvalidConfig(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class JobResult:
+    """What the main job found. It has passed if `failures` is empty."""
+
+    layout: KVLayout
+    l1_pages: int
+    l2_pages: int
+    in_flight_max: int
+    phases: list[Phase] = field(default_factory=list)
+    compared: int = 0
+    """Tokens that were compared with those of one process, or pages that were verified."""
+    smallest_margin: float = float("inf")
+    reusable_tokens: int = 0
+    """Prompt tokens that an unlimited cache could have served, had requests come one after the other."""
+    failures: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+
+
+async def run_conversations(
+    options: WorkloadOptions,
+    tiers: TierOptions,
+    *,
+    shape: ModelShape | None = None,
+    damage: str = "",
+    prefill_address: str | Sequence[str] = "",
+    progress: Progress | None = None,
+) -> JobResult:
+    """Serve generated conversations with the small model, and compare every token with one process's generate().
+
+    `damage` names a source of which one restored page is overwritten: then tokens must differ. With an address, the
+    prefill worker is one that runs already (`tidekv prefill`), and what it sent is what decode has received.
+    """
+    if damage and damage not in SOURCES:
+        raise InvalidConfig(f"damage must be one of {', '.join(SOURCES)}, not {damage!r}")
+    started_s = time.perf_counter()
+    shape = shape or ModelShape(vocab_size=options.vocabulary)
+    workload = make_workload(options)
+    result = _sized_for(workload, shape, tiers)
+    order = model_order(shape, result.layout, num_pages=4 * max(result.l1_pages, result.l2_pages))
+    with ComputeThread("decode") as compute:
+        async with DistantPrefill(prefill_address) if prefill_address else PrefillProcess(order) as prefill:
+            llama = await compute.run(partial(build_llama, shape))
+            passes = []
+            for cache in (True, False) if tiers.compare else (True,):
+                phase = Phase(CACHED if cache else UNCACHED)
+                async with _decode_worker(
+                    phase, result, prefill, tiers, model=shape.fingerprint, cache=cache
+                ) as worker:
+                    run = ConversationRun(
+                        worker.engine,
+                        PagedModel(llama, worker.device),
+                        compute,
+                        prefill=prefill.address,
+                        workload=workload,
+                        phase=phase,
+                        in_flight_max=result.in_flight_max,
+                        cache=cache,
+                        damage=damage if cache else "",
+                        progress=progress,
+                    )
+                    await run.run()
+                passes.append(run.answers)
+        await _compare_tokens(passes, llama, compute, result, progress)
+    result.wall_s = time.perf_counter() - started_s
+    return result
+
+
+def model_order(shape: ModelShape, layout: KVLayout, *, num_pages: int) -> PrefillOrder:
+    """What a prefill worker must be, to serve conversations with this model."""
+    return PrefillOrder(
+        name="prefill-0",
+        fingerprint=shape.fingerprint,
+        layout=layout,
+        num_pages=num_pages,
+        chunk_tokens=4 * layout.page_size,
+        vocabulary=shape.vocab_size,
+        model=shape,
+    )
+
+
+def model_layout(shape: ModelShape, page_size: int) -> KVLayout:
+    """How the KV of this model lies in pages."""
+    return KVLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        page_size=page_size,
+    )
+
+
+async def run_trace(
+    path: str | Path, options: TraceOptions, tiers: TierOptions, *, progress: Progress | None = None
+) -> JobResult:
+    """Replay a recording with synthetic KV, and verify every byte of every restored page.
+
+    Raises InvalidRequest for a recording that cannot be read, with file and line.
+    """
+    started_s = time.perf_counter()
+    # Little KV a token: a recording's prompts are long, and what is tested does not depend on it.
+    layout = tiers.trace_layout or KVLayout(
+        num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", page_size=tiers.page_size
+    )
+    result = JobResult(
+        layout=layout,
+        l1_pages=tiers.l1_pages or (1 << 17) // layout.page_size,
+        l2_pages=tiers.l2_pages or (1 << 19) // layout.page_size,
+        in_flight_max=tiers.in_flight_max or 16,
+    )
+    first = read_trace(path, options)
+    order = PrefillOrder(
+        name="prefill-0",
+        fingerprint="synthetic",
+        layout=layout,
+        num_pages=result.l1_pages,
+        chunk_tokens=256 * layout.page_size,
+        vocabulary=VOCABULARY,
+    )
+    with ComputeThread("decode") as compute:
+        async with PrefillProcess(order) as prefill:
+            for cache in (True, False) if tiers.compare else (True,):
+                phase = Phase(CACHED if cache else UNCACHED)
+                async with _decode_worker(phase, result, prefill, tiers, model="synthetic", cache=cache) as worker:
+                    run = TraceRun(
+                        worker.engine,
+                        worker.device,
+                        compute,
+                        prefill=prefill.address,
+                        vocabulary=VOCABULARY,
+                        phase=phase,
+                        in_flight_max=result.in_flight_max,
+                        cache=cache,
+                        verify_every=tiers.verify_every,
+                        compute_ahead=prefill.compute if tiers.computed_ahead else None,
+                        progress=progress,
+                    )
+                    await run.run(first if cache else read_trace(path, options))
+                result.compared += run.verdicts.pages
+                result.failures += run.verdicts.wrong
+        result.reusable_tokens = await compute.run(partial(_reusable, path, options, layout.page_size))
+    result.wall_s = time.perf_counter() - started_s
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    engine: DecodeEngine
+    device: DevicePool
+
+
+@asynccontextmanager
+async def _decode_worker(
+    phase: Phase,
+    result: JobResult,
+    prefill: PrefillProcess | DistantPrefill,
+    tiers: TierOptions,
+    *,
+    model: str,
+    cache: bool,
+) -> AsyncIterator[_Worker]:
+    """Be a decode worker with fresh pools; at the end of the block the phase's figures are complete."""
+    before = await prefill.counts(forget=True)
+    device = DevicePool.allocate(result.layout, result.l1_pages)
+    host = HostPool.allocate(result.layout, result.l2_pages) if cache else None
+    # Small workloads have short prefixes; what is shown is that L3 works, not when it pays.
+    shown = EngineConfig(
+        storage=StorageOptions(prefetch_threshold_tokens=result.layout.page_size), default_deadline_s=300.0
+    )
+    config = tiers.engine or shown
+    journal = msgspec.structs.replace(config.journal, path=tiers.journal if cache else None)
+    config = msgspec.structs.replace(config, model=model, journal=journal)
+    if tiers.shows is not None and config.metrics.listen is None:
+        config = msgspec.structs.replace(config, metrics=MetricsOptions(listen="127.0.0.1:0"))
+    # A directory in any case, so that the two ways do not differ in more than they must.
+    with tempfile.TemporaryDirectory(prefix="tidekv-", ignore_cleanup_errors=True) as folder:
+        storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB", tiers.storage_options) if cache else None
+        transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0")
+        async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
+            started_s = time.perf_counter()
+            with _shown(engine, tiers):
+                yield _Worker(engine, device)
+            phase.wall_s = time.perf_counter() - started_s
+            await engine.wait_settled()
+            phase.held = held_by(engine)
+    after = await _ended_rooms(prefill, phase)
+    if before is None or after is None:
+        phase.pages_sent = phase.delta_pages
+        phase.bytes_sent = phase.delta_pages * result.layout.page_bytes
+    else:
+        phase.pages_sent = int(after["pages_sent"] - before["pages_sent"])
+        phase.bytes_sent = int(after["bytes_sent"] - before["bytes_sent"])
+    result.phases.append(phase)
+    result.failures += _contradictions(phase, result.layout)
+
+
+@contextmanager
+def _shown(engine: DecodeEngine, tiers: TierOptions) -> Iterator[None]:
+    if tiers.shows is None:
+        yield
+        return
+    tiers.shows(engine.metrics_address)
+    try:
+        yield
+    finally:
+        tiers.shows(None)
+
+
+async def _ended_rooms(prefill: PrefillProcess | DistantPrefill, phase: Phase) -> Counts | None:
+    """Wait until prefill has taken note that its rooms are over; what is open after a while counts as held."""
+    deadline_s = time.monotonic() + ROOMS_END_TIMEOUT_S
+    while True:
+        counts = await prefill.counts()
+        if counts is None:
+            return None
+        names = ("rooms_sending", "rooms_finished", "rooms_draining", "writes_in_flight", "pages_in_use")
+        held = {f"prefill_{name}": counts[name] for name in names if counts.get(name)}
+        if not held or time.monotonic() > deadline_s:
+            phase.held |= held
+            return counts
+        # It hears of the end by another connection than the one that is asked here.
+        await asyncio.sleep(0.02)
+
+
+def _contradictions(phase: Phase, layout: KVLayout) -> list[str]:
+    """Say what of a phase's figures cannot be."""
+    found = []
+    if phase.held:
+        found.append(f"{phase.name}: not given back at the end: {phase.held}")
+    if phase.bytes_sent != phase.pages_sent * layout.page_bytes:
+        found.append(f"{phase.name}: {phase.bytes_sent} bytes were sent for {phase.pages_sent} pages")
+    if not phase.retractions and phase.pages_sent != phase.delta_pages:
+        found.append(f"{phase.name}: {phase.pages_sent} pages were sent; the deltas have {phase.delta_pages}")
+    return found
+
+
+def _sized_for(workload: Workload, shape: ModelShape, tiers: TierOptions) -> JobResult:
+    """Choose pools so small that what was said goes through L2 to L3, but a few requests fit at any time."""
+    said = sum(
+        sum(len(turn.new_user_tokens) + turn.output_tokens for turn in conversation.turns)
+        for conversation in workload.conversations
+    )
+    in_flight_max = tiers.in_flight_max or 3
+    context_pages = -(-workload.context_tokens_max // tiers.page_size) + 1
+    said_pages = -(-said // tiers.page_size)
+    return JobResult(
+        layout=model_layout(shape, tiers.page_size),
+        l1_pages=tiers.l1_pages or max(in_flight_max * context_pages, said_pages * 3 // 10),
+        l2_pages=tiers.l2_pages or max(context_pages, said_pages * 5 // 10),
+        in_flight_max=in_flight_max,
+    )
+
+
+async def _compare_tokens(
+    passes: list[list[Answer]], llama: Llama, compute: ComputeThread, result: JobResult, progress: Progress | None
+) -> None:
+    """Generate each answer of the first pass again in one process; the other passes must have the same answers."""
+    wanted = {}
+    for answer in passes[0]:
+        generate = partial(generate_in_one_process, llama, answer.prompt, len(answer.output))
+        wanted[answer.turn.request_id] = await compute.run(generate)
+        if progress is not None:
+            progress(COMPARED, 1)
+    for phase, answers in zip(result.phases, passes, strict=True):
+        for answer in answers:
+            result.compared += len(answer.output)
+            result.smallest_margin = min(result.smallest_margin, answer.margin)
+            expected = wanted[answer.turn.request_id]
+            if list(answer.output) != expected:
+                place = next(
+                    n for n, pair in enumerate(zip(answer.output, expected, strict=True)) if pair[0] != pair[1]
+                )
+                result.failures.append(
+                    f"{phase.name}: {answer.turn.request_id} has another token than one process at position {place} of "
+                    f"its output; prompt tokens by source: {dict(answer.sources)}"
+                )
+
+
+def _reusable(path: str | Path, options: TraceOptions, page_size: int) -> int:
+    pairs = ((request.prompt.packed(), request.output()) for request in read_trace(path, options))
+    return sum(reusable_tokens(pairs, page_size))
+
+
+def sources_used(phase: Phase) -> list[str]:
+    """Name the sources that some token of the phase came from."""
+    return [source for source in SOURCES if phase.tokens[source]]

@@ -1,0 +1,71 @@
+"""The main job's result as people read it: a table with both runs beside one another, and what was compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tidekv.engine.demo.main_job import JobResult
+from tidekv.engine.demo.phase import SOURCES, Phase
+
+NAMES = {"l1": "L1, device", "l2": "L2, host", "l3": "L3, storage", "transfer": "prefill, by transfer"}
+
+
+def report(result: JobResult, *, is_model: bool) -> RenderableType:
+    """Render a result; `is_model` says whether tokens were compared, or pages verified."""
+    table = Table(title=f"L1 {result.l1_pages} pages, L2 {result.l2_pages} pages of {result.layout.page_size} tokens")
+    table.add_column("")
+    for phase in result.phases:
+        table.add_column(phase.name, justify="right")
+
+    def row(name: str, cell: Callable[[Phase], str]) -> None:
+        table.add_row(name, *(cell(phase) for phase in result.phases))
+
+    page_bytes = result.layout.page_bytes
+    row("requests", lambda phase: f"{phase.requests}")
+    row("prompt tokens", lambda phase: f"{phase.prompt_tokens:,}")
+    for source in SOURCES:
+        row(f"  from {NAMES[source]}", partial(_part, source))
+    row("sent", lambda phase: _megabytes(phase.bytes_sent))
+    row("saved", lambda phase: _megabytes(phase.prompt_pages * page_bytes - phase.bytes_sent))
+    row("time to ready, p50", lambda phase: f"{phase.ready_ms(50):.1f} ms")
+    row("time to ready, p99", lambda phase: f"{phase.ready_ms(99):.1f} ms")
+    row("retracted for lack of pages", lambda phase: f"{phase.retractions}")
+    row("whole run", lambda phase: f"{phase.wall_s:.1f} s")
+    return Group(table, *_verdict(result, is_model=is_model))
+
+
+def _verdict(result: JobResult, *, is_model: bool) -> list[Text]:
+    lines = []
+    if result.reusable_tokens:
+        share = (result.phases[0].prompt_tokens - result.phases[0].tokens["transfer"]) / result.reusable_tokens
+        lines.append(
+            Text(
+                f"An unlimited cache would have served {result.reusable_tokens:,} tokens; this one served {share:.1%}."
+            )
+        )
+    if result.failures:
+        lines.append(Text(f"FAILED: {len(result.failures)} findings", style="bold red"))
+        lines += [Text(f"  {failure}") for failure in result.failures[:20]]
+        return lines
+    if is_model:
+        what = (
+            f"All {result.compared:,} generated tokens equal those of one process's generate() "
+            f"({result.layout.dtype}, smallest margin of a choice {result.smallest_margin:.1e})."
+        )
+    else:
+        what = f"All {result.compared:,} restored pages have the bytes that they must have."
+    return [*lines, Text(what, style="green"), Text("Nothing is held at the end: every pool is free + cached.")]
+
+
+def _part(source: str, phase: Phase) -> str:
+    share = phase.tokens[source] / phase.prompt_tokens if phase.prompt_tokens else 0.0
+    return f"{phase.tokens[source]:,} ({share:.1%})"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

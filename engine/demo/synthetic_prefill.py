@@ -1,0 +1,146 @@
+"""Prefill worker without a model: its KV is synthetic, so that every byte can be verified at the receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+
+from tidekv.backends.component_pools import ComponentPools
+from tidekv.backends.device.pool import DevicePool
+from tidekv.engine.demo.kept_pages import HeldPages, KeptPages
+from tidekv.engine.demo.synthetic import SyntheticKV
+from tidekv.engine.demo.synthetic_components import SyntheticTails
+from tidekv.states.errors import InvalidRequest
+from tidekv.states.types import PageIds
+from tidekv.transports.prefill.prefill_room import Room
+
+
+def synthetic_first_token(packed: bytes, vocabulary: int) -> int:
+    """Return the first token that a synthetic model generates: a function of all tokens of the prompt."""
+    return zlib.crc32(packed) % vocabulary
+
+
+class SyntheticPrefill:
+    """Serves rooms whose promise included the tokens: `PrefillPeer(on_room=SyntheticPrefill(pool).serve)`.
+
+    Fills and sends the prompt in chunks, as a chunked prefill does, and frees its pages once decode has received all of
+    them, or the lease has ended. Requests without free pages wait for some. With `keep_prefixes`, pages of earlier
+    prompts are kept and sent without being filled again, as by a prefill worker with a prefix cache. For `components`,
+    which its peer must have too, it fills and sends the tails that decode requests.
+    """
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        *,
+        chunk_pages: int = 16,
+        vocabulary: int = 2**31,
+        namespace: str = "",
+        keep_prefixes: bool = False,
+        components: Sequence[ComponentPools] = (),
+    ) -> None:
+        self._kv = SyntheticKV(pool)
+        self._page_size = pool.layout.page_size
+        self._pages = KeptPages(pool.num_pages, pool.layout.page_size, namespace=namespace, keep=keep_prefixes)
+        self._tails = SyntheticTails(components)
+        self._freed = asyncio.Condition()
+        self._chunk_pages = chunk_pages
+        self._vocabulary = vocabulary
+        self.rooms_served = 0
+        self.outcomes: dict[str, int] = {}
+
+    @property
+    def pages_free(self) -> int:
+        """Number of free pages of the pool."""
+        return self._pages.counts()["free"]
+
+    def forget(self) -> None:
+        """Drop every kept page that no room uses."""
+        self._pages.forget()
+
+    async def compute(self, packed: bytes) -> None:
+        """Fill a prompt's pages before its room exists.
+
+        With `keep_prefixes` all of them except the last token's are then known. Raises InvalidRequest for a prompt that
+        can never fit.
+        """
+        async with self._freed:
+            while (held := self._pages.take(packed)) is None:
+                await self._freed.wait()
+        filled = held.known
+        try:
+            for first in range(held.known, len(held.pages), self._chunk_pages):
+                self._fill(held, first)
+                filled = first + self._chunk_pages
+                await asyncio.sleep(0)
+        finally:
+            async with self._freed:
+                self._pages.give_back(held, computed=min(filled, len(held.pages)))
+                self._freed.notify_all()
+
+    async def serve(self, room: Room) -> None:
+        """Serve one room from its promise to its end. Raises InvalidRequest if the promise included no tokens."""
+        if room.tokens is None:
+            raise InvalidRequest("this prefill has tokens from nobody else: send the request with send_prompt=True")
+        packed = bytes(room.tokens)
+        async with self._freed:
+            while (taken := self._take(room, packed)) is None:
+                await self._freed.wait()
+        held, tails = taken
+        filled = [held.known]
+        try:
+            await self._send_all(room, held, filled)
+            await self._send_tails(room, held, tails)
+            await room.finish(first_token=synthetic_first_token(packed, self._vocabulary), aux={})
+        except BaseException as error:
+            # On cancellation, too: otherwise the room would never end, and `received` below would wait for it.
+            room.fail(f"prefill gave up: {type(error).__name__}: {error}")
+            raise
+        finally:
+            # The last write out of these pages has ended only now.
+            outcome = str(await room.received())
+            async with self._freed:
+                self._pages.give_back(held, computed=filled[0])
+                self._tails.give_back(tails)
+                self._freed.notify_all()
+        self.rooms_served += 1
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    def _take(self, room: Room, packed: bytes) -> tuple[HeldPages, dict[str, PageIds]] | None:
+        """Take all pages that a room needs, or return None."""
+        tails = self._tails.take(room.tails)
+        if tails is None:
+            return None
+        try:
+            held = self._pages.take(packed)
+        except InvalidRequest:
+            self._tails.give_back(tails)
+            raise
+        if held is None:
+            self._tails.give_back(tails)
+            return None
+        return held, tails
+
+    async def _send_all(self, room: Room, held: HeldPages, filled: list[int]) -> None:
+        """Send all pages. `filled` counts the pages that have their content, also if this raises."""
+        pages = held.pages
+        if held.known:
+            await room.send(pages[: held.known], start_token=0)
+        for first in range(held.known, len(pages), self._chunk_pages):
+            self._fill(held, first)
+            filled[0] = min(first + self._chunk_pages, len(pages))
+            await room.send(pages[first : first + self._chunk_pages], start_token=first * self._page_size)
+            # Yield between chunks, as a chunked prefill does, so that other rooms progress.
+            await asyncio.sleep(0)
+
+    def _fill(self, held: HeldPages, first: int) -> None:
+        digests = held.digests[first - held.known : first - held.known + self._chunk_pages]
+        self._kv.fill(held.pages[first : first + self._chunk_pages], digests)
+
+    async def _send_tails(self, room: Room, held: HeldPages, tails: dict[str, PageIds]) -> None:
+        """Send the tails of components, which exist once the whole prompt is computed."""
+        for name, asked in room.tails.items():
+            positions = range(asked.first, asked.first + asked.page_count)
+            self._tails.fill(asked, tails[name], [self._pages.digest_at(held, at) for at in positions])
+            await room.send_tail(name, tails[name])

@@ -1,0 +1,101 @@
+"""Blocking interface to a storage engine: a loop on its own thread, and staging pages for the bytes.
+
+Reads and writes use separate staging pages, so a read never waits for a write. Methods may be called on any thread;
+calls of the same direction run one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.keys.chain import storage_namespace
+from tidekv.backends.layout import KVLayout
+from tidekv.backends.storage.base import Storage
+from tidekv.engine.integrations.loop_thread import LoopThread
+from tidekv.states.types import page_ids
+
+BATCH_BYTES: Final = 64 << 20
+BATCH_PAGES_MAX: Final = 128
+
+
+class StorageThread:
+    """Owns the storage, its poller, its loop and the staging pages until `close`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        layout: KVLayout,
+        model: str,
+        rank: int = 0,
+        ranks: int = 1,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Start the thread and register the pool. Raises what the engine raises, with everything stopped again.
+
+        Pages are shared with every user of the same model, layout and rank, such as a decode engine with
+        `EngineConfig(model=…)`.
+        """
+        self.layout = layout
+        self._storage = storage
+        self._timeout_s = timeout_s
+        self._batch = max(1, min(BATCH_BYTES // layout.page_bytes, BATCH_PAGES_MAX))
+        self._pool = HostPool.allocate(layout, 2 * self._batch, pin=False)
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._loop = LoopThread("tidekv-shared-storage")
+        namespace = storage_namespace(layout.identity(model), rank=rank, ranks=ranks)
+        try:
+            self._loop.call(
+                storage.register(self._pool.memory, self._pool.page, namespace=namespace, poller=self._loop.poller)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """Return the number of keys, from the first on, that storage probably has."""
+        found = self._loop.call(self._storage.exists(keys, timeout_s=self._timeout_s))
+        return found.index(False) if False in found else len(found)
+
+    def get(self, keys: Sequence[bytes], take: Callable[[int, torch.Tensor], None]) -> list[bool]:
+        """Read pages; calls `take(number, tensor)` for each verified one.
+
+        The tensor [page_bytes] belongs to the store and is valid only during the call.
+        """
+        good: list[bool] = []
+        with self._reading:
+            for first in range(0, len(keys), self._batch):
+                batch = keys[first : first + self._batch]
+                pages = page_ids(range(len(batch)))
+                found = self._loop.call(self._storage.get_into(batch, pages, timeout_s=self._timeout_s))
+                for page, is_there in enumerate(found):
+                    if is_there:
+                        take(first + page, self._pool.buffer[page])
+                good += found
+        return good
+
+    def put(self, keys: Sequence[bytes], give: Callable[[int, torch.Tensor], None]) -> list[bool]:
+        """Write pages; `give(number, tensor)` fills the tensor [page_bytes] of each."""
+        good: list[bool] = []
+        with self._writing:
+            for first in range(0, len(keys), self._batch):
+                batch = keys[first : first + self._batch]
+                for page in range(len(batch)):
+                    give(first + page, self._pool.buffer[self._batch + page])
+                pages = page_ids(range(self._batch, self._batch + len(batch)))
+                good += self._loop.call(self._storage.put_from(batch, pages, timeout_s=self._timeout_s))
+        return good
+
+    def clear(self) -> int:
+        """Delete every page of this namespace; returns their number."""
+        return self._loop.call(self._storage.clear())
+
+    def close(self) -> None:
+        """Wait for running calls, and close everything. Idempotent."""
+        with self._reading, self._writing:
+            self._loop.close(self._storage.close())

@@ -1,0 +1,86 @@
+"""Look-up of prompts in storage beside vLLM's scheduler. Results are futures, and a failure counts as a miss.
+
+With tensor parallelism a page is present if each rank's slice of it is: every rank's namespace is looked up, and the
+shortest prefix is the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Callable, Sequence
+
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.keys.chain import storage_namespace
+from tidekv.backends.layout import KVLayout
+from tidekv.backends.storage.base import Storage
+from tidekv.engine.integrations.loop_thread import LoopThread
+from tidekv.engine.integrations.storage_guard import StorageGuard
+
+LOG = logging.getLogger("tidekv.vllm")
+
+
+class PrefixLookup:
+    """Owns one storage engine for each rank's namespace, on its own loop, until `close`."""
+
+    def __init__(
+        self, open_one: Callable[[], Storage], *, layout: KVLayout, model: str, ranks: int, timeout_s: float
+    ) -> None:
+        """Open all engines. Raises what they raise, with everything stopped again."""
+        self._timeout_s = timeout_s
+        # Engines need a pool to register, although nothing is read into it.
+        self._pool = HostPool.allocate(layout, 1, pin=False)
+        self._storages: list[Storage] = []
+        self._guard = StorageGuard(self._storages, LOG)
+        self._asking: set[asyncio.Task[object]] = set()
+        self._loop = LoopThread("tidekv-vllm-lookup")
+        try:
+            for rank in range(ranks):
+                storage = open_one()
+                namespace = storage_namespace(layout.identity(model), rank=rank, ranks=ranks)
+                self._storages.append(storage)
+                self._loop.call(
+                    storage.register(self._pool.memory, self._pool.page, namespace=namespace, poller=self._loop.poller)
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, keys: Sequence[bytes]) -> concurrent.futures.Future[int]:
+        """Return a future: the number of keys, from the first on, that every rank probably has; 0 if storage fails."""
+        return self._loop.start(self._count(keys))
+
+    def close(self) -> None:
+        """Complete running look-ups, and close the engines. Idempotent."""
+        self._loop.close(self._close())
+
+    async def _count(self, keys: Sequence[bytes]) -> int:
+        if not keys or self._guard.is_open:
+            return 0
+        task = asyncio.current_task()
+        assert task is not None, "it runs in a task"
+        self._asking.add(task)
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(one.exists(keys, timeout_s=self._timeout_s)) for one in self._storages]
+        except* Exception as errors:
+            self._guard.failed("storage look-up failed, which counts as a miss", errors.exceptions[0])
+            count = 0
+        else:
+            self._guard.succeeded()
+            count = min(_leading(task.result()) for task in asked)
+        finally:
+            self._asking.discard(task)
+        return count
+
+    async def _close(self) -> None:
+        await self._guard.close()
+        for storage in self._storages:
+            await storage.close()
+        while self._asking:
+            await asyncio.wait(self._asking)
+
+
+def _leading(found: Sequence[bool]) -> int:
+    return list(found).index(False) if False in found else len(found)

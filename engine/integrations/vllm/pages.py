@@ -1,0 +1,285 @@
+"""Movement of a worker's pages between vLLM's blocks, bounded host memory (L2) and storage (L3).
+
+    load   L2, or storage ──▶ host pages ──▶ blocks        ends with the list of blocks that could not be filled
+    save   blocks ──▶ host pages ──▶ storage               dropped while half of the host pages are in use by saves
+
+vLLM's thread starts jobs and never waits for storage; they run on a loop of their own. Host pages keep their content
+until they are needed for other pages. No failure fails a request: vLLM recomputes what is not loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.keys.chain import storage_namespace
+from tidekv.engine.integrations.vllm.host_cache import HostCache
+from tidekv.engine.integrations.loop_thread import LoopThread
+from tidekv.engine.integrations.storage_guard import StorageGuard
+from tidekv.engine.integrations.vllm.copies import BlockCopies, Wait
+from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
+from tidekv.states.types import page_ids
+from tidekv.transports.tasks import OwnedTasks, settle
+
+if TYPE_CHECKING:
+    import torch
+
+    from tidekv.backends.storage.base import Storage
+    from tidekv.engine.integrations.vllm.blocks import PagedBlocks
+    from tidekv.engine.integrations.vllm.settings import Shared
+
+LOG = logging.getLogger("tidekv.vllm")
+BATCH_BYTES: Final = 64 << 20
+BATCH_PAGES_MAX: Final = 128
+T = TypeVar("T")
+
+
+class WorkerPages:
+    """Owns the host pages, the storage engine and the loop of one worker until `close`."""
+
+    def __init__(self, storage: Storage, *, blocks: PagedBlocks, shared: Shared) -> None:
+        """Open the storage. Raises OutOfMemory, and what the engine raises, with everything stopped again."""
+        layout, settings = shared.layout, shared.settings
+        # Saves use at most half of the pages, so loads find free ones even if storage accepts writes slowly.
+        count = max(2, settings.host_bytes // layout.page_bytes)
+        self._host = HostPool.allocate(layout, count, pin=blocks.device.type == "cuda")
+        self._cache = HostCache(count)
+        self._saving_max = count // 2
+        self._batch = max(1, min(BATCH_BYTES // layout.page_bytes, BATCH_PAGES_MAX, count - self._saving_max))
+        self._per_page = shared.blocks_per_page
+        self._settings = settings
+        self._storage = storage
+        self._copies = BlockCopies(blocks, self._host)
+        self._lock = threading.Lock()
+        self._saving = 0
+        self._counts: Counter[str] = Counter()
+        self._ended: list[LoadEnded] = []
+        self._tasks = OwnedTasks("vLLM pages")
+        self._guard = StorageGuard([storage], LOG)
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        self._writer = ThreadPoolExecutor(1, "tidekv-vllm-copy")
+        self._loop = LoopThread("tidekv-vllm-pages")
+        namespace = storage_namespace(layout.identity(shared.model), rank=shared.rank, ranks=shared.ranks)
+        try:
+            self._loop.call(
+                storage.register(self._host.memory, self._host.page, namespace=namespace, poller=self._loop.poller)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    # --- For vLLM's thread ---
+
+    def load(self, job: LoadJob) -> None:
+        """Start a load. Its result is returned by `take_ended` exactly once."""
+        after = self._copies.mark()
+        self._loop.post(lambda: self._spawn(self._load(job, after), name=f"load {job.request_id}"))
+
+    def save(self, job: SaveJob) -> None:
+        """Read the blocks into host pages, and start storing them. vLLM may reuse the blocks after the return."""
+        for first in range(0, len(job.keys), self._batch):
+            keys = job.keys[first : first + self._batch]
+            self._save_batch(keys, job.blocks[first * self._per_page : (first + len(keys)) * self._per_page])
+
+    def take_ended(self) -> list[LoadEnded]:
+        """Return the loads that ended since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call, by the names of `COUNTS`."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def close(self) -> None:
+        """Finish running jobs, within the timeout for saves, and close everything. Idempotent."""
+        self._loop.close(self._close())
+        self._writer.shutdown()
+
+    # --- Loads ---
+
+    async def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> None:
+        until_s = asyncio.get_running_loop().time() + self._settings.load_timeout_s
+        here = 0
+        cause = "load_pages_failed"
+        try:
+            async with asyncio.timeout_at(until_s):
+                while here < len(job.keys):
+                    keys = job.keys[here : here + self._batch]
+                    good = await self._load_batch(job, here, keys, after)
+                    here += good
+                    if good < len(keys):
+                        cause = "load_pages_missing"
+                        break
+        except TimeoutError:
+            cause = "load_pages_late"
+        except Exception as error:
+            self._guard.failed("pages could not be loaded and are recomputed", error)
+        finally:
+            # Also if the task was cancelled: vLLM waits until the load is reported as ended.
+            failed = job.blocks[max(0, here * self._per_page - job.skip) :]
+            with self._lock:
+                if here < len(job.keys):
+                    self._counts[cause] += len(job.keys) - here
+                self._ended.append(LoadEnded(job.request_id, failed))
+
+    async def _load_batch(self, job: LoadJob, first: int, keys: Sequence[bytes], after: torch.cuda.Event | None) -> int:
+        """Load pages into their blocks; returns how many, from the first on. After a timeout no block is written."""
+        pages = [self._cache.find(key) for key in keys]
+        lent = [page for page in pages if page is not None]
+        missing = [at for at, page in enumerate(pages) if page is None]
+        try:
+            found: list[bool] = []
+            if missing:
+                taken = await self._take(len(missing))
+                lent += taken
+                for at, page in zip(missing, taken, strict=True):
+                    pages[at] = page
+                reading = self._spawn(self._read([keys[at] for at in missing], taken), name="read")
+                try:
+                    found = await asyncio.shield(reading)
+                except asyncio.CancelledError:
+                    # A read cannot be stopped, so the pages stay lent until it ends.
+                    reading.add_done_callback(partial(self._give_back_later, lent))
+                    lent = []
+                    raise
+            # Only a prefix is usable: vLLM recomputes everything from the first failed block on.
+            good = min((at for at, is_there in zip(missing, found, strict=True) if not is_there), default=len(keys))
+            if good:
+                await self._write([page for page in pages[:good] if page is not None], job, first, after)
+            from_storage = sum(1 for at in missing if at < good)
+            self._count("load_pages_storage", from_storage)
+            self._count("load_pages_host", good - from_storage)
+            return good
+        finally:
+            self._give_back(lent)
+
+    async def _read(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
+        """Read pages from storage. A failure of storage counts as a miss."""
+        try:
+            found = await self._storage.get_into(keys, page_ids(pages), timeout_s=self._settings.load_timeout_s)
+        except Exception as error:
+            self._guard.failed("storage read failed, which counts as a miss", error)
+            return [False] * len(keys)
+        self._guard.succeeded()
+        for key, page, is_there in zip(keys, pages, found, strict=True):
+            if is_there:
+                self._cache.keep(key, page)
+        return found
+
+    async def _write(self, pages: Sequence[int], job: LoadJob, first: int, after: torch.cuda.Event | None) -> None:
+        """Copy pages to their blocks, even if cancelled: no block may be written after its load is reported ended."""
+        skip = max(0, job.skip - first * self._per_page)
+        start = max(0, first * self._per_page - job.skip)
+        blocks = job.blocks[start : (first + len(pages)) * self._per_page - job.skip]
+
+        def write() -> int:
+            self._copies.write(pages, blocks, skip=skip, after=after)
+            return len(pages)
+
+        await settle(asyncio.get_running_loop().run_in_executor(self._writer, write))
+
+    # --- Saves ---
+
+    def _save_batch(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        if self._guard.is_open:
+            self._count("save_pages_dropped", len(keys))
+            return
+        with self._lock:
+            room = self._saving_max - self._saving
+        # Pages found by their key are not read from the blocks again, but may still be missing in storage.
+        held = [self._cache.find(key) for key in keys]
+        new = [at for at, page in enumerate(held) if page is None]
+        taken = self._cache.take(min(len(new), room))
+        for at, page in zip(new, taken, strict=False):
+            held[at] = page
+        wait = self._read_blocks([at for at in new if held[at] is not None], taken, blocks)
+        pairs = [(key, page) for key, page in zip(keys, held, strict=True) if page is not None]
+        with self._lock:
+            self._saving += len(pairs)
+            self._counts["save_pages_dropped"] += len(keys) - len(pairs)
+        if pairs:
+            self._loop.post(lambda: self._spawn(self._save(pairs, set(taken), wait), name="save"))
+
+    def _read_blocks(self, at: Sequence[int], pages: Sequence[int], blocks: Sequence[int]) -> Wait:
+        """Start copying the pages at these positions of a batch to host pages."""
+        wanted = [block for number in at for block in blocks[number * self._per_page : (number + 1) * self._per_page]]
+        return self._copies.read(wanted, pages) if wanted else int
+
+    async def _save(self, pairs: Sequence[tuple[bytes, int]], new: set[int], wait: Wait) -> None:
+        stored = present = 0
+        try:
+            await settle(asyncio.get_running_loop().run_in_executor(None, wait))
+            for key, page in pairs:
+                if page in new:
+                    self._cache.keep(key, page)
+            there = await self._storage.exists([key for key, _ in pairs], timeout_s=self._settings.save_timeout_s)
+            absent = [pair for pair, is_there in zip(pairs, there, strict=True) if not is_there]
+            present = len(pairs) - len(absent)
+            if absent:
+                keys, pages = [key for key, _ in absent], page_ids([page for _, page in absent])
+                put = await self._storage.put_from(keys, pages, timeout_s=self._settings.save_timeout_s)
+                stored = sum(put)
+            self._guard.succeeded()
+        except Exception as error:
+            self._guard.failed("pages could not be stored", error)
+        finally:
+            self._count("save_pages_stored", stored)
+            self._count("save_pages_present", present)
+            self._count("save_pages_failed", len(pairs) - stored - present)
+            with self._lock:
+                self._saving -= len(pairs)
+            self._give_back([page for _, page in pairs])
+
+    # --- Host pages ---
+
+    async def _take(self, count: int) -> list[int]:
+        """Take host pages, all or none. Callers are served in order, so that a large batch cannot starve."""
+        async with self._turn:
+            while True:
+                taken = self._cache.take(count)
+                if len(taken) == count:
+                    return taken
+                self._cache.give_back(taken)
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _spawn(self, work: Coroutine[object, object, T], *, name: str) -> asyncio.Task[T]:
+        task = self._tasks.spawn(work, name=name)
+        # Added after the callback by which OwnedTasks removes the task, so a waiter sees the new number of tasks.
+        task.add_done_callback(lambda _: self._changed.set())
+        return task
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        self._cache.give_back(pages)
+        self._changed.set()
+
+    def _give_back_later(self, pages: Sequence[int], _: asyncio.Task[list[bool]]) -> None:
+        self._give_back(pages)
+
+    def _count(self, name: str, count: int) -> None:
+        if count:
+            with self._lock:
+                self._counts[name] += count
+
+    async def _close(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.save_timeout_s):
+                while len(self._tasks):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            LOG.warning("storage is too slow: pages still being written are given up")
+        await self._guard.close()
+        await self._tasks.close()
+        await self._storage.close()
+        await asyncio.get_running_loop().shutdown_default_executor()

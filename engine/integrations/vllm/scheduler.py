@@ -1,0 +1,222 @@
+"""Scheduler's side of a vLLM connector: decides what is loaded for which request, and which pages are saved.
+
+    arrived ──▶ storage look-up ──▶ matched: None until it has ended, then a number of tokens ──▶ allocated ──▶ load job
+    each step: pages that will be full once the step has run ──▶ save jobs
+    finished: pages that are full and not saved ──▶ a last save job, for which vLLM holds the blocks
+
+It reads vLLM's requests and does not change them. All calls come from the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol  # vLLM's requests are not typed here: tests and type checks go without vLLM.
+from uuid import uuid4
+
+from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
+from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
+from tidekv.engine.integrations.vllm.settings import Shared
+
+
+class Lookup(Protocol):
+    """Looks up prefixes; `PrefixLookup` implements it."""
+
+    def ask(self, keys: Sequence[bytes]) -> Future[int]:
+        """Return a future: the number of keys, from the first on, that storage probably has."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """State of one request of vLLM. `stored`: number of pages, from the first on, that need not be saved."""
+
+    request: Any  # vLLM's.
+    seed: bytes
+    keys: list[bytes] = field(default_factory=list)
+    answer: Future[int] | None = None
+    asked_at_s: float = 0.0
+    computed: int = 0
+    stored: int = 0
+    is_running: bool = False
+    loading: tuple[int, ...] = ()
+    loading_from: int = 0
+    has_failed: bool = False
+
+
+class SchedulerSide:
+    """Tracks each request from its arrival to its end."""
+
+    def __init__(self, shared: Shared, lookup: Lookup, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shared = shared
+        self._page = shared.layout.page_size
+        self._lookup = lookup
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+        self._loads: list[LoadJob] = []
+        self._last_saves: list[SaveJob] = []
+        self._counts: Counter[str] = Counter()
+        self._reset_salt = ""
+
+    def arrived(self, request: Any) -> None:
+        """Start the look-up of a request that entered vLLM's queue, so the result is there when it is scheduled."""
+        known = self._know(request)
+        if known is not None and self._shared.loads and not request.skip_reading_prefix_cache:
+            self._ask(known)
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Return how many tokens beyond `computed`, which ends a block, can be loaded. None until the look-up ends."""
+        known = self._know(request)
+        if known is None or known.has_failed or not self._shared.loads or request.skip_reading_prefix_cache:
+            return 0
+        known.is_running = False
+        known.computed = computed
+        if known.answer is None:
+            self._ask(known)
+        pages = self._answered(known)
+        if pages is None:
+            return None
+        tokens = min(pages, self._pages_to_ask(request)) * self._page - computed
+        return tokens if tokens >= max(1, self._shared.settings.threshold_tokens) else 0
+
+    def allocated(self, request: Any, blocks: Sequence[int], external_tokens: int) -> None:
+        """Plan the load of `external_tokens` tokens after the computed ones into the request's blocks."""
+        known = self._known.get(request.request_id)
+        if known is None:
+            return
+        if known.answer is not None:
+            # What storage has need not be saved, whether or not it is loaded.
+            known.stored = (self._answered(known) or 0) if self._shared.loads else 0
+            # A request that returns after a preemption is looked up again.
+            known.answer = None
+        if not external_tokens:
+            return
+        size, per_page = self._shared.block_size, self._shared.blocks_per_page
+        first_block, end_block = known.computed // size, -(-(known.computed + external_tokens) // size)
+        first_page, end_page = first_block // per_page, -(-end_block // per_page)
+        known.loading, known.loading_from = tuple(blocks[first_block:end_block]), first_block
+        self._loads.append(
+            LoadJob(
+                request_id=request.request_id,
+                keys=tuple(self._keys_to(known, end_page)[first_page:]),
+                blocks=known.loading,
+                skip=first_block - first_page * per_page,
+            )
+        )
+
+    def jobs(
+        self, scheduled: dict[str, int], blocks_of: Callable[[str], Sequence[int]]
+    ) -> tuple[list[LoadJob], list[SaveJob]]:
+        """Return the jobs of a step with `scheduled` tokens by request. Call it once per step."""
+        loads, self._loads = self._loads, []
+        saves, self._last_saves = self._last_saves, []
+        for request_id, count in scheduled.items():
+            known = self._known.get(request_id)
+            if known is None:
+                continue
+            known.is_running = True
+            # Tokens that are only drafted, or not sampled yet, may still change, so their pages are not saved.
+            full = min(known.request.num_computed_tokens + count, known.request.num_tokens) // self._page
+            if self._shared.saves and full > known.stored:
+                saves.append(self._save(known, blocks_of(request_id), full))
+        return loads, saves
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
+        """End a request. True if its blocks must be held until its last save is reported as read."""
+        known = self._known.pop(request.request_id, None)
+        if known is None or not known.is_running or not self._shared.saves:
+            # Blocks that are still being loaded, or never were, hold nothing to save.
+            return False
+        full = min(request.num_computed_tokens, request.num_tokens) // self._page
+        full = min(full, len(blocks) // self._shared.blocks_per_page)
+        if full <= known.stored:
+            return False
+        self._last_saves.append(self._save(known, blocks, full, is_last=True))
+        return True
+
+    def heard(self, finished_loads: Iterable[str], invalid_blocks: Iterable[int]) -> None:
+        """Process ended loads, and blocks that hold garbage; the pages of the latter must be saved again."""
+        invalid = set(invalid_blocks)
+        for known in self._known.values() if invalid else ():
+            bad = next((at for at, block in enumerate(known.loading) if block in invalid), None)
+            if bad is not None:
+                # Not retried: a page that exists but cannot be read would hold its request for ever.
+                known.has_failed = True
+                known.stored = min(known.stored, (known.loading_from + bad) // self._shared.blocks_per_page)
+        for request_id in finished_loads:
+            if request_id in self._known:
+                self._known[request_id].loading = ()
+
+    def reset(self) -> None:
+        """Make everything saved so far unfindable, by other keys from now on until this process ends."""
+        self._reset_salt = uuid4().hex
+        for known in self._known.values():
+            known.seed, known.keys, known.answer, known.stored = self._seed(known.request), [], None, 0
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call, by the names of `COUNTS`."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def _know(self, request: Any) -> _Known | None:
+        """Return the state of a request; None if its KV depends on more than its tokens."""
+        known = self._known.get(request.request_id)
+        if known is None and _is_of_tokens(request):
+            known = self._known[request.request_id] = _Known(request, self._seed(request))
+        return known
+
+    def _seed(self, request: Any) -> bytes:
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        salt = self._reset_salt + (request.cache_salt or "")
+        return namespace_seed(adapter, salt=salt or None)
+
+    def _ask(self, known: _Known) -> None:
+        known.asked_at_s = self._clock()
+        known.answer = self._lookup.ask(self._keys_to(known, self._pages_to_ask(known.request)))
+        self._counts["lookups"] += 1
+
+    def _answered(self, known: _Known) -> int | None:
+        """Return the pages that storage has; 0 after the timeout, None while there is time left."""
+        assert known.answer is not None, "its look-up was started"
+        if known.answer.done():
+            return known.answer.result()
+        if self._clock() - known.asked_at_s < self._shared.settings.lookup_timeout_s:
+            return None
+        self._counts["lookups_late"] += 1
+        known.answer = Future()
+        known.answer.set_result(0)
+        return 0
+
+    def _pages_to_ask(self, request: Any) -> int:
+        """Number of pages to look up. vLLM computes the last token itself to sample from it, so its page is not."""
+        return max(0, int(request.num_tokens) - 1) // self._page
+
+    def _keys_to(self, known: _Known, count: int) -> list[bytes]:
+        """Return the keys of the first `count` pages; each is computed once."""
+        have = len(known.keys)
+        if count > have:
+            tokens = known.request.all_token_ids[have * self._page : count * self._page]
+            previous = known.keys[-1] if known.keys else known.seed
+            known.keys += page_digests(pack_tokens(tokens), self._page, prefix=previous)
+        return known.keys[:count]
+
+    def _save(self, known: _Known, blocks: Sequence[int], full: int, *, is_last: bool = False) -> SaveJob:
+        first, known.stored, per_page = known.stored, full, self._shared.blocks_per_page
+        return SaveJob(
+            request_id=known.request.request_id,
+            keys=tuple(self._keys_to(known, full)[first:]),
+            blocks=tuple(blocks[first * per_page : full * per_page]),
+            is_last=is_last,
+        )
+
+
+def _is_of_tokens(request: Any) -> bool:
+    """Whether the tokens determine a request's KV: no images, no embeddings, and no tokens that change later."""
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and not request.mm_features
+        and not request.resumable
+    )

@@ -1,0 +1,67 @@
+"""What callers left of components, said so that it holds in another run of the same requests, whose pages have other
+ids: the third of its own pages, or the shared page at that position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import msgspec
+
+from tidekv.states.commands import Command, TellReady
+from tidekv.states.components.specs import TailTable
+from tidekv.states.events import Event, FinishRequested, RetractRequested, TailLeft
+
+Place: TypeAlias = "tuple[bool, int]"
+"""Whether a page is one of the request's own, and which of those; else the position of a shared one."""
+Left: TypeAlias = "tuple[str, int, tuple[Place, ...]]"
+"""Component, first position, and the pages."""
+
+
+class LeftTails:
+    """Follows one run: what its READY requests were given of components."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, dict[str, TailTable]] = {}
+
+    def note(self, given: Iterable[Command]) -> None:
+        """Note what a step has told callers."""
+        for command in given:
+            if isinstance(command, TellReady):
+                self._tables[command.request_id] = {table.component: table for table in command.tails or ()}
+
+    def places(self, event: Event) -> tuple[Left, ...]:
+        """What an event of this run leaves; what is not the request's is left out."""
+        if not isinstance(event, FinishRequested | RetractRequested):
+            return ()
+        tables = self._tables.get(event.request_id, {})
+        found = []
+        for tail in event.tails:
+            table = tables.get(tail.component)
+            if table is not None:
+                own = {page: (True, at) for at, page in enumerate(table.own)}
+                places = (own.get(page, (False, position)) for position, page in enumerate(tail.pages, tail.first))
+                found.append((tail.component, tail.first, tuple(places)))
+        return tuple(found)
+
+    def leave(self, event: Event, left: tuple[Left, ...]) -> Event:
+        """An event of another run, with the pages that it leaves in this one. A component whose pages are not all there
+        is left out.
+        """
+        if not isinstance(event, FinishRequested | RetractRequested):
+            return event
+        tables = self._tables.get(event.request_id, {})
+        tails = []
+        for component, first, places in left:
+            table = tables.get(component)
+            pages = [] if table is None else [page for place in places if (page := _page_at(table, place)) is not None]
+            if len(pages) == len(places):
+                tails.append(TailLeft(component, first, tuple(pages)))
+        return msgspec.structs.replace(event, tails=tuple(tails))
+
+
+def _page_at(table: TailTable, place: Place) -> int | None:
+    is_own, at = place
+    pages, number = (table.own, at) if is_own else (table.pages, at - table.first)
+    return pages[number] if 0 <= number < len(pages) else None

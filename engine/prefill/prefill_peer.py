@@ -1,0 +1,284 @@
+"""The prefill side of the hand-over: `PrefillPeer`, which an embedder of a prefill worker uses.
+
+It owns the life of the transport, the default poller and the tasks of `on_room`. It decides nothing about pages:
+`tidekv.states.handover.sender` decides which page is written where and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+import msgspec
+
+from tidekv.backends.component_pools import ComponentPools, check_components, with_components
+from tidekv.backends.device.pool import DevicePool
+from tidekv.engine.poller import PollerThread
+from tidekv.engine.prefill.prompt_store import PromptStore, PromptStoreSettings
+from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause
+from tidekv.states.types import Identity, PoolMemory
+from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, short
+from tidekv.transports.base import Poller, Transport
+from tidekv.transports.prefill.prefill_room import Room, RoomOutcome, RoomSettings
+from tidekv.transports.prefill.sender import Sender
+from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from tidekv.backends.host.pool import HostPool
+    from tidekv.backends.storage.base import Storage
+
+__all__ = ["PrefillPeer", "PromptStoreSettings", "Room", "RoomOutcome", "RoomSettings"]
+
+
+class Layout(Protocol):
+    """The part of a layout that a peer needs."""
+
+    def identity(self, model: str) -> Identity:
+        """Return what must be equal at both ends."""
+        ...
+
+
+class PagePool(Protocol):
+    """The part of a device pool that a peer needs."""
+
+    @property
+    def memory(self) -> PoolMemory:
+        """Address and size of the pages in memory."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the pages."""
+        ...
+
+
+class PrefillPeer:
+    """Serves the KV of prompts to decode workers, for as long as the `async with` block lasts.
+
+        transport = NixlTransport(name="prefill-0", secret=secret)
+        async with PrefillPeer(device=pool, transport=transport, listen="10.0.0.5:7000") as peer:
+            room = await peer.room("r1")
+            await room.send(pages, start_token=0)
+            await room.finish(first_token=token, aux={})
+            await room.received()
+
+    With `on_room`, `on_room(room)` runs as a task of the peer for each room once its promise has arrived. An exception
+    in it fails that room, and decode receives the cause. The caller keeps ownership of the pool. Leaving the block
+    fails the open rooms and waits for the writes in flight.
+
+    With `components` (sliding windows and state snapshots of the model), decode requests, for each component, the part
+    of its tail at the prompt's end that decode does not have. `room.tails` lists these parts;
+    `await room.send_tail(name, pages)` sends one. All of them must be sent before `finish`, which otherwise raises.
+    Decode workers must have the same components.
+
+    With `storage`, the full pages of each finished prompt are written through to it, under the keys that decode workers
+    of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come
+    with the promise (`DecodeRequest(send_prompt=True)`), or by `room.finish(tokens=…)`; a prompt without is not stored,
+    and counted. `room.received()` returns no sooner than the pages were copied to host memory: `host`, all of whose
+    pages are the peer's then, or a small pool of its own. Tails of components are not stored. The peer closes storage.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: PagePool,
+        transport: Transport,
+        listen: str = "127.0.0.1:0",
+        model: str = "",
+        components: Sequence[ComponentPools] = (),
+        on_room: Callable[[Room], Awaitable[None]] | None = None,
+        lease_s: float = 10.0,
+        poller: Poller | None = None,
+        settings: RoomSettings | None = None,
+        storage: Storage | None = None,
+        host: HostPool | None = None,
+        store_settings: PromptStoreSettings | None = None,
+        close_deadline_s: float = 5.0,
+        bigram_keys: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        kv_heads_total: int = 0,
+        stages: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Check the arguments and open nothing. Raises InvalidConfig.
+
+        `close_deadline_s`: seconds that leaving the block waits for writes in flight before it closes the transport
+        under them. `bigram_keys` must equal the same option of the decode workers' `EngineConfig`. Of `components` only
+        the device pools are used.
+
+        `rank` of `ranks`: the place of this peer among the tensor-parallel ranks of a prefill instance, each of which
+        has a peer of its own. Decode workers list them in order (`DecodeRequest(prefill="host:7000,host:7001")`).
+        A decode instance may have another number of ranks: each pair of ranks exchanges the heads that both hold. A
+        room opens on every prefill rank once all ranks of the decode instance have sent the same promise.
+        `kv_heads_total`: KV heads of the model, needed if there are more ranks than heads; 0 means the sum of the heads
+        of all ranks. `stages`: number of pipeline stages that the ranks form, counted stage by stage; decode must have
+        as many.
+        """
+        checked(model, Text, "model", InvalidConfig)
+        checked(listen, Text, "listen", InvalidConfig)
+        checked(lease_s, Seconds, "lease_s", InvalidConfig)
+        checked(close_deadline_s, Seconds, "close_deadline_s", InvalidConfig)
+        checked(bigram_keys, bool, "bigram_keys", InvalidConfig)
+        checked(rank, Count, "rank", InvalidConfig)
+        checked(kv_heads_total, Count, "kv_heads_total", InvalidConfig)
+        for name, count in (("ranks", ranks), ("stages", stages)):
+            checked(count, PositiveCount, name, InvalidConfig)
+        if settings is not None:
+            checked(settings, RoomSettings, "settings", InvalidConfig)
+        if store_settings is not None:
+            checked(store_settings, PromptStoreSettings, "store_settings", InvalidConfig)
+        if on_room is not None and not callable(on_room):
+            raise InvalidConfig(f"on_room must be a coroutine function or none, not {short(on_room)}")
+        if components:
+            if not isinstance(device, DevicePool):
+                raise InvalidConfig(f"components go with a DevicePool, not with {type(device).__name__}")
+            components = [dataclasses.replace(pools, host=None) for pools in components]
+            check_components(components, device=device, host=host)
+        # Remote peers and NIXL know only addresses: these references keep the memory alive.
+        self._device = device
+        self._components = tuple(components)
+        self._transport = transport
+        self._listen = listen
+        self._on_room = on_room
+        self._poller = poller
+        self._close_deadline_s = close_deadline_s
+        self._tasks = OwnedTasks(f"prefill peer {transport.instance}")
+        self._stack = AsyncExitStack()
+        self._was_entered = False
+        self._store: PromptStore | None = None
+        if storage is not None:
+            self._store = PromptStore(
+                storage,
+                device=device,
+                host=host,
+                model=model,
+                components=components,
+                settings=store_settings,
+                bigram_keys=bigram_keys,
+                rank=rank,
+                ranks=ranks,
+            )
+        identity = with_components(device.layout.identity(model), components)
+        self._sender = Sender(
+            transport,
+            memory=device.memory,
+            component_memory={pools.name: pools.device.memory for pools in components},
+            identity=msgspec.structs.replace(identity, bigram_keys=bigram_keys),
+            clock=clock,
+            on_room=self._start_room,
+            on_finish=self._store_room,
+            lease_s=lease_s,
+            rank=rank,
+            ranks=ranks,
+            kv_heads_total=kv_heads_total,
+            stages=stages,
+            settings=settings,
+        )
+
+    async def __aenter__(self) -> Self:
+        """Start the transport, open storage and listen.
+
+        Raises InvalidConfig or StorageFailed, with everything closed again, and EngineClosed if the peer was entered
+        before.
+        """
+        if self._was_entered:
+            raise EngineClosed("this prefill peer was entered before: a peer lives once, make another one")
+        self._was_entered = True
+        async with AsyncExitStack() as stack:
+            poller = self._poller
+            if poller is None:
+                poller = PollerThread()
+                poller.start()
+                stack.push_async_callback(poller.close)
+            # Registered before the start: closing a transport whose start failed releases what it had opened by then.
+            stack.push_async_callback(self._transport.close)
+            await self._transport.start(poller=poller, listen=self._listen)
+            if self._store is not None:
+                # File I/O copies inside the call that posts it, which would delay transfers that share its poller.
+                storage_poller = PollerThread(name="tidekv-storage-poller")
+                storage_poller.start()
+                stack.push_async_callback(storage_poller.close)
+                stack.push_async_callback(self._store.close)
+                await self._store.start(storage_poller)
+            stack.push_async_callback(self._end_rooms)
+            await self._sender.start(self._listen)
+            if self._store is not None:
+                # Registered last, so that it runs first: prompts being stored still need their rooms' pages.
+                stack.push_async_callback(self._store.settle)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the tasks of `on_room`, end all rooms, wait for the writes in flight, close."""
+        await self._stack.aclose()
+
+    @property
+    def address(self) -> str:
+        """The address that decode workers connect to, "host:port"."""
+        return self._sender.address
+
+    async def room(self, request_id: str) -> Room:
+        """Return the room of a request. Waits for decode's promise, so it may be called before or after that arrives.
+
+        If there are several generations, the newest is returned. A room that has finished or ended is not returned
+        again; the call then waits for the next one, because the same request may be sent again before decode's
+        confirmation of the first attempt arrives. Raises EngineClosed if the peer closes, and CapacityError if too many
+        rooms are already waited for.
+        """
+        return await self._sender.room(request_id)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return bytes_sent, pages_sent, rooms by state, store_… with storage, and counts of unexpected events."""
+        return {**self._sender.statistics(), **({} if self._store is None else self._store.statistics())}
+
+    async def wait_stored(self) -> None:
+        """Wait until each prompt finished so far is stored or given up. Returns at once without storage."""
+        if self._store is not None:
+            await self._store.wait_stored()
+
+    async def _end_rooms(self) -> None:
+        """End the tasks of `on_room`, the rooms and their writes.
+
+        A write to a decode worker that hangs ends only with the transport. So once the deadline has passed the
+        transport is closed first.
+        """
+        ending = asyncio.get_running_loop().create_task(self._close_rooms(), name="end of a prefill peer's rooms")
+        try:
+            await asyncio.wait([ending], timeout=self._close_deadline_s)
+        finally:
+            if not ending.done():
+                await self._transport.close()
+            await ending
+
+    async def _close_rooms(self) -> None:
+        try:
+            await self._tasks.close()
+        finally:
+            await self._sender.close()
+
+    def _store_room(self, room: Room) -> None:
+        if self._store is not None:
+            self._store.keep(room)
+
+    def _start_room(self, room: Room) -> None:
+        if self._on_room is not None:
+            self._tasks.spawn(self._run_room(self._on_room, room), name=f"room of {room.request_id}")
+
+    async def _run_room(self, on_room: Callable[[Room], Awaitable[None]], room: Room) -> None:
+        try:
+            await on_room(room)
+        except Exception as error:
+            # The failure concerns one request: only its room fails. Decode gets the message, the loop's exception
+            # handler the traceback.
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"on_room failed for request {room.request_id!r}", "exception": error}
+            )
+            room.fail(PrefillCause.RAISED.words(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,308 @@
+"""Write-through of finished prompts from a prefill worker to storage, under the keys that decode workers use.
+
+A finished room lends its pages until they are copied to host memory, for at most `hold_s`, so slow storage does not
+hold prefill's pages. From host memory they are put, except those that storage has already. A cache tier never fails a
+request: what cannot be stored is dropped and counted. Copies and puts overlap:
+
+    room.finish ──▶ look up what is stored ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
+                                                   └──▶ put the batch ──▶ host pages free again
+
+The circuit breaker of decode workers (`tidekv.states.storage.circuit_breaker`) applies: after repeated failures no prompt is stored
+until a probe of storage has succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tidekv.backends.component_pools import with_components
+from tidekv.backends.copies.copier import PageCopier
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.keys.chain import storage_namespace
+from tidekv.backends.keys.page_keys import PageKeys
+from tidekv.backends.page_layout import same_pages
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.storage.circuit_breaker import Breaker
+from tidekv.states.errors import InvalidConfig, TidekvError
+from tidekv.states.validation import Count, Options, PositiveCount, Seconds
+from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tidekv.backends.base import Poller
+    from tidekv.backends.component_pools import ComponentPools
+    from tidekv.backends.storage.base import Storage
+    from tidekv.states.types import PageIds
+    from tidekv.transports.prefill.prefill_room import Room
+
+LOG = logging.getLogger("tidekv.engine")
+BOUNCE_PAGES = 256
+"""Maximum host pages of a peer that was given no host pool."""
+
+COUNTS = (
+    "store_breaker_opened",
+    "store_closed_early",
+    "store_pages_failed",
+    "store_pages_late",
+    "store_pages_present",
+    "store_pages_put",
+    "store_pages_skipped",
+    "store_rooms_declined",
+    "store_rooms_skipped",
+    "store_rooms_without_tokens",
+)
+"""What is counted, so that statistics have all counts from the start."""
+
+
+class PromptStoreSettings(Options, frozen=True, kw_only=True):
+    """Bounds of what a prefill worker writes to storage. Raises InvalidConfig."""
+
+    batch_pages: PositiveCount = 32
+    """Pages of one put."""
+    rooms_max: PositiveCount = 64
+    """Maximum prompts being stored at once; further ones are not stored."""
+    hold_s: Seconds = 1.0
+    """Maximum time for which a room lends its pages; pages not in host memory by then are not stored."""
+    put_timeout_s: Seconds = 30.0
+    """Maximum time of one put."""
+    breaker_failures: Count = 8
+    """Consecutive failures of storage after which nothing is stored until a probe succeeds. 0 disables the breaker."""
+    breaker_backoff_s: Seconds = 1.0
+    """Time until the first probe."""
+    breaker_backoff_max_s: Seconds = 30.0
+    """Maximum time between probes: each waits twice as long as the one before, up to this."""
+    close_wait_s: Seconds = 2.0
+    """Maximum time that closing waits for prompts being stored, before it cancels them."""
+
+
+class PromptStore:
+    """Writes finished prompts through to one storage engine, by way of its own host pages."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        device: object,
+        host: HostPool | None,
+        model: str,
+        components: Sequence[ComponentPools] = (),
+        settings: PromptStoreSettings | None = None,
+        bigram_keys: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """Check the arguments and open nothing. Raises InvalidConfig.
+
+        The store owns every page of `host`. `components` are not stored, but are part of the namespace of the keys.
+        """
+        if not isinstance(device, DevicePool):
+            raise InvalidConfig(f"storage needs a DevicePool, whose pages it can copy, not {type(device).__name__}")
+        if host is not None and not same_pages(host.layout, device.layout):
+            raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
+        self.settings = settings or PromptStoreSettings()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self._storage = storage
+        self._device = device
+        self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
+        self._page_keys = PageKeys(device.layout.page_size, bigrams=bigram_keys)
+        identity = with_components(device.layout.identity(model), components)
+        self._namespace = storage_namespace(identity, rank=rank, ranks=ranks)
+        self._bounce = PageAccount("bounce", self._host.num_pages)
+        self._changed = asyncio.Event()
+        self._tasks = OwnedTasks("prompt store")
+        self._breaker = Breaker()
+        self._copier: PageCopier | None = None
+        self._rooms = 0
+        self._closing = False
+
+    async def start(self, poller: Poller) -> None:
+        """Open storage and the copier. Raises InvalidConfig, StorageFailed; `close` then releases what was opened."""
+        self._copier = PageCopier(self._device, self._host)
+        self._copier.start()
+        await self._storage.register(self._host.memory, self._host.page, namespace=self._namespace, poller=poller)
+
+    async def wait_stored(self) -> None:
+        """Wait until each prompt finished so far is stored or given up."""
+        while self._rooms or self._bounce.free < self._bounce.total:
+            await self._next_change()
+
+    async def settle(self) -> None:
+        """Accept no more prompts, wait up to `close_wait_s` for those under way, and give every page back."""
+        self._closing = True
+        try:
+            async with asyncio.timeout(self.settings.close_wait_s):
+                await self.wait_stored()
+        except TimeoutError:
+            self.counts["store_closed_early"] += 1
+        await self._tasks.close()
+
+    async def close(self) -> None:
+        """Close storage, which the store owns, and the copier."""
+        try:
+            await self._storage.close()
+        finally:
+            if self._copier is not None:
+                await self._copier.close()
+
+    def statistics(self) -> dict[str, int]:
+        """Return counts of pages and prompts; all names begin with store_."""
+        return {
+            "store_rooms": self._rooms,
+            "store_bounce_free": self._bounce.free,
+            "store_breaker_open": int(self._breaker.is_open),
+            **self.counts,
+        }
+
+    def keep(self, room: Room) -> None:
+        """Start storing a finished prompt in the background. Raises nothing."""
+        count = min(len(room.pages), self._page_keys.count(room.prompt_tokens))
+        if self._closing or not count or room.key_seed is None:
+            return
+        if room.tokens is None:
+            self.counts["store_rooms_without_tokens"] += 1
+        elif self._breaker.is_open:
+            self.counts["store_rooms_skipped"] += 1
+        elif self._rooms >= self.settings.rooms_max:
+            self.counts["store_rooms_declined"] += 1
+        else:
+            self._rooms += 1
+            room.borrow()
+            task = self._tasks.spawn(self._keep(room, room.pages[:count]), name=f"store {room.request_id}")
+            # In a done callback and not in the task: a task cancelled before its first step never runs its `finally`.
+            task.add_done_callback(partial(self._give_room_back, room))
+
+    async def _keep(self, room: Room, pages: PageIds) -> None:
+        assert room.tokens is not None
+        assert room.key_seed is not None
+        until_s = asyncio.get_running_loop().time() + self.settings.hold_s
+        # On a thread, because hashing a long prompt would stall the loop for milliseconds.
+        keys = await asyncio.to_thread(self._page_keys.digests, room.tokens, prefix=room.key_seed)
+        asking = self._tasks.spawn(self._count_present(keys), name=f"ask for {room.request_id}")
+        await asyncio.wait([asking], timeout=self.settings.hold_s)
+        if not asking.done():
+            self.counts["store_pages_late"] += len(pages)
+            return
+        # Keys form a chain, so pages are stored from the first missing one on; all before it are present.
+        first = asking.result()
+        while first < len(pages) and not self._breaker.is_open:
+            batch = pages[first : first + min(self.settings.batch_pages, self._bounce.total)]
+            host_pages = await self._take(len(batch), until_s)
+            if host_pages is None:
+                self.counts["store_pages_late"] += len(pages) - first
+                return
+            put = await self._copy_and_put(keys[first : first + len(batch)], batch, host_pages)
+            if put is None:
+                return
+            first += len(batch)
+        if first < len(pages):
+            self.counts["store_pages_skipped"] += len(pages) - first
+
+    async def _count_present(self, keys: list[bytes]) -> int:
+        """Return how many pages from the first on are stored. If the look-up fails, all: the rest is not tried then."""
+        try:
+            flags = await self._storage.exists(keys, timeout_s=self.settings.hold_s)
+        except Exception as error:
+            self._note_failure(len(keys), error)
+            self._note_use(failed=True)
+            return len(keys)
+        self._note_use(failed=False)
+        present = next((at for at, flag in enumerate(flags) if not flag), len(flags))
+        self.counts["store_pages_present"] += present
+        return present
+
+    async def _take(self, count: int, until_s: float) -> PageIds | None:
+        """Take host pages for one batch. None if not enough become free in time."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                while self._bounce.free < count:
+                    await self._next_change()
+        except TimeoutError:
+            return None
+        return self._bounce.take(count)
+
+    async def _copy_and_put(self, keys: list[bytes], pages: PageIds, host_pages: PageIds) -> asyncio.Task[None] | None:
+        """Copy a batch to host pages and start its put. The host pages are free again after the put or any failure."""
+        assert self._copier is not None
+        try:
+            await _settled(self._copier.to_host(pages, host_pages))
+        except Exception as error:
+            self._note_failure(len(pages), error)
+            self._free(host_pages)
+            return None
+        except BaseException:
+            self._free(host_pages)
+            raise
+        put = self._tasks.spawn(self._put(keys, host_pages), name="put")
+        put.add_done_callback(partial(self._free, host_pages))
+        return put
+
+    async def _put(self, keys: list[bytes], host_pages: PageIds) -> None:
+        try:
+            stored = sum(await self._storage.put_from(keys, host_pages, timeout_s=self.settings.put_timeout_s))
+        except Exception as error:
+            self._note_failure(len(keys), error)
+            self._note_use(failed=True)
+            return
+        self._note_use(failed=False)
+        self.counts["store_pages_put"] += stored
+        self.counts["store_pages_failed"] += len(keys) - stored
+
+    def _note_failure(self, count: int, error: Exception) -> None:
+        self.counts["store_pages_failed"] += count
+        if not isinstance(error, TidekvError):
+            # Failures of storage are only counted. Any other exception is a defect, and its traceback is logged.
+            LOG.error("writing a prompt through to storage raised", exc_info=error)
+
+    def _note_use(self, *, failed: bool) -> None:
+        """Pass the result of a storage call to the breaker, and start probing if it opens."""
+        was_open = self._breaker.is_open
+        settings = self.settings
+        self._breaker.note(failed=failed, failures_max=settings.breaker_failures, backoff_s=settings.breaker_backoff_s)
+        if self._breaker.is_open and not was_open:
+            self.counts["store_breaker_opened"] += 1
+            if not self._closing:
+                self._tasks.spawn(self._probe(), name="probe storage")
+
+    async def _probe(self) -> None:
+        while self._breaker.is_open:
+            await asyncio.sleep(self._breaker.backoff_s)
+            failed = False
+            try:
+                await self._storage.probe()
+            except Exception as error:
+                failed = True
+                self._note_failure(0, error)
+            self._breaker.probed(failed=failed, backoff_max_s=self.settings.breaker_backoff_max_s)
+
+    def _give_room_back(self, room: Room, _: asyncio.Task[None]) -> None:
+        self._rooms -= 1
+        room.give_back()
+        self._changed.set()
+
+    def _free(self, host_pages: PageIds, _: asyncio.Task[None] | None = None) -> None:
+        self._bounce.give_back(host_pages)
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+async def _settled(copy: asyncio.Future[None]) -> None:
+    """Wait for a copy to end, since it cannot be stopped. A cancellation is raised only after that."""
+    cancelled: asyncio.CancelledError | None = None
+    while not copy.done():
+        try:
+            await asyncio.wait([copy])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        copy.exception()
+        raise cancelled
+    copy.result()

@@ -1,0 +1,409 @@
+"""Drives one rank: between what happens here and the core stands the vote of all ranks.
+
+What is posted goes to the agreement; what the ranks agree on goes to the `Driver`, which steps the core as ever. A turn
+is over on this rank when the core has taken all of its events; only then does the next one begin.
+
+    FORMING ──all ranks are there──▶ VOTING ──a rank is lost──▶ ALONE ──nothing in flight──▶ FORMING, with an empty core
+
+In ALONE this rank votes with itself: every request fails, and everything that still reads or writes its pages is waited
+for. Calls raise RankLost until the group is formed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidekv.engine.metrics.histogram import Histogram
+from tidekv.engine.ranks.group import open_channel
+from tidekv.engine.ranks.phase import Phase
+from tidekv.states import commands, events
+from tidekv.states.ranks.agreement import LEADER, Agreement, Decision, Opening
+from tidekv.states.errors import InvalidConfig, InvalidRequest, RankBroken, RankLost, RanksDiverged
+from tidekv.states.ranks.vote_items import LOST_RANK
+from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from tidekv.engine.decode.pending_calls import Calls
+    from tidekv.engine.decode.driver import Driver
+    from tidekv.engine.ranks.group import RankGroup
+    from tidekv.states.ranks.call_votes import Refusal
+    from tidekv.states.commands import Command
+    from tidekv.states.core import Core
+    from tidekv.states.events import Event
+    from tidekv.states.ranks.votes import Words
+
+EPOCH_GENERATIONS = 1 << 44
+"""Rooms of one epoch of a group: a generation is never used again, whoever led before."""
+TIMER_MIN_S = 0.001
+LAST_VOTE_S = 0.1
+"""A vote that all ranks have taken part in ends on all of them within this."""
+
+LOG = logging.getLogger("tidekv.engine")
+
+
+class RankDriver:
+    """The driver of one rank, as callers, effects and receiver see it. Every method is called on the loop."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        settings: bytes,
+        calls: Calls,
+        renew: Callable[[], Awaitable[None]],
+        on_broken: Callable[[BaseException], None],
+    ) -> None:
+        """`renew` makes an empty core and its driver, and attaches them here."""
+        self.lost: RankLost | None = None
+        """Why calls are refused now."""
+        self.turns = 0
+        self.losses = 0
+        self.vote_s = Histogram()
+        """From this rank's casting its words to the answer of all ranks."""
+        self.hold_s = group.hold_s
+        """So long a call waits for the callers of all ranks."""
+        self._group = group
+        self._calls = calls
+        self._renew = renew
+        self._on_broken = on_broken
+        self._phase = Phase.FORMING
+        self._channel = open_channel(group, self, settings=settings)
+        self._tasks = OwnedTasks("rank driver")
+        self._loop = asyncio.get_running_loop()
+        self._openings: deque[Opening] = deque()
+        self._in_turn = False
+        self._is_voting = False
+        self._is_called = False
+        self._has_wished = False
+        self._is_wished = False
+        self._clock_offset_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._formed: asyncio.Future[None] = self._loop.create_future()
+        self._left: asyncio.Future[None] = self._loop.create_future()
+
+    def attach(self, core: Core, driver: Driver, *, has_storage: bool) -> None:
+        """Begin with this core, which has taken no event, and its driver, which tells this object of every step."""
+        self.core = core
+        self._driver = driver
+        self._agreement = Agreement(core, rank=self._group.rank, hold_s=self._group.hold_s)
+        if has_storage:
+            tails = core.state.components is not None
+            self._agreement.hear(events.StorageChanged(at_s=0.0, available=True, tails=tails))
+
+    async def start(self) -> None:
+        """Find the other ranks. Raises RankLost where they are not there in time, InvalidConfig where the leader does
+        not take this rank.
+        """
+        await self._channel.start()
+        self._channel.settled()
+        try:
+            async with asyncio.timeout(self._group.form_timeout_s):
+                await self.wait_formed()
+        except TimeoutError:
+            raise RankLost(
+                rank=LEADER,
+                cause=f"the {self._group.ranks} ranks did not all come to {self._group.address} within "
+                f"{self._group.form_timeout_s:g} s",
+            ) from None
+
+    async def wait_formed(self) -> None:
+        """Wait until all ranks are there (again)."""
+        await asyncio.shield(self._formed)
+
+    async def leave(self, timeout_s: float) -> None:
+        """Nothing is in flight: wait until the other ranks want to leave as well, so that nobody is taken for lost."""
+        if self._phase is Phase.VOTING:
+            self._agreement.leave()
+            self._heard()
+            await asyncio.wait([self._left], timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Vote no more, and end the channel."""
+        self._phase = Phase.CLOSED
+        self._channel.leave()
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in (self._formed, self._left):
+            future.cancel()
+        await self._tasks.close()
+        await self._channel.close()
+
+    # --- What callers, effects and receiver see of a driver ---
+
+    def clock(self) -> float:
+        """Monotonic seconds of this rank; the core's time is the leader's."""
+        return self._driver.clock()
+
+    @property
+    def group_name(self) -> str:
+        """What the ranks of this epoch call themselves together, towards prefill; no other group has this name."""
+        return self._channel.group_name
+
+    def check(self) -> None:
+        """Raise RankLost while a rank is lost."""
+        if self.lost is not None:
+            raise self.lost
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the core has taken everything that this rank and its callers have told so far."""
+        has_news = self._agreement.has_news and self._phase is not Phase.FORMING
+        return self._driver.is_caught_up and not self._in_turn and not has_news
+
+    def post(self, event: Event) -> None:
+        """Something happened on this rank, or a caller wants something: the others will hear of it. Raises
+        InvalidRequest for what rank 0 alone may ask.
+        """
+        if self._phase is Phase.CLOSED:
+            return
+        if isinstance(event, events.FlushRequested | events.PolicyChanged) and self._group.rank != LEADER:
+            raise InvalidRequest(f"flush and change_policy are for all ranks: call them on rank {LEADER} alone")
+        if isinstance(event, events.RequestArrived):
+            event = msgspec.structs.replace(
+                event, generation=event.generation + self._channel.epoch * EPOCH_GENERATIONS
+            )
+            if self._group.rank != LEADER:
+                # The leader's caller may never make this call: then it ends here.
+                self._loop.call_later(self._group.hold_s, self._heard)
+        if isinstance(event, events.RoomFailed | events.RoomRefused):
+            # Ranks vote on the cause; its words are not the same on all of them.
+            self._calls.note_prefill(event.request_id, event.cause)
+            LOG.warning("rank %s: request %s: %s", self._group.rank, event.request_id, event.cause)
+        elif isinstance(event, events.WriterLost):
+            LOG.warning("rank %s: %s: %s", self._group.rank, event.writer, event.cause)
+        self._agreement.hear(event)
+        self._heard()
+
+    def take_now(self, event: Event) -> None:
+        """Like `post`: no rank steps its core by itself, so that what follows from the event follows later."""
+        self.post(event)
+
+    def stop(self) -> None:
+        """This rank's engine broke, or ends: its core takes no more. Others hear of it in one last vote."""
+        self._driver.stop()
+        if self._phase is Phase.VOTING:
+            self._agreement.has_broken = True
+            self._ask_for_turn()
+
+    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
+        """See `Watcher`."""
+        if isinstance(event, events.RequestArrived) and not error:
+            self._calls.adopt(event.request_id, event.serial)
+        self._agreement.stepped(event, given, error)
+
+    def after_drain(self) -> None:
+        """The core has taken events; with the last of a turn, the turn is over."""
+        if self._driver.is_caught_up and (self._in_turn or self._phase is Phase.ALONE):
+            self._end_turn()
+
+    def statistics(self) -> dict[str, int | str]:
+        """rank, ranks, phase, epoch, turns, votes, questions (slots in use), losses (of a rank)."""
+        return {
+            "rank": self._group.rank,
+            "ranks": self._group.ranks,
+            "phase": self._phase.value,
+            "epoch": self._channel.epoch,
+            "turns": self.turns,
+            "votes": self._channel.votes,
+            "questions": self._agreement.questions,
+            "losses": self.losses,
+        }
+
+    # --- Turns ---
+
+    def _heard(self) -> None:
+        if self._phase is Phase.CLOSED:
+            return
+        for refusal in self._agreement.take_refusals(self.clock()):
+            self._refuse(refusal)
+        if self._agreement.has_news:
+            self._ask_for_turn()
+
+    def _ask_for_turn(self) -> None:
+        if self._phase is Phase.VOTING and self._group.rank != LEADER:
+            if not self._has_wished and not self._in_turn and not self._openings:
+                self._has_wished = True
+                self._channel.wish()
+        elif not self._is_called:
+            # Behind whatever else happens in this turn of the loop: it will be one vote.
+            self._is_called = True
+            self._loop.call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        """Begin the next turn, where there is one to begin and none is under way."""
+        self._is_called = False
+        if self._in_turn or not (self._driver.is_caught_up or self._agreement.has_broken):
+            return
+        if self._phase is Phase.ALONE:
+            self._take_turn_alone()
+        elif self._phase is Phase.VOTING and self._group.rank == LEADER:
+            self._open_turn()
+        elif self._phase is Phase.VOTING and self._openings:
+            self._agreement.take_opening(opening := self._openings.popleft())
+            self._vote(opening)
+
+    def _open_turn(self) -> None:
+        agreement, now_s = self._agreement, self.clock()
+        due_s = agreement.next_deadline_s()
+        is_due = due_s is not None and due_s <= now_s
+        is_quiet = agreement.is_idle and self.core.is_idle and not agreement.is_whole
+        if agreement.has_news or agreement.has_broken or self._is_wished or is_due or is_quiet:
+            self._is_wished = False
+            opening = agreement.open_turn(now_s)
+            self._channel.open_turn(opening)
+            self._vote(opening)
+        else:
+            self._arm(due_s, now_s)
+
+    def _vote(self, opening: Opening) -> None:
+        self._in_turn = self._is_voting = True
+        self._has_wished = False
+        self.turns += 1
+        self._clock_offset_s = opening.at_s - self.clock()
+        vote = self._channel.vote(opening.turn, self._agreement.cast())
+        vote.add_done_callback(partial(self._voted, opening, self.clock()))
+
+    def _voted(self, opening: Opening, cast_at_s: float, vote: asyncio.Future[Words]) -> None:
+        self._is_voting = False
+        self.vote_s.observe(self.clock() - cast_at_s)
+        failed = None if vote.cancelled() else vote.exception()
+        if self._phase is not Phase.VOTING or opening.epoch != self._channel.epoch or vote.cancelled():
+            return
+        if failed is not None:
+            # This turn never ends: the group is over as soon as somebody is named.
+            self._channel.vote_failed(opening.turn, str(failed))
+            return
+        try:
+            decision = self._agreement.decide(vote.result())
+        except (RankBroken, RanksDiverged) as error:
+            self._phase = Phase.CLOSED
+            self._channel.leave()
+            self._on_broken(error)
+            return
+        if decision.all_leave and not self._left.done():
+            self._phase = Phase.CLOSED
+            self._channel.leave()
+            self._left.set_result(None)
+            return
+        self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
+        """Have the core take what was decided."""
+        self._in_turn = True
+        for refusal in decision.refusals:
+            self._refuse(refusal)
+        for event in decision.events:
+            self._driver.post(self._in_words(event))
+        if self._driver.is_caught_up:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._in_turn = False
+        self._is_called = True
+        self._loop.call_soon(self._begin_turn)
+        self._heard()
+        # Whoever waits until the core is caught up could not see that within the turn.
+        self._calls.after_drain()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        call = refusal.call
+        if isinstance(call, events.RequestArrived) and self._calls.serial_of(call.request_id) == call.serial:
+            self._calls.tell(
+                commands.TellFailed(request_id=call.request_id, cause=refusal.cause, detail=refusal.detail)
+            )
+
+    def _arm(self, due_s: float | None, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due_s is not None:
+            self._timer = self._loop.call_later(max(due_s - now_s, TIMER_MIN_S), self._begin_turn)
+
+    # --- Alone ---
+
+    def _in_words(self, event: Event) -> Event:
+        if isinstance(event, events.AbortRequested) and event.cause == LOST_RANK and self.lost is not None:
+            return msgspec.structs.replace(event, cause=str(self.lost))
+        return event
+
+    def _take_turn_alone(self) -> None:
+        agreement, now_s = self._agreement, self.clock() + self._clock_offset_s
+        due_s = self.core.next_deadline_s()
+        if agreement.has_news or (due_s is not None and due_s <= now_s):
+            agreement.open_turn(now_s)
+            self._follow(agreement.decide(agreement.cast()))
+        elif agreement.is_idle and self.core.is_idle:
+            self._phase = Phase.FORMING
+            self._tasks.spawn(self._begin_anew(), name="begin anew")
+        else:
+            self._arm(due_s, now_s)
+
+    async def _begin_anew(self) -> None:
+        await self._renew()
+        self._calls.after_drain()
+        if self._group.group is None:
+            self._channel.settled()
+
+    # --- What the channel tells ---
+
+    def group_formed(self, epoch: int) -> None:
+        """See `RankOwner`."""
+        self._agreement.epoch = epoch
+        self._phase = Phase.VOTING
+        self._openings.clear()
+        self._in_turn = self._has_wished = self._is_wished = False
+        self.lost = None
+        self._calls.drop_cause = "aborted"
+        if not self._formed.done():
+            self._formed.set_result(None)
+        self._heard()
+
+    def turn_opened(self, opening: Opening) -> None:
+        """See `RankOwner`."""
+        self._openings.append(opening)
+        self._begin_turn()
+
+    def turn_wished(self) -> None:
+        """See `RankOwner`."""
+        self._is_wished = True
+        self._ask_for_turn()
+
+    def rank_refused(self, cause: str) -> None:
+        """See `RankOwner`."""
+        if not self._formed.done():
+            self._formed.set_exception(InvalidConfig(f"rank 0 does not take rank {self._group.rank}: {cause}"))
+
+    def rank_lost(self, rank: int, cause: str) -> None:
+        """See `RankOwner`."""
+        if self._phase is Phase.FORMING:
+            # Nothing is in flight, and all try again.
+            self._channel.settled()
+        elif self._phase is Phase.VOTING:
+            # What the ranks agreed on last may reach this rank a moment later than the end of another.
+            self._loop.call_later(LAST_VOTE_S if self._is_voting else 0.0, self._lose, RankLost(rank=rank, cause=cause))
+
+    def _lose(self, lost: RankLost) -> None:
+        if self._phase is not Phase.VOTING:
+            return
+        if not self._driver.is_caught_up:
+            # A request that arrives in this turn is not live before the core has taken it: nobody would abort it.
+            self._loop.call_soon(self._lose, lost)
+            return
+        if self._agreement.is_leaving and not self._left.done():
+            self._left.set_result(None)
+        self._phase = Phase.ALONE
+        self.losses += 1
+        self._in_turn = self._is_voting = False
+        self.lost = lost
+        self._calls.drop_cause = str(lost)
+        self._formed = self._loop.create_future()
+        for refusal in self._agreement.go_solo():
+            self._refuse(msgspec.structs.replace(refusal, cause=str(lost)))
+        self._ask_for_turn()

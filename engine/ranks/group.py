@@ -1,0 +1,112 @@
+"""Which rank of a decode instance an engine is, and how it finds the others: `DecodeEngine(..., ranks=RankGroup(...))`.
+
+With tensor parallelism each rank has an engine over its slice of the KV. Callers make the same calls on every rank, at
+their own pace: restore, finish and retract of the same request ids with the same tokens. The order is that of rank 0.
+What one rank cannot do, no rank does; where one fails, all fall back alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import msgspec
+
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.handover.head_slices import check_stages
+from tidekv.states.validation import Count, PositiveCount, Seconds, Text, check_fields, host_and_port
+from tidekv.states.ranks.votes import RANKS_MAX
+from tidekv.transports.ranks.channel import RankChannel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tidekv.states.settings import CoreSettings
+    from tidekv.states.types import Identity
+    from tidekv.transports.ranks.channel import RankOwner
+else:
+    ProcessGroup = Any  # Made by torch, which is imported only if a group is given.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """One rank's place among the ranks of an instance. Raises InvalidConfig for what cannot be.
+
+    Votes and the rank channel are not encrypted: the address belongs to a network that only the ranks can reach.
+    """
+
+    rank: Count
+    ranks: PositiveCount
+    address: Text
+    """host:port at which rank 0 listens; the others dial it. The port is not 0: all ranks know it beforehand."""
+    kv_heads_total: Count = 0
+    """KV heads of the whole model; 0: as many as all ranks hold together. To be given where there are more ranks than
+    heads, so that some ranks hold copies; prefill must say the same.
+    """
+    stages: PositiveCount = 1
+    """Pipeline stages: ranks are counted stage by stage, and those of a stage hold the KV of its layers. All ranks
+    vote, and the first of the first stage leads; prefill must have as many stages.
+    """
+    secret: Text = ""
+    """Must be the same on all ranks; whoever does not know it is not let in."""
+    silence_s: Seconds = 5.0
+    """A rank that is silent for so long is lost."""
+    vote_timeout_s: Seconds = 10.0
+    """A vote that takes longer has failed; who did not take part is lost."""
+    hold_s: Seconds = 10.0
+    """A call waits for the callers of all ranks so long; then it is refused on all."""
+    form_timeout_s: Seconds = 60.0
+    """Entering the engine waits for the other ranks so long."""
+    group: ProcessGroup | None = None
+    """A gloo group of the same ranks to vote in. None: one is made, and made again after a loss; the embedder's group
+    cannot be, so that after a loss the instance serves no more.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self, InvalidConfig)
+        if self.ranks > RANKS_MAX or self.rank >= self.ranks:
+            raise InvalidConfig(f"rank {self.rank} of {self.ranks}: there are 1 to {RANKS_MAX} ranks, counted from 0")
+        check_stages(ranks=self.ranks, stages=self.stages)
+        # All ranks know the port beforehand, so that it cannot be chosen by the system.
+        host_and_port(self.address, "address", InvalidConfig)
+
+
+def open_channel(group: RankGroup, owner: RankOwner, *, settings: bytes) -> RankChannel:
+    """The channel of this rank to the others; nothing is opened yet."""
+    return RankChannel(
+        owner,
+        rank=group.rank,
+        ranks=group.ranks,
+        address=group.address,
+        secret=group.secret,
+        settings=settings,
+        silence_s=group.silence_s,
+        vote_timeout_s=group.vote_timeout_s,
+        group=group.group,
+    )
+
+
+class Place(TypedDict):
+    """A rank's place, as the hand-over takes it."""
+
+    rank: int
+    ranks: int
+    stages: int
+    kv_heads_total: int
+
+
+def place_of(group: RankGroup | None) -> Place:
+    """The place of a rank; without a group it is alone."""
+    if group is None:
+        return Place(rank=0, ranks=1, stages=1, kv_heads_total=0)
+    return Place(rank=group.rank, ranks=group.ranks, stages=group.stages, kv_heads_total=group.kv_heads_total)
+
+
+def settings_digest(settings: CoreSettings, identity: Identity, *, stages: int = 1) -> bytes:
+    """A digest of everything that must be configured alike on all ranks; stages have layers of their own."""
+    if stages > 1:
+        identity = msgspec.structs.replace(
+            identity, **dict.fromkeys(("layers", "page_bytes"), 0), piece_bytes=(), components=()
+        )
+    return hashlib.sha256(msgspec.msgpack.encode((settings, identity))).digest()

@@ -1,0 +1,234 @@
+"""Components in the simulated environment: a pool per component and tier, and the operations of callers on them.
+
+As for a full page, the tag of a component's page at a position stands for the whole prefix up to there, and for the
+component. A page that is written in part has a unique tag, because it must never match.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import TYPE_CHECKING
+
+from tidekv.engine.simulation.memory import SimulatedPool, Violation
+from tidekv.states.pages.page_pool import Condition
+from tidekv.states.components.specs import Component, TailPages, TailTable
+from tidekv.states.events import TailLeft
+from tidekv.states.types import page_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tidekv.engine.simulation.memory import Contents
+    from tidekv.states.core import Core
+    from tidekv.states.prefix.node import TierName
+    from tidekv.states.settings import CoreSettings
+
+Tags = dict[str, list[int]]
+"""Tags of a prompt's pages by position, for each component."""
+
+
+class LiveTails:
+    """Component pages of one ready request, by position. A window has left earlier positions behind."""
+
+    def __init__(self, tables: tuple[TailTable, ...], tokens: int) -> None:
+        self.tables = tables
+        self.known = {table.component: dict(enumerate(table.pages, table.first)) for table in tables}
+        self.tokens = tokens
+        """Number of tokens written."""
+
+    def table_of(self, name: str) -> TailTable:
+        """Return the table that the request was given for one component."""
+        return next(table for table in self.tables if table.component == name)
+
+
+class SimulatedTails:
+    """All components of one core. Without components every method is a no-op."""
+
+    def __init__(self, core: Core, contents: Contents) -> None:
+        self._settings: CoreSettings = core.settings
+        self._contents = contents
+        self.components = {component.name: component for component in core.settings.components}
+        self.pools: dict[tuple[TierName, str], SimulatedPool] = {}
+        self.counts: Counter[str] = Counter()
+        """Counts of operations, for tests that check what a run exercised."""
+        if core.state.components is not None:
+            self.pools |= {
+                ("device", name): SimulatedPool(t.account) for name, t in core.state.components.device.items()
+            }
+            self.pools |= {("host", name): SimulatedPool(t.account) for name, t in core.state.components.host.items()}
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is being written or read."""
+        return all(pool.is_quiet for pool in self.pools.values())
+
+    def tags_of(self, namespace: str, tokens: bytes, whose: object) -> Tags:
+        """Return the tags of a prompt's pages. The tag of a partial last page is unique to `whose`."""
+        page_size = self._settings.page_size
+        full = len(tokens) // page_size * page_size
+        tags: Tags = {}
+        for name in self.components:
+            tags[name] = self._contents.tags(f"{name} of {namespace}", tokens[:full], page_size)
+            if full < len(tokens):
+                tags[name].append(self._contents.tag(f"{name} of {whose} at {len(tokens)}", tokens[full:]))
+        return tags
+
+    # --- Checks of commands ---
+
+    def check_promise(self, tails: tuple[TailPages, ...] | None, prompt_tokens: int, promised_tokens: int) -> None:
+        """Raise a Violation unless a promise requests exactly the pages of each tail that decode cannot have."""
+        if not self.components:
+            if tails is not None:
+                raise Violation(f"{tails} are promised, but the model has no components")
+            return
+        if tails is None or [tail.component for tail in tails] != list(self.components):
+            raise Violation(f"a promise names the components {tails}, not each of {list(self.components)}")
+        pages, page_size = self._settings.pages_of(prompt_tokens), self._settings.page_size
+        for tail in tails:
+            needed = max(
+                self.components[tail.component].needed_from(prompt_tokens, page_size), promised_tokens // page_size
+            )
+            if len(tail.pages) != max(0, pages - needed) or (tail.pages and tail.first != needed):
+                raise Violation(f"{tail} of {prompt_tokens} tokens, {promised_tokens} promised, is not what is needed")
+            # DRAINING as well: the promised pages may be given up in the same step.
+            self._require(tail.component, tail.pages, (Condition.OWNED, Condition.DRAINING), "a promise")
+        self.counts["boundaries_served" if promised_tokens else "boundaries_of_nothing"] += 1
+
+    def check_ready(self, tails: tuple[TailTable, ...], prompt_tokens: int, tags: Tags, who: str) -> None:
+        """Raise a Violation unless every tail is complete, has the right content, and is either owned or shared.
+
+        Owned pages are written by the request; shared ones are cached and only read.
+        """
+        if [table.component for table in tails] != list(self.components):
+            raise Violation(f"{who} is given the tails {tails} of the components {list(self.components)}")
+        for table in tails:
+            component = self.components[table.component]
+            pool, page_size = self.pools["device", table.component], self._settings.page_size
+            first, end = component.needed_from(prompt_tokens, page_size), self._settings.pages_of(prompt_tokens)
+            if (table.first, table.first + len(table.pages)) != (first, end):
+                raise Violation(f"{who} is given {table}, and needs positions [{first}, {end})")
+            pool.expect(table.pages, tags[table.component][table.first :], f"{who}, its {table.component}")
+            self._require(table.component, table.own, (Condition.OWNED,), who)
+            shared = [page for page in table.pages if page not in table.own]
+            self._require(table.component, shared, (Condition.CACHED,), who)
+            if (shared and not component.is_shared) or len(set(table.own)) < component.live_pages(page_size):
+                raise Violation(f"{who} cannot generate with {table}")
+            self.counts["tails_shared"] += bool(shared)
+
+    # --- Callers that compute ---
+
+    def begin_compute(self, tables: tuple[TailTable, ...], who: object) -> None:
+        """Begin the computation of a whole prompt, which writes to all pages that the request owns."""
+        for table in tables:
+            self.pools["device", table.component].begin_write(table.own, who)
+
+    def end_compute(self, tables: tuple[TailTable, ...], who: object, tags: Tags | None) -> tuple[TailTable, ...]:
+        """End a computation; returns the tables of its tails. Without `tags` it left garbage."""
+        ended = []
+        for table in tables:
+            pool, name = self.pools["device", table.component], table.component
+            kept = tags[name][table.first :] if tags is not None else []
+            pages = table.own[: len(kept)]
+            pool.end_write(pages, who, kept)
+            pool.end_write(table.own[len(kept) :], who, None)
+            ended.append(TailTable(name, table.first, pages, table.own))
+        return tuple(ended)
+
+    def generate(self, live: LiveTails, tags: Tags, prompt_tokens: int, written: int, who: str) -> None:
+        """Advance generation to `written` tokens: windows move, and state is written in place."""
+        page_size = self._settings.page_size
+        live.tokens = written
+        if written == prompt_tokens:
+            return
+        for table in live.tables:
+            name, component = table.component, self.components[table.component]
+            pool, known = self.pools["device", name], live.known[name]
+            if not component.is_shared:
+                pool.put(table.own[0], tags[name][-1], who)
+                continue
+            unused = [page for page in table.own if page not in table.pages]
+            for position in range(prompt_tokens // page_size, self._settings.pages_of(written)):
+                if position not in known:
+                    # A window reuses pages at positions that it has left behind.
+                    behind = [at for at in known if at < position - component.tail_pages(page_size)]
+                    behind = [at for at in behind if known[at] in table.own]
+                    if not unused and not behind:
+                        raise Violation(f"{who} has no page of {name} left for position {position}: {table}")
+                    known[position] = unused.pop() if unused else known.pop(behind[0])
+                pool.put(known[position], tags[name][position], who)
+            needed = range(component.needed_from(written, page_size), self._settings.pages_of(written))
+            pool.expect(page_ids(known[at] for at in needed), [tags[name][at] for at in needed], who)
+
+    def left(self, live: LiveTails, kept: int, random: Random) -> tuple[TailLeft, ...]:
+        """Return the tails that a caller that keeps `kept` tokens can leave: those at the end of the last full page."""
+        page_size = self._settings.page_size
+        end = kept // page_size
+        left = []
+        for name, known in live.known.items():
+            component = self.components[name]
+            if not end or (not component.is_shared and (kept != live.tokens or kept % page_size)):
+                # The state has advanced beyond the end of the page, so it does not belong to that boundary.
+                continue
+            if not component.is_shared:
+                left.append(TailLeft(name, end - 1, tuple(live.table_of(name).own)))
+                continue
+            first = end
+            lowest = max(0, end - component.tail_pages(page_size) - random.choice((0, 0, 1)))
+            while first > lowest and first - 1 in known:
+                first -= 1
+            left.append(TailLeft(name, first, tuple(known[at] for at in range(first, end))))
+        self.counts["tails_left"] += len(left)
+        return tuple(left)
+
+    # --- Invariants ---
+
+    def check_cached(self, core: Core) -> None:
+        """Raise a Violation unless every cached page of a component has the content that its keys determine."""
+        index = core.state.components
+        if index is None:
+            return
+        for node in index.index.nodes():
+            keys = b"".join(above.edge for above in index.index.path(node))
+            for name in self.components:
+                tags = self._contents.tags(f"{name} of {node.namespace}", keys, self._settings.key_bytes)
+                for tier in (index.device[name], index.host[name]):
+                    for position, page in tier.pages_of(node).items():
+                        pool = self.pools[tier.name, name]
+                        pool.expect(page_ids([page]), [tags[position]], f"cached {name} at {position} of {node}")
+        for pool in self.pools.values():
+            pool.check()
+
+    def check_sums(self) -> None:
+        """Raise a Violation if a pool does not add up."""
+        for pool in self.pools.values():
+            account = pool.account
+            if account.free + account.owned + account.cached + account.draining != account.total:
+                raise Violation(f"pool {account.name} does not add up")
+
+    def _require(self, name: str, pages: Iterable[int], allowed: tuple[Condition, ...], who: str) -> None:
+        account = self.pools["device", name].account
+        for page in pages:
+            if account.condition(page) not in allowed:
+                raise Violation(f"{who} names page {page} of {account.name}, which is {account.condition(page).name}")
+
+
+def draw_components(random: Random, page_size: int) -> tuple[Component, ...]:
+    """Draw windows, states and small pools in all combinations; none in every other run."""
+    if random.random() < 0.5:
+        return ()
+    chosen = random.choice(
+        (("window",), ("state",), ("window", "state"), ("state", "window"), ("window", "state", "wide"))
+    )
+    return tuple(_draw_component(random, name, page_size) for name in chosen)
+
+
+def _draw_component(random: Random, name: str, page_size: int) -> Component:
+    host_pages = random.choice((0, 4, 40, 200))
+    if name == "state":
+        return Component(name=name, kind="state", device_pages=random.choice((1, 4, 16, 60)), host_pages=host_pages)
+    least = 2 * page_size if name == "wide" else 0
+    tokens = least + random.choice((1, page_size, page_size + 1, 3 * page_size, 6 * page_size + 1))
+    one = Component(name=name, kind="window", window_tokens=tokens, device_pages=1)
+    device_pages = one.live_pages(page_size) * random.choice((1, 2, 4, 10)) + random.choice((0, 1, 5, 20))
+    return Component(name=name, kind="window", window_tokens=tokens, device_pages=device_pages, host_pages=host_pages)

@@ -1,0 +1,408 @@
+"""Decode engine on a thread of its own, for schedulers that are plain loops and must not wait.
+
+    scheduler's thread                                   engine's thread (uvloop)
+    submit, resume, finish, retract, abort ── orders ──▶ DecodeEngine
+    poll, eventfd, or on_done              ◀─ outcomes ─ one for every ticket
+    grow                                   takes pages from the request's reserve, and posts an order that notes it
+
+One wake-up of the loop serves all orders posted meanwhile, in their order. Only `call` and the methods built on it, and
+`grow` if the reserve is used up, wait for the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
+
+from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
+from tidekv.engine.decode.decode_engine import DecodeEngine
+from tidekv.engine.thread.loop import EngineLoop
+from tidekv.engine.thread.outcomes import Failed, Finished, Mailbox, OnDone, Outcome, Restored, Retracted
+from tidekv.engine.thread.tickets import Live, Ticket, Tickets
+from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
+from tidekv.engine.decode.component_pages import tails_left
+from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
+from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages
+from tidekv.states.validation import Count, SecondsOrZero, Text, checked
+
+if TYPE_CHECKING:
+    from tidekv.backends.component_pools import ComponentPools
+    from tidekv.backends.device.pool import DevicePool
+    from tidekv.backends.host.pool import HostPool
+    from tidekv.backends.keys.chain import Tokens
+    from tidekv.backends.storage.base import Storage
+    from tidekv.engine.config.engine_config import EngineConfig
+    from tidekv.engine.ranks.group import RankGroup
+    from tidekv.engine.decode.component_pages import LeftTails
+    from tidekv.engine.decode.values import ReadyRequest, Recompute
+    from tidekv.transports.base import Transport
+
+__all__ = ["EngineThread", "Failed", "Finished", "Outcome", "Restored", "Retracted"]
+
+LOG = logging.getLogger("tidekv.engine")
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Restores prompts for a synchronous scheduler. A context manager: entering starts it, leaving closes it.
+
+    Each of `submit`, `resume`, `finish` and `retract` returns a ticket, and each ticket gets one outcome: `Restored`,
+    `Retracted`, `Finished` or `Failed`. `poll` returns it; if the call was given `on_done`, that function receives it
+    instead, **on the engine's thread**, which it must not block. What `on_done` raises is logged and counted. It may
+    call every method except `call` and those built on it.
+
+    Methods may be called on any thread. A READY request has one owner at a time, the computation on its pages, and only
+    that owner calls `grow`, `finish`, `retract` and `abort` for it. Once the engine is closed or broken, or its thread
+    has died, every call raises EngineClosed (`poll` as soon as no outcome is left), and no call blocks. A forked child
+    does not have the thread: every call raises EngineClosed there, and `close` does nothing. The object cannot be
+    pickled, so it cannot be passed to a spawned process.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        device: DevicePool,
+        host: HostPool | None = None,
+        components: Sequence[ComponentPools] = (),
+        storage: Storage | None = None,
+        transport: Transport,
+        recompute: Recompute | None = None,
+        ranks: RankGroup | None = None,
+        name: str = "tidekv-engine",
+    ) -> None:
+        """Build the parts and start nothing. Parts and errors are those of `DecodeEngine`.
+
+        `recompute` runs on the engine's loop. With `ranks`, starting waits for the other ranks, which start in
+        processes or threads of their own.
+        """
+        self._engine = DecodeEngine(
+            config,
+            device=device,
+            host=host,
+            components=components,
+            storage=storage,
+            transport=transport,
+            recompute=recompute,
+            ranks=ranks,
+        )
+        self._page_size = device.layout.page_size
+        self._page_keys = config.page_keys(device.layout.page_size)
+        self._vocabulary = config.vocabulary or None
+        self._tickets = Tickets()
+        self._mailbox = Mailbox()
+        self._loop = EngineLoop(self._engine, name=name, on_end=self._end)
+        self._is_draining = False
+        self._callbacks_raised = 0
+
+    def start(self) -> None:
+        """Start thread and engine. Raises what `DecodeEngine` raises as it starts, with everything stopped again."""
+        try:
+            self._loop.start()
+        except BaseException:
+            if not self._loop.is_up:
+                self._mailbox.close()
+            raise
+
+    def close(self, *, drain: bool = False, timeout_s: float | None = None) -> list[str]:
+        """Abort live requests, stop, and join the thread; returns the ids of the requests aborted. Idempotent.
+
+        `drain` first waits, at most `timeout_s`, until live requests are given back by another thread or by `on_done`.
+        A single-threaded scheduler instead calls `drain(0)`, continues until it has nothing left, and then closes.
+        Raises, once, what broke the engine or its thread. Outcomes not yet taken can still be polled; the eventfd is
+        closed.
+        """
+        if self._loop.is_forked:
+            return []
+        if self._loop.is_here:
+            raise InvalidRequest("close was called on the engine's own thread, which it waits for: call it elsewhere")
+        left: list[str] = []
+        try:
+            if self._loop.is_up:
+                left = self.drain(timeout_s if drain else 0)
+        except EngineClosed:
+            pass  # The engine ended meanwhile; its error is raised below.
+        self._loop.stop()
+        self._mailbox.close()
+        error, self._loop.error = self._loop.error, None
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            # A SystemExit that was raised on the engine's thread must not end this one.
+            raise EngineClosed(f"the engine's thread was ended by {error!r}") from error
+        return left
+
+    def __enter__(self) -> Self:
+        """Start; see `start`."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close without draining; see `close`."""
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Raises TypeError: a thread cannot be passed to another process."""
+        raise TypeError("an EngineThread cannot be passed to another process: create one there")
+
+    # --- Requests ---
+
+    def submit(self, request: DecodeRequest, *, on_done: OnDone | None = None) -> int:
+        """Restore a prompt in the background; returns its ticket.
+
+        Raises InvalidRequest (bad tokens, an id that is live) or EngineClosed (also while draining), with nothing
+        changed. Other errors of `DecodeEngine.restore`, such as CapacityError, arrive as the outcome.
+        """
+        if self._is_draining:
+            raise EngineClosed("the engine drains: it takes no new requests")
+        checked(request, DecodeRequest, "request")
+        packed = replace(request, tokens=pack_tokens(request.tokens, vocabulary=self._vocabulary))
+        return self._restore(request.request_id, lambda: self._engine.restore(packed), on_done)
+
+    def resume(self, retracted: RetractedRequest, *, on_done: OnDone | None = None) -> int:
+        """Restore a retracted request with prompt and output so far; returns its ticket. Raises as `submit`."""
+        checked(retracted, RetractedRequest, "retracted")
+        return self._restore(retracted.request.request_id, lambda: self._engine.resume(retracted), on_done)
+
+    def drop(self, retracted: RetractedRequest) -> None:
+        """Release the host memory of a retracted request that will not be resumed. Never waits."""
+        checked(retracted, RetractedRequest, "retracted")
+        self._loop.post(partial(self._engine.drop, retracted))
+
+    def finish(
+        self,
+        ready: ReadyRequest,
+        output_tokens: Tokens = (),
+        *,
+        tails: LeftTails | None = None,
+        on_done: OnDone | None = None,
+    ) -> int:
+        """Keep prompt and output in the cache and give everything back; returns its ticket. Never waits.
+
+        The caller loses the pages with this call. `tails`: see `DecodeEngine.finish`. Raises InvalidRequest, with
+        nothing changed, for a request that was given back or aborted, for output beyond its room, and for component
+        pages that do not belong to it.
+        """
+        output, left = self._checked(ready, output_tokens, tails)
+        ticket = self._tickets.leave(ready, "finish", on_done)
+
+        async def work() -> Outcome:
+            return Finished(ticket.number, ready.request_id, await self._engine.finish(ready, output, tails=left))
+
+        return self._begin(ticket, work)
+
+    def retract(
+        self,
+        ready: ReadyRequest,
+        output_tokens: Tokens = (),
+        *,
+        tails: LeftTails | None = None,
+        on_done: OnDone | None = None,
+    ) -> int:
+        """Give the device pages back, keep the KV in host memory for `resume`; returns its ticket. Else as `finish`."""
+        output, left = self._checked(ready, output_tokens, tails)
+        ticket = self._tickets.leave(ready, "retract", on_done)
+
+        async def work() -> Outcome:
+            return Retracted(ticket.number, ready.request_id, await self._engine.retract(ready, output, tails=left))
+
+        return self._begin(ticket, work)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; False if it is not live or is being given back. Never waits.
+
+        If its outcome was not taken yet, that is `Failed` with the cause "aborted". The caller loses the pages of a
+        READY request with this call; the end of such a request has no outcome, and its id becomes free soon after.
+        """
+        self._loop.check()
+        checked(request_id, Text, "request_id")
+        live = self._tickets.abort(request_id)
+        if live is not None:
+            self._loop.post(lambda: self._loop.spawn(self._abort(live), "abort"))
+        return live is not None
+
+    # --- Outcomes ---
+
+    def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
+        """Take the available outcomes, oldest first; waits at most `timeout_s` for the first one.
+
+        Raises EngineClosed if there is none and none will come.
+        """
+        mailbox = self._mailbox
+        if timeout_s:
+            checked(timeout_s, SecondsOrZero, "timeout_s")
+        if not mailbox.waiting:
+            if not self._loop.is_up and (self._loop.is_forked or not len(self._tickets)):
+                self._loop.check()
+            if timeout_s <= 0:
+                return []
+            mailbox.wait(timeout_s)
+        return [self._tickets.as_told(outcome) for outcome in mailbox.take()]
+
+    def fileno(self) -> int:
+        """The eventfd, for a selector: readable while `poll` would return an outcome or raise."""
+        return self._mailbox.fd
+
+    # --- Growth ---
+
+    def grow(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
+        """Make room for `tokens` more tokens; returns the pages that this adds to `ready.pages`, usually none.
+
+        Waits for the engine's thread only if the request's reserve is used up. Raises, with nothing changed, OutOfPages
+        (retract or finish a request), and InvalidRequest if the request was given back, aborted or lost.
+        """
+        self._loop.check()
+        self._check_held(ready)
+        taken = grow_from_reserve(ready, tokens, page_size=self._page_size)
+        if taken is None:
+            return self._loop.ask(lambda: self._engine.grow(ready, tokens))
+        if taken:
+            self._loop.post(partial(self._engine.note_growth, ready, len(taken)))
+        return taken
+
+    def grow_many(self, batch: Iterable[ReadyRequest], tokens: int = 1) -> list[ReadyRequest]:
+        """`grow` each request of a batch; returns those for which no page was left. All others have grown.
+
+        Posts one order and waits at most once for the whole batch. Raises InvalidRequest before anything is changed.
+        """
+        batch = list(batch)
+        self._loop.check()
+        checked(tokens, Count, "tokens")
+        for ready in batch:
+            self._check_held(ready)
+        short, taken = [], []
+        for ready in batch:
+            pages = grow_from_reserve(ready, tokens, page_size=self._page_size)
+            if pages is None:
+                short.append(ready)
+            elif pages:
+                taken.append((ready, len(pages)))
+        if taken:
+            self._loop.post(lambda: self._note_growths(taken))
+        return self._loop.ask(lambda: [ready for ready in short if not self._has_grown(ready, tokens)]) if short else []
+
+    # --- The whole ---
+
+    def call(self, work: Callable[[DecodeEngine], Awaitable[T]]) -> T:
+        """Run `work(engine)` on the engine's loop and wait for its result or error, for what has no method here.
+
+        `thread.call(lambda engine: engine.attach_storage("file:/fast"))`. Raises InvalidRequest on the engine's own
+        thread, which would wait for itself.
+        """
+        return self._loop.ask_async(lambda: work(self._engine))
+
+    def flush(self, tiers: tuple[str, ...] = ("l1", "l2")) -> dict[str, dict[str, int]]:
+        """See `DecodeEngine.flush`; waits for it."""
+        return self.call(lambda engine: engine.flush(tiers))
+
+    def drain(self, timeout_s: float | None = None) -> list[str]:
+        """Accept no new requests from now on, and wait until live requests are given back or the time is up.
+
+        Returns the ids of the requests that are still live. `resume` is still possible.
+        """
+        checked(timeout_s, SecondsOrZero | None, "timeout_s")
+        self._is_draining = True
+        return self.call(lambda engine: engine.drain(timeout_s))
+
+    def wait_settled(self) -> None:
+        """See `DecodeEngine.wait_settled`; waits for it."""
+        self.call(lambda engine: engine.wait_settled())
+
+    def statistics(self) -> dict[str, object]:
+        """Those of the engine, and "thread": tickets without outcome, outcomes not taken, callbacks that raised."""
+        thread = {
+            "tickets": len(self._tickets),
+            "outcomes_waiting": len(self._mailbox.waiting),
+            "callbacks_raised": self._callbacks_raised,
+        }
+        return {**self._loop.ask(self._engine.statistics), "thread": thread}
+
+    # --- On the way to the engine's thread ---
+
+    def _restore(self, request_id: str, call: Callable[[], Awaitable[ReadyRequest]], on_done: OnDone | None) -> int:
+        self._loop.check()
+        ticket = self._tickets.arrive(request_id, on_done)
+
+        async def work() -> Outcome:
+            return self._tickets.became_ready(ticket, await call())
+
+        return self._begin(ticket, work)
+
+    def _checked(self, ready: ReadyRequest, output_tokens: Tokens, tails: LeftTails | None) -> tuple[bytes, LeftTails]:
+        """Return copies of both. Checks on the caller's thread, so errors are raised in the call and change nothing."""
+        self._loop.check()
+        self._tickets.check(ready)
+        packed = pack_output(output_tokens, vocabulary=self._vocabulary)
+        kept = kept_tokens(ready, packed, page_size=self._page_size)
+        full_pages = self._page_keys.count((len(ready.packed_tokens) + len(packed)) // TOKEN_BYTES, kept)
+        left = tails_left(ready.request_id, ready.tails, tails, full_pages=full_pages)
+        return packed, {tail.component: (tail.first, tail.pages) for tail in left}
+
+    def _begin(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
+        try:
+            self._loop.post(lambda: self._loop.spawn(self._perform(ticket, work), ticket.call))
+        except BaseException as error:
+            # If the engine's end has reached the ticket already, its outcome reports that.
+            if self._tickets.withdraw(ticket) or not isinstance(error, EngineClosed):
+                raise
+        return ticket.number
+
+    def _check_held(self, ready: ReadyRequest) -> None:
+        self._tickets.check(ready)
+        if not self._engine.holds(ready):
+            self._loop.check()
+            raise InvalidRequest(f"request {ready.request_id!r} was lost: its pages are not yours any more")
+
+    # --- On the engine's thread ---
+
+    async def _perform(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> None:
+        try:
+            outcome = await work()
+        except Exception as error:
+            outcome = ticket.failed(error)
+        if not isinstance(outcome, Restored):
+            self._tickets.forget(ticket.live)
+        self._tell(ticket, outcome)
+
+    def _tell(self, ticket: Ticket, outcome: Outcome) -> None:
+        if ticket.on_done is None:
+            self._mailbox.put(outcome)
+            self._tickets.close(ticket)
+            return
+        self._tickets.close(ticket)
+        try:
+            ticket.on_done(self._tickets.as_told(outcome))
+        except Exception:
+            self._callbacks_raised += 1
+            LOG.exception("on_done of request %r raised", ticket.live.request_id)
+
+    async def _abort(self, live: Live) -> None:
+        if not self._tickets.is_live(live):
+            return  # The request ended before this ran, and its id may belong to another request by now.
+        was_ready = live.ready is not None
+        await self._engine.abort(live.request_id)
+        if was_ready:
+            self._tickets.forget(live)
+
+    def _note_growths(self, taken: list[tuple[ReadyRequest, int]]) -> None:
+        for ready, page_count in taken:
+            self._engine.note_growth(ready, page_count)
+
+    def _has_grown(self, ready: ReadyRequest, tokens: int) -> bool:
+        try:
+            self._engine.grow(ready, tokens)
+        except OutOfPages:
+            return False
+        return True
+
+    def _end(self) -> None:
+        """Give every open ticket its outcome. Runs when the thread accepts no more orders."""
+        for ticket in self._tickets.end("engine closed"):
+            self._tell(ticket, ticket.failed(EngineClosed("the engine's thread has ended")))
+        self._mailbox.end()

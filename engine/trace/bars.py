@@ -1,0 +1,99 @@
+"""Stories in the terminal: one bar a request, or one request with a lane for each thing that ran for it."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tidekv.engine.trace.request_trace import Story
+
+COLORS = {
+    "PREALLOC": "grey50",
+    "MATCH": "yellow",
+    "PREFETCH": "magenta",
+    "LOCAL_RESTORE": "blue",
+    "TRANSFER": "cyan",
+    "READY": "green",
+    "FAILED": "red",
+    "query": "yellow",
+    "fetch": "magenta",
+    "copy": "blue",
+    "tail": "blue",
+    "tail fetch": "magenta",
+    "span": "cyan",
+    "backup": "blue",
+    "store": "magenta",
+    "recompute": "green",
+}
+BLOCK = "█"
+
+
+def all_bars(stories: list[Story], *, now_s: float, width: int) -> RenderableType:
+    """A table of requests with their states on one time axis."""
+    if not stories:
+        return Text("no requests")
+    start_s = min(story.arrived_at_s for story in stories)
+    end_s = max([story.ended_at_s or now_s for story in stories])
+    table = Table("request", "end", "ms", "L1/L2/L3/prefill tokens", f"{(end_s - start_s) * 1000:.1f} ms", "!")
+    for story in stories:
+        ended_at_s = story.ended_at_s or now_s
+        sources = "/".join(str(story.sources.get(name, 0)) for name in ("l1", "l2", "l3", "transfer"))
+        table.add_row(
+            story.request_id,
+            story.ended or "…",
+            f"{(ended_at_s - story.arrived_at_s) * 1000:.1f}",
+            sources if story.sources else story.cause,
+            _states(story, start_s, end_s, ended_at_s, width),
+            str(len(story.fallbacks) or ""),
+        )
+    return Group(table, legend())
+
+
+def one_request(story: Story, *, now_s: float, width: int) -> RenderableType:
+    """The lanes of one request, from its arrival until it was READY or FAILED."""
+    start_s = story.arrived_at_s
+    # What is late may end at any time; the axis ends where the request was given back.
+    end_s = story.given_back_at_s or story.ended_at_s or now_s
+    table = Table("what", "from ms", "to ms", f"{(end_s - start_s) * 1000:.1f} ms", "")
+    ended_at_s = story.ended_at_s or now_s
+    table.add_row(
+        "states", "0.0", f"{(ended_at_s - start_s) * 1000:.1f}", _states(story, start_s, end_s, end_s, width), ""
+    )
+    for work in story.works:
+        work_end_s = now_s if work.ended_at_s is None else work.ended_at_s
+        bar = Text()
+        _append(bar, work.kind, work.begun_at_s, work_end_s, start_s, end_s, width)
+        table.add_row(
+            f"{work.kind} [{work.first}, {work.first + work.count})",
+            f"{(work.begun_at_s - start_s) * 1000:.1f}",
+            f"{(work_end_s - start_s) * 1000:.1f}",
+            bar,
+            work.trouble,
+        )
+    return Group(table, legend())
+
+
+def legend() -> Text:
+    """What the colors mean."""
+    text = Text()
+    for state in ("PREALLOC", "MATCH", "PREFETCH", "LOCAL_RESTORE", "TRANSFER", "READY"):
+        text.append(f"{BLOCK} ", COLORS[state])
+        text.append(f"{state}  ")
+    return text
+
+
+def _states(story: Story, start_s: float, end_s: float, until_s: float, width: int) -> Text:
+    bar = Text()
+    for (at_s, state), (next_s, _) in zip(story.states, [*story.states[1:], (until_s, "")], strict=True):
+        _append(bar, state, at_s, next_s, start_s, end_s, width)
+    return bar
+
+
+def _append(bar: Text, name: str, from_s: float, to_s: float, start_s: float, end_s: float, width: int) -> None:
+    """Draw [from_s, to_s) of an axis that is `width` columns wide; what is short still gets a column."""
+    span_s = max(end_s - start_s, 1e-9)
+    first = min(int((from_s - start_s) / span_s * width), width - 1)
+    last = max(first + 1, min(width, round((to_s - start_s) / span_s * width)))
+    bar.append(" " * max(0, first - len(bar)))
+    bar.append(BLOCK * max(0, last - max(first, len(bar))), COLORS[name])

@@ -1,0 +1,172 @@
+"""The words for everything that can go another way than planned: what an outcome means, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states import events
+from tidekv.states.storage.policy import POLICY_FIELDS
+from tidekv.states.request.request import DECLINED, LOAD_CAUSES
+
+if TYPE_CHECKING:
+    from tidekv.engine.trace.request_trace import Work
+    from tidekv.states.core import Core
+    from tidekv.states.storage.policy import StoragePolicy
+    from tidekv.states.request.request import Load, Request
+
+CONSEQUENCES = {
+    "query": "the plan was made without storage",
+    "fetch": "the pages were asked of prefill by an extend",
+    "ahead": "the plan goes by what has landed ahead of it",
+    "copy": "the pages were asked of prefill by an extend",
+    "tail": "the request starts over, and trusts less of what is cached of components",
+    "tail fetch": "the request starts over, and trusts storage no longer",
+    "late copy": "the pages were given up, since the copy may still write to them",
+    "backup": "the pages are not kept in host memory",
+    "late backup": "the device pages stay locked until it has ended",
+    "store": "the pages are not kept in storage",
+    "late store": "the host pages stay pinned until it has ended",
+    "recompute": "nothing was left to fall back to",
+}
+"""What follows from trouble with a kind of work."""
+LATE = {
+    "query": "storage was late: it did not answer within its deadline",
+    "fetch": "storage was late: the fetch did not end within its deadline",
+    "copy": "a copy to the device was late: it did not end within its deadline",
+    "tail": "a copy of a component was late: it did not end within its deadline",
+    "tail fetch": "storage was late: the fetch of a component did not end within its deadline",
+    "backup": "the copy to the host was late: it did not end within its deadline",
+    "store": "storage was late: the put did not end within its deadline",
+}
+NAMES = {
+    "query": "asking storage",
+    "fetch": "the fetch from storage",
+    "copy": "the copy from host to device",
+    "tail": "the copy of a component",
+    "tail fetch": "the fetch of a component from storage",
+    "backup": "the copy to the host",
+    "store": "the put to storage",
+    "recompute": "the recompute",
+}
+EXTENDED = {
+    **LOAD_CAUSES,
+    "fetch_failed": "the fetch from storage failed",
+    "start_raised": "starting the fetch or the copy raised",
+    "other": "it could not be restored here",
+}
+"""Why a part of the promise was taken back: name, as metrics have it, and meaning."""
+OF_STORAGE = ("query", "fetch", "tail fetch", "store")
+LEFT_BY_RAISES = ("all tiers", "L1, L2 and transfer", "L1 and transfer")
+
+
+def trouble_of(event: events.Event, work: Work) -> str:
+    """What went wrong with a work that ended with this event; "" for nothing."""
+    name = NAMES[work.kind]
+    if isinstance(event, events.CommandRaised):
+        return f"starting {name} raised: {last_line(event.detail)}"
+    error = getattr(event, "error", "")
+    if error:
+        return f"{name} failed: {last_line(error)}"
+    if isinstance(event, events.PagesFetched) and event.good < work.count:
+        good = max(event.good, 0)
+        return f"the fetch was short: storage brought {good} of {work.count} pages, the rest was lost or corrupt"
+    if isinstance(event, events.PagesStored) and event.stored < work.count:
+        return f"the put was partial: storage took {max(event.stored, 0)} of {work.count} pages"
+    return ""
+
+
+def good_of(event: events.Event, work: Work) -> int:
+    """How many of the work's pages came."""
+    for name in ("found", "good", "stored"):
+        if hasattr(event, name):
+            return max(0, min(int(getattr(event, name)), work.count))
+    return 0 if work.trouble else work.count
+
+
+def declined_words(request: Request, core: Core) -> str:
+    """Why pages that storage has are not fetched, with the setting that says so."""
+    cause, count = request.declined
+    policy = core.state.settings
+    detail = ""
+    if cause == "storage_left_alone":
+        detail = breaker_words(core) if core.storage.is_open else "it was detached"
+    elif cause == "below_threshold":
+        detail = f"prefetch_threshold_tokens is {policy.prefetch_threshold_tokens}"
+    elif cause == "limit":
+        limits = ("fetch_pages_in_flight_max", "fetch_pages_per_s")
+        detail = ", ".join(f"{name} is {getattr(policy, name):g}" for name in limits if getattr(policy, name))
+        detail = detail or f"at its pace no more lands in time: fetch_deadline_share is {policy.fetch_deadline_share:g}"
+    elif cause == "slower":
+        detail = "prefetch is soonest"
+    return f"{count} pages that storage has were declined: {DECLINED[cause]}{f' ({detail})' if detail else ''}"
+
+
+def breaker_words(core: Core) -> str:
+    """Why nobody asks storage anything."""
+    limit = core.state.settings.breaker_failures
+    return (
+        f"the breaker is open: storage failed or was late {limit} times in a row, and is asked nothing until a probe "
+        "succeeds"
+    )
+
+
+def unasked_words(request: Request, core: Core) -> str:
+    """Why storage is not asked for this request, which is to wait for admission; "" where that is as planned."""
+    state = core.state
+    if not state.storage_available or request.restore_limit or request.query_op:
+        return ""
+    missing = request.full_pages - sum(state.index.probe_prefix(request.namespace, request.keys))
+    if missing * state.settings.page_size < max(state.settings.prefetch_threshold_tokens, 1):
+        return ""
+    return f"storage was not asked: {breaker_words(core)}" if core.storage.is_open else ""
+
+
+def unstored_words(core: Core, kept_tokens: int) -> str:
+    """Why what a finished request leaves is not put in storage; "" where it is there already, or there is none."""
+    settings = core.state.settings
+    if not core.state.storage_available:
+        return ""
+    if core.storage.is_open:
+        return breaker_words(core)
+    if kept_tokens < settings.write_tokens_min:
+        return f"its {kept_tokens} tokens are fewer than write_tokens_min, {settings.write_tokens_min}"
+    if settings.write == "back":
+        return "write is back: what is about to be evicted is put, and nothing before"
+    if settings.write == "selective":
+        return f"write is selective: pages that were part of fewer than {settings.write_hits_min} prompts are not put"
+    return ""
+
+
+def policy_words(before: StoragePolicy, after: StoragePolicy) -> str:
+    """What a change of policy changes."""
+    changed = [
+        f"{name} from {getattr(before, name)} to {getattr(after, name)}"
+        for name in POLICY_FIELDS
+        if getattr(before, name) != getattr(after, name)
+    ]
+    return f"the storage policy was changed: {', '.join(changed) or 'to what it was'}"
+
+
+def extend_cause(load: Load | None, event: events.Event) -> str:
+    """Why pages of a load are asked of prefill in the step that took `event`, by name: a label of a metric.
+
+    One of `LOAD_CAUSES`, or what the event says more exactly: "fetch_failed", "start_raised".
+    """
+    cause = "other" if load is None else load.cause or "other"
+    if isinstance(event, events.CommandRaised) and cause in ("fetch_short", "copy_failed"):
+        return "start_raised"
+    if isinstance(event, events.PagesFetched) and event.error and cause == "fetch_short":
+        return "fetch_failed"
+    return cause
+
+
+def in_one_line(trouble: str) -> str:
+    """What a peer or an error said, behind the words that say whose it is: a cause may be a whole traceback."""
+    head, _, said = trouble.partition(": ")
+    return f"{head}: {last_line(said)}" if said else head
+
+
+def last_line(text: str) -> str:
+    """The line of a traceback that says what it was."""
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "no words"

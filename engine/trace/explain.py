@@ -1,0 +1,165 @@
+"""Says in plain words why a request took the time that it took: what each tier served, promised, wasted, and why."""
+
+from __future__ import annotations
+
+from tidekv.engine.trace.request_trace import SOURCES, Plan, Story, Work
+
+SOURCE_WORDS = {
+    "l1": "device memory (L1)",
+    "l2": "host memory (L2)",
+    "l3": "storage (L3)",
+    "transfer": "prefill",
+    "recompute": "its caller, who computed it",
+}
+WAIT_WORDS = {
+    "PREALLOC": "for free device pages",
+    "MATCH": "for the answer of storage",
+    "PREFETCH": "for reads from storage",
+    "LOCAL_RESTORE": "for copies from host to device",
+    "TRANSFER": "for prefill",
+}
+
+
+def explain(story: Story, *, now_s: float) -> str:
+    """The story of one request, as lines of text. `now_s` is the end of the journal, for those that are under way."""
+    lines = [_headline(story, now_s)]
+    if story.resumes is not None:
+        since_s = story.arrived_at_s - (story.resumes.given_back_at_s or story.arrived_at_s)
+        lines.append(
+            f"It resumes what was retracted {_ms(since_s)} before, of which {story.resumes.held_pages} pages were held "
+            "in host memory."
+        )
+    lines += _sources(story)
+    lines += _waits(story, now_s)
+    for plan in story.plans:
+        lines += _plan(story, plan)
+    lines += _works(story)
+    lines += [f"Meanwhile, at {_ms(at_s - story.arrived_at_s)}, {words}." for at_s, words in story.notes]
+    lines += [
+        f"Fallback at {_ms(note.at_s - story.arrived_at_s)}: {note.cause}; {note.consequence}."
+        for note in story.fallbacks
+    ]
+    lines += _waste(story)
+    lines += _faster(story, now_s)
+    if story.ended == "FAILED":
+        lines.append(f"It failed{' after READY' if story.was_ready else ''}: {story.cause}{_detail(story)}.")
+    if story.given_back and story.given_back_at_s is not None:
+        held = f"; {story.held_pages} pages of it were held in host memory" if story.given_back == "retracted" else ""
+        lines.append(
+            f"It was {story.given_back} {_ms(story.given_back_at_s - (story.ended_at_s or story.arrived_at_s))} after "
+            f"READY, {story.grown_pages} pages longer{held}."
+        )
+    return "\n".join(lines)
+
+
+def _headline(story: Story, now_s: float) -> str:
+    size = f"{story.prompt_tokens} tokens in {story.page_count} pages"
+    if story.ended_at_s is None:
+        state = story.states[-1][1] if story.states else "nowhere"
+        return f"{story.request_id}: under way in {state} for {_ms(now_s - story.arrived_at_s)}; {size}."
+    return f"{story.request_id}: {story.ended} after {_ms(story.ended_at_s - story.arrived_at_s)}; {size}."
+
+
+def _sources(story: Story) -> list[str]:
+    if not story.sources:
+        return []
+    parts = [f"{story.sources[name]} from {SOURCE_WORDS[name]}" for name in SOURCES if story.sources.get(name)]
+    return [f"Tokens by source: {', '.join(parts) or 'none'}."]
+
+
+def _waits(story: Story, now_s: float) -> list[str]:
+    spent = story.time_in(now_s)
+    if not spent:
+        return []
+    total = sum(spent.values())
+    parts = ", ".join(f"{state} {_ms(seconds)}" for state, seconds in spent.items())
+    longest = max(spent, key=lambda state: spent[state])
+    share = f", {spent[longest] / total:.0%} of the time" if total else ""
+    need = f" (it needed {story.needed_pages} at once)" if longest == "PREALLOC" and story.needed_pages else ""
+    return [f"Time by state: {parts}.", f"It waited longest in {longest}, {WAIT_WORDS[longest]}{need}{share}."]
+
+
+def _plan(story: Story, plan: Plan) -> list[str]:
+    matched = f"{plan.l1_pages} pages in L1, {plan.l2_pages} in L2, {plan.l3_pages} in L3"
+    shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
+    shared += "".join(f", {count} on their way from prefill for {name}" for name, count in plan.sent_pages.items())
+    asked = [f"{count} pages of {name}" for name, count in plan.tail_pages.items()]
+    return [
+        f"Plan at {_ms(plan.at_s - story.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "
+        f"matched {matched}{shared}; promised {plan.promised_tokens} tokens, "
+        f"asked prefill for {', '.join([f'{plan.delta_pages} pages', *asked])}."
+    ]
+
+
+def _works(story: Story) -> list[str]:
+    lines = []
+    for work in story.works:
+        name = {
+            "query": f"Asked storage for pages {_pages(work)}: it has {work.good}",
+            "fetch": f"Fetched pages {_pages(work)} from storage{' ahead' if work.ahead else ''}: {work.good} came",
+            "copy": f"Copied pages {_pages(work)} from host to device",
+            "tail fetch": f"Fetched {work.count} pages of {work.component} from storage: {work.good} came",
+            "tail": f"Copied pages {_pages(work)} of {work.component} {work.cause}",
+            "backup": f"Backed up pages {_pages(work)} to the host",
+            "store": f"Put pages {_pages(work)} in storage: {work.good} were stored",
+            "recompute": f"The caller computed pages {_pages(work)}",
+            "span": _span_words(work),
+        }[work.kind]
+        if work.ended_at_s is None:
+            lines.append(f"{name}; that has not ended.")
+        else:
+            trouble = f"; {work.trouble}" if work.trouble else ""
+            lines.append(f"{name}, in {_ms(work.ended_at_s - work.begun_at_s)}{trouble}.")
+    return lines
+
+
+def _span_words(work: Work) -> str:
+    what = "the delta" if work.span == 0 else f"extend {work.span}"
+    what += f", since {work.cause}" if work.cause else ""
+    first = f", the first after {_ms(work.chunks[0][0] - work.begun_at_s)}" if work.chunks else ""
+    return f"Prefill delivered {work.good} of pages {_pages(work)} ({what}) in {len(work.chunks)} chunks{first}"
+
+
+def _waste(story: Story) -> list[str]:
+    wasted = [(work.kind, work.wasted) for work in story.works if work.wasted]
+    if not wasted:
+        return []
+    names = {"fetch": "fetched too late", "span": "sent by prefill for a room that was left", "copy": "copied too late"}
+    parts = ", ".join(f"{count} pages {names.get(kind, kind)}" for kind, count in wasted)
+    return [f"Wasted: {parts}."]
+
+
+def _faster(story: Story, now_s: float) -> list[str]:
+    """One piece of advice, for what cost most."""
+    spent = story.time_in(now_s)
+    if not spent or not sum(spent.values()):
+        return []
+    longest = max(spent, key=lambda state: spent[state])
+    if longest == "TRANSFER" and story.plans:
+        plan = story.plans[-1]
+        extended = sum(work.count for work in story.works if work.kind == "span" and work.span)
+        advice = f"prefill had {plan.delta_pages} pages of delta" + (f" and {extended} of extends" if extended else "")
+        advice += "; a longer cached prefix, or a prefill that starts earlier, would have made it faster"
+    else:
+        advice = {
+            "PREALLOC": "more device pages, or fewer requests at once, would have made it faster",
+            "MATCH": "a faster answer of storage, or a shorter query_deadline_s, would have made it faster",
+            "PREFETCH": "faster storage, or more host memory so that less has to be fetched, would have made it faster",
+            "LOCAL_RESTORE": "faster copies, or more device memory so that less has to be copied, would have made it "
+            "faster",
+            "TRANSFER": "a prefill that starts earlier would have made it faster",
+        }[longest]
+    return [f"What would have helped: {advice}."]
+
+
+def _detail(story: Story) -> str:
+    lines = story.detail.strip().splitlines()
+    return f" ({lines[-1].strip()})" if lines else ""
+
+
+def _pages(work: Work) -> str:
+    return f"[{work.first}, {work.first + work.count})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

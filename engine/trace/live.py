@@ -1,0 +1,70 @@
+"""The running engine below the progress of a run: a thread looks at its metrics now and then, as `tidekv top` does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from tidekv.engine.trace.top import Sample, scrape, show
+from tidekv.states.errors import InvalidRequest
+
+
+class LiveView:
+    """Shows one engine after another. Use it as a context: it owns the thread that looks."""
+
+    def __init__(self, *, interval_s: float = 0.5) -> None:
+        self.looked = threading.Event()
+        """Set after every look that saw an engine; whoever waits for one clears it."""
+        self._interval_s = interval_s
+        self._address: str | None = None
+        self._picture: RenderableType = Text("no engine is running yet", style="dim")
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._follow, name="tidekv-live", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def watch(self, address: str | None) -> None:
+        """Look at the engine whose metrics are here, now and again; None: it is over, and its last picture stays."""
+        self._address = address
+        if address is not None:
+            self._wake.set()
+
+    def below(self, progress: RenderableType) -> RenderableType:
+        """What to show now."""
+        return Group(progress, self._picture)
+
+    def _follow(self) -> None:
+        before: Sample | None = None
+        before_s = 0.0
+        seen = ""
+        while True:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            if self._is_closing:
+                return
+            address = self._address
+            if address is None:
+                continue
+            try:
+                now, now_s = scrape(address, timeout_s=1.0), time.monotonic()
+            except InvalidRequest:
+                continue  # It has just ended, or is busy: the next look tells.
+            same = before if seen == address else None
+            self._picture = show(now, same, now_s - before_s)
+            before, before_s, seen = now, now_s, address
+            self.looked.set()

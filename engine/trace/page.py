@@ -1,0 +1,64 @@
+"""Stories as one HTML page that needs nothing else: no network, no library. Lanes, zoom, search, hover, click."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidekv.engine.trace.bars import COLORS
+from tidekv.engine.trace.explain import explain
+
+if TYPE_CHECKING:
+    from tidekv.engine.trace.request_trace import Story
+
+DATA_MARK = '"TIDEKV-DATA"'
+WEB_COLORS = {"grey50": "#8a8f98", "yellow": "#d9a514", "magenta": "#b14fc5", "blue": "#3b6fd4", "cyan": "#1797a6"} | {
+    "green": "#2f9e57",
+    "red": "#d13c3c",
+}
+
+
+def html_page(stories: list[Story], *, now_s: float, title: str) -> str:
+    """The page, complete."""
+    start_s = min((story.arrived_at_s for story in stories), default=0.0)
+    ends = [story.ended_at_s or story.arrived_at_s for story in stories]
+    data = {
+        "title": title,
+        # What is late may end long after the last request.
+        "view": 1.02 * max([end_s - start_s for end_s in ends], default=0.0) or 1e-6,
+        "end": max(now_s - start_s, 1e-6),
+        "colors": {name: WEB_COLORS[color] for name, color in COLORS.items()},
+        "requests": [_request(story, start_s, now_s) for story in stories],
+    }
+    page = resources.files("tidekv.engine.trace").joinpath("timeline.html").read_text(encoding="utf-8")
+    # A request may be called "</script>": nothing of the data may end the script that it stands in.
+    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    return page.replace(DATA_MARK, encoded)
+
+
+def _request(story: Story, start_s: float, now_s: float) -> dict[str, object]:
+    until_s = story.given_back_at_s or (story.ended_at_s if story.ended == "FAILED" else now_s) or now_s
+    states = [
+        (at_s - start_s, next_s - start_s, state)
+        for (at_s, state), (next_s, _) in zip(story.states, [*story.states[1:], (until_s, "")], strict=True)
+    ]
+    works = [
+        (
+            work.begun_at_s - start_s,
+            (now_s if work.ended_at_s is None else work.ended_at_s) - start_s,
+            work.kind,
+            f"[{work.first}, {work.first + work.count})",
+            work.trouble,
+        )
+        for work in story.works
+    ]
+    return {
+        "id": story.request_id,
+        "end": story.ended or "under way",
+        "states": states,
+        "works": works,
+        "fallbacks": [(note.at_s - start_s, note.cause, note.consequence) for note in story.fallbacks],
+        "words": explain(story, now_s=now_s),
+    }

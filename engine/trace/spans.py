@@ -1,0 +1,179 @@
+"""One OpenTelemetry span a request, with a child for each state it waited in.
+
+Fed from the same steps as journal and metrics, behind them, and told in the words of `tidekv explain`. A span is made
+when its request is READY or has failed, with the times of the events: nothing is open meanwhile that could be lost.
+The embedder's provider exports it; nothing here is global.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from tidekv.engine.journal.replayer import Step
+from tidekv.engine.trace.causes import in_one_line
+from tidekv.engine.trace.request_traces import Stories
+from tidekv.states.errors import InvalidConfig, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, TracerProvider
+    from opentelemetry.util.types import Attributes
+
+    from tidekv.engine.decode.decode_engine import DecodeEngine
+    from tidekv.engine.trace.request_trace import Story
+    from tidekv.states.commands import Command
+    from tidekv.states.core import Core
+    from tidekv.states.events import Event
+
+LOG = logging.getLogger("tidekv.engine")
+NAME = "tidekv.restore"
+LOST_NAME = "tidekv.lost"
+"""The span of a request that failed after it had been READY."""
+NS = 1e9
+
+
+def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpans:
+    """Make spans of every request of a started engine from now on, by tracers of this provider.
+
+    Call it within the engine's block, before its first request (InvalidRequest). A request's span is a child of the
+    span within which `restore` or `resume` was called. Give the provider a BatchSpanProcessor: one that exports at once
+    would do so on the event loop. Raises InvalidConfig without the extra `otel`.
+    """
+    try:
+        found = importlib.util.find_spec("opentelemetry.trace") is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise InvalidConfig("spans need OpenTelemetry, which is an extra: pip install 'tidekv[otel]'")
+    engine.statistics()  # Raises EngineClosed where it was not started.
+    parts = engine._parts
+    if parts.core.state.requests:
+        raise InvalidRequest("spans are made of whole requests: call trace_requests before the engine's first one")
+    spans = RequestSpans(lambda: parts.core, provider, now_s=parts.driver.clock())
+    parts.calls.on_begin = spans.begun
+    parts.driver.watch(spans)
+    return spans
+
+
+class RequestSpans:
+    """Watches the steps of one core. Never raises into it: what goes wrong here is logged once, and counted."""
+
+    def __init__(self, core_of: Callable[[], Core], provider: TracerProvider, *, now_s: float) -> None:
+        """`core_of` gives the engine's core: it may get another one. `now_s`: what the events' clock says now."""
+        self.spans_made = 0
+        """Requests that have a span."""
+        self.failures = 0
+        """Steps at which making spans raised."""
+        self._core_of = core_of
+        self._core = core_of()
+        self._tracer = provider.get_tracer("tidekv")
+        self._stories = Stories(self._core.settings.page_size, keep=False)
+        self._unix_ns = time.time_ns() - int(now_s * NS)
+        self._parents: dict[str, Context] = {}
+        self._seq = 0
+
+    def begun(self, request_id: str) -> None:
+        """A caller asks for a request now, in its own context."""
+        from opentelemetry.context import get_current
+
+        context = get_current()
+        if context:
+            self._parents[request_id] = context
+
+    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
+        """See `tidekv.engine.decode.driver.Watcher`."""
+        self._seq += 1
+        try:
+            self._follow(self._core_of())
+            self._stories.take(Step(self._seq, event, given, self._core.moves, error), self._core)
+            for story in self._stories.ended:
+                self._emit(story)
+        except Exception:
+            # The embedder's processor may raise whatever it likes; no request suffers from it.
+            if not self.failures:
+                LOG.exception("spans could not be made; further failures are only counted")
+            self.failures += 1
+
+    def _follow(self, core: Core) -> None:
+        """A new core has none of the requests that the last one had."""
+        if core is not self._core:
+            self._core = core
+            self._stories = Stories(core.settings.page_size, keep=False)
+
+    def _emit(self, story: Story) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        parent = None if story.was_ready else self._parents.pop(story.request_id, None)
+        ended_at_s = self._stories.last_at_s
+        name, begun_at_s = (NAME, story.arrived_at_s)
+        if story.was_ready:
+            name, begun_at_s = LOST_NAME, story.ended_at_s or ended_at_s
+        span = self._tracer.start_span(
+            name, context=parent, start_time=self._ns(begun_at_s), attributes=_attributes(story)
+        )
+        self.spans_made += 1
+        if span.is_recording():
+            if not story.was_ready:
+                self._tell(span, story, ended_at_s)
+            if story.ended == "FAILED":
+                detail = in_one_line(f"{story.cause}: {story.detail}" if story.detail else story.cause)
+                span.set_status(Status(StatusCode.ERROR, detail))
+        span.end(self._ns(ended_at_s))
+
+    def _tell(self, span: Span, story: Story, ended_at_s: float) -> None:
+        """Children for the states, events for plans and for all that went another way."""
+        from opentelemetry.trace import set_span_in_context
+
+        within = set_span_in_context(span)
+        ends = [at_s for at_s, _ in story.states[1:]] + [ended_at_s]
+        for (at_s, state), end_s in zip(story.states, ends, strict=True):
+            if state not in ("READY", "FAILED"):
+                child = self._tracer.start_span(f"tidekv.{state.lower()}", context=within, start_time=self._ns(at_s))
+                child.end(self._ns(end_s))
+        for plan in story.plans:
+            numbers: Attributes = {
+                "tidekv.generation": plan.generation,
+                "tidekv.prefill": plan.prefill,
+                "tidekv.pages.l1": plan.l1_pages,
+                "tidekv.pages.l2": plan.l2_pages,
+                "tidekv.pages.l3": plan.l3_pages,
+                "tidekv.pages.shared": plan.shared_pages + sum(plan.sent_pages.values()),
+                "tidekv.pages.delta": plan.delta_pages,
+            }
+            span.add_event("plan", numbers, self._ns(plan.at_s))
+        for work in story.works:
+            if work.kind == "span" and work.span:
+                pages: Attributes = {"tidekv.first": work.first, "tidekv.pages": work.count, "tidekv.cause": work.cause}
+                span.add_event("extend", pages, self._ns(work.begun_at_s))
+        for note in story.fallbacks:
+            words: Attributes = {"tidekv.cause": note.cause, "tidekv.consequence": note.consequence}
+            span.add_event("fallback", words, self._ns(note.at_s))
+
+    def _ns(self, at_s: float) -> int:
+        return self._unix_ns + int(at_s * NS)
+
+
+def _attributes(story: Story) -> dict[str, str | int]:
+    """What is asked of spans: who, how much, from where, and what for nothing."""
+    spans = [work for work in story.works if work.kind == "span"]
+    attributes: dict[str, str | int] = {
+        "tidekv.request_id": story.request_id,
+        "tidekv.prompt_tokens": story.prompt_tokens,
+        "tidekv.prompt_pages": story.page_count,
+        "tidekv.namespace": story.namespace,
+        "tidekv.outcome": story.ended.lower(),
+        "tidekv.rooms": len(story.plans),
+        "tidekv.tokens.promised": story.plans[-1].promised_tokens if story.plans else 0,
+        "tidekv.pages.extended": sum(work.count for work in spans if work.span),
+        "tidekv.pages.delivered": sum(work.good for work in spans),
+        "tidekv.pages.wasted": sum(work.wasted for work in story.works),
+        **{f"tidekv.tokens.{source}": tokens for source, tokens in story.sources.items()},
+    }
+    if story.ended == "FAILED":
+        attributes["tidekv.cause"] = story.cause
+    return attributes

@@ -1,0 +1,88 @@
+"""The running engine at a glance, from its metrics: requests by state, pools by use, tokens by source."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from typing import TypeAlias
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tidekv.engine.trace.bars import BLOCK, COLORS
+from tidekv.states.errors import InvalidRequest
+
+Sample: TypeAlias = "dict[str, dict[tuple[str, ...], float]]"
+BAR_COLUMNS = 40
+POOLS = ("device", "host")
+CONDITIONS = {"owned": "cyan", "cached": "blue", "draining": "red", "free": "grey30"}
+
+
+def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
+    """Numbers by metric and by values of labels, in the order of the labels' names.
+
+    Raises InvalidRequest where nobody answers with metrics of tidekv.
+    """
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as answer:
+            text = answer.read().decode()
+        found: Sample = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise InvalidRequest(f"no engine answers at {address!r}: {error}; is engine.metrics.listen set?") from error
+    if "tidekv_requests" not in found:
+        raise InvalidRequest(f"what answers at {address!r} is no tidekv engine")
+    return found
+
+
+def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType:
+    """One picture. Rates are those since `before`."""
+    states = Table("state", "requests", title="requests")
+    for (state,), count in now["tidekv_requests"].items():
+        states.add_row(Text(state, COLORS.get(state, "")), f"{count:.0f}")
+    ended = Table("ended", "all", "a second", title="restores")
+    for (outcome,), count in now.get("tidekv_requests_ended_total", {}).items():
+        ended.add_row(outcome, f"{count:.0f}", _rate(now, before, "tidekv_requests_ended_total", (outcome,), elapsed_s))
+    sources = Table("source", "tokens", "share", title="tokens by source")
+    tokens = now.get("tidekv_tokens_total", {})
+    total = sum(tokens.values()) or 1
+    for (source,), count in tokens.items():
+        sources.add_row(source, f"{count:.0f}", f"{count / total:.0%}")
+    cuts = Table("cause", "times", title="extends by cause")
+    for (cause,), count in now.get("tidekv_cuts_total", {}).items():
+        cuts.add_row(cause, f"{count:.0f}")
+    declined = Table("cause", "pages", title="storage declined")
+    for (cause,), count in now.get("tidekv_declined_pages_total", {}).items():
+        declined.add_row(cause, f"{count:.0f}")
+    lines: list[RenderableType] = [_pools(now), Columns([states, ended, sources, cuts, declined])]
+    if now.get("tidekv_storage_breaker_open", {}).get((), 0):
+        lines.append(Text("storage is left alone: the breaker is open", "bold red"))
+    return Group(*lines)
+
+
+def _pools(now: Sample) -> RenderableType:
+    table = Table("pool", "", *CONDITIONS, title="pages")
+    pools = {pool: {at[0]: count for at, count in now["tidekv_pool_pages"].items() if at[1] == pool} for pool in POOLS}
+    for (component, condition, pool), count in now.get("tidekv_component_pool_pages", {}).items():
+        pools.setdefault(f"{component}, {pool}", {})[condition] = count
+    for pool, pages in pools.items():
+        counts = {condition: pages.get(condition, 0) for condition in CONDITIONS}
+        total = sum(counts.values())
+        if not total:
+            continue
+        bar = Text()
+        for condition, color in CONDITIONS.items():
+            bar.append(BLOCK * round(counts[condition] / total * BAR_COLUMNS), color)
+        table.add_row(pool, bar, *(Text(f"{count:.0f}", CONDITIONS[name]) for name, count in counts.items()))
+    return table
+
+
+def _rate(now: Sample, before: Sample | None, name: str, labels: tuple[str, ...], elapsed_s: float) -> str:
+    if before is None or elapsed_s <= 0:
+        return ""
+    return f"{(now[name][labels] - before.get(name, {}).get(labels, 0)) / elapsed_s:.1f}"

@@ -1,0 +1,400 @@
+"""Backups: what finished requests leave in device memory goes on to the host and to storage.
+
+A backup walks the path of a finished request from the root: the first stretch that has no host copy is copied to fresh
+host pages, under a device receipt; when the copy is done the host pages join the tree, and whatever of the path is on
+the host but not in storage is put there, under a host receipt. Host pages are taken as far as eviction gives them: a
+backup that finds no room stops there, and nothing else suffers.
+
+With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and puts begin by themselves,
+for leaves that are about to be evicted, and each ends after its one step.
+
+Ranges are counted in pages from the root, never in nodes: nodes split while a copy runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRetracted
+from tidekv.states.types import PageIds, page_ids
+from tidekv.states.components.puts import TailPut
+from tidekv.states.rollback import Undo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
+    from tidekv.states.prefix.index import Node, Receipt
+    from tidekv.states.request.request import Request
+    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.components.backups import TailBackups
+
+STORE_DEADLINE_S = 60.0
+AHEAD_MAX = 4
+"""Copies ahead of eviction under way at once, and as many puts. What they hold cannot be evicted meanwhile."""
+
+
+class Backup:
+    """Operation: what is under way for the path of one finished or retracted request, or (no request) of a leaf that is
+    about to be evicted: a copy to the host, a put to storage, or the wait before a put.
+    """
+
+    __slots__ = (
+        "_backups",
+        "brought",
+        "copies_ahead",
+        "first",
+        "host_pages",
+        "leaf",
+        "lock",
+        "op",
+        "pin",
+        "request_id",
+        "retracts",
+        "serial",
+        "storing",
+    )
+
+    def __init__(self, backups: Backups, request: Request | None, leaf: Node, *, retracts: bool = False) -> None:
+        self._backups = backups
+        self.request_id = "" if request is None else request.request_id
+        self.serial = 0 if request is None else request.serial
+        self.leaf = leaf
+        self.copies_ahead = False
+        """Whether it copies what is about to be evicted, for no request."""
+        self.brought = False
+        """Whether some page has another copy by it."""
+        self.retracts = retracts
+        self.lock: Receipt | None = None
+        self.pin: Receipt | None = None
+        self.first = 0
+        self.op = 0
+        self.host_pages: PageIds = page_ids()
+        self.storing = False
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """The pages are on the host, and go on to storage; or they are in storage."""
+        if self.storing:
+            self._backups.stored(self, self._backups.storage.put_ended(event))
+        else:
+            self._backups.copied(self, error)
+
+    def late(self) -> None:
+        """A put that waited for fetches waits no more; a copy or put under way is counted."""
+        self._backups.is_late(self)
+
+    def abandon(self) -> None:
+        """The backup ends as it is."""
+        self._backups.abandon(self)
+
+
+class Backups:
+    """All backups of a core, and what retracted requests hold in host memory."""
+
+    def __init__(self, state: CoreState, storage: StorageUse, tails: TailBackups | None) -> None:
+        self._state = state
+        self.storage = storage
+        self._tails = tails
+        self._live: dict[Backup, None] = {}
+        self.waiting: dict[Backup, None] = {}
+        """Puts that give way to fetches, in order."""
+        self._retracted: dict[str, tuple[Receipt, Callable[[], None]] | None] = {}
+        """By request: what it holds in host memory, and how that is given back."""
+        self._retracting: dict[str, Backup] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Backup]:
+        return iter(self._live)
+
+    @property
+    def held(self) -> list[Receipt]:
+        """The receipts of retracted requests."""
+        return [held[0] for held in self._retracted.values() if held is not None]
+
+    @property
+    def retracted_requests(self) -> int:
+        """Requests whose KV is held in host memory until they are resumed."""
+        return len(self._retracted)
+
+    def begin(self, request: Request, leaf: Node, *, retracts: bool = False) -> None:
+        """Back up the path that ends at `leaf`. With `retracts`, hold it in host memory and tell the caller."""
+        if self._state.settings.write == "back" and not retracts:
+            self._state.renew_write_credit()
+            self._state.emit(ForgetTokens(serial=request.serial))
+            return
+        backup = Backup(self, request, leaf, retracts=retracts)
+        if retracts:
+            self._retracting[request.request_id] = backup
+        self._start(backup, self._begin)
+
+    def copy_ahead(self, leaf: Node) -> None:
+        """Copy to the host what the path to `leaf` has on the device only, unless too much is under way already, or a
+        part of the same.
+        """
+        path = self._state.index.path(leaf)
+        if any(node.void or node.load is not None for node in path):
+            # What is above it is not there yet, or will never be.
+            return
+        head = next((node for node in path if node.host is None), None)
+        ahead = [backup for backup in self._live if backup.copies_ahead]
+        if head is None or len(ahead) >= AHEAD_MAX:
+            return
+        if any(head in self._state.index.path(backup.leaf) for backup in ahead):
+            return
+        backup = Backup(self, None, leaf)
+        backup.copies_ahead = True
+        self._start(backup, self._begin)
+
+    def put_ahead(self, leaf: Node) -> None:
+        """Put the path to `leaf`, all of which is on the host, in storage, unless too much is under way already."""
+        if sum(not (backup.serial or backup.copies_ahead) for backup in self._live) < AHEAD_MAX:
+            self._start(Backup(self, None, leaf), self._begin_put)
+
+    def keys_put(self, op: int) -> tuple[str, bytes]:
+        """Namespace and keys, from the first page on, of what the put `op` of no request, or of a tail, puts."""
+        backup = self._state.operations[op]
+        assert isinstance(backup, Backup | TailPut)
+        return backup.leaf.namespace, b"".join(node.edge for node in self._state.index.path(backup.leaf))
+
+    def _start(self, backup: Backup, begin: Callable[[Backup], None]) -> None:
+        self._live[backup] = None
+        # A cache tier never fails a request.
+        self._state.run_guarded(partial(begin, backup), recover=backup.abandon)
+
+    def _begin_put(self, backup: Backup) -> None:
+        self._pin(backup, backup.leaf)
+        self._put_in_turn(backup)
+
+    def _begin(self, backup: Backup) -> None:
+        leaf = backup.leaf
+        backup.lock = self._state.index.lock(leaf)
+        # What is on the host already must stay there: a copy can only join the tree below its parent's.
+        self._pin(backup, self._host_leaf(leaf))
+        backup.first, count = self._without_host(leaf)
+        count = self._state.make_host_room(count)
+        if backup.copies_ahead:
+            self._state.write_credit -= count
+        if count:
+            self._copy(backup, count)
+        else:
+            self._copied(backup)
+
+    def copied(self, backup: Backup, error: str) -> None:
+        """The copy to the host is over; with an error its pages are garbage and given back."""
+        if error:
+            self._state.count("backups_failed")
+            self._state.host.give_back(backup.host_pages)
+            backup.host_pages = page_ids()
+        else:
+            self._join_tree(backup)
+        self._copied(backup)
+
+    def stored(self, backup: Backup, stored: int) -> None:
+        """Storage has the first `stored` of the pages that it was given."""
+        self._state.count("pages_stored", stored)
+        end = backup.first + stored
+        for node, first in self._ranges(backup.leaf):
+            if backup.first <= first and first + node.page_count <= end:
+                self._state.index.mark_stored(node)
+                backup.brought = True
+        if self._tails is not None:
+            self._tails.puts.begin(backup.leaf)
+        self._end(backup)
+
+    def abandon(self, backup: Backup) -> None:
+        """A step of the backup raised, and nothing of it is in flight: it ends as it is. Can be called again."""
+        state = self._state
+        state.count("backups_failed")
+        state.operations.pop(backup.op, None)
+        self.waiting.pop(backup, None)
+        state.host.give_back(backup.host_pages)
+        backup.host_pages = page_ids()
+        if backup.retracts:
+            self._tell_retracted(backup, None)
+        self._unlock(backup)
+        self._end(backup)
+
+    def release_retracted(self, request_id: str) -> None:
+        """Release what a retracted request holds in host memory, or is about to hold."""
+        backup = self._retracting.pop(request_id, None)
+        if backup is not None:
+            backup.retracts = False
+        held = self._retracted.get(request_id)
+        if held is not None and not held[0].released:
+            held[1]()
+        self._retracted.pop(request_id, None)
+
+    def is_late(self, backup: Backup) -> None:
+        """A copy or put is late: it keeps its receipts until it ends, and is counted. One that waited waits no more."""
+        if backup in self.waiting:
+            self.put_now(backup)
+            return
+        self._state.count("backups_late")
+        if backup.storing:
+            self.storage.note(failed=True)
+
+    def put_now(self, backup: Backup) -> None:
+        """Wait for fetches no longer."""
+        del self.waiting[backup]
+        self._state.operations.pop(backup.op, None)
+        self._state.run_guarded(partial(self._put, backup), recover=backup.abandon)
+
+    # --- Steps ---
+
+    def _copy(self, backup: Backup, count: int) -> None:
+        backup.host_pages = self._state.host.take(count)
+        device_pages = page_ids()
+        for node, first in self._ranges(backup.leaf):
+            if first >= backup.first:
+                assert node.device is not None
+                device_pages += node.device
+        backup.op = self._state.start_operation(backup, deadline_s=self._state.settings.copy_deadline_s)
+        self._state.emit(CopyToHost(op=backup.op, device_pages=device_pages[:count], host_pages=backup.host_pages))
+
+    def _join_tree(self, backup: Backup) -> None:
+        index = self._state.index
+        for node, first in self._ranges(backup.leaf):
+            if first < backup.first or not backup.host_pages:
+                continue
+            ours = backup.host_pages[: node.page_count]
+            if node.host is not None:
+                # Another request's backup of the same path was faster.
+                self._state.host.give_back(ours)
+            else:
+                # The host may have had room for a part of this node only.
+                index.give_host(node if len(ours) == node.page_count else index.split(node, len(ours)), ours)
+                self._state.count("pages_backed_up", len(ours))
+                backup.brought = True
+            backup.host_pages = backup.host_pages[len(ours) :]
+
+    def _copied(self, backup: Backup) -> None:
+        state = self._state
+        host_leaf = self._host_leaf(backup.leaf)
+        if self._tails is not None and host_leaf is not None:
+            self._tails.begin(host_leaf)
+        if backup.retracts:
+            self._tell_retracted(backup, host_leaf)
+        puts = self.storage.is_usable and state.settings.write != "back"
+        self._pin(backup, host_leaf if puts else None)
+        self._unlock(backup)
+        if backup.pin is None:
+            self._end(backup)
+            return
+        assert host_leaf is not None
+        backup.leaf = host_leaf
+        self._put_in_turn(backup)
+
+    def _put_in_turn(self, backup: Backup) -> None:
+        state = self._state
+        others = bool(self.waiting) or any(other.storing for other in self._live)
+        if not self.storage.may_put_beside(others):
+            self._end(backup)
+            return
+        if state.settings.put_wait_s and self.storage.holds_puts and self._without_storage(backup.leaf)[1]:
+            self.waiting[backup] = None
+            backup.op = state.start_operation(backup, deadline_s=state.settings.put_wait_s)
+        else:
+            self._put(backup)
+
+    def _put(self, backup: Backup) -> None:
+        state = self._state
+        backup.first, pages = self._without_storage(backup.leaf)
+        if not pages or not self.storage.is_usable:
+            self._end(backup)
+            return
+        backup.op = state.start_operation(backup, deadline_s=STORE_DEADLINE_S)
+        backup.storing = True
+        state.emit(StorePages(op=backup.op, serial=backup.serial, first=backup.first, host_pages=pages))
+
+    def _end(self, backup: Backup) -> None:
+        self._pin(backup, None)
+        if backup.serial:
+            self._state.emit(ForgetTokens(serial=backup.serial))
+        del self._live[backup]
+        self._state.pages_freed = True
+        self._state.write_due |= backup.brought
+
+    def _tell_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
+        held = 0 if host_leaf is None else host_leaf.depth_pages
+        with Undo() as undo:
+            pin = None if host_leaf is None else self._pin_retracted(host_leaf)
+            if pin is not None:
+                undo.callback(pin[1])
+            self._state.emit(TellRetracted(request_id=backup.request_id, held_pages=held))
+            undo.keep()
+        self._retracted[backup.request_id] = pin
+        del self._retracting[backup.request_id]
+        backup.retracts = False
+
+    def _pin_retracted(self, leaf: Node) -> tuple[Receipt, Callable[[], None]]:
+        """Hold what the host has down to `leaf`, and what it has, or is about to have, of components there."""
+        index, components = self._state.index, self._state.components
+        if components is None:
+            pin = index.pin(leaf)
+            return pin, partial(index.unpin, pin)
+        tails = components.pin(leaf, boundary=leaf.depth_pages)
+        return tails.full, partial(components.unpin, tails)
+
+    def _unlock(self, backup: Backup) -> None:
+        if backup.lock is not None:
+            self._state.index.unlock(backup.lock)
+            backup.lock = None
+        self._state.pages_freed = True
+
+    def _pin(self, backup: Backup, node: Node | None) -> None:
+        """Hold the host pages down to `node` from now on, and no others."""
+        index = self._state.index
+        pin = None if node is None else index.pin(node)
+        if backup.pin is not None:
+            try:
+                index.unpin(backup.pin)
+            except BaseException:
+                if pin is not None:
+                    index.unpin(pin)
+                raise
+        backup.pin = pin
+
+    # --- Ranges of a path ---
+
+    def _ranges(self, leaf: Node) -> list[tuple[Node, int]]:
+        """The nodes of a path with the page at which each begins."""
+        return [(node, node.depth_pages - node.page_count) for node in self._state.index.path(leaf)]
+
+    def _without_host(self, leaf: Node) -> tuple[int, int]:
+        """Where the path stops being on the host, and how many pages are missing there."""
+        for node, first in self._ranges(leaf):
+            if node.host is None:
+                return first, leaf.depth_pages - first
+        return leaf.depth_pages, 0
+
+    def _host_leaf(self, leaf: Node) -> Node | None:
+        found = None
+        for node, _ in self._ranges(leaf):
+            if node.host is None:
+                break
+            found = node
+        return found
+
+    def _without_storage(self, leaf: Node) -> tuple[int, PageIds]:
+        """Host pages of the path from its first node on that is not in storage, as far as the policy writes them; what
+        is there already is put again.
+        """
+        settings = self._state.settings
+        first_missing = -1
+        pages = page_ids()
+        if leaf.depth_pages * settings.page_size < settings.write_tokens_min:
+            return 0, pages
+        for node, first in self._ranges(leaf):
+            if first_missing < 0 and self._state.index.tree.is_stored(node):
+                continue
+            if settings.write == "selective" and node.served < settings.write_hits_min:
+                break
+            if first_missing < 0:
+                first_missing = first
+            assert node.host is not None
+            pages += node.host
+        return max(first_missing, 0), pages

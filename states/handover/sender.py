@@ -1,0 +1,301 @@
+"""What prefill sends for one room, and when: the pages of each span as they get computed, each exactly once.
+
+A span is a run of prompt pages that decode wants written to pages of its own. Span 0 is what was not promised, the
+others are asked for by Extend. In each span one cursor grows:
+
+    [first, said)       written, and decode was told
+    [said, cursor)      being written, or written behind a write that is not done yet
+    [cursor, computed)  may be written now
+    [computed, end)     prefill has not computed it yet
+
+A chunk is said only after its write, and in the order of the pages. The last one of a span, empty if need be, is said
+only when prefill has finished: it is what decode waits for. That of span 0 is said only when the tails of components
+are in place as well (`tidekv.states.handover.sender_components`). When a room stops, nothing new starts, and it is drained
+once nothing is in flight. This file must never do I/O and never know time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from tidekv.states.components.specs import TailPages
+from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
+from tidekv.states.handover.sender_components import SenderTails, TailPart
+from tidekv.states.types import PageIds, page_ids
+
+SPANS_MAX = 1024
+
+
+class WriteJob(msgspec.Struct, frozen=True):
+    """Write `our_pages` over `their_pages`: pages [first, first + len(our_pages)) of the prompt, for one span."""
+
+    span: int
+    first: int
+    our_pages: PageIds
+    their_pages: PageIds
+
+
+class ChunkReady(msgspec.Struct, frozen=True):
+    """Decode can be told that pages [first, first + count) of the prompt are in place for this span."""
+
+    span: int
+    first: int
+    count: int
+    last: bool
+
+
+class SpanRefused(msgspec.Struct, frozen=True):
+    """A span can never be served."""
+
+    span: int
+    cause: str
+
+
+class _Posted(msgspec.Struct):
+    """A chunk between its posting and its telling."""
+
+    first: int
+    count: int
+    last: bool
+    landed: bool
+
+
+class _Span(msgspec.Struct):
+    """One run of pages that decode wants; see the drawing above."""
+
+    number: int
+    first: int
+    pages: PageIds
+    cursor: int
+    ended: bool = False
+    posted: deque[_Posted] = msgspec.field(default_factory=deque)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
+
+
+class SenderRoom:
+    """One room at the sending side."""
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: int,
+        decode_prefix_len: int,
+        page_size: int,
+        pages: PageIds,
+        tails: Iterable[TailPages] = (),
+    ) -> None:
+        """Take a promise over. Raises RemoteProtocolError where it contradicts itself."""
+        self.prompt_tokens = prompt_tokens
+        self.decode_prefix_len = decode_prefix_len
+        self.page_size = page_size
+        self.page_count = -(-prompt_tokens // page_size)
+        self.finished = False
+        self.stopped: str | None = None
+        self.in_flight = 0
+        self.pages_landed = 0
+        self._ours = page_ids()
+        self._spans: dict[int, _Span] = {}
+        self._refusals: list[SpanRefused] = []
+        if not 0 <= decode_prefix_len <= prompt_tokens or decode_prefix_len % page_size:
+            raise RemoteProtocolError(
+                f"decode promises {decode_prefix_len} of {prompt_tokens} tokens, which is no number of whole pages"
+                f" of {page_size} tokens within the prompt"
+            )
+        self._open(0, decode_prefix_len // page_size, pages)
+        if self._spans[0].end != self.page_count:
+            raise RemoteProtocolError(
+                f"decode gave {len(pages)} pages for what it did not promise,"
+                f" which is {self.page_count - decode_prefix_len // page_size}"
+            )
+        self.tails = SenderTails(tails, page_count=self.page_count)
+
+    @property
+    def is_drained(self) -> bool:
+        """No write is in flight and none will start."""
+        return self.stopped is not None and self.in_flight == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """All that was asked for so far is in place and decode was told."""
+        return (
+            self.finished
+            and self.tails.are_here
+            and all(span.ended and not span.posted for span in self._spans.values())
+        )
+
+    @property
+    def computed_pages(self) -> int:
+        """Pages of the prompt that are remembered, from the first on."""
+        return len(self._ours)
+
+    @property
+    def computed(self) -> PageIds:
+        """The pages that are remembered, from the prompt's first on; the list is the caller's."""
+        return self._ours[:]
+
+    def remember(self, pages: PageIds, *, start_token: int, end_token: int | None = None) -> None:
+        """Prefill has computed the tokens from `start_token` to `end_token` (the end of `pages` by default).
+
+        Chunks come in the order of the prompt; repeating one is harmless. A page that is not full yet is left to the
+        next chunk, unless it ends the prompt. Raises InvalidRequest, and then nothing is changed.
+        """
+        reach = min(start_token + len(pages) * self.page_size, self.prompt_tokens)
+        end_token = reach if end_token is None else end_token
+        first = start_token // self.page_size
+        if self.finished:
+            raise InvalidRequest("the room is finished: no more pages can be sent")
+        if start_token % self.page_size or not 0 <= first <= len(self._ours):
+            raise InvalidRequest(
+                f"pages from token {start_token} do not follow the {len(self._ours)} pages"
+                f" of {self.page_size} tokens that were sent before"
+            )
+        if first + len(pages) > self.page_count or not start_token <= end_token <= reach:
+            raise InvalidRequest(
+                f"{len(pages)} pages for tokens [{start_token}, {end_token}) do not fit a prompt of"
+                f" {self.prompt_tokens} tokens"
+            )
+        whole = end_token == self.prompt_tokens
+        end = self.page_count if whole else end_token // self.page_size
+        known = pages[: max(0, min(len(self._ours), end) - first)]
+        if known != self._ours[first : first + len(known)]:
+            raise InvalidRequest(f"pages from token {start_token} were sent before, as other pages")
+        self._ours.extend(pages[len(known) : max(len(known), end - first)])
+
+    def send_tail(self, component: str, pages: PageIds) -> None:
+        """Prefill has the tail of a component. Raises InvalidRequest, and then nothing is changed."""
+        if self.finished:
+            raise InvalidRequest(f"the room is finished: the tail of component {component!r} can no longer be sent")
+        self.tails.send(component, pages)
+
+    def extend(self, span: int, first: int, pages: PageIds) -> None:
+        """Decode wants pages [first, first + len(pages)) as well; repeating a number is harmless.
+
+        Raises RemoteProtocolError for pages outside the prompt, and for a number that meant something else before.
+        """
+        known = self._spans.get(span)
+        if known is not None:
+            if (known.first, known.pages) != (first, pages):
+                raise RemoteProtocolError(f"decode gave span {span} a second meaning")
+            return
+        if len(self._spans) >= SPANS_MAX:
+            raise RemoteProtocolError(f"decode asks for more than {SPANS_MAX} spans in one room")
+        self._open(span, first, pages)
+        if self.finished and pages and not self._ours:
+            self._refuse(self._spans[span])
+
+    def finish(self) -> None:
+        """Prefill has sent all that it will. Raises InvalidRequest, and changes nothing, where it still owes pages of
+        the prompt or the tail of a component; LocalProtocolError when called twice. Of a full hit no page need be sent
+        at all: an Extend of it is refused then.
+        """
+        if self.finished:
+            raise LocalProtocolError("the room is finished already")
+        sent = len(self._ours)
+        if sent < self.page_count and (sent or self._spans[0].pages):
+            raise InvalidRequest(f"the room cannot finish: pages [{sent}, {self.page_count}) were never sent")
+        if owed := self.tails.unsent:
+            raise InvalidRequest(f"the room cannot finish: the tail of component {owed[0]!r} was never sent")
+        self.finished = True
+        for span in [span for span in self._spans.values() if span.pages and not sent]:
+            self._refuse(span)
+
+    def stop(self, cause: str) -> bool:
+        """Start nothing any more; what was not told is never told. False when it was stopped before."""
+        if self.stopped is not None:
+            return False
+        self.stopped = cause
+        self._refusals.clear()
+        return True
+
+    def can_write(self) -> bool:
+        """True where `next_job` has something."""
+        if self.stopped is not None:
+            return False
+        return self.tails.can_write() or any(self._reach(span) > span.cursor for span in self._spans.values())
+
+    def next_job(self, *, pages_max: int) -> WriteJob | TailPart | None:
+        """The next write, of at most so many pages; it is in flight from now on, until `settle`."""
+        if self.stopped is not None:
+            return None
+        for span in self._spans.values():
+            first, end = span.cursor, min(self._reach(span), span.cursor + pages_max)
+            if first < end:
+                span.cursor = end
+                span.ended = self.finished and end == span.end
+                span.posted.append(_Posted(first, end - first, span.ended, landed=False))
+                self.in_flight += 1
+                theirs = span.pages[first - span.first : end - span.first]
+                return WriteJob(span.number, first, self._ours[first:end], theirs)
+        part = self.tails.next_part(pages_max=pages_max)
+        self.in_flight += part is not None
+        return part
+
+    def settle(self, job: WriteJob | TailPart, *, landed: bool) -> None:
+        """A write has ended; only one that landed may ever be told."""
+        assert self.in_flight > 0, "a write settles once"
+        self.in_flight -= 1
+        if not landed:
+            return
+        if isinstance(job, TailPart):
+            self.tails.land(job)
+            return
+        self.pages_landed += len(job.our_pages)
+        for posted in self._spans[job.span].posted:
+            if posted.first == job.first:
+                posted.landed = True
+
+    def take_chunks(self) -> list[ChunkReady]:
+        """What decode can be told now, in order; each is given out once. Of each span at most one: those that landed
+        together are told together, and the empty last one, mostly, with the pages before it.
+        """
+        chunks: list[ChunkReady] = []
+        if self.stopped is not None:
+            return chunks
+        for span in self._spans.values():
+            if self.finished and not span.ended and span.cursor == span.end:
+                # All was posted before it was known to be the last: an empty chunk says so.
+                span.ended = True
+                span.posted.append(_Posted(span.end, 0, last=True, landed=True))
+            landed: list[_Posted] = []
+            while span.posted and span.posted[0].landed:
+                if span.posted[0].last and span.number == 0 and not self.tails.are_here:
+                    break
+                landed.append(span.posted.popleft())
+            if landed:
+                count = sum(posted.count for posted in landed)
+                chunks.append(ChunkReady(span.number, landed[0].first, count, landed[-1].last))
+        return chunks
+
+    def take_tails(self) -> list[str]:
+        """The components of whose tails decode can be told now, before any chunk of `take_chunks`; each once."""
+        return [] if self.stopped is not None else self.tails.take_said()
+
+    def take_refusals(self) -> list[SpanRefused]:
+        """Spans that will never be served; each is given out once."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+    def _open(self, number: int, first: int, pages: PageIds) -> None:
+        if not 0 <= first <= first + len(pages) <= self.page_count:
+            raise RemoteProtocolError(
+                f"decode wants pages [{first}, {first + len(pages)}) of a prompt of {self.page_count} pages"
+            )
+        if len(set(pages)) != len(pages):
+            raise RemoteProtocolError(f"decode names a page twice in span {number}: one of its contents would be lost")
+        self._spans[number] = _Span(number, first, pages, cursor=first)
+
+    def _reach(self, span: _Span) -> int:
+        """How far a span can be written now."""
+        return min(span.end, len(self._ours))
+
+    def _refuse(self, span: _Span) -> None:
+        """Give up a span of which nothing was written; repeating its Extend repeats the answer."""
+        assert span.cursor == span.first, "nothing of a refused span is ever written"
+        del self._spans[span.number]
+        self._refusals.append(SpanRefused(span.number, f"prefill sent {len(self._ours)} pages of this room only"))

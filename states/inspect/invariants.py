@@ -1,0 +1,323 @@
+"""Recount of ownership over the whole core: no page without an owner, none with two, no lost receipt.
+
+The accounts know the condition of each page, the index its own nodes. The audit asks every request, load, backup, room
+and operation what it holds, and compares. O(everything); it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Protocol
+
+from tidekv.states import events
+from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.backup.backups import Backup
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.loads.loads import LoadCopy, LoadFetch
+from tidekv.states.loads.look_ahead import AheadRead
+from tidekv.states.request.request import AheadRun, Load, RequestTails, Stage, TailStage
+from tidekv.states.components.request_components import TailCopy
+from tidekv.states.request.restore import LateRecomputation, Recomputation
+from tidekv.states.types import PageIds, page_ids
+from tidekv.states.loads.shared_transfers import ShareWatch
+from tidekv.states.storage.admission import LateFetch, StorageQuery
+from tidekv.states.request.table import PROGRESS_GUARDS
+from tidekv.states.components.backups import TailBackup
+from tidekv.states.components.puts import TailPut
+from tidekv.states.components.storage import StoredTailCopy, TailRead
+
+if TYPE_CHECKING:
+    from tidekv.states.backup.backups import Backups
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.loads.loads import Loads
+    from tidekv.states.loads.look_ahead import Lookahead
+    from tidekv.states.prefix.node import Node, Receipt
+    from tidekv.states.request.admission_queue import Queue
+    from tidekv.states.request.request import Request
+    from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.settings import CoreSettings
+    from tidekv.states.storage.admission import StorageUse
+
+
+class Parts(Protocol):
+    """The parts of a core that own something."""
+
+    settings: CoreSettings
+    state: CoreState
+    storage: StorageUse
+    queue: Queue
+    rooms: Rooms
+    loads: Loads
+    lookahead: Lookahead
+    backups: Backups
+
+
+def audit_core(core: Parts) -> None:
+    """Raise BrokenInvariant, in words, at the first contradiction found."""
+    core.state.index.check()
+    core.state.device.check()
+    core.state.host.check()
+    loads = _loads_of(core)
+    _check_components(core)
+    _check_device_pages(core)
+    _check_host_pages(core, loads)
+    _check_receipts(core, loads)
+    _check_loads(core, loads)
+    _check_operations(core, loads)
+    progressed = events.Progressed(at_s=core.state.now_s)
+    for request in core.state.requests.values():
+        _check_request(core, request)
+        can_move = any(guard(request, progressed) for guard in PROGRESS_GUARDS[request.state])
+        _require(not can_move, f"{request} could move on, and was not looked at")
+    state = core.state
+    _require(
+        not (
+            state.dirty
+            or state.preempted
+            or state.failed_loads
+            or state.reclaimable_loads
+            or state.ahead_over
+            or state.out
+        )
+        and not state.progressed_loads,
+        "a step left work",
+    )
+    waiting = {request for request in core.state.requests.values() if request.waits_for_admission}
+    _require(set(core.queue) == waiting and len(core.queue) == len(waiting), "the queue is not who waits for admission")
+
+
+def _require(condition: object, words: str) -> None:
+    if not condition:
+        raise BrokenInvariant(words)
+
+
+def _loads_of(core: Parts) -> dict[Load, None]:
+    """Every load that still holds something: live, or void and waiting for a writer or for what lies below it."""
+    loads = dict.fromkeys(core.loads)
+    operations = core.state.operations.values()
+    loads.update(dict.fromkeys(one.load for one in operations if isinstance(one, LoadFetch | LoadCopy | ShareWatch)))
+    loads.update(dict.fromkeys(load for draining in core.rooms.quarantine for load in draining.loads))
+    loads.update(dict.fromkeys(core.loads.settled_voids))
+    return loads
+
+
+def _runs_of(core: Parts) -> list[AheadRun]:
+    return [run for request in core.state.requests.values() if request.ahead is not None for run in request.ahead.runs]
+
+
+def _check_device_pages(core: Parts) -> None:
+    owned, draining = page_ids(), page_ids()
+    for request in core.state.requests.values():
+        owned += request.own + request.reserve
+    for owner in core.state.operations.values():
+        if isinstance(owner, LateRecomputation):
+            owned += owner.device_pages
+    for left in core.rooms.quarantine:
+        draining += left.pages
+    for node in core.state.index.nodes():
+        if node.void and node.device is not None:
+            draining += node.device
+    _check_pages(core.state.device, owned, draining)
+
+
+def _tails_of(core: Parts) -> list[RequestTails]:
+    """The tails of requests, and those that requests have left while something still writes to them."""
+    tails = {request.tails: None for request in core.state.requests.values()}
+    for owner in core.state.operations.values():
+        if isinstance(owner, TailCopy | LateRecomputation):
+            tails[owner.tails] = None
+        elif isinstance(owner, TailRead | StoredTailCopy):
+            tails[owner.fetch.tails] = None
+    return [held for held in tails if held is not None]
+
+
+def _check_components(core: Parts) -> None:
+    components = core.state.components
+    if components is None:
+        return
+    components.check()
+    operations = core.state.operations.values()
+    copies = Counter(owner.tails for owner in operations if isinstance(owner, TailCopy))
+    copies += Counter(owner.fetch.tails for owner in operations if isinstance(owner, TailRead | StoredTailCopy))
+    fetches = {op: one.fetch for op, one in core.state.operations.items() if isinstance(one, TailRead | StoredTailCopy)}
+    late = [owner for owner in operations if isinstance(owner, LateFetch)]
+    for held in _tails_of(core):
+        _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of its tails")
+        waiting = [fetch for fetch in held.fetches if fetch.stage is not TailStage.RESERVED]
+        _require(all(fetches.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
+    backups = [owner for owner in operations if isinstance(owner, TailBackup)]
+    for name in components.components:
+        owned, draining, on_host = page_ids(), page_ids(), page_ids()
+        for held in _tails_of(core):
+            owned += held.own[name]
+            for fetch in held.fetches:
+                on_host += fetch.host_pages if fetch.component == name else page_ids()
+        for left in core.rooms.quarantine:
+            # None at all, where they were free already when the rest of the room went to the quarantine.
+            draining += left.tails.get(name, page_ids())
+        for backup in backups:
+            on_host += backup.fresh if backup.component == name else page_ids()
+        for late_fetch in late:
+            on_host += late_fetch.host_pages if late_fetch.component == name else page_ids()
+        _check_pages(components.device[name].account, owned, draining)
+        _check_pages(components.host[name].account, on_host, page_ids())
+
+
+def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
+    owned = page_ids()
+    for load in loads:
+        owned += load.host_pages
+    for owner in core.state.operations.values():
+        if isinstance(owner, LateFetch) and not owner.component:
+            owned += owner.host_pages
+    for backup in core.backups:
+        owned += backup.host_pages
+    for run in _runs_of(core):
+        owned += run.host_pages
+    _check_pages(core.state.host, owned, page_ids())
+
+
+def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> None:
+    for pages, condition, count in (
+        (owned, Condition.OWNED, account.owned),
+        (draining, Condition.DRAINING, account.draining),
+    ):
+        words = condition.name.lower()
+        twice = [page for page, owners in Counter(pages).items() if owners > 1]
+        _require(not twice, f"{account.name} pages {twice} have two owners")
+        _require(account.holds(pages, condition), f"an owner of {words} {account.name} pages has others, too")
+        _require(len(pages) == count, f"{count} {account.name} pages are {words}, owners know of {len(pages)}")
+
+
+def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
+    receipts: list[Receipt | None] = list(core.backups.held)
+    for request in core.state.requests.values():
+        receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
+    for holder in (*loads, *core.backups):
+        receipts += (holder.lock, holder.pin)
+    for tails in _tails_of(core):
+        receipts += [part.full for part in (tails.lock, tails.pin) if part is not None]
+    for owner in core.state.operations.values():
+        if isinstance(owner, TailBackup):
+            receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
+        elif isinstance(owner, TailPut) and owner.pin is not None:
+            receipts.append(owner.pin.full)
+    held = [receipt for receipt in receipts if receipt is not None]
+    _require(not any(receipt.released for receipt in held), "a receipt is held that was given back")
+    _require(len(set(map(id, held))) == len(held), "a receipt has two holders")
+    device: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "device")
+    host: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "host")
+    index = core.state.index
+    for node in (*index.nodes(), *index.tree.roots.values()):
+        _require(node.anchored == device.pop(node, 0), f"{node} has device receipts that nobody holds, or lacks some")
+        _require(node.host_anchored == host.pop(node, 0), f"{node} has host receipts that nobody holds, or lacks some")
+    _require(not device and not host, "receipts are held for nodes that are not in the tree")
+
+
+def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
+    under = Counter[Load]()
+    void: set[Node] = set()
+    for node in core.state.index.nodes():
+        if node.load is not None:
+            _require(node.load in loads and node in node.load.nodes, f"{node} is under a load that does not know it")
+            under[node.load] += 1
+        if node.void:
+            void.add(node)
+    for load in loads:
+        if load.stage is Stage.VOID:
+            for node in load.nodes:
+                _require(node in void, f"{node} of a void load is not void")
+                void.discard(node)
+            _require(load.lock is None and not load.sharers, "a void load has a lock or sharers")
+        else:
+            _require(load in set(core.loads), "a load is not void, but forgotten")
+            _require(under[load] == len(load.nodes), "a load names nodes that are not under it")
+            _require(load.nodes[0].depth_pages - load.nodes[0].page_count == load.first, "a load is not where it says")
+        for request, count in load.sharers.items():
+            _require(0 < count <= load.page_count, f"{request} shares {count} pages of a load")
+            _require(load in request.loads, f"{request} does not know of a load that it shares")
+        _require(load.filler is None or load.filler in load.sharers, "the filler of a load does not share it")
+        _require((load.stage is Stage.FILLING) == (load.filler is not None), "a load is filled by nobody")
+        if load.span is not None:
+            room = None if load.filler is None else load.filler.room
+            is_open = room is not None and room.spans[0] is load.span
+            _require(is_open and load.first >= load.span.first, "a shared transfer is of no open room")
+    _require(not void, f"{void} are void for no load")
+
+
+def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
+    backups, runs = set(core.backups), set(_runs_of(core))
+    for op, owner in core.state.operations.items():
+        if isinstance(owner, StorageQuery | Recomputation):
+            request = owner.request
+            _require(core.state.requests.get(request.request_id) is request, f"an operation is of {request}, now gone")
+            _require(op in (request.query_op, request.recompute_op), f"{request} does not know of its question")
+        elif isinstance(owner, LoadFetch | LoadCopy | ShareWatch):
+            _require(owner.load in loads and owner.load.op == op, "an operation is of a load that does not know it")
+        elif isinstance(owner, Backup):
+            _require(owner in backups, "an operation is of a backup that is over")
+        elif isinstance(owner, AheadRead):
+            run = owner.run
+            _require(run in runs and run.op == op, "an operation is of a read ahead that does not know it")
+            _require(not run.is_landed, "a read ahead has landed, and is waited for")
+    fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
+    operations = core.state.operations
+    of_tails = {one.fetch for one in operations.values() if isinstance(one, TailRead)}
+    _require(all(fetch.stage is TailStage.FETCHING for fetch in of_tails), "a tail that is read is not FETCHING")
+    _require(set(core.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
+    reading = [run for run in runs if not run.is_landed]
+    late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
+    in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_tails)
+    in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
+    storage = core.storage
+    _require(storage.ahead_in_flight == len(reading), f"{len(reading)} reads ahead are under way")
+    _require(storage.pages_in_flight == in_flight, f"{in_flight} pages are fetched, not {storage.pages_in_flight}")
+    taken = sum(request.ahead.taken for request in core.state.requests.values() if request.ahead is not None)
+    _require(core.lookahead.pages == taken, f"{taken} host pages were taken ahead, not {core.lookahead.pages}")
+    for run in reading:
+        read = operations.get(run.op)
+        _require(isinstance(read, AheadRead) and read.run is run, "a read ahead waits for an operation that is over")
+    for load in core.loads:
+        if load.stage in (Stage.FETCHING, Stage.COPYING):
+            kind = LoadFetch if load.stage is Stage.FETCHING else LoadCopy
+            under_way = operations.get(load.op)
+            is_its_own = isinstance(under_way, kind) and under_way.load is load
+            _require(is_its_own, "a load waits for an operation that is over")
+
+
+def _check_request(core: Parts, request: Request) -> None:
+    holds = request.lock is not None
+    _require(holds != request.waits_for_admission, f"{request} has no lock, or one before its grant")
+    has_tails = holds and core.state.components is not None
+    _require(has_tails == (request.tails is not None), f"{request} has tails without a grant, or none with one")
+    is_planned = request.is_beyond_plan or request.is_ready
+    _require(not is_planned or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
+    _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")
+    if request.is_ready:
+        _require(request.room is None and not request.loads, f"{request} still waits for something")
+    else:
+        _require(request.is_planned == request.is_beyond_plan, f"{request} has no room, or one too early")
+    if request.waits_for_admission:
+        _require(not request.own and not request.reserve and not request.loads, f"{request} waits and holds pages")
+    if request.lock is None or request.is_ready:
+        return
+    path = core.state.index.path(request.lock.node)
+    shared = Counter[Load]()
+    for node in path:
+        _require(not node.void, f"the path of {request} runs through void pages")
+        if node.load is not None:
+            shared[node.load] += node.page_count
+    _require(
+        dict(request_loads := {load: load.sharers[request] for load in request.loads}) == dict(shared),
+        f"{request} shares {request_loads}, its path runs through {dict(shared)}",
+    )
+    end = request.lock.node.depth_pages
+    _require(end + len(request.own) == request.page_count, f"{request} does not have its prompt's pages once each")
+    if request.room is not None:
+        span = request.room.spans[0]
+        _require(request.promised == span.first <= end, f"{request} promised {request.promised} pages of {end}")
+        is_shared = core.settings.share_transfers or request.promised == end
+        _require(is_shared, f"{request} has {end} pages in the tree, and promised {request.promised}")
+        _require(core.rooms.live(*request.room.key) is request.room, f"the room of {request} is not live")
+        known = sum(request.source_pages.values()) + sum(shared.values())
+        _require(known == end, f"{request} knows the sources of {known} pages of {end}")

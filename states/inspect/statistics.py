@@ -1,0 +1,62 @@
+"""The core in numbers: what there is now, and what has happened since the start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.request.table import LIVE, READY
+
+if TYPE_CHECKING:
+    from tidekv.states.inspect.invariants import Parts
+
+
+def operations_in_flight(core: Parts) -> int:
+    """Operations under way, but for the breaker's own."""
+    return len(core.state.operations) - core.storage.is_open
+
+
+def count_core(core: Parts) -> dict[str, int]:
+    """Requests by state, pages by pool and condition, what is in flight, and every counter of the state."""
+    state = core.state
+    states = dict.fromkeys((f"requests_{kind.value.lower()}" for kind in (*LIVE, READY)), 0)
+    for request in state.requests.values():
+        states[f"requests_{request.state.value.lower()}"] += 1
+    pools = {
+        f"{account.name}_{condition}": getattr(account, condition)
+        for account in (state.device, state.host)
+        for condition in ("free", "owned", "cached", "draining", "total")
+    }
+    return {
+        **states,
+        **pools,
+        **_count_components(core),
+        "device_evictable": state.index.device_evictable,
+        "device_protected": state.index.device_protected,
+        "host_evictable": state.index.host_evictable,
+        "host_protected": state.index.host_protected,
+        "queue": len(core.queue),
+        "loads": len(core.loads),
+        "lookahead_pages": core.lookahead.pages,
+        "backups": len(core.backups),
+        "operations": operations_in_flight(core),
+        "l3_breaker_open": int(core.storage.is_open),
+        "rooms": len(core.rooms),
+        "rooms_draining": core.rooms.draining_rooms,
+        "requests_retracted": core.backups.retracted_requests,
+        **state.counters,
+    }
+
+
+def _count_components(core: Parts) -> dict[str, int]:
+    components = core.state.components
+    if components is None:
+        return {}
+    numbers = {}
+    for name in components.components:
+        for tier in (components.device[name], components.host[name]):
+            account = tier.account
+            for condition in ("free", "owned", "cached", "draining", "total"):
+                numbers[f"{name}_{tier.name}_{condition}"] = getattr(account, condition)
+            numbers[f"{name}_{tier.name}_evictable"] = tier.evictable
+            numbers[f"{name}_{tier.name}_protected"] = tier.protected
+    return numbers

@@ -1,0 +1,125 @@
+"""The prefix index, recounted from scratch: every invariant that its fast paths rely on. O(tree); changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.pages.page_pool import Condition
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.prefix.node import KEPT_MAX, Node
+from tidekv.states.types import page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
+    from tidekv.states.prefix.tree import PageTree
+
+
+def check_index(tree: PageTree, device: DeviceTier, host: HostTier) -> None:
+    """Raise BrokenInvariant, in words, at the first contradiction found."""
+    nodes = list(tree.nodes())
+    for namespace, root in tree.roots.items():
+        _require(root.is_root and root.parent is None and root.namespace == namespace, root, "is not that root")
+        _require(not root.device and not root.host and root.depth_pages == 0, root, "is a root with pages")
+    for node in nodes:
+        _check_links(node, tree.key_bytes)
+        _check_copies(node)
+    # Children before parents: what a parent must count is known by then.
+    for node in [*reversed(nodes), *tree.roots.values()]:
+        _check_counts(node)
+    _check_device(tree, device, nodes)
+    _check_host(tree, host, nodes)
+
+
+def _require(condition: object, node: Node, words: str) -> None:
+    if not condition:
+        raise BrokenInvariant(f"{node} {words}")
+
+
+def _check_links(node: Node, key_bytes: int) -> None:
+    parent = node.parent
+    if parent is None:
+        raise BrokenInvariant(f"{node} is in the tree without a parent")
+    _require(node.first_key == node.edge[:key_bytes], node, "does not begin with its first page")
+    _require(parent.children.get(node.first_key) is node, node, "is not its parent's child by its first page")
+    _require(len(node.keys) == node.page_count * key_bytes > 0, node, "has an edge that is not its pages' keys")
+    kept = node.keys.obj if isinstance(node.keys, memoryview) else node.keys
+    _require(isinstance(kept, bytes), node, "has keys that are a part of no bytes")
+    # Whole bytes that a caller gave are the caller's length; a part keeps no more than a few times its own alive.
+    _require(len(memoryview(kept)) <= KEPT_MAX * len(node.keys), node, "keeps more keys alive than it may")
+    _require(node.depth_pages == parent.depth_pages + node.page_count, node, "is not at its depth")
+    _require(node.namespace == parent.namespace, node, "is in another namespace than its parent")
+
+
+def _check_copies(node: Node) -> None:
+    parent = node.parent
+    assert parent is not None
+    _require(node.device is not None or node.host is not None, node, "has no copy")
+    _require(node.device is None or len(node.device) == node.page_count, node, "has a wrong number of device pages")
+    _require(node.host is None or len(node.host) == node.page_count, node, "has a wrong number of host pages")
+    _require(node.device is None or parent.device is not None, node, "has device pages, its parent has none")
+    _require(node.host is None or parent.host is not None, node, "has host pages, its parent has none")
+    _require(
+        node.device is not None or (node.load is None and not node.void), node, "is under load or void for nothing"
+    )
+    _require(node.load is None or not node.void, node, "is both under load and void")
+
+
+def _check_counts(node: Node) -> None:
+    children = node.children.values()
+    _require(node.device_children == sum(c.device is not None for c in children), node, "miscounts device children")
+    _require(node.host_children == sum(c.host is not None for c in children), node, "miscounts host children")
+    _require(node.anchored >= 0 and node.host_anchored >= 0, node, "has less than no receipts")
+    guarded = node.anchored + sum(c.guarded > 0 for c in children) + (node.load is not None or node.void)
+    _require(node.guarded == guarded, node, f"counts {node.guarded} guards where there are {guarded}")
+    loading = node.load is not None and node.host is not None
+    guarded = node.host_anchored + sum(c.host_guarded > 0 for c in children) + loading
+    _require(node.host_guarded == guarded, node, f"counts {node.host_guarded} host guards where there are {guarded}")
+    _require(not node.guarded or node.device is not None, node, "is guarded without device pages")
+    _require(not node.host_guarded or node.host is not None, node, "is host-guarded without host pages")
+
+
+def _check_device(tree: PageTree, tier: DeviceTier, nodes: list[Node]) -> None:
+    cached, void = page_ids(), page_ids()
+    evictable = protected = 0
+    for node in nodes:
+        if node.device is None:
+            continue
+        if node.void:
+            void += node.device
+            continue
+        cached += node.device
+        evictable += 0 if node.guarded else node.page_count
+        protected += node.page_count if node.guarded else 0
+    _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
+    if not tier.account.holds(cached, Condition.CACHED) or tier.account.cached != len(cached):
+        raise BrokenInvariant("the device pages of the index are not those that its account calls cached, each once")
+    if not tier.account.holds(void, Condition.DRAINING):
+        raise BrokenInvariant("the void pages of the index are not draining, each once, in their account")
+
+
+def _check_host(tree: PageTree, tier: HostTier, nodes: list[Node]) -> None:
+    cached = page_ids()
+    evictable = protected = 0
+    for node in nodes:
+        if node.host is not None:
+            cached += node.host
+            evictable += 0 if node.host_guarded else node.page_count
+            protected += node.page_count if node.host_guarded else 0
+    _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
+    if not tier.account.holds(cached, Condition.CACHED) or tier.account.cached != len(cached):
+        raise BrokenInvariant("the host pages of the index are not those that its account calls cached, each once")
+
+
+def _check_tier(tree: PageTree, tier: Tier, nodes: list[Node], *, evictable: int, protected: int) -> None:
+    if (tier.evictable, tier.protected) != (evictable, protected):
+        raise BrokenInvariant(
+            f"{tier.name}: counted {evictable} evictable and {protected} protected pages,"
+            f" kept {tier.evictable} and {tier.protected}"
+        )
+    roots = tree.roots.values()
+    anchored = sum(node.anchored if tier.name == "device" else node.host_anchored for node in (*roots, *nodes))
+    if tier.receipts != anchored:
+        raise BrokenInvariant(f"{tier.name}: {anchored} receipts are anchored at nodes, {tier.receipts} are out")
+    for node in nodes:
+        _require(not tier.is_ready(node) or node in tier.queue, node, f"may be evicted from {tier.name}, is not queued")
+    tier.queue.check()

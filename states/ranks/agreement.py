@@ -1,0 +1,397 @@
+"""Agreement: from what each rank of a decode instance has seen to the events that all of their cores take.
+
+The core is a function of its events. Ranks that feed their cores the same events in the same order can therefore never
+diverge; this file makes that sequence. It stands between the outcomes of a rank and its core:
+
+    outcomes, calls ──hear──▶ words of this rank ──one vote (MIN)──▶ answers ──decide──▶ events for the core
+
+A turn goes like this. The leader (rank 0) opens it by a frame: its number, the leader's clock, and the calls that the
+leader's callers made, in their order. Every rank casts its words, whatever happens on it; nothing rank-local decides
+whether it takes part. When the reduced words are here, every rank derives the same events from them, and steps its core
+through all of these before it takes the next frame. What the core does opens new questions, so that all ranks know of
+the same questions in the same order: slots, operation numbers and generations need no further agreement.
+
+Turns are opened when some rank has news, never by the clock alone: while nothing changes nothing is voted on, and in
+the last turn before silence the ranks agree that they are idle and compare everything they keep.
+
+A rank whose engine broke still votes: it says so, and all ranks stop alike. Ranks whose parts differ stop with the
+names of those parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from tidekv.states import commands, events
+from tidekv.states.ranks.call_votes import CALLS, Call, CallName, CallQuestion, Refusal, name_of
+from tidekv.states.errors import RankBroken, RanksDiverged
+from tidekv.states.ranks.state_digest import Fingerprint
+from tidekv.states.ranks.vote_items import LOST_RANK, OperationQuestion, RequestQuestion
+from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomQuestion
+from tidekv.states.ranks.component_votes import TailQuestion
+from tidekv.states.ranks.votes import NOBODY, Ballot, equal_words, unequal
+
+if TYPE_CHECKING:
+    from tidekv.states.commands import Command
+    from tidekv.states.core import Core
+    from tidekv.states.events import Event
+    from tidekv.states.ranks.votes import Question, Words
+
+LEADER = 0
+HOLD_S = 10.0
+"""So long a call waits for the callers of all ranks."""
+SOLE_FACTS = ("broken", "idle", "storage", "leaving")
+"""Words of the header that are no pairs: the lowest rank that broke, whether all are idle, what storage all have (none,
+for full pages, with tails), whether all leave.
+"""
+COMPARED = ("epoch", "turn", "questions")
+"""What is compared in front of the parts of the fingerprint."""
+
+
+class Opening(msgspec.Struct, frozen=True, array_like=True):
+    """The leader's frame that opens a turn."""
+
+    epoch: int
+    turn: int
+    at_s: float
+    slots: int
+    """Slots of this vote."""
+    whole: bool = False
+    """Compare everything: the leader sees nothing in flight."""
+    calls: tuple[events.AnyEvent, ...] = ()
+    """Calls in the leader's order, without keys. Those that concern the whole group are made by the leader alone."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What a vote decided."""
+
+    events: list[events.Event]
+    """For the core, in this order."""
+    refusals: list[Refusal]
+    """Calls that the core will not hear of: tell their callers."""
+    is_idle: bool
+    """Whether nothing is in flight on any rank."""
+    all_leave: bool
+
+
+class Agreement:
+    """The votes of one rank. Pure: frames and vectors are carried by others."""
+
+    def __init__(self, core: Core, *, rank: int, epoch: int = 0, hold_s: float = HOLD_S) -> None:
+        self.rank = rank
+        self.epoch = epoch
+        self.turn = 0
+        """The turn that was opened last."""
+        self.is_leaving = False
+        self.has_broken = False
+        self.is_whole = True
+        """Whether the last vote compared everything and nothing has been stepped since."""
+        self._core = core
+        self._hold_s = hold_s
+        self._ballot = Ballot()
+        self._fingerprint = Fingerprint(core)
+        self.compared = (*COMPARED, *self._fingerprint.parts)
+        """What each vote compares, by name."""
+        self.header_words = len(SOLE_FACTS) + 2 * len(self.compared)
+        """Words in front of those of the questions."""
+        self._opening: Opening | None = None
+        self._number = 0
+        self._operations: dict[int, OperationQuestion | TailQuestion] = {}
+        self._rooms: dict[tuple[str, int], RoomQuestion] = {}
+        self._requests: dict[str, RequestQuestion] = {}
+        self._named: dict[CallName, CallQuestion] = {}
+        self._mine: dict[CallName, Call] = {}
+        """Calls of this rank's callers that the leader has not named."""
+        self._unnamed: list[Event] = []
+        """Only the leader's: what the next frame will name."""
+        self._refusals: list[Refusal] = []
+        self._storage = self._told_storage = 0
+        self._has_news = False
+        self.outcomes_unknown = 0
+        """Outcomes that nobody asked for any more."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank knows something that the others have to hear."""
+        return self._has_news or self._ballot.has_news or bool(self._unnamed)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight here: no question but those of READY requests, and no call."""
+        return not (self._operations or self._rooms or self._named or self._mine)
+
+    @property
+    def questions(self) -> int:
+        """Slots in use."""
+        return self._ballot.taken
+
+    def next_deadline_s(self) -> float | None:
+        """When a turn must be opened at the latest, by the leader's clock; None: nothing is waited for."""
+        held = [question.named_at_s + self._hold_s for question in self._named.values()]
+        held += [call.at_s + self._hold_s for call in self._mine.values() if self.rank != LEADER]
+        due_s = self._core.next_deadline_s()
+        return min([*held, due_s] if due_s is not None else held, default=None)
+
+    def leave(self) -> None:
+        """This rank wants to end; all do when all want to."""
+        self.is_leaving = self._has_news = True
+
+    # --- What this rank hears ---
+
+    def hear(self, event: Event) -> None:
+        """Take an outcome, or a call of this rank's callers."""
+        match event:
+            case events.RequestArrived() | events.FinishRequested() | events.RetractRequested():
+                self._hear_call(event)
+            case events.RetractedDropped():
+                self._hear_call(event)
+            case events.AbortRequested():
+                self._hear_abort(event)
+            case events.GrowthTaken(request_id=request_id):
+                if (request := self._requests.get(request_id)) is not None:
+                    request.grow(self._ballot, event.page_count, event.wanted)
+            case events.FlushRequested() | events.PolicyChanged():
+                self._unnamed.append(event)
+            case events.StorageChanged(available=available, tails=tails):
+                self._storage, self._has_news = available + (available and tails), True
+            case events.WriterLost(writer=writer, cause=cause):
+                self._hear_writer(writer, cause, is_dead=False)
+            case events.WriterDead(writer=writer):
+                self._hear_writer(writer, "", is_dead=True)
+            case _:
+                self._hear_outcome(event)
+
+    def _hear_call(self, call: Call) -> None:
+        name = name_of(call)
+        named = self._named.get(name)
+        if named is not None and named.call is None:
+            named.make(self._ballot, call)
+            return
+        self._mine[name] = call
+        if self.rank == LEADER:
+            self._unnamed.append(call)
+
+    def _hear_abort(self, event: events.AbortRequested) -> None:
+        name: CallName = (events.RequestArrived, event.request_id)
+        if (request := self._requests.get(event.request_id)) is not None:
+            request.abort(self._ballot, event.cause)
+        elif (named := self._named.get(name)) is not None:
+            named.abort(self._ballot)
+        elif (call := self._mine.pop(name, None)) is not None:
+            self._unnamed = [other for other in self._unnamed if other is not call]
+            self._refusals.append(Refusal(call, event.cause, "before all ranks had taken it"))
+
+    def _hear_writer(self, writer: str, cause: str, *, is_dead: bool) -> None:
+        for room in self._rooms.values():
+            if room.writer == writer:
+                room.fail(self._ballot, self.rank, LOST, cause, settled=is_dead)
+
+    def _hear_outcome(self, event: Event) -> None:
+        ballot = self._ballot
+        op = getattr(event, "op", 0)
+        if op:
+            operation = self._operations.get(op)
+            if operation is None:
+                self.outcomes_unknown += 1
+                return
+            operation.hear(ballot, self.rank, event)
+            return
+        of_room = cast(
+            "events.PromiseSent | events.ChunkLanded | events.AuxLanded | events.RoomRefused | events.RoomFailed"
+            " | events.RoomDrained",
+            event,
+        )
+        room = self._rooms.get((of_room.request_id, of_room.generation))
+        if room is None:
+            self.outcomes_unknown += 1
+            return
+        match of_room:
+            case events.PromiseSent():
+                room.sent(ballot, of_room)
+            case events.ChunkLanded():
+                room.land(ballot, of_room)
+            case events.AuxLanded(rank=rank):
+                room.land_aux(ballot, rank)
+            case events.RoomRefused(cause=cause):
+                room.fail(ballot, self.rank, REFUSED, cause)
+            case events.RoomFailed(settled=settled, cause=cause):
+                room.fail(ballot, self.rank, FAILED, cause, settled=settled)
+            case _:
+                room.drained(ballot, of_room.rank)
+
+    def take_refusals(self, now_s: float) -> list[Refusal]:
+        """Calls that end on this rank alone: given up before the leader had named them, or never named by it."""
+        if self.rank != LEADER:
+            for name, call in list(self._mine.items()):
+                if now_s >= call.at_s + self._hold_s:
+                    del self._mine[name]
+                    self._refusals.append(Refusal(call, "ranks differ", f"rank {LEADER} did not make the call in time"))
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+    def go_solo(self) -> list[Refusal]:
+        """Another rank is lost: from now on this rank's votes are its own alone, to end what is in flight here.
+
+        Every live request is aborted; calls that were not agreed on are returned, for their callers. A vote that was
+        cast and not decided is forgotten.
+        """
+        self._opening = None
+        # What that vote would have told is news again: an operation that ended then would be waited for without end.
+        self._has_news = True
+        self.rank = LEADER
+        for request in self._requests.values():
+            request.abort(self._ballot, LOST_RANK)
+        calls: list[Call] = [question.call for question in self._named.values() if question.call is not None]
+        calls += self._mine.values()
+        for question in self._named.values():
+            question.close(self._ballot)
+        self._named, self._mine, self._unnamed = {}, {}, []
+        return [Refusal(call, LOST_RANK, "before all ranks had taken it") for call in calls]
+
+    # --- A turn ---
+
+    def open_turn(self, at_s: float) -> Opening:
+        """The leader's next frame."""
+        named = tuple(_without_keys(call) for call in self._unnamed)
+        self._unnamed = []
+        self._name_calls(named, at_s)
+        whole = self.is_idle and self._core.is_idle
+        self._opening = Opening(self.epoch, self.turn + 1, at_s, len(self._ballot), whole, named)
+        return self._opening
+
+    def take_opening(self, opening: Opening) -> None:
+        """A follower has the leader's frame."""
+        self._opening = opening
+        self._name_calls(opening.calls, opening.at_s)
+
+    def cast(self) -> Words:
+        """This rank's vector for the turn that was opened."""
+        opening = self._opening
+        assert opening is not None, "a turn is opened before anybody votes"
+        self._has_news = False
+        facts = [
+            self.rank if self.has_broken else NOBODY,
+            int(self.is_idle and self._core.is_idle),
+            self._storage,
+            int(self.is_leaving),
+        ]
+        # What a rank keeps that broke is not to be trusted, nor even to be looked at.
+        parts = (
+            [0] * len(self._fingerprint.parts)
+            if self.has_broken
+            else self._fingerprint.numbers(opening.turn, whole=opening.whole)
+        )
+        numbers = [self.epoch, self.turn + 1, self._ballot.taken, *parts]
+        words = self._ballot.cast(opening.slots)
+        head = type(words)("q", facts + equal_words(numbers))
+        return head + words
+
+    def decide(self, reduced: Sequence[int]) -> Decision:
+        """What the vote decided. Raises RankBroken where a rank cannot go on, RanksDiverged where parts differ."""
+        opening = self._opening
+        assert opening is not None, "a turn is opened before it is decided"
+        self._opening, self.turn = None, opening.turn
+        broken, idle, storage, leaving = reduced[: len(SOLE_FACTS)]
+        if broken != NOBODY:
+            raise RankBroken(rank=broken)
+        if parts := unequal(self.compared, reduced[len(SOLE_FACTS) : self.header_words]):
+            raise RanksDiverged(turn=opening.turn, parts=tuple(parts))
+        self.is_whole = opening.whole
+        decided: list[Event] = []
+        if storage != self._told_storage:
+            self._told_storage = storage
+            decided.append(events.StorageChanged(at_s=opening.at_s, available=storage > 0, tails=storage > 1))
+        for question in self._ballot.take(reduced[self.header_words :]):
+            if not isinstance(question, CallQuestion):
+                decided += question.decide(self._ballot, opening.at_s)
+                self._close_answered(question)
+        refusals = self._decide_calls(decided, opening)
+        decided += [event for event in opening.calls if not isinstance(event, CALLS)]
+        due_s = self._core.next_deadline_s()
+        if due_s is not None and due_s <= opening.at_s:
+            # Behind whatever has completed: finished work never becomes a timeout.
+            decided.append(events.ClockAdvanced(at_s=opening.at_s))
+        return Decision(events=decided, refusals=refusals, is_idle=bool(idle), all_leave=bool(leaving))
+
+    def _close_answered(self, question: Question) -> None:
+        if isinstance(question, OperationQuestion | TailQuestion):
+            if question.is_over:
+                del self._operations[question.op]
+                question.close(self._ballot)
+        elif isinstance(question, RoomQuestion) and question.is_over:
+            del self._rooms[question.request_id, question.generation]
+            question.close(self._ballot)
+
+    def _decide_calls(self, decided: list[Event], opening: Opening) -> list[Refusal]:
+        refusals = []
+        for name, question in list(self._named.items()):
+            if question.is_answered(self._ballot, opening.at_s, self._hold_s):
+                decided += question.decide(self._ballot, opening.at_s)
+                if question.refusal is not None:
+                    refusals.append(question.refusal)
+                del self._named[name]
+                question.close(self._ballot)
+        return refusals
+
+    def _name_calls(self, named: Sequence[Event], at_s: float) -> None:
+        for event in named:
+            if isinstance(event, CALLS):
+                name = name_of(event)
+                question = CallQuestion(self._next(), self._ballot, event, rank=self.rank, at_s=at_s)
+                self._named[name] = question
+                if (mine := self._mine.pop(name, None)) is not None:
+                    question.make(self._ballot, mine)
+
+    # --- What the core does ---
+
+    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
+        """The core has taken an event (a `Watcher` of the driver): its commands open and close questions."""
+        self._fingerprint.stepped(event, given)
+        self.is_whole = False
+        if isinstance(event, events.RequestArrived) and not error:
+            self._requests[event.request_id] = RequestQuestion(self._next(), self._ballot, event.request_id)
+        elif isinstance(event, events.RetractRequested):
+            self._close_request(event.request_id)
+        for command in given:
+            self._given(command)
+
+    def _given(self, command: Command) -> None:
+        ballot = self._ballot
+        match command:
+            case commands.SendPromise(request_id=request_id, generation=generation):
+                room = RoomQuestion(self._next(), ballot, request_id, generation)
+                first = self._core.settings.pages_of(command.prompt_tokens) - len(command.pages)
+                room.add_span(ballot, first, len(command.pages))
+                self._rooms[request_id, generation] = room
+            case commands.SendExtend(request_id=request_id, generation=generation):
+                self._rooms[request_id, generation].add_span(ballot, command.first, len(command.pages))
+            case commands.SendAbort(request_id=request_id, generation=generation):
+                self._rooms[request_id, generation].leave(ballot)
+            case commands.SendReceived(request_id=request_id, generation=generation):
+                self._rooms.pop((request_id, generation)).close(ballot)
+            case commands.TellFailed(request_id=request_id) | commands.TellDropped(request_id=request_id):
+                self._close_request(request_id)
+            case commands.TellFinished(request_id=request_id):
+                self._close_request(request_id)
+            case commands.QueryTails(op=op):
+                self._operations[op] = TailQuestion(self._next(), ballot, command, self._core)
+            case commands.Operation(op=op):
+                self._operations[op] = OperationQuestion(self._next(), ballot, command)
+
+    def _close_request(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.close(self._ballot)
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+
+def _without_keys(event: Event) -> events.AnyEvent:
+    # The callers of all ranks bring the same tokens; the frame stays small.
+    plain = msgspec.structs.replace(event, keys=b"") if hasattr(event, "keys") else event
+    return cast("events.AnyEvent", plain)

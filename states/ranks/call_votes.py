@@ -1,0 +1,111 @@
+"""Whether the callers on all ranks have made the same call: a request's arrival, its finish, its retract.
+
+The leader names its calls in its own order, in the frame that opens a turn; only that order counts. A call that another
+rank's caller has not made yet is held back for all, until it has, or the hold is over: then the call is refused on all
+ranks, with the number of a rank that lacked it. Calls of one name that differ in what they ask for are refused, too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from tidekv.states import events
+
+if TYPE_CHECKING:
+    from tidekv.states.events import Event
+    from tidekv.states.ranks.votes import Ballot
+
+Call: TypeAlias = "events.RequestArrived | events.FinishRequested | events.RetractRequested | events.RetractedDropped"
+CALLS = (events.RequestArrived, events.FinishRequested, events.RetractRequested, events.RetractedDropped)
+"""What a caller makes on every rank."""
+CallName: TypeAlias = "tuple[type[Event], str]"
+
+ABORTED = -1
+PRESENT = 256
+"""Smaller words name a rank whose caller has not made the call."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A call that the core was never told of; `cause` and `detail` are for the caller."""
+
+    call: Call
+    cause: str
+    detail: str
+
+
+def name_of(call: Call) -> CallName:
+    """What a call is known by on all ranks: there is one of a kind for a request at a time."""
+    return type(call), call.request_id
+
+
+def content_of(call: Call) -> int:
+    """A digest of everything in a call that must be the same on all ranks."""
+    if isinstance(call, events.RequestArrived):
+        plain = (call.prompt_tokens, call.namespace, call.prefill_count, call.priority, call.cache, call.can_recompute)
+        return zlib.crc32(call.keys, zlib.crc32(repr(plain).encode()))
+    if isinstance(call, events.FinishRequested | events.RetractRequested):
+        return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.tails)).encode()))
+    return 0
+
+
+class CallQuestion:
+    """One call that the leader has named. `leaders` is its event, without keys.
+
+    The first word is the rank where the call is missing, ABORTED, or PRESENT and the content; the second is the
+    negative of the content.
+    """
+
+    __slots__ = ("_content", "_is_aborted", "call", "leaders", "named_at_s", "number", "refusal", "slots")
+
+    def __init__(self, number: int, ballot: Ballot, leaders: Call, *, rank: int, at_s: float) -> None:
+        self.number = number
+        self.leaders = leaders
+        self.call: Call | None = None
+        """This rank's own."""
+        self.named_at_s = at_s
+        self.slots = (ballot.open(self, rank), ballot.open(self))
+        self.refusal: Refusal | None = None
+
+    def make(self, ballot: Ballot, call: Call) -> None:
+        """The caller on this rank has made the call."""
+        self.call = call
+        content = PRESENT + content_of(call)
+        ballot.say(self.slots[0], content)
+        ballot.say(self.slots[1], -content)
+
+    def abort(self, ballot: Ballot) -> None:
+        """The caller on this rank gives up."""
+        ballot.say(self.slots[0], ABORTED)
+
+    def is_answered(self, ballot: Ballot, at_s: float, hold_s: float) -> bool:
+        """Whether the vote has decided about the call: all have made it, one has given up, or the hold is over."""
+        word = ballot.agreed(self.slots[0])
+        return word >= PRESENT or word == ABORTED or at_s >= self.named_at_s + hold_s
+
+    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+        """The event of the call, with the leader's numbers; nothing where it is refused, which `refusal` says."""
+        word, negative = (ballot.agreed(slot) for slot in self.slots)
+        call = self.call
+        if word == -negative and call is not None:
+            fields = {"at_s": at_s} if not hasattr(call, "keys") else {"at_s": at_s, "keys": call.keys}
+            return [msgspec.structs.replace(self.leaders, **fields)]
+        if word == ABORTED:
+            self.refusal = Refusal(call or self.leaders, "aborted", "before all ranks had taken it")
+        elif word < PRESENT:
+            self.refusal = Refusal(call or self.leaders, "ranks differ", f"rank {word} did not make the call in time")
+        else:
+            self.refusal = Refusal(
+                call or self.leaders, "ranks differ", "the callers of the ranks gave it different contents"
+            )
+        if isinstance(self.leaders, events.RequestArrived):
+            return []
+        # The request is live, and cannot be given back on all ranks alike: it is dropped on all.
+        return [events.AbortRequested(at_s=at_s, request_id=self.leaders.request_id, cause=self.refusal.detail)]
+
+    def close(self, ballot: Ballot) -> None:
+        """See `Question`."""
+        for slot in self.slots:
+            ballot.close(slot)

@@ -1,0 +1,110 @@
+"""Up to which boundary all ranks can go on with what storage has: the question about a `QueryTails`.
+
+Which pages of a component are in storage is a set, and of sets a vote can make nothing. But a plan needs one boundary
+only, and the caches of all ranks are the same. So the ranks look for the longest boundary that each of them serves, by
+the caches and its own storage together:
+
+    rank 0 serves   . 2 . 4 . . 7       says 7    4
+    rank 1 serves   . . 3 4 5 .         says 5    4     the same: boundary 4
+    least / most                          5/7    4/4
+
+Where not all said the same, each says its longest up to the least of them: what is agreed on goes down at every vote.
+The core then hears of the whole tails of that boundary as if all of them were in storage: what the caches have of them
+is used from there, and the rest is in the storage of every rank. What is not there any more by then fails the fetch on
+all ranks, and the request goes on without storage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states import events
+from tidekv.states.ranks.vote_items import end_of_word, has_failed, word_of_end
+
+if TYPE_CHECKING:
+    from tidekv.states.commands import QueryTails
+    from tidekv.states.core import Core
+    from tidekv.states.events import Event
+    from tidekv.states.components.storage import Reach
+    from tidekv.states.ranks.votes import Ballot
+
+VOTES_MAX = 16
+"""So many votes may ask for a boundary, before the ranks do without the tails in storage."""
+
+
+class TailQuestion:
+    """How many full pages the storage of every rank has, and the longest boundary that all ranks serve.
+
+    The first word is that of an operation, 0 until storage has answered here. The second is the boundary that this rank
+    proposes, plus one, and the third its negative, by which ranks see whether all propose the same.
+    """
+
+    __slots__ = ("_core", "_end", "_first", "_prompt", "_reach", "_votes", "is_over", "number", "op", "slots")
+
+    def __init__(self, number: int, ballot: Ballot, command: QueryTails, core: Core) -> None:
+        self.number = number
+        self.op = command.op
+        self.slots = (ballot.open(self), ballot.open(self), ballot.open(self))
+        self.is_over = False
+        """Whether the core is told, and nothing is to be asked any more."""
+        # The request may be over when storage answers, or even by now.
+        request = core.state.requests.get(command.request_id)
+        self._prompt = None if request is None else (request.namespace, request.keys)
+        self._first = command.first
+        self._end = command.first + command.count
+        self._core = core
+        self._reach: Reach | None = None
+        """What this rank serves; None: it has no answer of use."""
+        self._votes = 0
+
+    def hear(self, ballot: Ballot, rank: int, event: Event) -> None:
+        """Storage has answered on this rank. Told twice, only the first counts."""
+        if ballot.word(self.slots[0]):
+            return
+        found, failed = 0, has_failed(event)
+        if isinstance(event, events.StorageAnswered) and not failed:
+            found = event.found
+            if self._prompt is not None:
+                assert self._core.tails is not None, "who asks for tails has components"
+                self._reach = self._core.tails.storage.reach(*self._prompt, self._first, found, event.tails)
+        boundary = self._longest(self._end)
+        for slot, word in zip(self.slots, (word_of_end(found, rank, failed=failed), *_words(boundary)), strict=True):
+            ballot.say(slot, word)
+
+    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+        """See `Question`."""
+        ended, least, most = (ballot.agreed(slot) for slot in self.slots)
+        if not ended:
+            return []
+        self._votes += 1
+        boundary, is_same = least - 1, least == -most
+        if boundary and not is_same and self._votes < VOTES_MAX:
+            for slot, word in zip(self.slots[1:], _words(self._longest(boundary)), strict=True):
+                ballot.ask_anew(slot, word)
+            return []
+        self.is_over = True
+        tails = self._tails_of(boundary) if boundary and is_same else ()
+        found, error = end_of_word(ended)
+        return [events.StorageAnswered(at_s=at_s, op=self.op, found=found, error=error, tails=tails)]
+
+    def close(self, ballot: Ballot) -> None:
+        """See `Question`."""
+        for slot in self.slots:
+            ballot.close(slot)
+
+    def _longest(self, limit: int) -> int:
+        return self._reach.longest(limit) if self._reach is not None else 0
+
+    def _tails_of(self, boundary: int) -> tuple[events.StoredTail, ...]:
+        settings = self._core.settings
+        return tuple(
+            events.StoredTail(
+                component.name, ((max(0, boundary - component.tail_pages(settings.page_size)), boundary),)
+            )
+            for component in settings.components
+        )
+
+
+def _words(boundary: int) -> tuple[int, int]:
+    # Never 0: that what is asked anew was answered is seen by the answer's being another one.
+    return boundary + 1, -boundary - 1

@@ -1,0 +1,218 @@
+"""Whether a room has come as far on all ranks: each rank has a prefill rank, or several, of its own.
+
+To the core the group has one writer per room: it has written what all have written, it has failed where one has, and it
+is drained when all are. While the room is live its word says, lowest first: how it failed and on which rank, that the
+promise is not sent yet, that it is, that the first token is here. Once the room is left the word says whether all
+writers of this rank have stopped. Each span has a word of its own: pages in place, doubled, and one more at its end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states import events
+from tidekv.states.errors import PrefillCause
+
+if TYPE_CHECKING:
+    from tidekv.states.events import Event
+    from tidekv.states.ranks.votes import Ballot
+
+LOST, FAILED, REFUSED = 1, 2, 3
+"""How a room fails, worst first."""
+CAUSES = tuple(PrefillCause)
+CAUSE_OF_KIND = {LOST: PrefillCause.LOST, FAILED: PrefillCause.FAILED, REFUSED: PrefillCause.REFUSED}
+"""For words that begin with no cause."""
+UNSENT = 1 << 20
+"""Above every failure: nothing is wrong, and the promise is not sent; one more: it is; two: aux is here as well."""
+
+
+class SpanProgress:
+    """How far this rank's writers have come with one span."""
+
+    __slots__ = ("_count", "_cursors", "_ended", "_first", "slot", "told")
+
+    def __init__(self, slot: int, first: int, count: int) -> None:
+        self.slot = slot
+        self.told = 0
+        self._first = first
+        self._count = count
+        self._cursors: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    @property
+    def first(self) -> int:
+        """The page of the prompt at which it begins."""
+        return self._first
+
+    def land(self, event: events.ChunkLanded) -> None:
+        """Note a chunk, if it goes on where its writer's last one ended."""
+        cursor = self._cursors.get(event.rank, self._first)
+        end = self._first + self._count
+        if event.rank in self._ended or event.first != cursor or not 0 <= event.count <= end - cursor:
+            return
+        self._cursors[event.rank] = cursor + event.count
+        if event.last and cursor + event.count == end:
+            self._ended.add(event.rank)
+
+    def word(self, ranks: int) -> int:
+        """What all writers of this rank have done."""
+        if len(self._cursors) < ranks:
+            return 0
+        return 2 * (min(self._cursors.values()) - self._first) + (len(self._ended) == ranks)
+
+
+class RoomQuestion:
+    """One room, from its promise until it is received or all of its writers have stopped."""
+
+    __slots__ = (
+        "_aux_from",
+        "_drained",
+        "_fate",
+        "_is_drained",
+        "_ranks",
+        "_spans",
+        "_told",
+        "generation",
+        "is_left",
+        "is_over",
+        "number",
+        "request_id",
+        "slot",
+        "writer",
+    )
+
+    def __init__(self, number: int, ballot: Ballot, request_id: str, generation: int) -> None:
+        self.number = number
+        self.request_id = request_id
+        self.generation = generation
+        self.writer = ""
+        """Who writes for this rank."""
+        self.is_left = False
+        self.is_over = False
+        self.slot = ballot.open(self, UNSENT)
+        self._spans: list[SpanProgress] = []
+        self._ranks = 0
+        self._aux_from: set[int] = set()
+        self._drained: set[int] = set()
+        self._is_drained = False
+        self._fate = 0
+        self._told = UNSENT
+
+    def add_span(self, ballot: Ballot, first: int, count: int) -> None:
+        """The room asks for these pages of the prompt as well."""
+        self._spans.append(SpanProgress(ballot.open(self), first, count))
+
+    def leave(self, ballot: Ballot) -> None:
+        """The request left: what is asked from now on is whether all writers have stopped."""
+        if not self.is_left:
+            self.is_left = True
+            ballot.ask_anew(self.slot, self._word())
+
+    # --- What this rank hears ---
+
+    def sent(self, ballot: Ballot, event: events.PromiseSent) -> None:
+        """The promise is on its way to this rank's writers."""
+        self.writer, self._ranks = event.writer, event.ranks
+        self._say(ballot)
+
+    def land(self, ballot: Ballot, event: events.ChunkLanded) -> None:
+        """Pages have come; a chunk of no span or writer that this room has changes nothing."""
+        if 0 <= event.span < len(self._spans) and 0 <= event.rank < self._ranks:
+            span = self._spans[event.span]
+            span.land(event)
+            ballot.say(span.slot, span.word(self._ranks))
+
+    def land_aux(self, ballot: Ballot, rank: int) -> None:
+        """The first token has come from one writer."""
+        if 0 <= rank < self._ranks:
+            self._aux_from.add(rank)
+            self._say(ballot)
+
+    def fail(self, ballot: Ballot, rank: int, kind: int, words: str = "", *, settled: bool = False) -> None:
+        """The room will not be completed on this rank. Of its words the cause is voted on, which all ranks report."""
+        told = PrefillCause.parse(words)
+        cause = CAUSE_OF_KIND[kind] if told is None else told[0]
+        self._fate = self._fate or kind << 16 | CAUSES.index(cause) << 8 | rank
+        self._is_drained |= settled
+        self._say(ballot)
+
+    def drained(self, ballot: Ballot, rank: int) -> None:
+        """A writer has stopped; whoever says so before anything was sent says it for all."""
+        self._drained.add(rank)
+        if not self._ranks or len(self._drained & set(range(self._ranks))) == self._ranks:
+            self._is_drained = True
+        self._say(ballot)
+
+    def _say(self, ballot: Ballot) -> None:
+        ballot.say(self.slot, self._word())
+
+    def _word(self) -> int:
+        if self.is_left:
+            return int(self._is_drained)
+        if self._fate:
+            return self._fate
+        has_aux = self._ranks > 0 and len(self._aux_from) == self._ranks
+        return UNSENT + (self._ranks > 0) + has_aux
+
+    # --- What all ranks say ---
+
+    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+        """See `Question`."""
+        word = ballot.agreed(self.slot)
+        key = (self.request_id, self.generation)
+        if self.is_left:
+            self.is_over = word == 1
+            return [_drained(at_s, *key)] if self.is_over else []
+        if self._told < UNSENT:
+            return []
+        before, self._told = self._told, word
+        if word < UNSENT:
+            return [_failed(at_s, *key, word)]
+        decided: list[Event] = []
+        if before == UNSENT < word:
+            decided.append(_sent(at_s, *key))
+        for number, span in enumerate(self._spans):
+            word_of_span, told, span.told = ballot.agreed(span.slot), span.told, ballot.agreed(span.slot)
+            if word_of_span != told:
+                decided.append(
+                    events.ChunkLanded(
+                        at_s=at_s,
+                        request_id=self.request_id,
+                        generation=self.generation,
+                        rank=0,
+                        span=number,
+                        first=span.first + told // 2,
+                        count=word_of_span // 2 - told // 2,
+                        last=bool(word_of_span & 1),
+                    )
+                )
+        if before < UNSENT + 2 == word:
+            decided.append(events.AuxLanded(at_s=at_s, request_id=self.request_id, generation=self.generation, rank=0))
+        return decided
+
+    def close(self, ballot: Ballot) -> None:
+        """See `Question`."""
+        ballot.close(self.slot)
+        for span in self._spans:
+            ballot.close(span.slot)
+
+
+def _sent(at_s: float, request_id: str, generation: int) -> Event:
+    # Every rank has a writer of its own; the core knows one per room, by a name that no other room has.
+    return events.PromiseSent(
+        at_s=at_s, request_id=request_id, generation=generation, writer=f"{request_id}/{generation}", ranks=1
+    )
+
+
+def _failed(at_s: float, request_id: str, generation: int, word: int) -> Event:
+    kind, told, rank = word >> 16, CAUSES[word >> 8 & 0xFF], word & 0xFF
+    if kind == REFUSED:
+        cause = told.words(f"refused to rank {rank}")
+        return events.RoomRefused(at_s=at_s, request_id=request_id, generation=generation, span=0, cause=cause)
+    cause = told.words(f"rank {rank} lost its prefill" if kind == LOST else f"failed on rank {rank}")
+    # Other ranks' writers may be writing: nothing is settled before all have said so.
+    return events.RoomFailed(at_s=at_s, request_id=request_id, generation=generation, cause=cause, settled=False)
+
+
+def _drained(at_s: float, request_id: str, generation: int) -> Event:
+    return events.RoomDrained(at_s=at_s, request_id=request_id, generation=generation, rank=0)

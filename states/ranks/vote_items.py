@@ -1,0 +1,136 @@
+"""What the ranks must agree on before the core may be told: one question each for an operation, a room, a request.
+
+A question is opened by a command or event of the core, the same on all ranks, and takes slots of the ballot. It hears
+this rank's own outcomes, puts them into words, and turns the words of all ranks into the events that the core takes.
+Where a text is needed it is made from the words, so that it is the same on every rank; the details stay in the log of
+the rank that had the failure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states import commands, events
+
+if TYPE_CHECKING:
+    from tidekv.states.commands import Operation
+    from tidekv.states.events import Event
+    from tidekv.states.ranks.votes import Ballot
+
+NO_ERROR = 255
+COUNT_MAX = 1 << 40
+LOST_RANK = "a rank was lost"
+CAUSES = ("aborted", "cancelled by the caller", "engine closed", LOST_RANK)
+"""Why a request is aborted: a word has room for a number only. What is not here counts as the first."""
+
+
+def has_failed(event: Event) -> bool:
+    """Whether an outcome is a failure."""
+    return isinstance(event, events.CommandRaised) or bool(getattr(event, "error", ""))
+
+
+def word_of_end(count: int, rank: int, *, failed: bool) -> int:
+    """An operation has ended here: greater than 0, ordered by count, then by the lowest rank with an error."""
+    return (min(max(count, 0), COUNT_MAX) << 8 | (rank if failed else NO_ERROR)) + 1
+
+
+def end_of_word(word: int) -> tuple[int, str]:
+    """Count and error of an operation that has ended on all ranks, from the least of their words."""
+    count, culprit = (word - 1) >> 8, (word - 1) & 0xFF
+    return count, "" if culprit == NO_ERROR else f"failed on rank {culprit}"
+
+
+class OperationQuestion:
+    """Whether an operation has ended on all ranks: not before the last, and as well as on the worst of them.
+
+    The word is 0 until it has ended here, and then that of `word_of_end`.
+    """
+
+    __slots__ = ("kind", "number", "op", "slot")
+
+    def __init__(self, number: int, ballot: Ballot, command: Operation) -> None:
+        self.number = number
+        self.op = command.op
+        self.kind = type(command)
+        self.slot = ballot.open(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is to be asked any more, once it was decided."""
+        return True
+
+    def hear(self, ballot: Ballot, rank: int, event: Event) -> None:
+        """It has ended on this rank. Told twice, only the first counts."""
+        if not ballot.word(self.slot):
+            count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
+            ballot.say(self.slot, word_of_end(count, rank, failed=has_failed(event)))
+
+    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+        """See `Question`."""
+        count, error = end_of_word(ballot.agreed(self.slot))
+        kind = self.kind
+        if kind is commands.QueryStorage:
+            return [events.StorageAnswered(at_s=at_s, op=self.op, found=count, error=error)]
+        if kind in (commands.FetchPages, commands.FetchTail):
+            return [events.PagesFetched(at_s=at_s, op=self.op, good=count, error=error)]
+        if kind in (commands.StorePages, commands.StoreTail):
+            return [events.PagesStored(at_s=at_s, op=self.op, stored=count, error=error)]
+        if kind is commands.ProbeStorage:
+            return [events.StorageProbed(at_s=at_s, op=self.op, error=error)]
+        if kind is commands.Recompute:
+            return [events.Recomputed(at_s=at_s, op=self.op, error=error)]
+        return [events.CopyEnded(at_s=at_s, op=self.op, error=error)]
+
+    def close(self, ballot: Ballot) -> None:
+        """See `Question`."""
+        ballot.close(self.slot)
+
+
+class RequestQuestion:
+    """What callers did to a live request: an abort by any of them, growth as far as all of them have grown.
+
+    The first word is the number of reserve pages taken so far, or below zero the cause of an abort; the second is how
+    many pages all callers want at once.
+    """
+
+    __slots__ = ("_taken", "_told", "number", "request_id", "slots")
+
+    def __init__(self, number: int, ballot: Ballot, request_id: str) -> None:
+        self.number = number
+        self.request_id = request_id
+        self.slots = (ballot.open(self), ballot.open(self))
+        self._taken = 0
+        self._told = 0
+
+    def abort(self, ballot: Ballot, cause: str) -> None:
+        """The caller on this rank gives up."""
+        number = CAUSES.index(cause) if cause in CAUSES else 0
+        ballot.say(self.slots[0], min(-1 - number, ballot.word(self.slots[0])))
+
+    def grow(self, ballot: Ballot, page_count: int, wanted: int) -> None:
+        """The caller on this rank took pages of the reserve, and wants more."""
+        self._taken += page_count
+        if ballot.word(self.slots[0]) >= 0:
+            ballot.say(self.slots[0], self._taken)
+        ballot.say(self.slots[1], max(wanted, ballot.word(self.slots[1])))
+
+    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+        """See `Question`."""
+        before, taken = self._told, ballot.agreed(self.slots[0])
+        wanted = ballot.agreed(self.slots[1])
+        if before < 0:
+            return []
+        self._told = taken
+        if taken < 0:
+            return [events.AbortRequested(at_s=at_s, request_id=self.request_id, cause=CAUSES[-1 - taken])]
+        if wanted:
+            # It is asked for once; a caller that wants more by now says so anew.
+            ballot.ask_anew(self.slots[1], max(ballot.word(self.slots[1]) - wanted, 0))
+        if taken == before and not wanted:
+            return []
+        return [events.GrowthTaken(at_s=at_s, request_id=self.request_id, page_count=taken - before, wanted=wanted)]
+
+    def close(self, ballot: Ballot) -> None:
+        """See `Question`."""
+        for slot in self.slots:
+            ballot.close(slot)

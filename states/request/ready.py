@@ -1,0 +1,82 @@
+"""What a READY request may still ask for: growth, finish, retract, drop. And flush, which is of no request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import GiveReserve, TellDropped, TellFinished, TellFlushed
+from tidekv.states.types import page_ids
+
+if TYPE_CHECKING:
+    from tidekv.states.backup.backups import Backups
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import AbortRequested, FinishRequested, FlushRequested, GrowthTaken, RetractRequested
+    from tidekv.states.request.request import Request
+    from tidekv.states.request.restore import Restore
+
+
+class Serving:
+    """What a READY request may still ask for."""
+
+    def __init__(self, state: CoreState, restore: Restore, backups: Backups) -> None:
+        self._state = state
+        self._restore = restore
+        self._backups = backups
+
+    def grow(self, request: Request, event: GrowthTaken) -> None:
+        """Pages of the reserve went into use; refill it, with what is wanted at once on top."""
+        state = self._state
+        taken, request.reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
+        # New arrays, not longer ones: commands that were given hold the old ones.
+        request.own = request.own + taken
+        request.table = request.table + taken
+        short = state.settings.growth_reserve_pages + event.wanted - len(request.reserve)
+        count = min(max(short, 0), state.device.free + state.index.device_evictable)
+        if short > 0 and not (count and state.make_device_room(count)):
+            count = 0
+        pages = state.device.take(count) if count else page_ids()
+        request.reserve = request.reserve + pages
+        state.emit(GiveReserve(request_id=request.request_id, pages=pages))
+
+    def finish(self, request: Request, event: FinishRequested) -> None:
+        """Keep prompt and output, back them up, give everything back."""
+        inserted = self._keep_all(request, event)
+        self._back_up(request, retracts=False)
+        self._restore.leave(request, settled=True)
+        self._state.emit(TellFinished(request_id=request.request_id, inserted=inserted))
+        self._state.forget(request)
+
+    def retract(self, request: Request, event: RetractRequested) -> None:
+        """Like finish, but what reaches host memory is held there until the request is resumed or dropped."""
+        self._keep_all(request, event)
+        self._back_up(request, retracts=True)
+        self._restore.leave(request, settled=True)
+        self._state.forget(request)
+
+    def drop(self, request: Request, event: AbortRequested) -> None:
+        """Give everything back; what the prompt brought to the cache stays there."""
+        self._restore.leave(request, settled=True)
+        self._state.emit(TellDropped(request_id=request.request_id))
+        self._state.forget(request)
+
+    def flush(self, event: FlushRequested) -> None:
+        """Drop every unlocked page of these tiers."""
+        dropped: dict[str, int] = {}
+        spared: dict[str, int] = {}
+        for tier in event.tiers:
+            dropped[tier], spared[tier] = self._state.index.flush("device" if tier == "l1" else "host")
+        self._state.pages_freed = True
+        self._state.emit(TellFlushed(call=event.call, dropped=dropped, spared=spared))
+
+    def _keep_all(self, request: Request, event: FinishRequested | RetractRequested) -> int:
+        if not request.cache:
+            return 0
+        settings = self._state.settings
+        pages = len(request.table)
+        if not settings.keep_output:
+            pages = request.full_pages
+        return self._restore.keep(request, event.keys[: pages * settings.key_bytes], event.tails)
+
+    def _back_up(self, request: Request, *, retracts: bool) -> None:
+        assert request.lock is not None
+        self._backups.begin(request, request.lock.node, retracts=retracts)

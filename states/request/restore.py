@@ -1,0 +1,438 @@
+"""Restoring a prompt: the grant, the plan, the commit, and giving everything back.
+
+The methods that take an event are actions of the request machine; `tidekv.states.request.table` says when each of them runs. A
+prompt's pages while the plan is made:
+
+    [0, matched)             in device memory (L1), locked; some of it under another request's load
+    [matched, host_end)      in host memory (L2), pinned: loads by copy
+    [host_end, promised)     in storage (L3), as it answered: loads by fetch, then copy
+    [promised, page_count)   the delta: prefill writes it (span 0 of the room); where transfers are shared, its full
+                             pages are in the tree meanwhile (`tidekv.states.loads.shared_transfers`)
+
+Deciding comes first and is free to raise; index and accounts change after that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.request.adoption import Adoption
+from tidekv.states.commands import Recompute, TellReady
+from tidekv.states.events import Recomputed
+from tidekv.states.prefix.results import Match
+from tidekv.states.request.plan import Plan
+from tidekv.states.request.plan_fetches import PlanFetches
+from tidekv.states.request.request import Load, Request, RequestTails, Stage
+from tidekv.states.types import page_ids
+from tidekv.states.rollback import Undo
+
+if TYPE_CHECKING:
+    from tidekv.states.backup.backups import Backups
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import (
+        Outcome,
+        PlanDue,
+        Progressed,
+        StorageAnswered,
+        StorageDue,
+        TailLeft,
+        TransitionRaised,
+    )
+    from tidekv.states.prefix.index import Node, Receipt
+    from tidekv.states.loads.loads import Loads
+    from tidekv.states.loads.look_ahead import Lookahead
+    from tidekv.states.components.request_components import Tails
+    from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.types import PageIds
+    from tidekv.states.loads.shared_transfers import SharedTransfers
+    from tidekv.states.storage.admission import StorageUse
+
+
+class Recomputation:
+    """Operation: the caller computes the rest of a prompt. Its end is an event of the request."""
+
+    __slots__ = ("_state", "request")
+
+    def __init__(self, state: CoreState, request: Request) -> None:
+        self._state = state
+        self.request = request
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """The rest of the prompt is in place, or never will be."""
+        self._state.answers[self.request] = Recomputed(at_s=event.at_s, op=event.op, error=error)
+
+    def late(self) -> None:
+        """It has no deadline but the request's."""
+
+    def abandon(self) -> None:
+        """It holds nothing: the pages are the request's."""
+
+
+class LateRecomputation:
+    """Operation: a caller's computation whose request has left. It keeps its device pages until it has ended."""
+
+    __slots__ = ("_rules", "_state", "device_pages", "tails")
+
+    def __init__(self, state: CoreState, rules: Tails | None, request: Request) -> None:
+        self._state = state
+        self._rules = rules
+        self.device_pages: PageIds = request.own
+        self.tails: RequestTails | None = request.tails
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Nothing writes to the pages any more."""
+        self.abandon()
+
+    def late(self) -> None:
+        """It has no deadline."""
+
+    def abandon(self) -> None:
+        """Free the pages. Can be called again if it raises."""
+        self._state.device.give_back(self.device_pages)
+        self.device_pages = page_ids()
+        if self.tails is not None and self._rules is not None:
+            self._rules.give_up(self.tails)
+        self._state.pages_freed = True
+
+
+class Restore:
+    """The steps of a restore."""
+
+    def __init__(
+        self,
+        state: CoreState,
+        storage: StorageUse,
+        rooms: Rooms,
+        loads: Loads,
+        shared: SharedTransfers,
+        lookahead: Lookahead,
+        tails: Tails | None,
+        backups: Backups,
+    ) -> None:
+        self._state = state
+        self._storage = storage
+        self._shared = shared
+        self._lookahead = lookahead
+        self._fetches = PlanFetches(state, storage, rooms, loads, lookahead, Adoption(state, storage, loads))
+        self._rooms = rooms
+        self._loads = loads
+        self._tails = tails
+        self._backups = backups
+        self._insertions = 0
+
+    # --- PREALLOC ---
+
+    def ask_storage(self, request: Request, event: StorageDue) -> None:
+        """Ask storage for what neither device nor host has, while the request waits, unless that is too little."""
+        request.has_asked = True
+        self._ask_storage(request)
+
+    def _ask_storage(self, request: Request) -> None:
+        if not self._storage.is_usable or request.restore_limit or request.query_op:
+            return
+        if self._tails is None:
+            self._fetches.ask(request)
+        elif not request.tail_limit:
+            self._tails.storage.ask(request)
+
+    def note_answer(self, request: Request, event: StorageAnswered) -> None:
+        """Keep what storage has answered; no pages if it is too late with its answer."""
+        if event.error:
+            self._state.count("l3_queries_failed")
+        request.stored_tails = event.tails
+        request.query_op = 0
+        request.stored_found = max(0, min(event.found, request.full_pages - request.stored_first))
+        self._state.ahead_due = True
+        if self._tails is not None:
+            # With components a request is not admitted before the answer.
+            self._state.pages_freed = True
+
+    def grant(self, request: Request) -> bool:
+        """Match, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
+        was taken so far.
+        """
+        state = self._state
+        if self._tails is not None and self._tails.storage.waits_for_answer(request):
+            return False
+        available = state.device.free + state.index.device_evictable
+        if request.short_version == self._insertions and available < request.short_need:
+            return False
+        match = self._match(request)
+        request.lock = state.index.lock(match.device_node)
+        needed = request.page_count - match.device_pages + state.settings.growth_reserve_pages
+        has_room = state.make_device_room(needed)
+        if not has_room or not (self._tails is None or self._tails.reserve(request, match)):
+            state.index.unlock(request.lock)
+            request.lock = None
+            if has_room:
+                return self._grant_without_tails(request)
+            request.short_need, request.short_version = needed, self._insertions
+            return False
+        pages = state.device.take(needed)
+        reserved = needed - state.settings.growth_reserve_pages
+        request.own, request.reserve = pages[:reserved], pages[reserved:]
+        request.pin = state.index.pin(match.host_node)
+        request.matched = match.device_pages
+        for load, page_count in self._loads_on(match.device_node).items():
+            self._loads.share(load, request, page_count)
+        if self._tails is None and match.device_pages + match.host_pages < request.stored_first:
+            self._ask_storage(request)
+        return True
+
+    def _grant_without_tails(self, request: Request) -> bool:
+        """Pools of components are short. That others give something back is waited for, if there are any."""
+        assert self._tails is not None
+        return self._tails.does_with_less(request) and self.grant(request)
+
+    # --- MATCH ---
+
+    def fix_plan(self, request: Request, event: PlanDue) -> None:
+        """Cut the prompt into runs by source, start the loads, and send the promise. A raise leaves all as it was."""
+        state = self._state
+        match = self._match(request)
+        if self._tails is not None and not self._tails.serves(request, match):
+            state.preempted[request] = "the caches no longer have what was granted"
+            return
+        # Others may have extended the match since the grant; what was reserved for that part is given back.
+        surplus = len(request.own) - (request.page_count - match.device_pages)
+        assert surplus >= 0, "what was locked is still there"
+        assert request.lock is not None and request.pin is not None
+        plan = Plan(match, request.own[surplus:])
+        request.declined = ("", 0)
+        shared = self._loads_on(plan.node)
+        said, adopted = len(state.out), 0
+        with Undo() as undo:
+            undo.callback(lambda: state.out.__delitem__(slice(said, None)))
+            if request.restore_limit < 2:
+                self._load_from_host(request, plan, undo)
+            if request.restore_limit < 1:
+                adopted = self._fetches.adopt_reads(request, plan, undo)
+                self._fetches.load(request, plan, undo)
+            if self._tails is not None:
+                if not self._tails.reaches(request, plan.end):
+                    return
+                self._tails.begin(request, plan.node, undo)
+            published = self._shared.publish(request, plan, undo)
+            lock = state.index.lock(plan.node if published is None else published.nodes[-1])
+            undo.callback(state.index.unlock, lock)
+            state.index.unlock(request.lock)
+            undo.callback(self._lock_again, request, request.lock.node)
+            state.index.unpin(request.pin)
+            undo.callback(self._pin_again, request, request.pin.node)
+            state.device.give_back(request.own[:surplus])
+            # The pages given back last are taken first: these very pages.
+            undo.callback(state.device.take, surplus)
+            op = self._ask_for_rest(request, plan, lock)
+            undo.keep()
+        self._lookahead.adopted(request, adopted)
+        request.lock, request.pin, request.own = lock, None, plan.own
+        request.matched, request.promised, request.recompute_op = match.device_pages, plan.end, op
+        for load, page_count in (*shared.items(), *((load, load.page_count) for load in plan.loads)):
+            self._loads.share(load, request, page_count)
+            if load.stage is Stage.FAILED:
+                state.failed_loads[load] = None
+        waiting = sum(load.sharers[request] for load in request.loads)
+        # What others' transfers have brought since the grant is among them already.
+        request.source_pages["l1"] += plan.end - waiting - sum(request.source_pages.values())
+        if published is not None:
+            request.own = plan.own[published.page_count :]
+            self._shared.published(request, published)
+        if plan.loads or published is not None:
+            self._insertions += 1
+        if request.ahead is not None:
+            # What was fetched ahead is held by loads now, or of no use.
+            state.ahead_over[request] = None
+
+    def _ask_for_rest(self, request: Request, plan: Plan, lock: Receipt) -> int:
+        """Promise to prefill what the plan covers, or ask the caller for the rest; returns the operation of that."""
+        state = self._state
+        if not request.recomputes:
+            tails = None if self._tails is None else self._tails.promise(request)
+            self._rooms.open(request, promised=plan.end, own=plan.own, tails=tails)
+            return 0
+        with Undo() as undo:
+            op = state.start_operation(Recomputation(state, request), deadline_s=float("inf"))
+            undo.callback(state.operations.pop, op)
+            state.emit(
+                Recompute(
+                    op=op,
+                    request_id=request.request_id,
+                    generation=request.generation,
+                    first=plan.end,
+                    pages=state.index.device_path(lock.node) + plan.own,
+                    tails=None if request.tails is None else request.tails.table,
+                )
+            )
+            undo.keep()
+        return op
+
+    def _match(self, request: Request) -> Match:
+        """What the index has of the prompt. A request that recomputes shares no loads: it cannot extend into them."""
+        if self._tails is not None:
+            return self._tails.match(request)
+        match = self._state.index.match(request.namespace, request.keys)
+        if not request.recomputes:
+            return match
+        path = self._state.index.path(match.device_node)
+        leaf = match.device_node if not path else path[0].parent
+        assert leaf is not None
+        for node in path:
+            if node.load is not None:
+                break
+            leaf = node
+        return Match(leaf.depth_pages, 0, leaf, leaf)
+
+    def _lock_at(self, request: Request, node: Node) -> None:
+        """Move the lock of a request."""
+        index = self._state.index
+        assert request.lock is not None, "a request whose pages are kept has locked them"
+        lock = index.lock(node)
+        try:
+            index.unlock(request.lock)
+        except BaseException:
+            index.unlock(lock)
+            raise
+        request.lock = lock
+
+    def _lock_again(self, request: Request, node: Node) -> None:
+        request.lock = self._state.index.lock(node)
+
+    def _pin_again(self, request: Request, node: Node) -> None:
+        request.pin = self._state.index.pin(node)
+
+    def _loads_on(self, leaf: Node) -> dict[Load, int]:
+        """The loads that the path to `leaf` runs through, with how many pages of each lie on it."""
+        loads: dict[Load, int] = {}
+        for node in self._state.index.path(leaf):
+            load = node.load
+            if load is not None:
+                assert isinstance(load, Load)
+                loads[load] = loads.get(load, 0) + node.page_count
+        return loads
+
+    def _load_from_host(self, request: Request, plan: Plan, undo: Undo) -> None:
+        """Start copies of the matched host pages, in runs of whole nodes that one tier has brought."""
+        run: list[Node] = []
+        ahead = request.ahead
+        path = [node for node in self._state.index.path(plan.host_node) if node.depth_pages > plan.end]
+        for node in path:
+            run.append(node)
+            count = node.depth_pages - plan.end
+            bounds = () if ahead is None else (ahead.first, ahead.joined)
+            if count >= self._state.settings.copy_run_pages or node is path[-1] or node.depth_pages in bounds:
+                is_ahead = ahead is not None and ahead.first <= plan.end < ahead.joined
+                tier = "l3" if is_ahead else "l2"
+                load = self._loads.begin_copy(plan.end, run, plan.own[:count], tier=tier)
+                undo.callback(self._loads.abandon, load)
+                plan.add(load, node, count)
+                run = []
+
+    # --- TRANSFER ---
+
+    def note_recomputed(self, request: Request, event: Recomputed) -> None:
+        """The caller has computed the rest of the prompt: it is in place."""
+        request.recompute_op = 0
+        request.recomputed = True
+
+    # --- READY ---
+
+    def commit(self, request: Request, event: Progressed) -> None:
+        """All pages are here: the prompt joins the cache, and the caller gets the page table. After a raise, `leave`
+        gives everything back.
+        """
+        # Before TellReady: a raise after that would give the caller a second end of the same request.
+        self._backups.release_retracted(request.request_id)
+        state = self._state
+        settings = state.settings
+        assert request.lock is not None
+        source = "recompute" if request.recomputed else "transfer"
+        sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
+        # Only the last page can be filled in part, and it is never cached then.
+        rest = len(request.own) * settings.page_size - (request.page_count * settings.page_size - request.prompt_tokens)
+        sources[source] = sources.get(source, 0) + rest
+        request.table = state.index.device_path(request.lock.node) + request.own
+        assert len(request.table) == request.page_count
+        # What is shared already is in the tree, and was from the plan on.
+        if request.cache and request.full_pages > request.lock.node.depth_pages:
+            self.keep(request, request.keys)
+        state.index.note_served(request.lock.node)
+        if request.room is not None:
+            self._rooms.receive(request.room)
+        tails = None if self._tails is None else self._tails.commit(request)
+        state.emit(
+            TellReady(
+                request_id=request.request_id,
+                generation=request.generation,
+                pages=request.table,
+                sources=sources,
+                reserve=request.reserve,
+                tails=tails,
+            )
+        )
+
+    def keep(self, request: Request, keys: bytes, tails: tuple[TailLeft, ...] = ()) -> int:
+        """Insert the request's pages under `keys` (full pages, from the first on) in the cache.
+
+        Where the cache has other pages for the same tokens the request goes over to those. Its lock moves to the end
+        of what was inserted; `own` keeps the pages that could not be. Returns how many pages are new to the cache. What
+        the caller leaves of components goes with them.
+        """
+        state = self._state
+        count = len(keys) // state.settings.key_bytes
+        inserted = state.index.insert(request.namespace, keys, request.table[:count])
+        kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
+        request.table = inserted.pages + request.table[count:]
+        # What is ours still: said before anything else, so that a raise from here on loses no page.
+        request.own = inserted.duplicates + kept
+        state.device.give_back(inserted.duplicates)
+        request.own = kept
+        self._lock_at(request, inserted.node)
+        if self._tails is not None:
+            self._tails.keep(request, tails, inserted.node)
+        self._insertions += 1
+        state.pages_freed = True
+        return inserted.inserted_count
+
+    # --- Leaving ---
+
+    def leave(self, request: Request, *, settled: bool) -> None:
+        """Give everything back, or to the quarantine where prefill may still write; the request holds nothing now.
+
+        Where this raised, it can be called again, and goes on from there.
+        """
+        state = self._state
+        self._lookahead.drop(request)
+        self._shared.leave(request, settled=settled)
+        for load in list(request.loads):
+            self._loads.leave(load, request)
+        if request.room is not None:
+            self._rooms.leave(request.room, settled=settled)
+        elif request.recompute_op:
+            # The caller's own computation writes to these pages until it says that it has ended.
+            state.operations[request.recompute_op] = LateRecomputation(state, self._tails, request)
+            request.own, request.recompute_op, request.tails = page_ids(), 0, None
+        else:
+            state.device.give_back(request.own)
+            request.own = page_ids()
+        if request.lock is not None:
+            state.index.unlock(request.lock)
+            request.lock = None
+        if request.pin is not None:
+            state.index.unpin(request.pin)
+            request.pin = None
+        if self._tails is not None:
+            self._tails.leave(request)
+        state.device.give_back(request.reserve)
+        state.operations.pop(request.query_op, None)
+        state.preempted.pop(request, None)
+        request.query_op = 0
+        request.forget_plan()
+        state.pages_freed = True
+
+    def fall_back(self, request: Request, event: TransitionRaised) -> None:
+        """A transition raised: trust fewer tiers. The first time no storage, the second time no host memory either."""
+        self._state.count("fallbacks_by_raise")
+        request.trouble = event.detail
+        self._lookahead.drop(request)
+        for load in list(request.loads):
+            self._loads.cut(load)

@@ -1,0 +1,299 @@
+"""Whether storage is asked at all, and for how many pages: limits on fetches, and the breaker.
+
+The breaker (`tidekv.states.storage.circuit_breaker`) counts failures and lates in a row. While it is open nothing is asked, and
+requests go on without storage; its waits and probes are operations of the core.
+
+    closed ──failures in a row──▶ open, waiting ──back-off is over──▶ open, probing ──StorageProbed──▶ closed
+                                        ▲                                │ with an error
+                                        └────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tidekv.states.storage.circuit_breaker import Breaker
+from tidekv.states.commands import ProbeStorage
+from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
+from tidekv.states.storage.throughput import FetchPace
+from tidekv.states.storage.source_split import Way
+from tidekv.states.rollback import Undo
+
+if TYPE_CHECKING:
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
+    from tidekv.states.request.request import Load, Request, TailFetch
+    from tidekv.states.types import PageIds
+
+
+class StorageQuery:
+    """Operation: the question what storage has of a request's prompt. The answer is an event of the request."""
+
+    __slots__ = ("_state", "_storage", "request")
+
+    def __init__(self, state: CoreState, storage: StorageUse, request: Request) -> None:
+        self._state = state
+        self._storage = storage
+        self.request = request
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Storage has answered, or could not be asked, which counts as an answer without pages."""
+        self._storage.call_ended(event)
+        found, tails = (event.found, event.tails) if isinstance(event, StorageAnswered) else (0, ())
+        self._state.answers[self.request] = StorageAnswered(
+            at_s=event.at_s, op=event.op, found=found, error=error, tails=tails
+        )
+
+    def late(self) -> None:
+        """The plan is made without storage."""
+        self._state.count("l3_queries_late")
+        self._storage.call_is_late()
+        op = self.request.query_op
+        del self._state.operations[op]
+        self._state.answers[self.request] = StorageAnswered(at_s=self._state.now_s, op=op, found=0)
+
+    def abandon(self) -> None:
+        """It holds nothing."""
+
+
+class LateFetch:
+    """Operation: a fetch without a request that waits for it. It keeps its host pages until it has ended."""
+
+    __slots__ = ("_state", "_storage", "component", "host_pages")
+
+    def __init__(self, state: CoreState, storage: StorageUse, host_pages: PageIds, component: str) -> None:
+        self._state = state
+        self._storage = storage
+        self.host_pages = host_pages
+        self.component = component
+        """The component whose host pages they are; empty for full pages."""
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Free the host pages. The breaker counted the fetch when it was late."""
+        self.abandon()
+
+    def late(self) -> None:
+        """It has no deadline any more."""
+
+    def abandon(self) -> None:
+        """Free the host pages."""
+        if self.component:
+            assert self._state.components is not None
+            self._state.components.give_back({self.component: self.host_pages}, "host")
+        else:
+            self._state.host.give_back(self.host_pages)
+        self._storage.pages_in_flight -= len(self.host_pages)
+        self._state.pages_freed = True
+
+
+class BreakerWait:
+    """Operation: the back-off of the breaker, which ends by its deadline."""
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, storage: StorageUse) -> None:
+        self._storage = storage
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """No command was given, so no outcome comes."""
+
+    def late(self) -> None:
+        """The back-off is over: ask storage whether it works again."""
+        self._storage.probe()
+
+    def abandon(self) -> None:
+        """It holds nothing."""
+
+
+class Probe:
+    """Operation: the question whether storage works again."""
+
+    __slots__ = ("_error", "_storage")
+
+    def __init__(self, storage: StorageUse) -> None:
+        self._storage = storage
+        self._error = ""
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Storage has answered."""
+        self._error = error
+        self._storage.probed(error)
+
+    def late(self) -> None:
+        """It has no deadline: the engine ends each probe."""
+
+    def abandon(self) -> None:
+        """Take the answer once more."""
+        self._storage.probed(self._error)
+
+
+class StorageUse:
+    """Decides whether storage is called, and keeps account of the calls."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._breaker = Breaker()
+        self._pace = FetchPace()
+        self._level_pages = 0.0
+        self._level_at_s = float("-inf")
+        self.op = 0
+        """The wait for the next probe, or the probe; 0 while the breaker is closed."""
+        self.fetching: dict[Load | TailFetch, int] = {}
+        """Loads, and tails, that wait for their fetch, and how many pages each fetches."""
+        self.pages_in_flight = 0
+        """Pages that storage writes to: of loads, of look-ahead, and of fetches that no request waits for any more."""
+        self.ahead_in_flight = 0
+        """Fetches of look-ahead that have not ended."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the breaker is open: storage is not called."""
+        return self.op > 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether storage may be asked."""
+        return self._state.storage_available and not self.op
+
+    def policy_changed(self, event: PolicyChanged) -> None:
+        """Go on by other policies."""
+        self._state.settings = self._state.settings.with_policy(event.policy)
+        self._state.ahead_due = True
+        self._state.renew_write_credit()
+
+    # --- Limits ---
+
+    @property
+    def way(self) -> Way:
+        """How fast storage brings pages, and how many are under way from there."""
+        return Way(self._pace.page_s(self._state.now_s), self.pages_in_flight)
+
+    def allowance(self, wanted: int, deadline_s: float) -> int:
+        """How many of `wanted` pages a plan may fetch now, if they may take `deadline_s`."""
+        settings = self._state.settings
+        if settings.fetch_pages_in_flight_max:
+            wanted = min(wanted, max(0, settings.fetch_pages_in_flight_max - self.pages_in_flight))
+        page_s = self._pace.page_s(self._state.now_s)
+        fitting = settings.fetch_deadline_share * deadline_s / page_s if page_s else float("inf")
+        if settings.fetch_deadline_share and fitting < wanted + self.pages_in_flight:
+            wanted = max(0, int(fitting) - self.pages_in_flight)
+        if settings.fetch_pages_per_s:
+            wanted = min(wanted, int(self._level()))
+        return wanted
+
+    def take(self, count: int) -> None:
+        """A plan fetches so many pages; with a negative count, it does not after all."""
+        if self._state.settings.fetch_pages_per_s:
+            self._level_pages = self._level() - count
+
+    def _level(self) -> float:
+        """What may be fetched at once: it grows with time, up to one second's worth, which is at least a page."""
+        rate, now_s = self._state.settings.fetch_pages_per_s, self._state.now_s
+        grown = self._level_pages + (now_s - self._level_at_s) * rate
+        self._level_pages, self._level_at_s = min(grown, max(rate, 1.0)), now_s
+        return self._level_pages
+
+    # --- Fetches under way ---
+
+    @property
+    def holds_puts(self) -> bool:
+        """Whether puts are to wait: something is fetched, or fetches take too long as it is."""
+        if self.fetching or self.ahead_in_flight:
+            return True
+        bound_s = self._state.settings.put_fetch_s_max
+        return bound_s > 0 and self._pace.fetch_s(self._state.now_s) > bound_s
+
+    def may_put_beside(self, others: bool) -> bool:
+        """Whether a put, whose host pages are pinned already, may begin. The first one always may."""
+        state = self._state
+        room = state.settings.put_host_share * state.settings.host_pages
+        if not others or state.index.host_protected <= room:
+            return True
+        state.count("l3_puts_declined")
+        return False
+
+    def fetch_began(self, load: Load | TailFetch, page_count: int) -> None:
+        """Storage writes to the host pages of a load from now on, which waits for it."""
+        self.fetching[load] = page_count
+        self.pages_in_flight += page_count
+
+    def fetch_over(self, load: Load | TailFetch) -> None:
+        """The load waits for no fetch (any more)."""
+        self.pages_in_flight -= self.fetching.pop(load, 0)
+
+    def fetch_given_up(self, op: int, host_pages: PageIds, component: str = "") -> None:
+        """Leave a fetch alone: it keeps its host pages, of a component or full ones, until it ends."""
+        self._state.operations[op] = LateFetch(self._state, self, host_pages, component)
+        self.pages_in_flight += len(host_pages)
+
+    def note_pace(self, *, begun_at_s: float, pages: int) -> None:
+        """A fetch, at whose begin so many pages were under way, has brought everything, or is late."""
+        self._pace.note(taken_s=self._state.now_s - begun_at_s, pages=pages, now_s=self._state.now_s)
+
+    # --- The breaker ---
+
+    def changed(self, event: StorageChanged) -> None:
+        """Another storage is attached, or none: what the last one did, and what it holds, is forgotten."""
+        # With components, full pages without them are of no use: a request could not go on from there.
+        self._state.storage_available = event.available and (event.tails or self._state.components is None)
+        self._state.operations.pop(self.op, None)
+        self.op = 0
+        self._breaker.close()
+        self._pace.forget()
+        if event.available:
+            self._state.index.forget_stored()
+        self._state.renew_write_credit()
+
+    def call_ended(self, event: Outcome) -> None:
+        """Count the outcome of a call for the breaker. A call that could not be started says nothing about storage."""
+        if isinstance(event, StorageAnswered | PagesFetched | PagesStored):
+            self._state.run_guarded(partial(self.note, failed=bool(event.error)))
+
+    def call_is_late(self) -> None:
+        """Count a call that has not ended in time as a failure."""
+        self._state.run_guarded(partial(self.note, failed=True))
+
+    def fetch_ended(self, event: Outcome) -> int:
+        """Count the outcome of a fetch; returns how many of its pages are good, from the first on."""
+        self.call_ended(event)
+        return event.good if isinstance(event, PagesFetched) else 0
+
+    def put_ended(self, event: Outcome) -> int:
+        """Count the outcome of a put; returns how many of its pages are stored, from the first on."""
+        self.call_ended(event)
+        return event.stored if isinstance(event, PagesStored) else 0
+
+    def note(self, *, failed: bool) -> None:
+        """A call to storage has ended, or is late."""
+        settings = self._state.settings
+        limit = settings.breaker_failures if self._state.storage_available else 0
+        self._breaker.note(failed=failed, failures_max=limit, backoff_s=settings.breaker_backoff_s)
+        if self._breaker.is_open and not self.op:
+            self._wait()
+            self._state.count("l3_breaker_opened")
+
+    def probe(self) -> None:
+        """The back-off is over."""
+        state = self._state
+        op = state.start_operation(Probe(self), deadline_s=float("inf"))
+        with Undo() as undo:
+            undo.callback(state.operations.pop, op)
+            state.emit(ProbeStorage(op=op))
+            undo.keep()
+        del state.operations[self.op]
+        self.op = op
+
+    def probed(self, error: str) -> None:
+        """Storage has answered the probe."""
+        self._breaker.probed(failed=bool(error), backoff_max_s=self._state.settings.breaker_backoff_max_s)
+        if self._breaker.is_open:
+            self._state.count("l3_probes_failed")
+            self._wait()
+        else:
+            self._state.count("l3_breaker_closed")
+            self.op = 0
+            self._state.renew_write_credit()
+
+    def _wait(self) -> None:
+        self.op = self._state.start_operation(BreakerWait(self), deadline_s=self._breaker.backoff_s)

@@ -1,0 +1,64 @@
+"""What engines tell tools about their place, before and after they have a pool."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidekv.backends.storage.base import Census, Holding
+from tidekv.backends.storage.file.schema import file_holdings
+from tidekv.states.errors import InvalidConfig, StorageFailed
+
+# The rig and servers of conftest.py, which test modules cannot import.
+Rig = Any
+
+OTHER = b"o" * 32
+
+
+@pytest.fixture(params=["file-threads", "redis", "s3", "mooncake"])
+async def places(
+    request: pytest.FixtureRequest, rig_on: Callable[..., Rig]
+) -> AsyncIterator[tuple[Rig, dict[str, object]]]:
+    """Each engine that can tell what it holds, with the options that it needs for it."""
+    if request.param == "file-threads":
+        yield rig_on(request.param, ""), {}
+    elif request.param == "mooncake":
+        servers = request.getfixturevalue("mooncake_servers")
+        yield rig_on(request.param, servers.address), {"admin": servers.admin}
+    else:
+        yield rig_on(request.param, request.getfixturevalue(f"{request.param}_server").address), {}
+
+
+async def test_holdings_are_told_without_a_pool_and_pages_with_one(places: tuple[Rig, dict[str, object]]) -> None:
+    rig, options = places
+    one, other = await rig.open(**options), await rig.open(namespace=OTHER, **options)
+    await rig.put(one, range(10))
+    await rig.put(other, range(3))
+    looking = rig.make(**options)
+    assert isinstance(looking, Census)
+    page_bytes = None if rig.kind == "mooncake" else 4096
+    assert await looking.holdings() == [
+        Holding(namespace=rig.NAMESPACE, page_bytes=page_bytes, pages=10),
+        Holding(namespace=OTHER, page_bytes=page_bytes, pages=3),
+    ]
+    assert sorted([key async for keys in one.listed() for key in keys]) == sorted(rig.keys(range(10)))
+    assert await one.clear() == 10
+    assert [key async for keys in one.listed() for key in keys] == []
+
+
+async def test_what_cannot_be_asked_says_so(rig_on: Callable[..., Rig], free_address: str, tmp_path: Path) -> None:
+    for kind, server in (("redis", free_address), ("s3", "http://" + free_address)):
+        with pytest.raises(StorageFailed, match="unreachable"):
+            await rig_on(kind, server).make(connect_timeout_s=0.3).holdings()
+    with pytest.raises(StorageFailed, match="unreachable"):
+        await rig_on("mooncake", free_address).make(admin="http://" + free_address).holdings()
+    with pytest.raises(InvalidConfig, match="give the option admin"):
+        await rig_on("mooncake", free_address).make().holdings()
+    with pytest.raises(StorageFailed, match="is not a storage directory"):
+        file_holdings(tmp_path)
+    (tmp_path / "index.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(StorageFailed, match="cannot be read"):
+        file_holdings(tmp_path)

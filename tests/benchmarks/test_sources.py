@@ -1,0 +1,39 @@
+"""Restore or transfer: the planned way is near the best fixed one at every ratio, and far from the wrong one."""
+
+from __future__ import annotations
+
+from benchmarks.published.sources import PLANNED, POLICIES, RATIOS, SourcesSetup, faster_at_the_ends, race, ready_s, worst_over_best_fixed
+
+SETUP = SourcesSetup(requests=12, prompt_pages=(64, 256))
+
+
+def test_the_same_seed_gives_the_same_race_with_every_policy_at_every_ratio() -> None:
+    raced = race(SETUP)
+    assert raced == race(SETUP)
+    assert [one.ratio for one in raced] == [*RATIOS, *RATIOS]
+    assert {one.in_flight for one in raced} == {1, 8}
+    assert all(list(one.ready_s) == list(POLICIES) for one in raced)
+    assert worst_over_best_fixed(raced) == max(one.over_best_fixed for one in raced)
+    assert faster_at_the_ends(raced) > 1.3
+    # Where both are equally fast each brings a half.
+    even = next(one for one in raced if one.ratio == 1)
+    assert even.over_best_fixed < 0.8
+
+
+def test_fixed_policies_take_as_long_as_their_way() -> None:
+    setup = SourcesSetup(requests=4, prompt_pages=(100, 100))
+    page_s = setup.token_bytes * 64 / setup.bytes_per_s
+    restored, sent = (ready_s(setup, 4.0, 1, POLICIES[f"always {name}"]) / page_s for name in ("restore", "transfer"))
+    # Twice as slow and twice as fast as where both are equal; a few milliseconds for questions and messages.
+    assert restored - 92 * 2 < 0.01 / page_s
+    assert sent - 100 / 2 < 0.01 / page_s
+    assert restored > 92 * 2
+    assert sent > 100 / 2
+
+
+def test_storage_that_becomes_slow_does_not_delay_what_the_link_brings() -> None:
+    setup = SourcesSetup(requests=40, prompt_pages=(64, 256))
+    steady = ready_s(setup, 1.0, 1, POLICIES[PLANNED])
+    slowed = {name: ready_s(setup, 1.0, 1, policy, slow_down=16.0) for name, policy in POLICIES.items()}
+    assert steady < slowed[PLANNED] < slowed["always restore"] / 5
+    assert slowed[PLANNED] < 1.3 * slowed["always transfer"]

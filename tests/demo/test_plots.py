@@ -1,0 +1,105 @@
+"""What plots draw is what was measured; pixels are not looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tidekv import InvalidConfig
+from tidekv.engine.cli.main import app
+from tidekv.engine.trace import plots
+from benchmarks import multiturn
+
+SOURCES = {"l1": 30, "l2": 10, "l3": 40, "transfer": 20}
+
+
+def heights(axes: object) -> dict[str, list[float]]:
+    """Bars by label, in percent."""
+    return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}  # type: ignore[attr-defined]
+
+
+def test_rounds_are_drawn_as_shares_of_their_sources() -> None:
+    rounds = {"output kept": [SOURCES, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}], "not kept": [SOURCES, SOURCES]}
+    figure = plots.plot_rounds(rounds, [64, 1024])
+    kept, not_kept = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["output kept", "not kept"]
+    assert heights(kept) == {
+        "device (L1)": [30, 0],
+        "host (L2)": [10, 0],
+        "storage (L3)": [40, 0],
+        "prefill, by transfer": [20, 100],
+    }
+    assert [sum(bars) for bars in zip(*heights(not_kept).values(), strict=True)] == [100, 100]
+    # Each source stands on those before it.
+    assert [bars[0].get_y() for bars in kept.containers] == [0, 30, 40, 80]
+    assert [label.get_text() for label in kept.get_xticklabels()] == ["64", "1,024"]
+    assert "tokens" in kept.get_xlabel()
+    assert "%" in kept.get_ylabel()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(heights(kept))
+
+
+def test_run_is_drawn_with_the_distribution_of_its_times() -> None:
+    ready_s = {"decode cache on": [0.004, 0.001, 0.002, 0.003], "decode cache off": [0.01, 0.02], "nothing": []}
+    figure = plots.plot_run(ready_s, {"decode cache on": SOURCES, "decode cache off": {"transfer": 5}})
+    times, bars = figure.axes
+    on, off = times.lines
+    assert on.get_xdata() == pytest.approx([1, 2, 3, 4])
+    assert on.get_ydata() == pytest.approx([25, 50, 75, 100])
+    assert on.get_label() == "decode cache on: p50 2.5 ms, p99 4.0 ms"
+    assert off.get_xdata() == pytest.approx([10, 20])
+    assert times.get_xlabel() == "time to ready (ms)"
+    assert "%" in times.get_ylabel()
+    assert heights(bars)["prefill, by transfer"] == [20, 100]
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["decode cache on", "decode cache off"]
+
+
+def test_bandwidth_is_drawn_by_way() -> None:
+    figure = plots.plot_bandwidth({"memcpy": 5.0, "L2 → L1": 4.25}, page_bytes=1 << 20, batch_bytes=64 << 20)
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [5.0, 4.25]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["memcpy", "L2 → L1"]
+    assert axes.get_xlabel() == "bandwidth (GB/s)"
+    assert "67 MB in pages of 1.05 MB" in axes.get_title()
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG\r\n\x1a\n"), ("svg", b"<?xml")])
+def test_bench_writes_a_plot_beside_its_table(tmp_path: Path, monkeypatch, suffix: str, start: bytes) -> None:
+    ways = {name: [multiturn.RoundHits(100, SOURCES)] * multiturn.ROUNDS for name in ("output kept", "not kept")}
+    monkeypatch.setattr(multiturn, "run_both_ways", lambda: ways)
+    path = tmp_path / f"plot.{suffix}"
+    done = CliRunner().invoke(app, ["bench", "multiturn", "--plot", str(path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "Hit rate by round" in done.output
+    assert path.read_bytes().startswith(start)
+
+
+@pytest.mark.nixl
+def test_bench_of_tiers_measures_and_draws_every_way(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.svg"
+    done = subprocess.run(
+        [sys.executable, "-m", "tidekv", "bench", "tiers", "--plot", str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for way in ("memcpy", "L2 → L1", "L1 → L2", "L3 → L2", "L2 → L3", "prefill → L1"):
+        speed = re.search(rf"{way}[^│]*│\s*([\d.]+)", done.stdout)
+        assert speed is not None and float(speed[1]) > 0, done.stdout
+    assert path.exists()
+
+
+def test_without_matplotlib_the_extra_is_named_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    with pytest.raises(InvalidConfig, match=r"pip install 'tidekv\[plot\]'"):
+        plots.check_plot(tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize(("name", "word"), [("plot.pdf", "not 'plot.pdf'"), ("no/plot.png", "there is no such folder")])
+def test_file_that_cannot_be_a_plot_is_refused_before_anything_runs(tmp_path: Path, name: str, word: str) -> None:
+    with pytest.raises(InvalidConfig, match=word):
+        CliRunner().invoke(app, ["run", "--plot", str(tmp_path / name)], catch_exceptions=False)

@@ -1,0 +1,107 @@
+"""What a caller does with windows and states: a window goes on within its own pages, and what is left is checked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidekv import InvalidRequest
+from tidekv.engine.decode.component_pages import LeftTails, ReadyTail, WindowPages, ready_tails, tails_left
+from tidekv.states.components.specs import Component, TailTable
+from tidekv.states.events import TailLeft
+from tidekv.states.types import page_ids
+
+
+def tail(first: int, pages: list[int], own: list[int]) -> ReadyTail:
+    return ReadyTail(first, np.array(pages, dtype=np.int32), np.array(own, dtype=np.int32))
+
+
+@given(
+    window=st.integers(1, 13),
+    page_size=st.integers(1, 5),
+    prompt=st.integers(1, 40),
+    new=st.integers(0, 60),
+    shared_pages=st.integers(0, 20),
+)
+def test_a_window_always_has_its_tail_and_the_page_that_is_written(
+    window: int, page_size: int, prompt: int, new: int, shared_pages: int
+) -> None:
+    component = Component(name="w", kind="window", window_tokens=window, device_pages=99)
+    first, end = component.needed_from(prompt, page_size), -(-prompt // page_size)
+    live, tail_pages = component.live_pages(page_size), component.tail_pages(page_size)
+    # The first of them are shared, up to the last full page; the others are own, and so are all that are left.
+    shared = min(shared_pages, prompt // page_size - first) if prompt // page_size > first else 0
+    own = list(range(100, 100 + live))
+    table = [*range(shared), *own[: end - first - shared]]
+    pages = WindowPages(tail(first, table, own), window_tokens=window, page_size=page_size)
+    # What lies in each page: the position that it was given for last.
+    content = {page: position for position, page in enumerate(table, first)}
+    for tokens in range(prompt + 1, prompt + new + 1):
+        for page in pages.grow(tokens):
+            assert page in own
+            content[page] = pages.first + len(pages.pages) - 1
+        assert len(set(pages.pages)) == len(pages.pages) <= live
+        assert pages.first + len(pages.pages) == -(-tokens // page_size)
+        assert [content[page] for page in pages.pages] == list(range(pages.first, pages.first + len(pages.pages)))
+        # All that the last token looks at, and the tail at the end of the last full page, as far as there was one.
+        assert pages.first <= max(first, (tokens - window) // page_size)
+        boundary = tokens // page_size
+        begin, left = pages.left(tokens)
+        if boundary > first:
+            assert begin == max(first, boundary - tail_pages)
+            assert [content[page] for page in left] == list(range(begin, boundary))
+        else:
+            assert not left
+
+
+def test_a_window_that_would_skip_a_page_is_told_so() -> None:
+    pages = WindowPages(tail(1, [5, 6], [6, 7, 8]), window_tokens=4, page_size=2)
+    assert pages.grow(6) == [] and pages.grow(7) == [7]
+    with pytest.raises(InvalidRequest, match="whose pages end at position 4 cannot go on at 5"):
+        pages.grow(11)
+    assert pages.pages == [5, 6, 7]
+
+
+def test_the_cores_words_become_a_callers() -> None:
+    assert ready_tails(None) == {}
+    tails = ready_tails((TailTable("s", 3, page_ids([7]), page_ids([7])),))
+    assert tails["s"].record == 7 and tails["s"].first == 3 and tails["s"].own.tolist() == [7]
+
+
+GIVEN = {"w": tail(2, [5, 6, 7], [7, 8]), "s": tail(4, [3], [3])}
+
+
+def test_own_pages_anywhere_and_shared_ones_at_their_place_can_be_left() -> None:
+    left = tails_left("r", GIVEN, {"w": (3, np.array([6, 8], dtype=np.int32)), "s": (4, (3,))}, full_pages=5)
+    assert left == (TailLeft("w", 3, (6, 8)), TailLeft("s", 4, (3,)))
+    assert all(type(page) is int for each in left for page in each.pages)
+    assert tails_left("r", GIVEN, {"w": (2, [])}, full_pages=5) == ()
+    assert tails_left("r", GIVEN, None, full_pages=5) == ()
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ({"x": (0, [5])}, "leaves component 'x'; there are w, s"),
+        ({"w": (2, [9])}, "leaves of component 'w' page 9 at position 2, which it does not have there"),
+        ({"w": (3, [5])}, "page 5 at position 3, which it does not have there"),
+        ({"w": (4, [7, 8])}, r"positions \[4, 6\), its tokens have full pages \[0, 5\)"),
+        ({"w": (-1, [7])}, r"positions \[-1, 0\)"),
+        ({"w": (3, [8, 8])}, r"a page twice: \[8, 8\]"),
+        ({"s": (3, [3, 3])}, "a page twice"),
+        ({"w": (2.0, [5])}, "no position with page ids"),
+        ({"w": (2, ["5"])}, "no position with page ids"),
+        ({"w": (2, 5)}, "no position with page ids"),
+        ({"w": 5}, "no position with page ids"),
+    ],
+)
+def test_what_is_not_the_requests_is_named(left: LeftTails, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        tails_left("r", GIVEN, left, full_pages=5)
+
+
+def test_without_components_there_is_nothing_to_leave() -> None:
+    with pytest.raises(InvalidRequest, match="leaves component 'w'; there are none"):
+        tails_left("r", {}, {"w": (0, [1])}, full_pages=5)

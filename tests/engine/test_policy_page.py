@@ -1,0 +1,21 @@
+"""docs/storage.md tells of every policy, as it is in the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.policy_page import ROWS, with_policies
+from tidekv.states.storage.policy import POLICY_FIELDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "storage.md"
+
+
+def test_the_page_has_the_policies_as_they_are() -> None:
+    page = PAGE.read_text()
+    assert with_policies(page) == page, "run: python -m tools.policy_page docs/storage.md"
+    assert page.count("## Policies") == 1
+
+
+def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
+    assert set(ROWS) == set(POLICY_FIELDS)
+    assert all(row[0] and row[2] for row in ROWS.values())

@@ -1,0 +1,224 @@
+"""Every order in which two threads can take their steps: what is put before a ring is never left behind a sleeper.
+
+The code that runs is the real one: the bell, and how the polling thread takes what is new. Its lock and its queue are
+stand-ins that stop before each of their calls, each of which is one step under the interpreter's lock, until it is that
+thread's turn. All orders are gone through, depth first: each run repeats a beginning and goes on with whoever can.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from tidekv.engine.wakeup import Bell
+from tidekv.engine.poller import PollerThread, _Flight
+
+RUNS_MAX = 20_000
+TIMEOUTS_MAX = 2
+"""A sleeper could time out for ever; behind so many it waits as one that has no timeout."""
+
+RINGER, SLEEPER = 0, 1
+
+
+class Unwound(BaseException):
+    """The run is over before this thread is."""
+
+
+class Schedule:
+    """Two threads of which one runs at a time, in an order that is given; notes who could have run instead."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+        self.choices: list[list[int]] = []
+        self.is_stuck = False
+        self._errors: list[BaseException] = []
+        self._turns = [threading.Semaphore(0), threading.Semaphore(0)]
+        self._back = threading.Semaphore(0)
+        self._can_run: list[Callable[[], bool] | None] = [lambda: True, lambda: True]
+
+    def step(self, can_run: Callable[[], bool] = lambda: True) -> None:
+        """Called by a thread before each step: waits for its turn, which comes only while it can run."""
+        who = int(threading.current_thread().name)
+        self._can_run[who] = can_run
+        self._back.release()
+        self._wait(who)
+
+    def run(self, *works: Callable[[], None]) -> None:
+        """Run both to their end, or until neither can go on."""
+        threads = [
+            threading.Thread(target=self._work, args=(who, work), name=str(who)) for who, work in enumerate(works)
+        ]
+        for thread in threads:
+            thread.start()
+        while any(self._can_run):
+            able = [who for who in (RINGER, SLEEPER) if (asks := self._can_run[who]) is not None and asks()]
+            if not able:
+                self.is_stuck = True
+                break
+            at = len(self.choices)
+            self.choices.append(able)
+            if at == len(self.order):
+                self.order.append(able[0])
+            who = self.order[at]
+            self._turns[who].release()
+            self._back.acquire()
+        self._can_run = [None, None]
+        for thread, turn in zip(threads, self._turns, strict=True):
+            turn.release()
+            thread.join()
+        for error in self._errors:
+            raise error
+
+    def _work(self, who: int, work: Callable[[], None]) -> None:
+        try:
+            self._wait(who)
+            work()
+        except Unwound:
+            return
+        except BaseException as error:
+            self._errors.append(error)
+        self._can_run[who] = None
+        self._back.release()
+
+    def _wait(self, who: int) -> None:
+        self._turns[who].acquire()
+        if self.is_stuck:
+            raise Unwound
+
+
+class StepLock:
+    """A lock that is taken from the beginning, as the bell's."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._timeouts = TIMEOUTS_MAX
+        self.is_locked = True
+
+    def locked(self) -> bool:
+        self._schedule.step()
+        return self.is_locked
+
+    def release(self) -> None:
+        self._schedule.step()
+        if not self.is_locked:
+            raise RuntimeError("release unlocked lock")
+        self.is_locked = False
+
+    def acquire(self, *, timeout: float) -> bool:
+        """Its turn comes when the lock is free; with a timeout also before, when the time is over."""
+        may_end = timeout >= 0 and self._timeouts > 0
+        self._schedule.step(lambda: may_end or not self.is_locked)
+        was_free, self.is_locked = not self.is_locked, True
+        self._timeouts -= not was_free
+        return was_free
+
+
+class StepQueue(deque[Any]):
+    """A queue whose every call is a step."""
+
+    schedule: Schedule
+
+    def append(self, item: Any) -> None:
+        self.schedule.step()
+        super().append(item)
+
+    def popleft(self) -> Any:
+        self.schedule.step()
+        return super().popleft()
+
+    def __bool__(self) -> bool:
+        self.schedule.step()
+        return len(self) > 0
+
+
+class Nothing:
+    """An operation that is over as soon as it is posted."""
+
+    rounds = 0
+
+    def post(self) -> bool:
+        return True
+
+
+def one_run(
+    order: list[int], *, items: int, pause_s: float, ring: Callable[[Bell, Callable[[], None]], None]
+) -> Schedule:
+    """The loop's thread submits so many, the polling thread takes them, in this order and however it goes on."""
+    schedule = Schedule(order)
+    poller = PollerThread()
+    queue = poller._new = StepQueue()
+    queue.schedule = schedule
+    poller._bell._silence = cast("threading.Lock", StepLock(schedule))
+
+    def submit() -> None:
+        for _ in range(items):
+            flight = _Flight(cast("Any", Nothing()), cast("Any", None), 0)
+            ring(poller._bell, lambda flight=flight: queue.append(flight))  # type: ignore[misc]  # A default to bind it.
+
+    def take() -> None:
+        while poller._posted < items:
+            poller._take(pause_s)
+
+    schedule.run(submit, take)
+    return schedule
+
+
+def put_and_ring(bell: Bell, put: Callable[[], None]) -> None:
+    """As `PollerThread.submit` does."""
+    put()
+    bell.ring()
+
+
+def ring_and_put(bell: Bell, put: Callable[[], None]) -> None:
+    """What would lose one."""
+    bell.ring()
+    put()
+
+
+def all_runs(
+    *, items: int, pause_s: float, ring: Callable[[Bell, Callable[[], None]], None] = put_and_ring
+) -> tuple[int, int]:
+    """Go through every order; how many there are, and in how many neither thread could go on."""
+    order: list[int] = []
+    runs = stuck = 0
+    while True:
+        schedule = one_run(order, items=items, pause_s=pause_s, ring=ring)
+        runs += 1
+        stuck += schedule.is_stuck
+        assert runs < RUNS_MAX, "there are more orders than were meant to be gone through"
+        # The last place where the other thread could have run and has not done so yet.
+        order, choices = schedule.order, schedule.choices
+        while order and (len(choices[len(order) - 1]) < 2 or order[-1] == SLEEPER):
+            order.pop()
+        if not order:
+            return runs, stuck
+        order[-1] = SLEEPER
+
+
+def test_a_sleeper_without_a_timeout_finds_all_in_every_order() -> None:
+    runs, stuck = all_runs(items=1, pause_s=math.inf)
+    assert runs > 50
+    assert stuck == 0
+
+
+@pytest.mark.slow
+def test_a_sleeper_without_a_timeout_finds_all_of_two_in_every_order() -> None:
+    runs, stuck = all_runs(items=2, pause_s=math.inf)
+    assert runs > 3000
+    assert stuck == 0
+
+
+def test_a_ring_before_what_it_is_for_would_be_found_out() -> None:
+    _, stuck = all_runs(items=1, pause_s=math.inf, ring=ring_and_put)
+    assert stuck > 0
+
+
+def test_a_sleeper_whose_time_may_run_out_at_any_step_finds_all_in_every_order() -> None:
+    runs, stuck = all_runs(items=1, pause_s=1.0)
+    assert runs > 50
+    assert stuck == 0

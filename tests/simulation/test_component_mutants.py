@@ -1,0 +1,156 @@
+"""The simulation finds bugs of components: each of these was put into the core on purpose, must be found, and named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from tidekv.engine.simulation import SimulationFailed, simulate
+from tidekv.engine.simulation.components import draw_components
+from tidekv.states.components import index as component_index
+from tidekv.states.components.index import ComponentIndex
+from tidekv.states.components.specs import Ranges
+from tidekv.states.prefix.node import Node, TierName
+from tidekv.states.request.request import Request, RequestTails, Room, TailFetch
+from tidekv.states.components.request_components import Tails
+from tidekv.states.handover.rooms import Rooms
+from tidekv.states.types import page_ids
+from tidekv.states.components.backups import TailBackups
+from tidekv.states.components.storage import TailStorage
+from tidekv.states.components.component_tier import TailTier
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+REQUESTS = 120
+SEEDS_MAX = 160
+MUTANTS: dict[str, tuple[Mutant, str, int]] = {}
+
+
+def mutant(words: str, *, first_seed: int = 1) -> Callable[[Mutant], Mutant]:
+    """`words` is what a run says that sees it. Those before `first_seed` were seen to say nothing."""
+
+    def enter(plant: Mutant) -> Mutant:
+        MUTANTS[plant.__name__] = (plant, words, first_seed)
+        return plant
+
+    return enter
+
+
+@mutant(r"to which room .* still writes|which is being written|is free|is being written by")
+def tails_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+        original(self, room, settled=settled)
+        for draining in self.quarantine:
+            components = self._state.components
+            if components is not None:
+                components.settle(draining.tails)
+                draining.tails = {name: page_ids() for name in draining.tails}
+
+    original = Rooms.leave
+    patch.setattr(Rooms, "leave", leave)
+
+
+@mutant(r"holds \d+ instead of", first_seed=16)
+def a_shared_record_is_not_cloned(patch: pytest.MonkeyPatch) -> None:
+    original = Tails._copy
+
+    def copy(self: Tails, tails: RequestTails, name: str, source: TierName, *rest: Any) -> None:  # Any: handed on.
+        if source == "host":
+            original(self, tails, name, source, *rest)
+
+    patch.setattr(Tails, "_copy", copy)
+
+
+@mutant(r"is free|to which .* still writes|waits for|is being written", first_seed=28)
+def pages_are_freed_while_a_copy_writes_to_them(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: Tails, request: Request) -> None:
+        if request.tails is not None:
+            self.give_up(request.tails)
+            request.tails.request = None
+            request.tails = None
+
+    patch.setattr(Tails, "leave", leave)
+
+
+@mutant(r"KeyError|holds|needs positions")
+def a_boundary_with_a_hole_is_served(patch: pytest.MonkeyPatch) -> None:
+    def served(positions: list[int], tail_pages: int) -> Ranges:
+        return [(position + 1, position + 1) for position in positions]
+
+    patch.setattr(component_index, "served_boundaries", served)
+
+
+@mutant(r"which holds garbage|holds 0 instead of|is free|is being read|changed while")
+def the_source_of_a_tail_backup_is_not_locked(patch: pytest.MonkeyPatch) -> None:
+    original = TailBackups.begin
+
+    def begin(self: TailBackups, leaf: Node) -> None:
+        before = set(self._state.operations)
+        original(self, leaf)
+        for op in set(self._state.operations) - before:
+            backup: Any = self._state.operations[op]  # Any: the owner of an operation.
+            self._index.unlock(backup.lock)
+            backup.lock = None
+
+    patch.setattr(TailBackups, "begin", begin)
+
+
+@mutant(r"holds \d+ instead of|holds garbage", first_seed=51)
+def a_failed_copy_of_a_tail_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
+    original = Tails.copied
+    patch.setattr(Tails, "copied", lambda self, tails, error: original(self, tails, ""))
+
+
+@mutant(r"holds 0 instead of|is being written by", first_seed=44)
+def a_request_is_ready_before_its_tails_are_copied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "waits_for_tails", property(lambda self: False))
+
+
+@mutant(r"is not guarded by|has pages of others|pages kept|counted|is not such a receipt")
+def a_split_forgets_the_tails_above_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TailTier, "split", lambda self, upper, lower: None)
+
+
+@mutant(r"has no full pages in this tier")
+def a_page_that_is_evicted_leaves_its_components(patch: pytest.MonkeyPatch) -> None:
+    original = ComponentIndex.__init__
+
+    def init(self: ComponentIndex, index: Any, *rest: Any, **named: Any) -> None:  # Any: handed on.
+        original(self, index, *rest, **named)
+        index.on_evict.remove(self._full_copy_goes)
+
+    patch.setattr(ComponentIndex, "__init__", init)
+
+
+@mutant(r"holds garbage|holds 0 instead of", first_seed=51)
+def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
+    original = TailStorage.fetched
+    patch.setattr(TailStorage, "fetched", lambda self, fetch, good: original(self, fetch, len(fetch.positions)))
+
+
+@mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=270)
+def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch) -> None:
+    def give_up(self: TailStorage, fetch: TailFetch) -> None:
+        self._storage.fetch_over(fetch)
+        self._state.operations.pop(fetch.op)
+        self.copied(fetch)
+        fetch.tails.copies -= 1
+
+    patch.setattr(TailStorage, "_give_up", give_up)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_finds_and_names_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, words, first_seed = MUTANTS[name]
+    plant(monkeypatch)
+    for seed in range(first_seed, first_seed + SEEDS_MAX):
+        if draw_components(Random(f"components {seed}"), 1):
+            try:
+                simulate(seed, REQUESTS)
+            except SimulationFailed as failure:
+                assert re.search(words, failure.what), failure.what
+                return
+    pytest.fail(f"{SEEDS_MAX} seeds of {REQUESTS} requests did not notice that {name.replace('_', ' ')}")

@@ -1,0 +1,382 @@
+"""Components beside the prefix index against a naive model: any mix of calls, random holes, and bytes that are moved.
+
+The model knows by prefix which page holds a component's piece of it, and, by page, which prefix's bytes it holds. The
+longest boundary that can be served is found by trying all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.prefixes import Prefix, keys, prefix_of
+from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.components.index import ComponentIndex, Reserved, TailReceipt
+from tidekv.states.components.specs import Component
+from tidekv.states.prefix.index import Node, PrefixIndex
+from tidekv.states.types import page_ids
+
+PROMPTS = st.tuples(st.sampled_from(["", "adapter"]), st.lists(st.integers(0, 1), max_size=9).map(tuple))
+PICK = st.integers(0, 1 << 16)
+TIERS = st.sampled_from(["device", "host"])
+SETS = [
+    [Component(name="window", kind="window", window_tokens=3, device_pages=9, host_pages=7)],
+    [Component(name="state", kind="state", device_pages=5, host_pages=4)],
+    [
+        Component(name="window", kind="window", window_tokens=2, device_pages=9, host_pages=8),
+        Component(name="state", kind="state", device_pages=6, host_pages=5),
+    ],
+    [
+        Component(name="wide", kind="window", window_tokens=4, device_pages=12, host_pages=8),
+        Component(name="narrow", kind="window", window_tokens=1, device_pages=6, host_pages=0),
+    ],
+]
+
+
+def cut(prompt: Prefix, end: int) -> Prefix:
+    return prompt[0], prompt[1][:end]
+
+
+@dataclass
+class Books:
+    """What the model knows of one component in one tier."""
+
+    account: PageAccount
+    pages: dict[Prefix, int] = field(default_factory=dict)
+    """By prefix: the page that the index keeps for its last position."""
+    memory: dict[int, object] = field(default_factory=dict)
+    """By page: whose bytes it holds."""
+
+    def write(self, page: int, what: object) -> None:
+        # What is in the index is never written again.
+        assert self.account.condition(page) is Condition.OWNED
+        self.memory[page] = what
+
+
+@dataclass
+class Held:
+    """One receipt, and what it must keep: pages by component and prefix."""
+
+    receipt: TailReceipt
+    kind: str
+    boundary: int
+    kept: dict[str, dict[Prefix, int]]
+
+
+class ComponentsAgainstModel(RuleBasedStateMachine):
+    """Whatever is called, a match is the naive answer, accounts balance, and nobody loses or overwrites a page."""
+
+    @initialize(components=st.sampled_from(SETS), prompts=st.lists(PROMPTS, min_size=2, max_size=4), pick=PICK)
+    def start(self, components: list[Component], prompts: list[Prefix], pick: int) -> None:
+        self.full = {"device": PageAccount("device", 30), "host": PageAccount("host", 20)}
+        self.index = PrefixIndex(key_bytes=4, device=self.full["device"], host=self.full["host"])
+        self.tails = ComponentIndex(self.index, components, page_size=1)
+        self.tail_pages = {c.name: c.window_tokens or 1 for c in components}
+        self.names = list(self.tail_pages)
+        self.books = {
+            (tier, name): Books(tiers[name].account)
+            for tier, tiers in (("device", self.tails.device), ("host", self.tails.host))
+            for name in self.names
+        }
+        self.held: list[Held] = []
+        self.reserved: list[tuple[Prefix, Reserved, Held, Held]] = []
+        # An empty tree has nothing to show: most runs start from something.
+        for number, prompt in enumerate(prompts):
+            self.insert_full(prompt)
+            if pick >> number & 1:
+                self.give_the_other_tiers_copy(pick, "host")
+            self.insert_tails("device" if pick >> number & 2 else "host", number)
+
+    # --- The model's own view ---
+
+    def tail(self, name: str, prompt: Prefix, boundary: int) -> list[Prefix]:
+        first = max(0, boundary - self.tail_pages[name])
+        return [cut(prompt, position + 1) for position in range(first, boundary)]
+
+    def longest(self, prompt: Prefix, *, use_host: bool) -> tuple[int, int]:
+        on_device, beyond = self.index.probe_prefix(prompt[0], keys(prompt[1]))
+        tiers = ("device", "host") if use_host else ("device",)
+        boundary = on_device + beyond if use_host else on_device
+        while not all(
+            any(piece in self.books[tier, name].pages for tier in tiers)
+            for name in self.names
+            for piece in self.tail(name, prompt, boundary)
+        ):
+            boundary -= 1
+        return min(boundary, on_device), max(0, boundary - on_device)
+
+    def keep(self, receipt: TailReceipt, prompt: Prefix, boundary: int) -> Held:
+        kind = receipt.full.kind
+        kept = {}
+        for name in self.names:
+            pages = self.books[kind, name].pages
+            kept[name] = {piece: pages[piece] for piece in self.tail(name, prompt, boundary) if piece in pages}
+        return Held(receipt, kind, boundary, kept)
+
+    def protected(self, tier: str, name: str) -> set[Prefix]:
+        return {piece for part in self.live if part.kind == tier for piece in part.kept[name]}
+
+    @property
+    def live(self) -> list[Held]:
+        return self.held + [part for _, _, lock, pin in self.reserved for part in (lock, pin)]
+
+    def is_guarded(self, tier: str, name: str, node: Node) -> bool:
+        """Whether the tail of some receipt's boundary has positions in the node, as far as the receipt goes."""
+        return any(
+            part.kind == tier
+            and node in self.index.path(part.receipt.full.node)
+            and node.depth_pages > part.boundary - self.tail_pages[name]
+            for part in self.live
+        )
+
+    def found(self, tier: str, name: str) -> dict[Prefix, int]:
+        """What the index keeps, read from it."""
+        books = (self.tails.device if tier == "device" else self.tails.host)[name]
+        return {
+            cut(prefix_of(node), position + 1): page
+            for node in self.index.nodes()
+            for position, page in books.pages_of(node).items()
+        }
+
+    def shrink(self) -> dict[tuple[str, str], dict[Prefix, int]]:
+        """Take over what the index has dropped: only what nobody kept; returns it."""
+        gone = {}
+        for (tier, name), books in self.books.items():
+            found = self.found(tier, name)
+            gone[tier, name] = {piece: page for piece, page in books.pages.items() if piece not in found}
+            assert not self.protected(tier, name) & gone[tier, name].keys()
+            for piece in gone[tier, name]:
+                del books.pages[piece]
+        return gone
+
+    def nodes(self, tier: str) -> list[Node]:
+        return [node for node in self.index.nodes() if getattr(node, tier) is not None]
+
+    # --- The full KV ---
+
+    @rule(prompt=PROMPTS)
+    def insert_full(self, prompt: Prefix) -> None:
+        account = self.full["device"]
+        prompt = cut(prompt, account.free)
+        inserted = self.index.insert(prompt[0], keys(prompt[1]), account.take(len(prompt[1])))
+        account.give_back(inserted.duplicates)
+
+    @rule(pick=PICK, tier=TIERS)
+    def give_the_other_tiers_copy(self, pick: int, tier: str) -> None:
+        account = self.full[tier]
+        nodes = [
+            node
+            for node in self.index.nodes()
+            if getattr(node, tier) is None
+            and getattr(node.parent, tier) is not None
+            and node.page_count <= account.free
+        ]
+        if nodes:
+            node = nodes[pick % len(nodes)]
+            (self.index.give_host if tier == "host" else self.index.give_device)(node, account.take(node.page_count))
+
+    @rule(tier=TIERS, count=st.integers(1, 8))
+    def evict_full(self, tier: str, count: int) -> None:
+        (self.index.evict_device if tier == "device" else self.index.evict_host)(count)
+        gone = self.shrink()
+        other = "host" if tier == "device" else "device"
+        assert not any(gone[other, name] for name in self.names)
+
+    @rule(pick=PICK)
+    def split(self, pick: int) -> None:
+        nodes = [node for node in self.index.nodes() if node.page_count > 1]
+        if nodes:
+            node = nodes[pick % len(nodes)]
+            self.index.split(node, 1 + pick % (node.page_count - 1))
+
+    # --- Components ---
+
+    @rule(tier=TIERS, pick=PICK, first=PICK, count=st.integers(1, 5))
+    def insert(self, tier: str, pick: int, first: int, count: int) -> None:
+        nodes = self.nodes(tier)
+        if nodes:
+            self.enter(tier, self.names[pick % len(self.names)], nodes[pick % len(nodes)], first, count)
+
+    def enter(self, tier: str, name: str, node: Node, first: int, count: int) -> None:
+        books, prompt = self.books[tier, name], prefix_of(node)
+        first %= node.depth_pages
+        count = min(count, node.depth_pages - first, books.account.free)
+        ours = books.account.take(count)
+        pieces = [cut(prompt, position + 1) for position in range(first, first + count)]
+        for piece, page in zip(pieces, ours, strict=True):
+            books.write(page, piece)
+        table, unused = self.tails.insert(tier, name, node, first, ours)  # type: ignore[arg-type]  # One of the two names.
+        theirs = [piece in books.pages for piece in pieces]
+        assert unused.tolist() == [page for page, known in zip(ours, theirs, strict=True) if known]
+        for piece, page in zip(pieces, ours, strict=True):
+            books.pages.setdefault(piece, page)
+        assert table.tolist() == [books.pages[piece] for piece in pieces]
+        books.account.give_back(unused)
+
+    @rule(tier=TIERS, pick=PICK)
+    def insert_tails(self, tier: str, pick: int) -> None:
+        """As a finished request leaves them: whole, and of every component."""
+        nodes = self.nodes(tier)
+        if nodes:
+            node = nodes[pick % len(nodes)]
+            for name in self.names:
+                first = max(0, node.depth_pages - self.tail_pages[name])
+                self.enter(tier, name, node, first, node.depth_pages - first)
+
+    @rule(tier=TIERS, pick=PICK)
+    def hold(self, tier: str, pick: int) -> None:
+        nodes = self.nodes(tier)
+        if nodes:
+            node = nodes[pick % len(nodes)]
+            take = self.tails.lock if tier == "device" else self.tails.pin
+            receipt = take(node, boundary=node.depth_pages)
+            self.held.append(self.keep(receipt, prefix_of(node), node.depth_pages))
+
+    @rule(tier=TIERS, pick=PICK, count=st.integers(1, 6))
+    def evict(self, tier: str, pick: int, count: int) -> None:
+        name = self.names[pick % len(self.names)]
+        books = (self.tails.device if tier == "device" else self.tails.host)[name]
+        evictable = books.evictable
+        freed = self.tails.evict(tier, name, count)  # type: ignore[arg-type]  # One of the two names.
+        gone = self.shrink()
+        assert freed == len(gone.pop((tier, name))) >= min(count, evictable)
+        assert not any(gone.values())
+
+    @rule(tier=TIERS, pick=PICK)
+    def drop(self, tier: str, pick: int) -> None:
+        name = self.names[pick % len(self.names)]
+        books = (self.tails.device if tier == "device" else self.tails.host)[name]
+        nodes = [node for node in self.nodes(tier) if not books.is_guarded(node)]
+        if nodes:
+            node = nodes[pick % len(nodes)]
+            pages = set(books.pages_of(node).values())
+            self.tails.drop(tier, name, node)  # type: ignore[arg-type]  # One of the two names.
+            assert set(self.shrink()[tier, name].values()) == pages
+
+    @rule(prompt=PROMPTS, use_host=st.booleans(), lock=st.booleans(), pin=st.booleans())
+    def match(self, prompt: Prefix, use_host: bool, lock: bool, pin: bool) -> None:
+        expected = self.longest(prompt, use_host=use_host)
+        assert self.tails.probe_prefix(prompt[0], keys(prompt[1]), use_host=use_host) == expected
+        match = self.tails.match(prompt[0], keys(prompt[1]), use_host=use_host)
+        assert (match.device_pages, match.host_pages) == expected
+        boundary = sum(expected)
+        assert prefix_of(match.host_node) == cut(prompt, boundary)
+        if lock:
+            receipt = self.tails.lock(match.device_node, boundary=boundary)
+            self.held.append(self.keep(receipt, prompt, boundary))
+        if pin:
+            receipt = self.tails.pin(match.host_node, boundary=boundary)
+            self.held.append(self.keep(receipt, prompt, boundary))
+
+    @precondition(lambda self: self.held)
+    @rule(pick=PICK)
+    def give_back(self, pick: int) -> None:
+        part = self.held.pop(pick % len(self.held))
+        (self.tails.unlock if part.kind == "device" else self.tails.unpin)(part.receipt)
+
+    @rule(prompt=PROMPTS, spare=st.integers(0, 2))
+    def reserve(self, prompt: Prefix, spare: int) -> None:
+        match = self.tails.match(prompt[0], keys(prompt[1]))
+        boundary = match.device_pages + match.host_pages
+        before = {name: (tier.account.free, tier.evictable) for name, tier in self.tails.device.items()}
+        reserved = self.tails.reserve(match, dict.fromkeys(self.names, spare))
+        gone = self.shrink()
+        if reserved is None:
+            assert not any(gone.values())
+            assert before == {name: (tier.account.free, tier.evictable) for name, tier in self.tails.device.items()}
+            return
+        assert reserved.boundary == boundary
+        for name, tail in reserved.tails.items():
+            self.bring(name, prompt, boundary, reserved)
+            missing = len(tail.loads[1]) + len(tail.clones[1])
+            fresh = name == "state" and not boundary
+            assert len(tail.own) == missing + spare + fresh
+            # Nothing goes where there is room.
+            assert not gone["host", name] and (not gone["device", name] or before[name][0] < len(tail.own))
+        lock = self.keep(reserved.lock, prompt, boundary)
+        self.reserved.append((prompt, reserved, lock, self.keep(reserved.pin, prompt, boundary)))
+
+    def bring(self, name: str, prompt: Prefix, boundary: int, reserved: Reserved) -> None:
+        """Do the copies that follow from a reservation, and see that its table holds what the boundary needs."""
+        tail, device, host = reserved.tails[name], self.books["device", name], self.books["host", name]
+        for source, target in zip(*tail.loads, strict=True):
+            device.write(target, host.memory[source])
+        for source, target in zip(*tail.clones, strict=True):
+            device.write(target, device.memory[source])
+        pieces = self.tail(name, prompt, boundary)
+        shared = [page for page in tail.table if page not in tail.own]
+        if name == "state":
+            # Whoever goes on writes its record in place: it must not be anybody else's.
+            assert len(tail.table) == 1 and not shared
+            assert [device.memory[page] for page in tail.table[: len(pieces)]] == pieces
+            device.write(tail.table[0], "gone on")
+        else:
+            assert [device.memory[page] for page in tail.table] == pieces
+            assert device.account.holds(page_ids(shared), Condition.CACHED)
+
+    @precondition(lambda self: self.reserved)
+    @rule(pick=PICK, enter=st.booleans())
+    def release(self, pick: int, enter: bool) -> None:
+        prompt, reserved, _, _ = self.reserved.pop(pick % len(self.reserved))
+        node = reserved.lock.full.node
+        for name, tail in reserved.tails.items():
+            books = self.books["device", name]
+            kept = set(tail.own)
+            if enter and name != "state" and node.depth_pages == reserved.boundary:
+                # The full pages are there: what was loaded joins the index.
+                table, unused = self.tails.insert("device", name, node, tail.first, tail.table)
+                for position, page in enumerate(table, tail.first):
+                    assert books.pages.setdefault(cut(prompt, position + 1), page) == page
+                kept -= set(tail.table) - set(unused)
+            books.account.give_back(page_ids(kept))
+        self.tails.release(reserved)
+
+    # --- What holds after every call ---
+
+    @invariant()
+    def books_add_up(self) -> None:
+        self.index.check()
+        self.tails.check()
+        for (tier, name), books in self.books.items():
+            assert self.found(tier, name) == books.pages
+            # Every page is where its bytes belong, through all splits.
+            assert all(books.memory[page] == piece for piece, page in books.pages.items())
+            account, own = books.account, page_ids()
+            for _, reserved, _, _ in self.reserved:
+                own += reserved.tails[name].own if tier == "device" else page_ids()
+            assert account.holds(own, Condition.OWNED) and account.owned == len(own)
+            assert account.free + account.owned + account.cached + account.draining == account.total
+            tiers = self.tails.device if tier == "device" else self.tails.host
+            held = sum(
+                len(tiers[name].pages_of(node)) for node in self.index.nodes() if self.is_guarded(tier, name, node)
+            )
+            assert (tiers[name].protected, tiers[name].evictable) == (held, account.cached - held)
+            assert tiers[name].receipts == sum(part.kind == tier for part in self.live)
+
+    @invariant()
+    def what_receipts_keep_is_there(self) -> None:
+        for part in self.live:
+            for name, kept in part.kept.items():
+                pages = self.books[part.kind, name].pages
+                assert all(pages.get(piece) == page for piece, page in kept.items())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tails"):
+            return
+        while self.held:
+            self.give_back(0)
+        while self.reserved:
+            self.release(0, False)
+        # With nothing held, an empty tree leaves every pool free.
+        self.index.flush("device")
+        self.index.flush("host")
+        self.tails.check()
+        for books in self.books.values():
+            assert books.account.free == books.account.total
+
+
+TestComponentsAgainstModel = ComponentsAgainstModel.TestCase
+TestComponentsAgainstModel.settings = settings(max_examples=80, stateful_step_count=40)

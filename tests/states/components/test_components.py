@@ -1,0 +1,356 @@
+"""Components in the index, by example: what a prompt matches, what a request gets of each pool, what goes with what."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.components.index import ComponentIndex, Reserved
+from tidekv.states.components.specs import Component
+from tidekv.states.errors import BrokenInvariant, InvalidConfig
+from tidekv.states.prefix.index import Node, PrefixIndex
+from tidekv.states.prefix.node import TierName
+from tidekv.states.types import page_ids
+
+
+def keys(*tokens: int) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def window(pages: int, *, device_pages: int = 32, host_pages: int = 32) -> Component:
+    return Component(
+        name="window", kind="window", window_tokens=pages, device_pages=device_pages, host_pages=host_pages
+    )
+
+
+def state(*, device_pages: int = 8, host_pages: int = 8) -> Component:
+    return Component(name="state", kind="state", device_pages=device_pages, host_pages=host_pages)
+
+
+class Bench:
+    """An index of one-token pages with components, and the calls of a request in one line each."""
+
+    def __init__(self, *components: Component) -> None:
+        self.device = PageAccount("device", 128)
+        self.host = PageAccount("host", 128)
+        self.index = PrefixIndex(key_bytes=4, device=self.device, host=self.host)
+        self.tails = ComponentIndex(self.index, components, page_size=1)
+
+    def put(self, *tokens: int) -> Node:
+        inserted = self.index.insert("", keys(*tokens), self.device.take(len(tokens)))
+        self.device.give_back(inserted.duplicates)
+        return inserted.node
+
+    def to_host(self, leaf: Node) -> None:
+        for node in self.index.path(leaf):
+            if node.host is None:
+                self.index.give_host(node, self.host.take(node.page_count))
+
+    def enter(self, name: str, node: Node, *positions: int, tier: TierName = "device") -> list[int]:
+        account = (self.tails.device if tier == "device" else self.tails.host)[name].account
+        pages = []
+        for position in positions:
+            page = account.take(1)
+            table, unused = self.tails.insert(tier, name, node, position, page)
+            account.give_back(unused)
+            pages += table
+        return pages
+
+    def reserve(self, *tokens: int, **spare: int) -> Reserved | None:
+        return self.tails.reserve(self.tails.match("", keys(*tokens)), spare)
+
+    def check(self) -> None:
+        self.index.check()
+        self.tails.check()
+
+
+# --- Matching ---
+
+
+def test_forty_pages_whose_last_snapshot_is_at_thirty_two_restore_thirty_two() -> None:
+    bench = Bench(state())
+    leaf = bench.put(*range(40))
+    bench.enter("state", leaf, 7, 31)
+    assert bench.tails.probe_prefix("", keys(*range(40))) == (32, 0)
+    match = bench.tails.match("", keys(*range(50)))
+    assert (match.device_pages, match.host_pages, match.device_node.depth_pages) == (32, 0, 32)
+    assert bench.tails.probe_prefix("", keys(*range(31))) == (8, 0)
+    assert bench.tails.probe_prefix("", keys(*range(7))) == (0, 0)
+    assert bench.tails.probe_prefix("other", keys(1)) == (0, 0)
+    bench.check()
+
+
+def test_a_prompt_shorter_than_the_window_needs_all_of_its_pages() -> None:
+    bench = Bench(window(8))
+    leaf = bench.put(1, 2, 3)
+    bench.enter("window", leaf, 1, 2)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (0, 0)
+    bench.enter("window", leaf, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (3, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 9)) == (2, 0)
+
+
+def test_full_pages_without_window_are_passable_and_no_end() -> None:
+    bench = Bench(window(2))
+    first = bench.put(1, 2, 3)
+    bench.enter("window", first, 1, 2)
+    leaf = bench.put(1, 2, 3, 4, 5, 6)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (3, 0)
+    # The tail of 6 is [4, 6): the tombstone at 3 is of no concern.
+    bench.enter("window", leaf, 4, 5)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5)) == (3, 0)
+    bench.tails.drop("device", "window", first)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
+    bench.check()
+
+
+def test_a_tail_may_be_partly_on_the_device_and_partly_on_the_host() -> None:
+    bench = Bench(window(4), state())
+    leaf = bench.put(*range(8))
+    bench.to_host(leaf)
+    upper = bench.index.split(leaf, 6)
+    bench.enter("window", leaf, *range(4, 8), tier="host")
+    on_device = bench.enter("window", upper, 4, 5)
+    bench.enter("state", leaf, 7, tier="host")
+    bench.index.drop_device(leaf)
+    bench.check()
+    assert bench.tails.probe_prefix("", keys(*range(8)), use_host=False) == (0, 0)
+    assert bench.tails.probe_prefix("", keys(*range(8))) == (6, 2)
+    reserved = bench.reserve(*range(8))
+    assert reserved is not None
+    tail = reserved.tails["window"]
+    assert tail.first == 4 and tail.table.tolist() == on_device + tail.own.tolist()
+    host = {at: page for node in (upper, leaf) for at, page in bench.tails.host["window"].pages_of(node).items()}
+    assert tail.loads == (page_ids([host[6], host[7]]), tail.own)
+    record = reserved.tails["state"]
+    assert len(record.loads[0]) == 1 and record.loads[1] == record.own == record.table
+    # All of it is kept, on both sides, until it is released.
+    assert bench.tails.evict("host", "window", 9) == bench.tails.evict("device", "window", 9) == 0
+    assert bench.index.flush("host") == (0, 8)
+    bench.tails.release(reserved)
+    bench.check()
+    assert bench.tails.evict("host", "window", 9) == 4
+
+
+def test_matching_renews_what_is_evicted_last() -> None:
+    bench = Bench(state())
+    for tokens in ((1, 2), (3, 4), (5, 6)):
+        bench.enter("state", bench.put(*tokens), 1)
+    bench.tails.match("", keys(1, 2))
+    bench.tails.evict("device", "state", 2)
+    assert [bench.tails.probe_prefix("", keys(*tokens)) for tokens in ((1, 2), (3, 4), (5, 6))] == [
+        (2, 0),
+        (0, 0),
+        (0, 0),
+    ]
+
+
+def test_void_pages_end_a_match_of_components_too() -> None:
+    bench = Bench(state())
+    bench.enter("state", bench.put(1), 0)
+    root = bench.index.match("", keys(1)).device_node
+    node = bench.index.insert_pending(root, "", keys(2), bench.device.take(1))
+    bench.enter("state", node, 1)
+    bench.index.set_void(node)
+    assert bench.tails.probe_prefix("", keys(1, 2)) == (1, 0)
+    with pytest.raises(BrokenInvariant, match="no full device pages"):
+        bench.enter("state", node, 1)
+    pages = bench.index.drop_void(node)
+    assert pages is not None
+    bench.device.settle(pages)
+    assert bench.tails.device["state"].account.cached == 1
+    bench.check()
+
+
+# --- Going on ---
+
+
+def test_a_shared_record_that_is_gone_on_from_is_copied() -> None:
+    bench = Bench(state())
+    (shared,) = bench.enter("state", bench.put(1, 2), 1)
+    first, second = bench.reserve(1, 2), bench.reserve(1, 2)
+    assert first is not None and second is not None
+    for reserved in (first, second):
+        tail = reserved.tails["state"]
+        assert tail.clones == (page_ids([shared]), tail.own) and tail.table == tail.own
+        assert tail.own[0] != shared
+    assert first.tails["state"].own != second.tails["state"].own
+    assert bench.tails.device["state"].account.condition(shared) is Condition.CACHED
+    bench.check()
+
+
+def test_at_the_very_beginning_a_record_is_new_and_a_window_empty() -> None:
+    bench = Bench(window(4), state())
+    reserved = bench.reserve(1, 2, 3, window=3)
+    assert reserved is not None and reserved.boundary == 0
+    tail, record = reserved.tails["window"], reserved.tails["state"]
+    assert not tail.table and len(tail.own) == 3
+    assert len(record.table) == 1 and record.loads == record.clones == (page_ids(), page_ids())
+
+
+def test_of_all_components_a_request_gets_what_it_needs_or_nothing() -> None:
+    bench = Bench(window(2, device_pages=6), state(device_pages=2))
+    leaf = bench.put(1, 2, 3)
+    bench.enter("window", leaf, 1, 2)
+    bench.enter("state", leaf, 2)
+    other = bench.put(7, 8, 9)
+    bench.enter("window", other, 1, 2)
+    bench.enter("state", other, 2)
+    # Every record is in use: the one to go on from counts as evictable only until it is locked.
+    first = bench.reserve(1, 2, 3)
+    assert first is not None
+    assert bench.reserve(7, 8, 9, window=1) is None and bench.reserve(1, 2, 3) is None
+    bench.check()
+    assert bench.tails.device["window"].account.owned == 0
+    bench.tails.device["state"].account.give_back(first.tails["state"].own)
+    bench.tails.release(first)
+    # Four more pages: two are free, two are those of the other prompt, the tail itself stays.
+    second = bench.reserve(1, 2, 3, window=4)
+    assert second is not None and bench.tails.probe_prefix("", keys(7, 8, 9)) == (0, 0)
+    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (3, 0)
+    bench.check()
+
+
+def test_of_a_cut_node_only_the_part_that_a_receipt_reaches_into_is_kept() -> None:
+    bench = Bench(window(2))
+    leaf = bench.put(*range(8))
+    bench.enter("window", leaf, *range(8))
+    receipt = bench.tails.lock(leaf, boundary=8)
+    books = bench.tails.device["window"]
+    assert (books.evictable, books.protected) == (0, 8)
+    upper = bench.index.split(leaf, 5)
+    bench.check()
+    assert (books.evictable, books.protected) == (5, 3)
+    assert bench.tails.evict("device", "window", 1) == 5 and not books.pages_of(upper)
+    assert bench.tails.probe_prefix("", keys(*range(8))) == (8, 0)
+    bench.tails.unlock(receipt)
+    bench.check()
+
+
+def test_a_lock_keeps_the_tail_of_its_boundary_even_where_the_device_ends_before() -> None:
+    bench = Bench(window(4))
+    leaf = bench.put(*range(8))
+    bench.to_host(leaf)
+    middle = bench.index.split(leaf, 6)
+    bench.index.split(middle, 4)
+    bench.enter("window", middle, 2, 3, 4, 5)
+    bench.index.drop_device(leaf)
+    # The tail of 8 is [4, 8): what lies before is of no use to whoever goes on there.
+    lock = bench.tails.lock(middle, boundary=8)
+    books = bench.tails.device["window"]
+    assert (books.protected, books.evictable) == (2, 2)
+    bench.check()
+    bench.tails.unlock(lock)
+
+
+def test_of_a_tail_that_nobody_keeps_the_first_pages_go_first() -> None:
+    bench = Bench(window(4))
+    leaf = bench.put(*range(8))
+    upper = bench.index.split(leaf, 6)
+    bench.enter("window", leaf, 4, 5, 6, 7)
+    bench.tails.unlock(bench.tails.lock(leaf, boundary=8))
+    assert bench.tails.evict("device", "window", 1) == 2
+    assert not bench.tails.device["window"].pages_of(upper)
+
+
+def test_what_is_entered_below_a_receipt_is_kept_by_it() -> None:
+    bench = Bench(window(2))
+    leaf = bench.put(1, 2, 3)
+    receipt = bench.tails.lock(leaf, boundary=3)
+    bench.enter("window", leaf, 1, 2)
+    assert bench.tails.evict("device", "window", 2) == 0
+    bench.tails.unlock(receipt)
+    assert bench.tails.evict("device", "window", 2) == 2
+
+
+def test_the_indexs_own_component_pages_are_no_duplicates() -> None:
+    bench = Bench(window(3))
+    leaf = bench.put(1, 2, 3)
+    known = page_ids(bench.enter("window", leaf, 0, 1))
+    account = bench.tails.device["window"].account
+    fresh, other = account.take(1), account.take(1)
+    assert bench.tails.insert("device", "window", leaf, 0, known + fresh) == (known + fresh, page_ids())
+    assert bench.tails.insert("device", "window", leaf, 1, known[1:] + other) == (known[1:] + fresh, other)
+    account.give_back(other)
+    bench.check()
+
+
+# --- Wrong calls ---
+
+
+def test_two_components_cannot_have_one_name() -> None:
+    with pytest.raises(InvalidConfig, match="one name each"):
+        Bench(state(), state())
+
+
+def test_component_pages_need_full_pages_of_their_tier() -> None:
+    bench = Bench(window(2))
+    leaf = bench.put(1, 2)
+    pages = bench.tails.host["window"].account.take(1)
+    with pytest.raises(BrokenInvariant, match="no full host pages"):
+        bench.tails.insert("host", "window", leaf, 1, pages)
+    for first in (-1, 2):
+        with pytest.raises(BrokenInvariant, match="not above the end"):
+            bench.tails.insert("device", "window", leaf, first, bench.tails.device["window"].account.take(1))
+    bench.check()
+
+
+def test_receipts_are_given_back_once_and_as_what_they_are() -> None:
+    bench = Bench(state())
+    leaf = bench.put(1)
+    lock, pin = bench.tails.lock(leaf, boundary=1), bench.tails.pin(leaf, boundary=1)
+    for wrong in (lambda: bench.tails.unpin(lock), lambda: bench.tails.unlock(pin)):
+        with pytest.raises(BrokenInvariant, match="not such a receipt"):
+            wrong()
+    bench.tails.unlock(lock)
+    bench.tails.unpin(pin)
+    with pytest.raises(BrokenInvariant, match="given back before"):
+        bench.tails.unlock(lock)
+    bench.check()
+
+
+def test_what_a_receipt_keeps_cannot_be_dropped() -> None:
+    bench = Bench(state())
+    leaf = bench.put(1)
+    bench.enter("state", leaf, 0)
+    receipt = bench.tails.lock(leaf, boundary=1)
+    with pytest.raises(BrokenInvariant, match="that are guarded"):
+        bench.tails.drop("device", "state", leaf)
+    bench.tails.unlock(receipt)
+    bench.tails.drop("device", "state", leaf)
+    bench.tails.drop("device", "state", leaf)
+    bench.check()
+
+
+def test_check_finds_what_does_not_add_up() -> None:
+    bench = Bench(state())
+    leaf = bench.put(1)
+    bench.enter("state", leaf, 0)
+    books = bench.tails.device["state"]
+    receipt = bench.tails.lock(leaf, boundary=1)
+
+    def fails(words: str) -> None:
+        with pytest.raises(BrokenInvariant, match=words):
+            bench.check()
+
+    books.receipts += 1
+    fails("guards reach into")
+    books.receipts -= 1
+    books.protected += 1
+    fails("counted")
+    books.protected -= 1
+    bench.index.unlock(receipt.full)
+    fails("without its tails")
+    receipt.full.released = False
+    leaf.anchored += 1
+    bench.index.device_tier.receipts += 1
+    bench.index.device_tier.guard(leaf)
+    books.account.own_cached(page_ids([0]))
+    fails("not those that are cached")
+    books.account.to_cache(page_ids([0]))
+    bench.tails.unlock(receipt)
+    bench.check()
+    # Pages that were withdrawn take nothing with them.
+    bench.index.withdraw_device(leaf)
+    fails("no full pages in this tier")

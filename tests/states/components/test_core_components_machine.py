@@ -1,0 +1,296 @@
+"""The core with components against any order of events: the machine of the core's own test, and pools of tags for each
+window and state. Prefill writes its part of the tails until it says its last chunk, or has stopped.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from tests.support.core_machine import CoreMachine
+from tidekv.engine.simulation.memory import Contents, SimulatedPool
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.pages.page_pool import Condition
+from tidekv.states.components.specs import Component
+from tidekv.states.types import page_ids
+
+PICKS = st.integers(min_value=0, max_value=99)
+PAST = (b"ababab", b"abab", b"ababb", b"aba")
+OF_TAILS = (commands.CopyTail, commands.QueryTails, commands.FetchTail, commands.StoreTail)
+
+
+def window(tokens: int, device: int, host: int) -> Component:
+    return Component(name="window", kind="window", window_tokens=tokens, device_pages=device, host_pages=host)
+
+
+def state(device: int, host: int) -> Component:
+    return Component(name="state", kind="state", device_pages=device, host_pages=host)
+
+
+SETS = st.sampled_from(
+    [
+        (window(2, 12, 6),),
+        (state(5, 3),),
+        (window(3, 9, 8), state(6, 5)),
+        (window(1, 20, 20), state(20, 20)),
+        (window(2, 3, 0), state(1, 0)),
+    ]
+)
+
+
+class TailsMachine(CoreMachine):
+    """Whatever happens, tails hold the right bytes when a request is ready, and no page of theirs is lost."""
+
+    @initialize(
+        components=SETS,
+        device_pages=st.sampled_from((10, 20)),
+        host_pages=st.sampled_from((0, 8, 20)),
+        others=st.booleans(),
+    )
+    def begin(self, components: tuple[Component, ...], device_pages: int, host_pages: int, others: bool) -> None:
+        self.rig = Rig(device_pages=device_pages, host_pages=host_pages, copy_run_pages=2, components=components)
+        self.contents = Contents()
+        self.device = SimulatedPool(self.rig.core.state.device)
+        self.host = SimulatedPool(self.rig.core.state.host)
+        self.sent, self.fetched_tokens, self.prompts, self.left = set(), {}, {}, {}
+        self.ready, self.reading, self.operations, self.sendings = {}, {}, [], []
+        self.names = 0
+        self.rig.attach_storage(tails=True)
+        index = self.rig.core.state.components
+        self.components = {component.name: component for component in components}
+        self.pools = {("device", name): SimulatedPool(tier.account) for name, tier in index.device.items()}
+        self.pools |= {("host", name): SimulatedPool(tier.account) for name, tier in index.host.items()}
+        self.writing: dict[tuple[str, int], tuple[tuple[commands.TailPages, ...], bytes]] = {}
+        self.finishes = 0
+        # With others, they have put the tails of the prompts that come most there before.
+        past = PAST if others else ()
+        self.stored = {name: {self.tail_tags(name, tokens)[-1] for tokens in past} for name in self.components}
+        for component in components:
+            if component.kind == "window":
+                self.stored[component.name] |= {tag for tokens in past for tag in self.tail_tags("window", tokens)}
+        self.step, self.rig.step = self.rig.step, self.watch
+
+    def tail_tags(self, name: str, tokens: bytes) -> list[int]:
+        """What a component's page at each position holds; of a window too it stands for all that is before."""
+        return self.contents.tags(f"{name} of ", tokens, 1)
+
+    def watch(self, event_type: type[events.Event], **fields: object) -> list[commands.Command]:
+        """Before the core is told, what it is told of has happened to the tails."""
+        key = (fields.get("request_id"), fields.get("generation"))
+        if event_type is events.ChunkLanded and fields["last"] and fields["span"] == 0:
+            self.end_writes(key, well=True)
+        elif event_type is events.RoomDrained or (event_type is events.RoomFailed and fields["settled"]):
+            self.end_writes(key, well=False)
+        elif event_type in (events.FinishRequested, events.RetractRequested):
+            fields["tails"] = self.generate(fields["request_id"], fields["keys"])
+        return self.step(event_type, **fields)
+
+    def end_writes(self, key: tuple[str, int], *, well: bool) -> None:
+        tails, tokens = self.writing.pop(key, ((), b""))
+        for tail in tails:
+            tags = self.tail_tags(tail.component, tokens)[tail.first :] if well else None
+            self.pools["device", tail.component].end_write(tail.pages, key, tags)
+
+    def generate(self, request_id: str, tokens: bytes) -> tuple[events.TailLeft, ...]:
+        """Decode has gone on to the end of `tokens`: its window has moved, its record was written in place."""
+        self.finishes += 1
+        left = []
+        for table in self.rig.request(request_id).tails.table:
+            name, component = table.component, self.components[table.component]
+            pool, tags, end = self.pools["device", name], self.tail_tags(name, tokens), len(tokens)
+            if component.kind == "state":
+                pool.put(table.own[0], tags[-1], request_id)
+                first, pages = end - 1, [table.own[0]]
+            else:
+                known = dict(enumerate(table.pages, table.first))
+                first = max(0, end - component.window_tokens)
+                unused = [page for page in table.own if page not in table.pages]
+                for position in range(table.first + len(table.pages), end):
+                    # What the window has left behind is written again.
+                    out = [at for at in known if at < position - component.window_tokens and known[at] in table.own]
+                    known[position] = unused.pop() if unused else known.pop(out[0])
+                    pool.put(known[position], tags[position], request_id)
+                pages = [known[position] for position in range(first, end)]
+                pool.expect(page_ids(pages), tags[first:], request_id)
+            if self.finishes % 5:
+                left.append(events.TailLeft(name, first, tuple(pages)))
+        return tuple(left)
+
+    # --- What the core wishes ---
+
+    def obey(self) -> None:
+        for wish in self.rig.pending:
+            if isinstance(wish, commands.CopyTail):
+                source = self.pools[wish.source, wish.component]
+                self.reading[wish.op] = (
+                    source,
+                    wish.source_pages,
+                    source.begin_read(wish.source_pages, wish.op),
+                )
+                self.pools[wish.target, wish.component].begin_write(wish.target_pages, wish.op)
+                self.operations.append(wish)
+            elif isinstance(wish, commands.QueryTails):
+                self.operations.append(wish)
+                self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
+            elif isinstance(wish, commands.FetchTail):
+                self.pools["host", wish.component].begin_write(wish.host_pages, wish.op)
+                self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
+                self.operations.append(wish)
+            elif isinstance(wish, commands.StoreTail):
+                pool = self.pools["host", wish.component]
+                _, tokens = self.rig.core.keys_put(wish.op)
+                pool.expect(wish.host_pages, self.tail_tags(wish.component, tokens)[wish.first :], wish.op)
+                self.reading[wish.op] = (pool, wish.host_pages, pool.begin_read(wish.host_pages, wish.op))
+                self.operations.append(wish)
+            elif isinstance(wish, commands.SendPromise):
+                tokens = self.prompts[wish.request_id]
+                assert [tail.component for tail in wish.tails] == list(self.components)
+                self.writing[wish.request_id, wish.generation] = (wish.tails, tokens)
+                for tail in wish.tails:
+                    assert not tail.pages or tail.first + len(tail.pages) == len(tokens)
+                    self.pools["device", tail.component].begin_write(tail.pages, (wish.request_id, wish.generation))
+            elif isinstance(wish, commands.TellReady):
+                self.expect_tails(wish, self.prompts[wish.request_id])
+        super().obey()
+
+    def expect_tails(self, ready: commands.TellReady, tokens: bytes) -> None:
+        for table in ready.tails:
+            component, pool = self.components[table.component], self.pools["device", table.component]
+            assert table.first == component.needed_from(len(tokens), 1)
+            assert table.first + len(table.pages) == len(tokens)
+            pool.expect(table.pages, self.tail_tags(table.component, tokens)[table.first :], ready.request_id)
+            assert pool.account.holds(table.own, Condition.OWNED)
+            assert len(table.own) >= component.live_pages(1)
+            shared = page_ids(page for page in table.pages if page not in table.own)
+            assert pool.account.holds(shared, Condition.CACHED)
+            assert not shared or component.is_shared
+
+    @precondition(lambda self: self.operations)
+    @rule(pick=PICKS, share=st.sampled_from((0, 1, 2, 99)), fails=st.booleans(), loses=st.booleans())
+    def end_operation(self, pick: int, share: int, fails: bool, loses: bool) -> None:
+        wish = self.operations[pick % len(self.operations)]
+        if not isinstance(wish, OF_TAILS):
+            super().end_operation(pick, share, fails, loses)
+            return
+        self.operations.remove(wish)
+        if wish.op in self.reading:
+            pool, pages, found = self.reading.pop(wish.op)
+            pool.end_read(pages, wish.op, found)
+        match wish:
+            case commands.CopyTail():
+                self.pools[wish.target, wish.component].end_write(wish.target_pages, wish.op, None if fails else found)
+                self.rig.copied(wish, error="failed" if fails else "")
+            case commands.QueryTails():
+                tails = tuple(self.stored_tail(wish, name, share if loses else 99) for name in self.components)
+                self.rig.answer(wish, min(share, wish.count), "failed" if fails else "", () if fails else tails)
+            case commands.FetchTail():
+                tags = self.tail_tags(wish.component, self.fetched_tokens.pop(wish.op))
+                wanted = [tags[position] for position in wish.positions]
+                here = [tag in self.stored[wish.component] for tag in wanted]
+                good = share if fails else (*here, False).index(False)
+                # Whatever is not verified is garbage in the host pages, wherever in the batch it comes.
+                good = min(good, len(wanted), (*here, False).index(False))
+                pool = self.pools["host", wish.component]
+                pool.end_write(wish.host_pages, wish.op, wanted[:good] + [0] * (len(wanted) - good))
+                self.rig.fetched(wish, good=good, error="failed" if fails else "")
+            case commands.StoreTail():
+                count = share if fails else len(found)
+                self.stored[wish.component].update(found[:count])
+                self.rig.stored(wish, stored=count)
+        self.obey()
+
+    def stored_tail(self, wish: commands.QueryTails, name: str, count: int) -> events.StoredTail:
+        """What storage has of the prompt's tails, or the last of it; the answer leaves out what it likes."""
+        tags = self.tail_tags(name, self.fetched_tokens[wish.op])
+        here = [at for at, tag in enumerate(tags) if at >= wish.tails_first and tag in self.stored[name]]
+        return events.StoredTail(name, tuple((at, at + 1) for at in here[-count:] if count))
+
+    @precondition(lambda self: any(self.stored.values()))
+    @rule(pick=PICKS)
+    def lose_records(self, pick: int) -> None:
+        """Storage evicts one record, which an answer may have told of."""
+        name = list(self.stored)[pick % len(self.stored)]
+        if self.stored[name]:
+            self.stored[name].remove(sorted(self.stored[name])[pick % len(self.stored[name])])
+
+    @rule(pick=PICKS)
+    def change_storage(self, pick: int) -> None:
+        if pick % 4 == 0:
+            self.rig.step(events.StorageChanged, available=pick % 3 > 0, tails=pick % 3 > 0)
+            self.obey()
+
+    @rule()
+    def leave_to_storage(self) -> None:
+        """Everybody who is ready finishes, and the caches are emptied: only storage has anything."""
+        self.go_on(0, 99)
+        while self.ready:
+            self.finish(0, b"", False)
+        self.go_on(0, 99)
+        super().flush(("l1", "l2"))
+
+    # --- More of what leads somewhere, less of what does not ---
+
+    @precondition(lambda self: self.prompts)
+    @rule(pick=PICKS, count=st.sampled_from((2, 6, 99)))
+    def go_on(self, pick: int, count: int) -> None:
+        """Everything in flight goes on well, for a while: copies and reads end, prefill writes and says so."""
+        for _ in range(count):
+            if self.operations:
+                self.end_operation(pick, 99, False, False)
+            elif self.unsent():
+                self.send_promise(pick, True)
+            elif any(room.in_flight for room in self.sendings):
+                self.land(pick)
+            elif any(room.open_spans() for room in self.sent_rooms()):
+                self.post(pick, 99)
+            elif any(not room.said_aux for room in self.sent_rooms()):
+                self.say_aux(pick)
+            else:
+                break
+
+    @rule(tokens=st.sampled_from(PAST), count=st.sampled_from((0, 1, 4, 99)))
+    def arrive_again(self, tokens: bytes, count: int) -> None:
+        """The same few prompts, so that they are found in the caches."""
+        if len(self.prompts) < 5:
+            self.arrive(tokens, 2, True, False)
+            self.go_on(0, count)
+
+    @rule(tiers=st.sampled_from((("l1",), ("l2",))), pick=PICKS)
+    def flush(self, tiers: tuple[str, ...], pick: int) -> None:
+        if pick % 3 == 0:
+            super().flush(tiers)
+
+    @precondition(lambda self: self.rig.core.backups.retracted_requests)
+    @rule(pick=PICKS)
+    def drop_retracted(self, pick: int) -> None:
+        super().drop_retracted(pick)
+
+    # --- What must hold ---
+
+    @invariant()
+    def cached_tails_hold_what_their_keys_say(self) -> None:
+        if not hasattr(self, "pools"):
+            return
+        index = self.rig.core.state.components
+        for node in index.index.nodes():
+            tokens = b"".join(above.edge for above in index.index.path(node))
+            for name in self.components:
+                tags = self.tail_tags(name, tokens)
+                for tier in (index.device[name], index.host[name]):
+                    for position, page in tier.pages_of(node).items():
+                        self.pools[tier.name, name].expect(page_ids([page]), [tags[position]], node)
+        for pool in self.pools.values():
+            pool.check()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "pools"):
+            assert all(pool.is_quiet for pool in self.pools.values())
+
+
+TailsMachine.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=60, suppress_health_check=list(HealthCheck)
+)
+TestTails = TailsMachine.TestCase

@@ -1,0 +1,76 @@
+"""Who writes which heads to whom: every head of a decode rank comes once, from a rank that holds it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.handover.head_slices import Holding, check_stages, holding_of, shares_of, split_like, stage_of
+
+
+def heads_on(holding: Holding, rank: int) -> list[int]:
+    first = holding.first(rank)
+    return list(range(first, first + holding.heads))
+
+
+@st.composite
+def holdings(draw: st.DrawFn, total: int) -> Holding:
+    heads = draw(st.sampled_from([heads for heads in range(1, total + 1) if total % heads == 0]))
+    return Holding(ranks=total // heads * draw(st.integers(1, 3)), heads=heads, total=total)
+
+
+@given(st.data(), st.sampled_from([1, 2, 4, 6, 8, 12]))
+def test_every_head_comes_once_from_a_rank_that_holds_it(data: st.DataObject, total: int) -> None:
+    decode, prefill = data.draw(holdings(total)), data.draw(holdings(total))
+    for rank in range(decode.ranks):
+        mine, brought = heads_on(decode, rank), []
+        for share in shares_of(rank, decode, prefill):
+            theirs = heads_on(prefill, share.prefill)
+            part = slice(share.source, share.source + share.count)
+            assert theirs[part] == mine[share.target : share.target + share.count]
+            assert 0 <= share.source <= share.source + share.count <= prefill.heads
+            brought += theirs[part]
+        assert brought == mine
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
+def test_every_rank_of_as_many_is_written_by_its_own_counterpart(ranks: int, heads: int) -> None:
+    holding = holding_of(ranks=ranks, heads=heads, kind="mha")
+    for rank in range(ranks):
+        (share,) = shares_of(rank, holding, holding)
+        assert (share.prefill, share.count) == (rank, heads)
+
+
+def test_copies_take_turns() -> None:
+    # Latent vectors are the same on all ranks: each of four copies writes to one of four decode ranks.
+    latent = holding_of(ranks=4, heads=1, kind="mla")
+    assert [share.prefill for rank in range(4) for share in shares_of(rank, latent, latent)] == [0, 1, 2, 3]
+    two = holding_of(ranks=2, heads=1, kind="mla")
+    assert [share.prefill for rank in range(4) for share in shares_of(rank, latent, two)] == [0, 1, 0, 1]
+
+
+def test_the_other_end_is_expected_to_hold_as_many_as_there_can_be_without_copies() -> None:
+    decode = holding_of(ranks=2, heads=2, kind="mha")
+    assert split_like(4, decode) == Holding(ranks=4, heads=1, total=4)
+    assert split_like(1, decode) == Holding(ranks=1, heads=4, total=4)
+    assert split_like(8, decode) == Holding(ranks=8, heads=1, total=4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "total"), [(3, 2, 4), (2, 3, 4), (2, 1, 4), (1, 8, 4), (2, 0, 4), (0, 1, 1)]
+)
+def test_heads_that_cannot_lie_so_are_refused(ranks: int, heads: int, total: int) -> None:
+    with pytest.raises(InvalidConfig, match="cannot hold"):
+        Holding(ranks=ranks, heads=heads, total=total)
+    with pytest.raises(InvalidConfig, match="cannot hold"):
+        split_like(3, Holding(ranks=2, heads=2, total=4))
+
+
+def test_ranks_are_counted_stage_by_stage() -> None:
+    assert [stage_of(rank, ranks=6, stages=2) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    check_stages(ranks=6, stages=3)
+    for stages in (0, 4, 7):
+        with pytest.raises(InvalidConfig, match="pipeline stages"):
+            check_stages(ranks=6, stages=stages)

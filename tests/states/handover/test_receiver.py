@@ -1,0 +1,71 @@
+"""The receiving room: chunks are taken exactly when they follow, whatever prefill says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
+from tidekv.states.handover.receiver import ReceiverRoom
+
+CHUNK = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 5), st.booleans())
+
+
+@given(chunks=st.lists(CHUNK, max_size=30), refused=st.sets(st.integers(0, 25), max_size=2))
+def test_a_chunk_is_taken_exactly_when_it_follows(chunks: list[tuple[int, int, int, bool]], refused: set[int]) -> None:
+    """Against a model: the pages of each span that are still to come, as a list."""
+    room = ReceiverRoom(first=2, count=5)
+    room.extend(1, 0, 2)
+    left: dict[int, list[int] | None] = {0: [2, 3, 4, 5, 6], 1: [0, 1]}
+    for turn, (span, first, count, last) in enumerate(chunks):
+        if turn in refused:
+            if left.get(1) is None:
+                with pytest.raises(RemoteProtocolError, match="refused"):
+                    room.refuse(1)
+            else:
+                room.refuse(1)
+                left.pop(1)
+        wanted = left.get(span)
+        pages = list(range(first, first + count))
+        follows = (
+            wanted is not None
+            and wanted[:count] == pages
+            and (bool(pages) or (wanted[0] if wanted else {0: 7, 1: 2}[span]) == first)
+            and (not last or len(wanted) == count)
+        )
+        if follows:
+            assert wanted is not None
+            room.land(span=span, first=first, count=count, last=last)
+            left[span] = None if last else wanted[count:]
+        else:
+            with pytest.raises(RemoteProtocolError):
+                room.land(span=span, first=first, count=count, last=last)
+
+
+def test_a_span_is_asked_for_once_and_refused_before_it_is_complete() -> None:
+    room = ReceiverRoom(first=0, count=1)
+    with pytest.raises(LocalProtocolError, match="span 0 was asked for already"):
+        room.extend(0, 0, 1)
+    with pytest.raises(RemoteProtocolError, match="span 3 is refused"):
+        room.refuse(3)
+    room.land(span=0, first=0, count=1, last=True)
+    with pytest.raises(RemoteProtocolError, match="comes after the span's last one"):
+        room.land(span=0, first=1, count=0, last=True)
+    with pytest.raises(RemoteProtocolError, match="complete"):
+        room.refuse(0)
+
+
+def test_the_last_chunk_of_span_0_comes_after_the_tails() -> None:
+    room = ReceiverRoom(first=0, count=2, tails=["swa", "ssm"])
+    room.extend(1, 0, 1)
+    room.land(span=1, first=0, count=1, last=True)
+    room.land(span=0, first=0, count=1, last=False)
+    room.land_tail("ssm")
+    with pytest.raises(RemoteProtocolError, match="is said to be the last; the tail of 'swa' was not sent"):
+        room.land(span=0, first=1, count=1, last=True)
+    for wrong in ("ssm", "other"):
+        with pytest.raises(RemoteProtocolError, match=f"the tail of component '{wrong}' was not asked for"):
+            room.land_tail(wrong)
+    room.land_tail("swa")
+    room.land(span=0, first=1, count=1, last=True)

@@ -1,0 +1,116 @@
+"""A broken invariant ends the core from wherever it is found: nothing falls back from it, mends it or counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands
+from tidekv.states.backup.backups import Backups
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.loads.loads import Loads
+from tidekv.states.request.request import State
+from tidekv.states.request.restore import Restore
+from tidekv.states.storage.admission import StorageUse
+
+EIGHT = b"abcdefgh"
+Step = Callable[[Rig], object]
+
+
+def arrival(rig: Rig) -> Step:
+    rig.attach_storage()
+    return lambda rig: rig.arrive("a", EIGHT)
+
+
+def answer(rig: Rig) -> Step:
+    rig.bring(State.MATCH)
+    query = rig.take(commands.QueryStorage)
+    return lambda rig: rig.answer(query, 0)
+
+
+def failed_copy(rig: Rig) -> Step:
+    rig.bring(State.LOCAL_RESTORE)
+    rig.promised(rig.take(commands.SendPromise))
+    copy = rig.take(commands.CopyToDevice)
+    return lambda rig: rig.copied(copy, error="failed")
+
+
+def finish(rig: Rig) -> Step:
+    rig.bring(State.READY)
+    return lambda rig: rig.finish("a", EIGHT)
+
+
+def waiting_put(rig: Rig) -> tuple[commands.FetchPages, commands.SendPromise]:
+    """A put of request "past" waits for a fetch of "a"."""
+    rig.attach_storage()
+    rig.arrive("a", EIGHT)
+    rig.answer(rig.take(commands.QueryStorage), 6)
+    promise = rig.take(commands.SendPromise)
+    fetch = rig.take(commands.FetchPages)
+    rig.make_ready("past", b"xyz")
+    rig.finish("past", b"xyz")
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.take(commands.TellFinished)
+    assert rig.take_all(commands.StorePages) == []
+    return fetch, promise
+
+
+def end_of_the_fetch(rig: Rig) -> Step:
+    fetch, _ = waiting_put(rig)
+    return lambda rig: rig.fetched(fetch)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "owner", "name"),
+    [
+        (arrival, Restore, "ask_storage"),
+        (arrival, Restore, "grant"),
+        (answer, StorageUse, "note"),
+        (answer, Restore, "fix_plan"),
+        (failed_copy, Loads, "fill"),
+        (finish, Backups, "_begin"),
+        (end_of_the_fetch, Backups, "_put"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_it_leaves_the_step_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Rig], Step], owner: type, name: str
+) -> None:
+    rig = Rig(put_wait_s=1.0, prefetch_base_s=100.0)
+    step = prepare(rig)
+    before = rig.core.statistics().get("transitions_raised", 0)
+
+    def broken(self: object, *arguments: object, **named: object) -> None:
+        raise BrokenInvariant("the tree is upside down")
+
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(BrokenInvariant, match="upside down"):
+        step(rig)
+    # A raise that is met is counted: this one was not met by anybody.
+    assert rig.core.statistics().get("transitions_raised", 0) == before
+
+
+def test_any_other_raise_of_a_put_that_waited_ends_the_backup_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(put_wait_s=1.0, prefetch_base_s=100.0)
+    fetch, promise = waiting_put(rig)
+    original, raised = Backups._put, list[bool]()
+
+    def put(self: Backups, backup: object) -> None:
+        raised.append(True)
+        raise RuntimeError("put is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Backups, "_put", put)
+        rig.fetched(fetch)
+    assert raised and Backups._put is original
+    statistics = rig.core.statistics()
+    assert (statistics["transitions_raised"], statistics["backups_failed"], statistics["backups"]) == (1, 1, 0)
+    assert rig.take(commands.ForgetTokens)
+    # The host keeps what it has, and the request that fetched gets what it fetched.
+    rig.copied(rig.take(commands.CopyToDevice))
+    rig.serve(promise)
+    assert rig.take(commands.TellReady).sources["l3"] == 6
+    rig.take(commands.SendReceived)
+    assert rig.make_ready("again", b"xyz").sources["l1"] == 3

@@ -1,0 +1,209 @@
+"""One load for many: who shares it, who extends it when it fails, and what happens when they leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.request.request import Stage
+
+EIGHT = b"abcdefgh"
+
+
+def make_sharers(rig: Rig, *prompts: bytes, source: str = "l2") -> list[commands.SendPromise]:
+    """Requests "r0", "r1"… for these prompts, planned one after the other, over b"abcdef" in that tier."""
+    rig.attach_storage()
+    rig.make_cached("past", EIGHT[:6])
+    rig.flush("l1")
+    if source == "l3":
+        rig.flush("l2")
+    promises = []
+    for number, prompt in enumerate(prompts):
+        rig.arrive(f"r{number}", prompt)
+        for query in rig.take_all(commands.QueryStorage):
+            rig.answer(query, 6 if source == "l3" and not number else 0)
+        promises.append(rig.take(commands.SendPromise))
+        rig.serve(promises[-1])
+    return promises
+
+
+@pytest.mark.parametrize("source", ["l2", "l3"])
+def test_sharers_cause_one_load_and_are_ready_together(source: str) -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT, b"abcdefxy", source=source)
+    assert len(rig.core.loads) == 1
+    if source == "l3":
+        rig.fetched(rig.take(commands.FetchPages))
+    rig.copied(rig.take(commands.CopyToDevice))
+    readies = rig.take_all(commands.TellReady)
+    assert [ready.sources[source] for ready in readies] == [6, 6]
+    assert readies[0].pages[:6] == readies[1].pages[:6]
+    assert len(rig.take_all(commands.SendReceived)) == 2
+    rig.nothing_else()
+
+
+def test_a_sharer_may_use_a_part_of_a_load() -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT, b"abcxyz")
+    rig.copied(rig.take(commands.CopyToDevice))
+    assert [ready.sources["l2"] for ready in rig.take_all(commands.TellReady)] == [6, 3]
+
+
+def test_the_oldest_sharer_extends_into_a_failed_load_and_the_others_share_that() -> None:
+    rig = Rig()
+    promises = make_sharers(rig, EIGHT, b"abcdefxy", b"abcdefpq")
+    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    extend = rig.take(commands.SendExtend)
+    assert (extend.request_id, extend.generation) == ("r0", promises[0].generation)
+    assert [rig.state(f"r{number}") for number in range(3)] == ["TRANSFER"] * 3
+    rig.chunk(extend)
+    assert [ready.sources["transfer"] for ready in rig.take_all(commands.TellReady)] == [8, 8, 8]
+
+
+def test_a_filler_extends_no_further_than_its_own_prompt_goes() -> None:
+    rig = Rig()
+    make_sharers(rig, source="l3")
+    rig.arrive("old", b"abcxyz")
+    waiting = rig.take(commands.QueryStorage)
+    rig.arrive("young", EIGHT)
+    rig.answer(rig.take(commands.QueryStorage), 6)
+    rig.serve(rig.take(commands.SendPromise))
+    rig.answer(waiting, 0)
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 3
+    rig.serve(promise)
+    rig.fetched(rig.take(commands.FetchPages), good=0)
+    # The oldest sharer runs along the first three pages only; the other brings what lies behind.
+    extends = rig.take_all(commands.SendExtend)
+    assert [(extend.request_id, extend.first, len(extend.pages)) for extend in extends] == [
+        ("old", 0, 3),
+        ("young", 3, 3),
+    ]
+    rig.chunk(extends[1])
+    assert not rig.take_all(commands.TellReady)
+    rig.chunk(extends[0])
+    assert {ready.request_id for ready in rig.take_all(commands.TellReady)} == {"old", "young"}
+
+
+def test_an_abort_of_the_filler_sends_the_others_back_and_frees_its_pages_when_drained() -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT, b"abcdefxy")
+    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    extend = rig.take(commands.SendExtend)
+    rig.abort("r0")
+    aborts = {abort.request_id: abort for abort in rig.take_all(commands.SendAbort)}
+    assert set(aborts) == {"r0", "r1"}
+    rig.take(commands.TellFailed)
+    for query in rig.take_all(commands.QueryStorage):
+        rig.answer(query, 0)
+    again = rig.take(commands.SendPromise)
+    assert (again.request_id, again.generation, again.promised_tokens) == ("r1", 1, 0)
+    assert not set(again.pages) & set(extend.pages)
+    assert rig.core.statistics()["device_draining"] == 8
+    rig.drained(aborts["r1"])
+    assert rig.core.statistics()["device_draining"] == 8
+    rig.drained(aborts["r0"])
+    assert rig.core.statistics()["device_draining"] == 0
+    rig.serve(again)
+    rig.take(commands.TellReady)
+
+
+def test_an_abort_of_a_sharer_leaves_the_load_to_the_others() -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT, b"abcdefxy")
+    rig.abort("r0")
+    rig.take(commands.TellFailed)
+    rig.copied(rig.take(commands.CopyToDevice))
+    assert rig.take(commands.TellReady).request_id == "r1"
+
+
+def test_a_copy_that_nobody_waits_for_becomes_cache() -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT)
+    rig.abort("r0")
+    rig.take(commands.TellFailed)
+    rig.copied(rig.take(commands.CopyToDevice))
+    rig.expect_nothing_held()
+    assert rig.core.statistics()["device_cached"] == 6
+
+
+def test_a_read_that_nobody_waits_for_is_kept_in_host_memory_alone() -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT, source="l3")
+    rig.abort("r0")
+    rig.take(commands.TellFailed)
+    rig.take(commands.SendAbort)
+    rig.fetched(rig.take(commands.FetchPages), good=4)
+    rig.nothing_else()
+    rig.expect_nothing_held()
+    assert rig.core.statistics()["device_cached"] == 0
+    assert rig.core.statistics()["host_cached"] == 4
+
+
+def test_a_copy_that_failed_with_nobody_left_gives_its_pages_back() -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT)
+    rig.abort("r0")
+    rig.take(commands.TellFailed)
+    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    rig.expect_nothing_held()
+    assert rig.core.statistics()["device_free"] == rig.settings.device_pages
+
+
+def test_a_failed_load_waits_for_a_sharer_that_has_no_room_yet() -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT, source="l3")
+    rig.arrive("late", b"abcdefghijkl")
+    query = rig.take(commands.QueryStorage)
+    assert rig.state("late") == "MATCH"
+    rig.abort("r0")
+    rig.take(commands.TellFailed)
+    rig.take(commands.SendAbort)
+    rig.fetched(rig.take(commands.FetchPages), good=0)
+    (load,) = rig.core.loads
+    assert load.stage is Stage.FAILED
+    rig.nothing_else()
+    rig.answer(query, 0)
+    promise, extend = rig.take(commands.SendPromise), rig.take(commands.SendExtend)
+    assert (promise.promised_tokens, extend.request_id, extend.first, len(extend.pages)) == (6, "late", 0, 6)
+    rig.serve(promise)
+    rig.chunk(extend)
+    rig.take(commands.TellReady)
+
+
+def test_a_request_in_match_does_not_move_on_before_its_own_plan() -> None:
+    rig = Rig()
+    make_sharers(rig, EIGHT, source="l3")
+    rig.arrive("late", b"abcdefghijkl")
+    query = rig.take(commands.QueryStorage)
+    rig.fetched(rig.take(commands.FetchPages))
+    assert rig.state("late") == "MATCH"
+    rig.copied(rig.take(commands.CopyToDevice))
+    assert rig.state("late") == "MATCH"
+    rig.answer(query, 0)
+    promise = rig.take(commands.SendPromise)
+    # Six from the load that it shared, and two that the other request has brought meanwhile.
+    assert promise.promised_tokens == 8
+    rig.serve(promise)
+    late = next(ready for ready in rig.take_all(commands.TellReady) if ready.request_id == "late")
+    assert late.sources == {"l1": 2, "l2": 0, "l3": 6, "transfer": 4}
+
+
+def test_a_void_load_with_pages_of_another_load_below_waits_for_it() -> None:
+    rig = Rig(copy_run_pages=3, copy_deadline_s=2.0)
+    rig.make_cached("one", b"abc")
+    rig.make_cached("two", b"abcdef")
+    rig.flush("l1")
+    rig.arrive("a", EIGHT)
+    upper, lower = rig.take_all(commands.CopyToDevice)
+    rig.take(commands.SendPromise)
+    rig.wait_until(1.0)
+    rig.abort("a")
+    rig.step(events.RoomFailed, request_id="a", generation=0, cause="unsent", settled=True)
+    rig.copied(lower)
+    rig.wait_until(3.0)
+    assert rig.core.statistics()["device_draining"] == 3
+    rig.copied(upper)
+    rig.expect_nothing_held()
+    assert rig.core.statistics()["device_free"] == rig.settings.device_pages

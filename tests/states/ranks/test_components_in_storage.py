@@ -1,0 +1,226 @@
+"""Windows and states in the storage of several ranks: they go on from the longest boundary that every rank serves."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tidekv.states import commands, events
+from tidekv.states.components.specs import Component
+from tidekv.states.ranks.component_votes import VOTES_MAX
+
+PROMPT = bytes(range(10))
+CACHED = 4
+"""Pages of the prompt that the device and host of all ranks have, with the tails at their end."""
+WINDOW = Component(name="window", kind="window", window_tokens=3, device_pages=60, host_pages=60)
+STATE = Component(name="state", kind="state", device_pages=20, host_pages=20)
+
+
+def ranks_of(make_ranks, count: int, *components: Component, cached: int = CACHED):
+    changed = {"components": components or (WINDOW, STATE), "device_pages": 60, "host_pages": 60}
+    ranks = make_ranks(count, settings=msgspec.structs.replace(make_ranks.settings, **changed))
+    if cached:
+        past = PROMPT[:cached]
+        ranks.make_ready("a", past)
+        tails = ranks.take(commands.TellReady).tails
+        left = tuple(events.TailLeft(table.component, table.first, tuple(table.pages)) for table in tails)
+        ranks.hear(events.FinishRequested, request_id="a", keys=past, tokens=cached, tails=left)
+        ranks.turn()
+        for kind in (commands.CopyToHost, commands.CopyTail):
+            copies = [command for command in ranks.given[0] if isinstance(command, kind)]
+            assert copies
+            for copy in copies:
+                ranks.hear(events.CopyEnded, op=copy.op)
+            ranks.turn()
+        for given_to in ranks.given:
+            given_to.clear()
+    ranks.hear(events.StorageChanged, available=True, tails=True)
+    ranks.turn()
+    return ranks
+
+
+def asked(ranks, tokens: bytes = PROMPT) -> commands.QueryTails:
+    ranks.arrive("b", tokens)
+    ranks.turn()
+    return ranks.take(commands.QueryTails)
+
+
+def answer(ranks, rank: int, query: commands.QueryTails, found: int, **positions: set[int]) -> None:
+    tails = tuple(
+        events.StoredTail(name, tuple((at, at + 1) for at in sorted(here))) for name, here in positions.items()
+    )
+    ranks.hear(events.StorageAnswered, ranks=[rank], op=query.op, found=found, tails=tails)
+
+
+def told(ranks) -> events.StorageAnswered:
+    """Vote until the core is told."""
+    for _ in range(VOTES_MAX):
+        assert any(agreement.has_news for agreement in ranks.agreements)
+        ranks.turn()
+        for event in ranks.taken:
+            assert isinstance(event, events.StorageAnswered)
+            assert not any(agreement.has_news for agreement in ranks.agreements)
+            return event
+    raise AssertionError(f"no answer after {VOTES_MAX} votes")
+
+
+Answer = tuple[int, set[int], set[int]]
+"""Of one rank: full pages found behind those in the caches, and where records of both components are."""
+positions = st.sets(st.integers(0, len(PROMPT) - 1)) | st.sets(st.integers(0, len(PROMPT) - 1), min_size=8)
+answers = st.lists(
+    st.tuples(st.integers(0, len(PROMPT) - CACHED), positions, positions),
+    min_size=1,
+    max_size=4,
+)
+
+
+def serves(one: Answer, boundary: int) -> bool:
+    """The naive model: whether one rank has everything up to this boundary."""
+    found, window, state = one
+    windows = window | {1, 2, 3}
+    states = state | {3}
+    return (
+        boundary <= CACHED + found
+        and windows.issuperset(range(max(0, boundary - 3), boundary))
+        and boundary - 1 in states
+    )
+
+
+@settings(
+    max_examples=100,
+    # The fixture is a class, and keeps nothing.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(of_ranks=answers, is_late=st.booleans())
+def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[Answer], is_late: bool) -> None:
+    ranks = ranks_of(make_ranks, len(of_ranks))
+    query = asked(ranks)
+    assert (query.first, query.count, query.tails_first) == (CACHED, len(PROMPT) - CACHED, CACHED + 1 - 3)
+    for rank, (found, window, state) in enumerate(of_ranks):
+        if is_late and rank:
+            assert ranks.turn().events == []
+        answer(ranks, rank, query, found, window=window, state=state)
+    event = told(ranks)
+    assert event.found == min(found for found, *_ in of_ranks)
+    common = [end for end in range(CACHED + 1, len(PROMPT) + 1) if all(serves(one, end) for one in of_ranks)]
+    longest = max(common, default=0)
+    assert event.tails == (
+        (
+            events.StoredTail("window", ((max(0, longest - 3), longest),)),
+            events.StoredTail("state", ((longest - 1, longest),)),
+        )
+        if longest
+        else ()
+    )
+    promised = longest or CACHED
+    assert ranks.take(commands.SendPromise).promised_tokens == promised
+    for given_to in ranks.given:
+        # Prefill sends the tails at the prompt's end, if it sends anything.
+        needed = {fetch.component: list(fetch.positions) for fetch in given_to if isinstance(fetch, commands.FetchTail)}
+        window_from = max(promised - 3, len(PROMPT) - 3, CACHED)
+        wanted = {"window": list(range(window_from, promised)), "state": [9] if promised == len(PROMPT) else []}
+        assert needed == {name: ats for name, ats in wanted.items() if ats}
+
+
+def test_a_rank_without_a_record_leaves_the_tails_of_all_alone(make_ranks) -> None:
+    ranks = ranks_of(make_ranks, 3)
+    query = asked(ranks)
+    everywhere = set(range(len(PROMPT)))
+    for rank in range(2):
+        answer(ranks, rank, query, 6, window=everywhere, state=everywhere)
+    answer(ranks, 2, query, 6)
+    before = ranks.agreements[0].turn
+    assert told(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=6)
+    assert ranks.agreements[0].turn == before + 1, "who has nothing will not have less"
+    assert ranks.take(commands.SendPromise).promised_tokens == CACHED
+
+
+@pytest.mark.parametrize("at_rank", [0, 1, 2])
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_question_that_fails_on_one_rank_has_failed_on_all(make_ranks, at_rank: int, raised: bool) -> None:
+    ranks = ranks_of(make_ranks, 3)
+    query = asked(ranks)
+    everywhere = set(range(len(PROMPT)))
+    for rank in range(3):
+        if rank == at_rank and raised:
+            ranks.hear(events.CommandRaised, ranks=[rank], op=query.op, detail="out of file descriptors")
+        elif rank == at_rank:
+            ranks.hear(events.StorageAnswered, ranks=[rank], op=query.op, found=6, error="unreachable")
+        else:
+            answer(ranks, rank, query, 6, window=everywhere, state=everywhere)
+    assert told(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=0, error=f"failed on rank {at_rank}")
+    assert ranks.take(commands.SendPromise).promised_tokens == CACHED
+
+
+def test_an_answer_that_is_told_twice_or_late_counts_once(make_ranks) -> None:
+    ranks = ranks_of(make_ranks, 2)
+    query = asked(ranks)
+    everywhere = set(range(len(PROMPT)))
+    for has in (everywhere, set[int]()):
+        for rank in range(2):
+            answer(ranks, rank, query, 6, window=has, state=has)
+    assert told(ranks).tails[1].ranges == ((9, 10),)
+    answer(ranks, 1, query, 6)
+    assert ranks.agreements[1].outcomes_unknown == 1
+    assert not ranks.agreements[1].has_news
+
+
+def test_a_request_that_is_gone_still_has_its_question_answered(make_ranks) -> None:
+    ranks = ranks_of(make_ranks, 2)
+    query = asked(ranks)
+    ranks.hear(events.AbortRequested, ranks=[1], request_id="b", cause="cancelled by the caller")
+    ranks.turn()
+    for rank in range(2):
+        answer(ranks, rank, query, 6, window={7, 8, 9}, state={9 - rank})
+    told(ranks)
+    assert ranks.turn().is_idle and ranks.agreements[0].questions == 0
+
+
+def test_boundaries_are_not_looked_for_without_end(make_ranks) -> None:
+    prompt = bytes(40)
+    ranks = ranks_of(make_ranks, 2, STATE, cached=0)
+    query = asked(ranks, prompt)
+    for rank in range(2):
+        # Each has what the other has not, but for the first.
+        answer(ranks, rank, query, 40, state={0, *range(rank, 40, 2)})
+    assert told(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=40)
+
+
+@pytest.mark.parametrize("votes", [0, 1])
+def test_a_rank_that_is_left_alone_decides_alone(make_ranks, votes: int) -> None:
+    ranks = ranks_of(make_ranks, 2)
+    query = asked(ranks)
+    answer(ranks, 0, query, 6, window={4, 5, 6, 7, 8, 9}, state={6, 9})
+    if votes:
+        # Not the same boundary: another vote would be needed.
+        answer(ranks, 1, query, 5, window={4, 5, 6, 7, 8}, state={5, 8})
+        assert ranks.turn().events == []
+    alone, core = ranks.agreements[0], ranks.cores[0]
+    alone.go_solo()
+    taken = []
+    while alone.has_news:
+        alone.open_turn(0.0)
+        for event in alone.decide(list(alone.cast())).events:
+            alone.stepped(event, core.step(event))
+            taken.append(event)
+    (told_alone,) = (event for event in taken if isinstance(event, events.StorageAnswered))
+    # All that it has, or what is left of it below what the other one has proposed.
+    assert told_alone.found == 6 and told_alone.tails[1].ranges == (((6, 7),) if votes else ((9, 10),))
+    core.check()
+    assert alone.is_idle and core.is_idle
+
+
+def test_storage_holds_tails_where_that_of_all_ranks_does(make_ranks) -> None:
+    ranks = make_ranks(2, settings=msgspec.structs.replace(make_ranks.settings, components=(STATE,)))
+    ranks.hear(events.StorageChanged, ranks=[0], available=True, tails=True)
+    assert ranks.turn().events == []
+    for tails in (False, True):
+        ranks.hear(events.StorageChanged, ranks=[1], available=True, tails=tails)
+        ranks.turn()
+        assert ranks.taken == [events.StorageChanged(at_s=0.0, available=True, tails=tails)]
+        assert ranks.cores[0].state.storage_available is tails
+    ranks.hear(events.StorageChanged, ranks=[0], available=False)
+    ranks.turn()
+    assert ranks.taken == [events.StorageChanged(at_s=0.0, available=False)]

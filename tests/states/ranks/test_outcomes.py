@@ -1,0 +1,255 @@
+"""What ranks make of outcomes that came to one of them only: the least of all, or the failure of one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidekv.states import commands, events
+from tidekv.states.errors import PrefillCause
+from tidekv.states.ranks.vote_items import OperationQuestion
+from tidekv.states.ranks.room_votes import FAILED, RoomQuestion
+from tidekv.states.types import page_ids
+from tidekv.states.ranks.votes import Ballot
+
+
+def test_a_hit_in_storage_is_what_all_ranks_have(make_ranks) -> None:
+    ranks = make_ranks(3)
+    query = ranks.ask_storage()
+    ranks.hear(events.StorageAnswered, ranks=[0, 1], op=query.op, found=4)
+    assert ranks.turn().events == []
+    ranks.hear(events.StorageAnswered, ranks=[2], op=query.op, found=3)
+    ranks.turn()
+    assert ranks.taken == [events.StorageAnswered(at_s=0.0, op=query.op, found=3)]
+    promise = ranks.take(commands.SendPromise)
+    assert promise.promised_tokens == 3
+
+
+@pytest.mark.parametrize("at_rank", [0, 1, 2])
+def test_a_page_missing_on_one_rank_cuts_the_plan_on_all(make_ranks, at_rank: int) -> None:
+    ranks = make_ranks(3)
+    ranks.hear(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
+    ranks.turn()
+    fetch = ranks.take(commands.FetchPages)
+    for rank in range(3):
+        ranks.hear(events.PagesFetched, ranks=[rank], op=fetch.op, good=2 if rank == at_rank else 4)
+    ranks.turn()
+    assert ranks.take(commands.SendExtend).first == 2
+    assert len(ranks.take(commands.CopyToDevice).device_pages) == 2
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_copy_that_fails_on_one_rank_has_failed_on_all_once_all_have_ended(make_ranks, raised: bool) -> None:
+    ranks = make_ranks(3)
+    ranks.hear(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
+    ranks.turn()
+    ranks.hear(events.PagesFetched, op=ranks.take(commands.FetchPages).op, good=4)
+    ranks.turn()
+    copy = ranks.take(commands.CopyToDevice)
+    if raised:
+        ranks.hear(events.CommandRaised, ranks=[1], op=copy.op, detail="out of host memory")
+    else:
+        ranks.hear(events.CopyEnded, ranks=[1], op=copy.op, error="checksum")
+    ranks.hear(events.CopyEnded, ranks=[0], op=copy.op)
+    assert ranks.turn().events == []
+    ranks.hear(events.CopyEnded, ranks=[2], op=copy.op)
+    ranks.turn()
+    assert ranks.taken == [events.CopyEnded(at_s=0.0, op=copy.op, error="failed on rank 1")]
+    assert ranks.take(commands.SendExtend).first == 0
+
+
+def test_an_outcome_that_is_told_twice_counts_once(make_ranks) -> None:
+    ranks = make_ranks(2)
+    query = ranks.ask_storage()
+    for found in (4, 0):
+        ranks.hear(events.StorageAnswered, op=query.op, found=found)
+    ranks.turn()
+    assert ranks.taken[0].found == 4
+    ranks.hear(events.StorageAnswered, op=query.op, found=1)
+    ranks.hear(events.RoomDrained, request_id="nobody", generation=3, rank=0)
+    assert ranks.agreements[0].outcomes_unknown == 2
+
+
+def test_a_room_has_come_as_far_as_its_slowest_rank(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    for rank in range(2):
+        ranks.agreements[rank].hear(
+            events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer=f"p{rank}", ranks=1 + rank)
+        )
+    ranks.turn()
+    assert ranks.types() == ["PromiseSent"]
+    ranks.chunk(0, 0, 4, last=True)
+    ranks.room(events.AuxLanded, ranks=[0], rank=0)
+    # Rank 1 has two prefill ranks.
+    ranks.chunk(1, 0, 3, last=False)
+    assert ranks.turn().events == []
+    ranks.chunk(1, 0, 2, last=False, writer=1)
+    ranks.turn()
+    assert [(event.first, event.count, event.last) for event in ranks.taken] == [(0, 2, False)]
+    ranks.chunk(1, 3, 1, last=True)
+    ranks.chunk(1, 2, 2, last=True, writer=1)
+    ranks.room(events.AuxLanded, ranks=[1], rank=0)
+    ranks.turn()
+    assert [(event.first, event.count, event.last) for event in ranks.taken] == [(2, 2, True)]
+    ranks.room(events.AuxLanded, ranks=[1], rank=1)
+    ranks.turn()
+    assert ranks.types() == ["AuxLanded"]
+    assert ranks.take(commands.TellReady).sources["transfer"] == 4
+
+
+def test_chunks_that_do_not_fit_change_nothing(make_ranks) -> None:
+    ranks = make_ranks(1)
+    ranks.arrive()
+    ranks.turn()
+    ranks.agreements[0].hear(events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=1))
+    ranks.turn()
+    for first, count, last, writer, span in (
+        (1, 1, False, 0, 0),
+        (0, 5, True, 0, 0),
+        (0, 1, False, 1, 0),
+        (0, 1, False, 0, 1),
+    ):
+        ranks.chunk(0, first, count, last=last, writer=writer, span=span)
+    ranks.room(events.AuxLanded, rank=4)
+    assert ranks.turn().events == []
+    # A last chunk in the middle ends nothing, and what comes behind the end is not counted.
+    ranks.chunk(0, 0, 2, last=True)
+    ranks.chunk(0, 2, 2, last=True)
+    ranks.chunk(0, 4, 0, last=True)
+    ranks.turn()
+    assert [(event.count, event.last) for event in ranks.taken] == [(4, True)]
+
+
+def test_a_first_token_from_a_writer_that_the_room_does_not_have_changes_nothing(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1)
+    ranks.turn()
+    for writer in (1, -1):
+        ranks.room(events.AuxLanded, rank=writer)
+        assert ranks.turn().events == []
+    ranks.room(events.AuxLanded, rank=0)
+    ranks.turn()
+    assert ranks.types() == ["AuxLanded"]
+
+
+def test_a_room_that_fails_on_one_rank_fails_on_all_and_its_pages_wait_for_every_writer(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0)
+    ranks.room(events.RoomFailed, ranks=[1], cause="connection refused", settled=True)
+    ranks.turn()
+    (failed,) = ranks.taken
+    cause = "prefill failed: failed on rank 1"
+    assert failed == events.RoomFailed(at_s=0.0, request_id="a", generation=0, cause=cause, settled=False)
+    assert ranks.take(commands.TellFailed).detail == "failed on rank 1"
+    ranks.take(commands.SendAbort)
+    assert ranks.turn().events == []
+    assert ranks.cores[1].state.device.draining == 4
+    ranks.room(events.RoomDrained, ranks=[0], rank=0)
+    ranks.turn()
+    assert ranks.types() == ["RoomDrained"]
+    assert [core.state.device.free for core in ranks.cores] == [16, 16]
+    assert ranks.turn().is_idle
+
+
+def test_a_refused_room_says_which_rank_was_refused(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1)
+    ranks.room(events.RoomRefused, ranks=[0], span=0, cause="evicted")
+    ranks.turn()
+    (refused,) = ranks.taken
+    assert isinstance(refused, events.RoomRefused)
+    assert refused.cause == "refused by prefill: refused to rank 0"
+    assert ranks.turn().events == []
+
+
+def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1)
+    ranks.turn()
+    ranks.hear(events.WriterLost, ranks=[1], writer="p1", cause="silent")
+    ranks.hear(events.WriterLost, ranks=[1], writer="someone else", cause="silent")
+    ranks.turn()
+    assert ranks.taken[0].cause == "prefill lost: rank 1 lost its prefill"
+    ranks.room(events.RoomDrained, ranks=[0], rank=0)
+    assert ranks.turn().events == []
+    ranks.hear(events.WriterDead, ranks=[1], writer="p1")
+    # What a room hears after its end on this rank changes nothing.
+    ranks.room(events.AuxLanded, ranks=[1], rank=0)
+    ranks.turn()
+    assert ranks.types() == ["RoomDrained"]
+
+
+@pytest.mark.parametrize(
+    ("command", "outcome"),
+    [
+        (
+            commands.StorePages(op=5, serial=1, first=0, host_pages=page_ids([1])),
+            events.PagesStored(at_s=1.0, op=5, stored=3),
+        ),
+        (commands.ProbeStorage(op=5), events.StorageProbed(at_s=1.0, op=5)),
+        (
+            commands.Recompute(op=5, request_id="a", generation=0, first=0, pages=page_ids([1])),
+            events.Recomputed(at_s=1.0, op=5),
+        ),
+    ],
+)
+def test_each_operation_has_its_own_outcome(command: commands.Operation, outcome: events.Event) -> None:
+    ballot = Ballot()
+    question = OperationQuestion(1, ballot, command)
+    question.hear(ballot, 4, outcome)
+    ballot.take(ballot.cast(len(ballot)))
+    assert question.decide(ballot, 1.0) == [outcome]
+    question.close(ballot)
+    assert ballot.taken == 0
+
+
+def test_a_room_that_is_left_asks_for_the_last_of_its_writers() -> None:
+    ballot = Ballot()
+    room = RoomQuestion(1, ballot, "a", 0)
+    room.sent(ballot, events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=2))
+    ballot.take(ballot.cast(len(ballot)))
+    assert [type(event) for event in room.decide(ballot, 1.0)] == [events.PromiseSent]
+    room.fail(ballot, 3, FAILED)
+    ballot.take(ballot.cast(len(ballot)))
+    assert [type(event) for event in room.decide(ballot, 1.0)] == [events.RoomFailed]
+    # Told once; what it says after that waits for the core, which leaves the room.
+    assert room.decide(ballot, 1.0) == []
+    room.leave(ballot)
+    room.leave(ballot)
+    room.drained(ballot, 0)
+    room.drained(ballot, 0)
+    room.drained(ballot, 7)
+    assert ballot.word(room.slot) == 0
+    room.drained(ballot, 1)
+    ballot.take(ballot.cast(len(ballot)))
+    assert room.decide(ballot, 1.0) == [events.RoomDrained(at_s=1.0, request_id="a", generation=0, rank=0)]
+    assert room.is_over
+    room.close(ballot)
+    assert ballot.taken == 0
+
+
+@pytest.mark.parametrize("cause", PrefillCause)
+@pytest.mark.parametrize("kind", [events.RoomFailed, events.RoomRefused])
+def test_ranks_agree_on_the_cause_of_a_failed_room(make_ranks, kind: type[events.Event], cause: PrefillCause) -> None:
+    ranks = make_ranks(3)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1, 2)
+    more = {"settled": False} if kind is events.RoomFailed else {"span": 0}
+    ranks.room(kind, ranks=[2], cause=cause.words("the words: of one rank"), **more)
+    ranks.turn()
+    (failed,) = ranks.taken
+    assert type(failed) is kind
+    assert PrefillCause.parse(failed.cause)[0] is cause
+    told = ranks.take(commands.TellFailed)
+    assert told.cause == cause.value
+    assert "rank 2" in told.detail

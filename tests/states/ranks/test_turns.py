@@ -1,0 +1,141 @@
+"""How turns begin and end, and what a rank does that is left alone."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tidekv.states import commands, events
+from tidekv.states.ranks.agreement import Opening
+from tidekv.states.errors import RankBroken
+from tidekv.states.ranks.votes import SLOTS_MIN, Ballot
+
+
+def test_storage_is_there_when_all_ranks_have_it(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.hear(events.StorageChanged, ranks=[0], available=True)
+    assert ranks.turn().events == []
+    ranks.hear(events.StorageChanged, ranks=[1], available=True)
+    ranks.turn()
+    assert ranks.taken == [events.StorageChanged(at_s=0.0, available=True)]
+    ranks.hear(events.StorageChanged, ranks=[1], available=False)
+    ranks.turn()
+    assert ranks.taken == [events.StorageChanged(at_s=0.0, available=False)]
+
+
+def test_deadlines_come_by_the_leaders_clock_and_behind_what_has_completed(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive(deadline_at_s=5.0)
+    ranks.turn()
+    ranks.sent(0, 1)
+    assert ranks.agreements[1].next_deadline_s() == 5.0
+    ranks.now_s = 5.0
+    ranks.turn()
+    assert ranks.types() == ["PromiseSent", "ClockAdvanced"]
+    assert ranks.take(commands.TellFailed).cause == "deadline"
+
+
+def test_a_rank_that_broke_still_votes_and_all_stop(make_ranks) -> None:
+    ranks = make_ranks(3)
+    ranks.agreements[2].has_broken = True
+    with pytest.raises(RankBroken, match="rank 2 broke") as caught:
+        ranks.turn()
+    assert caught.value.rank == 2
+
+
+def test_ranks_leave_together(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.agreements[0].leave()
+    assert not ranks.turn().all_leave
+    ranks.agreements[1].leave()
+    assert ranks.turn().all_leave
+
+
+def test_the_votes_shape_grows_by_powers_of_two_and_is_one_for_all_requests(make_ranks) -> None:
+    settings = msgspec.structs.replace(make_ranks.settings, device_pages=4096)
+    ranks = make_ranks(2, settings)
+    for number in range(300):
+        for rank in range(2):
+            ranks.agreements[rank].hear(
+                events.RequestArrived(at_s=0.0, request_id=f"r{number}", serial=number, keys=bytes(4), prompt_tokens=4)
+            )
+    shapes = set()
+    for _ in range(3):
+        ranks.turn()
+        shapes.add(len(ranks.agreements[0]._ballot))
+    assert all(shape % SLOTS_MIN == 0 and shape & (shape - 1) == 0 for shape in shapes)
+    assert len(ranks.agreements[0]._requests) == 300
+
+
+def test_an_outcome_is_news_until_it_was_voted_on(make_ranks) -> None:
+    ranks = make_ranks(2)
+    assert not any(agreement.has_news for agreement in ranks.agreements)
+    ranks.arrive()
+    assert all(agreement.is_idle is False for agreement in ranks.agreements)
+    ranks.turn()
+    ranks.sent(1)
+    assert [agreement.has_news for agreement in ranks.agreements] == [False, True]
+    ranks.turn()
+    assert not any(agreement.has_news for agreement in ranks.agreements)
+    assert ranks.agreements[0].questions == 4
+
+
+def test_a_rank_that_is_left_alone_ends_everything_by_itself(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1)
+    ranks.turn()
+    for name in ("b", "c"):
+        ranks.hear(events.RequestArrived, ranks=[1], request_id=name, serial=1, keys=b"x", prompt_tokens=1)
+    alone, core = ranks.agreements[1], ranks.cores[1]
+    alone.take_opening(
+        Opening(
+            0,
+            3,
+            0.0,
+            256,
+            calls=(events.RequestArrived(at_s=0.0, request_id="c", serial=1, keys=b"", prompt_tokens=1),),
+        )
+    )
+    refused = alone.go_solo()
+    assert {(refusal.call.request_id, refusal.cause) for refusal in refused} == {
+        ("b", "a rank was lost"),
+        ("c", "a rank was lost"),
+    }
+    told = []
+    for _ in range(2):
+        alone.open_turn(1.0)
+        for event in alone.decide(alone.cast()).events:
+            given = core.step(event)
+            alone.stepped(event, given)
+            told += given
+        alone.hear(events.RoomDrained(at_s=1.0, request_id="a", generation=0, rank=0))
+    assert [command.cause for command in told if isinstance(command, commands.TellFailed)] == ["a rank was lost"]
+    assert core.is_idle
+    assert alone.is_idle
+
+
+def test_what_a_rank_said_in_a_vote_that_was_never_decided_is_news_when_it_is_left_alone(make_ranks) -> None:
+    # Nothing but a backup is in flight, and its end was told in the last vote, which broke off: nothing new comes.
+    ranks = make_ranks(2)
+    ranks.make_ready()
+    ranks.hear(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)
+    ranks.turn()
+    copy = ranks.take(commands.CopyToHost)
+    assert isinstance(copy, commands.CopyToHost)
+    ranks.hear(events.CopyEnded, ranks=[1], op=copy.op)
+    alone = ranks.agreements[1]
+    alone.take_opening(Opening(0, alone.turn + 1, 0.0, 256))
+    alone.cast()
+    assert not alone.has_news
+    alone.go_solo()
+    assert alone.has_news
+    alone.open_turn(1.0)
+    assert [type(event) for event in alone.decide(alone.cast()).events] == [events.CopyEnded]
+
+
+def test_a_rank_with_another_number_of_slots_votes_in_the_leaders_shape() -> None:
+    ballot = Ballot()
+    assert len(ballot.cast(2 * SLOTS_MIN)) == 2 * SLOTS_MIN
+    assert len(ballot.cast(16)) == 16

@@ -1,0 +1,174 @@
+"""Which of two ways brings a page: the arithmetic against trying everything, and what plans and rooms make of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.asking import ask
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands
+from tidekv.states.storage.source_split import Way, fetches_to_keep, pages_to_fetch
+
+WAYS = st.builds(Way, st.floats(0.001, 10), st.integers(0, 50))
+TOKENS = b"abcdefgh"
+
+
+@given(st.integers(0, 60), st.integers(0, 20), WAYS, WAYS)
+def test_a_plan_is_divided_so_that_its_last_page_comes_as_soon_as_it_can(
+    count: int, rest: int, storage: Way, link: Way
+) -> None:
+    def ready_s(fetched: int) -> float:
+        sent = (link.queued_pages + rest + count - fetched) * link.page_s
+        return max((storage.queued_pages + fetched) * storage.page_s if fetched else 0.0, sent)
+
+    chosen = pages_to_fetch(count, rest, storage=storage, link=link)
+    assert 0 <= chosen <= count
+    # What waits on storage delays nobody who fetches nothing.
+    best = min(ready_s(fetched) for fetched in range(count + 1) if fetched or not chosen)
+    assert ready_s(chosen) <= best * (1 + 1e-9) or ready_s(chosen) == pytest.approx(best)
+
+
+@given(st.integers(0, 60), st.floats(0, 1), WAYS)
+def test_what_nothing_is_known_of_is_tried_in_full(count: int, page_s: float, known: Way) -> None:
+    unknown = Way(0.0, 3)
+    assert pages_to_fetch(count, 5, storage=unknown, link=known) == count
+    assert pages_to_fetch(count, 5, storage=known, link=unknown) == count
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 100), st.integers(1, 32)), max_size=12), WAYS)
+def test_the_tail_of_fetches_is_divided_so_that_its_last_page_comes_as_soon_as_it_can(
+    fetches: list[tuple[float, int]], link: Way
+) -> None:
+    fetches.sort(key=lambda fetch: fetch[0])
+
+    def ready_s(keep: int) -> float:
+        sent = sum(pages for _, pages in fetches[keep:])
+        waits = (link.queued_pages + sent) * link.page_s if sent else 0.0
+        return max(fetches[keep - 1][0] if keep else 0.0, waits)
+
+    kept = fetches_to_keep(fetches, link=link)
+    assert ready_s(kept) == min(ready_s(keep) for keep in range(len(fetches) + 1))
+    # Nothing is read for nobody where that gains nothing.
+    assert all(ready_s(more) > ready_s(kept) for more in range(kept + 1, len(fetches) + 1))
+
+
+@pytest.mark.parametrize(("count", "kept"), [(0, 0), (1, 1), (2, 1), (5, 3)])
+def test_the_tail_is_halved_where_nothing_is_known(count: int, kept: int) -> None:
+    assert fetches_to_keep([(0.0, 32)] * count, link=Way(0.1, 0)) == kept
+    assert fetches_to_keep([(1.0, 32)] * count, link=Way(0.0, 0)) == kept
+
+
+# --- In the core ---
+
+
+def planned_rig(**settings: object) -> Rig:
+    """Storage takes 0.2 s a page; one request has shown it. Runs of two pages."""
+    rig = Rig(prefetch="soonest", prefetch_threshold_tokens=0, prefetch_base_s=100.0, fetch_run_pages=2, **settings)
+    rig.attach_storage()
+    ask(rig, "slow", b"12", 2)
+    rig.wait_until(rig.now_s + 0.4)
+    rig.fetched(rig.take(commands.FetchPages))
+    return rig
+
+
+def send(rig: Rig, name: str, tokens: bytes, taken_s: float) -> None:
+    """Prefill brings a prompt that storage does not have, in so long."""
+    promise = ask(rig, name, tokens, 0)
+    rig.wait_until(rig.now_s + taken_s)
+    rig.aux(promise)
+    rig.chunk(promise)
+    rig.take(commands.SendReceived)
+    rig.take(commands.TellReady)
+
+
+def test_a_plan_leaves_to_prefill_what_it_brings_sooner_and_says_why() -> None:
+    rig = planned_rig()
+    send(rig, "sent", b"uvwx", 0.4)
+    # 0.2 s a page from storage, 0.1 s from prefill, which has one page more to send: three pages here, six there.
+    assert ask(rig, "a", TOKENS + b"i", 8).promised_tokens == 3
+    assert [len(fetch.host_pages) for fetch in rig.take_all(commands.FetchPages)] == [2, 1]
+    assert rig.request("a").declined == ("slower", 5)
+    assert rig.core.statistics()["l3_declined_pages"] == 5
+    # Six pages wait on the link and three on storage now.
+    assert rig.core.rooms.way == (pytest.approx(0.1), 6)
+    assert rig.core.storage.way == (pytest.approx(0.2), 3)
+
+
+def test_a_share_below_the_threshold_is_not_fetched_at_all() -> None:
+    rig = planned_rig()
+    send(rig, "sent", b"uvwx", 0.04)
+    policy = rig.settings
+    rig.core.state.settings = type(policy)(
+        **{**{name: getattr(policy, name) for name in policy.__struct_fields__}, "prefetch_threshold_tokens": 3}
+    )
+    assert ask(rig, "a", TOKENS, 8).promised_tokens == 0
+    assert rig.request("a").declined == ("slower", 8)
+
+
+def test_where_nothing_is_known_of_prefill_all_is_promised() -> None:
+    assert ask(planned_rig(), "a", TOKENS, 8).promised_tokens == 8
+
+
+def test_with_another_policy_the_pace_of_prefill_is_nobodys_business() -> None:
+    rig = Rig(prefetch_threshold_tokens=0)
+    rig.attach_storage()
+    send(rig, "sent", b"uvwx", 1.0)
+    assert rig.core.rooms.way == (0.0, 0)
+
+
+def test_when_the_transfer_is_done_what_it_brings_sooner_is_asked_of_it_again_and_again() -> None:
+    rig = planned_rig()
+    promise = ask(rig, "a", TOKENS + b"i", 8)
+    fetches = rig.take_all(commands.FetchPages)
+    assert [fetch.first for fetch in fetches] == [0, 2, 4, 6]
+    rig.wait_until(rig.now_s + 0.1)
+    rig.chunk(promise)
+    assert rig.take_all(commands.SendExtend) == []
+    # A page in 0.1 s. With the aux the transfer is done: storage needs 1.5 s for the rest, and for the first two pages
+    # 0.3 s; prefill 0.6 s for the last six.
+    rig.aux(promise)
+    extends = rig.take_all(commands.SendExtend)
+    assert [extend.first for extend in extends] == [2, 4, 6]
+    assert rig.core.statistics()["l3_fetches_cut"] == 3
+    # Prefill is as fast as it was, and storage has stopped: prefill is asked for those two, too, once it has sent all.
+    rig.wait_until(rig.now_s + 0.6)
+    for extend in extends:
+        assert rig.take_all(commands.SendExtend) == []
+        rig.chunk(extend)
+    last = rig.take(commands.SendExtend)
+    assert last.first == 0
+    # That it was to have landed long ago counts for the plans that follow.
+    assert rig.core.storage.way.page_s > 0.25
+    rig.chunk(last)
+    rig.take(commands.SendReceived)
+    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 9}
+    for fetch in fetches:
+        rig.fetched(fetch)
+    assert rig.core.storage.pages_in_flight == 0
+
+
+def test_a_fetch_that_lands_sooner_is_waited_for() -> None:
+    rig = planned_rig()
+    promise = ask(rig, "a", b"abi", 2)
+    rig.wait_until(rig.now_s + 0.3)
+    rig.aux(promise)
+    rig.chunk(promise)
+    assert rig.take_all(commands.SendExtend) == []
+    rig.fetched(rig.take(commands.FetchPages))
+    assert not rig.core.statistics()["l3_fetches_cut"]
+
+
+def test_pages_under_way_are_counted_until_the_slowest_rank_has_sent_them() -> None:
+    rig = planned_rig()
+    rig.arrive("a", b"uvwx")
+    rig.answer(rig.take(commands.QueryStorage), 0)
+    promise = rig.take(commands.SendPromise)
+    assert rig.core.rooms.way.queued_pages == 4
+    rig.promised(promise, ranks=2)
+    rig.chunk(promise, count=3, last=False)
+    assert rig.core.rooms.way.queued_pages == 4
+    rig.chunk(promise, count=2, last=False, rank=1)
+    assert rig.core.rooms.way.queued_pages == 2
+    assert rig.core.rooms.way.page_s == 0.0

@@ -1,0 +1,166 @@
+"""How fast storage has been lately, and what plans and puts make of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.asking import ask
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.storage.circuit_breaker import Breaker
+from tidekv.states.storage.throughput import PACE_FRESH_S, FetchPace
+from tidekv.states.storage.policy import changed_policy, policy_of
+
+TOKENS = b"abcdefgh"
+
+
+def test_nothing_is_known_at_first_and_after_a_while() -> None:
+    pace = FetchPace()
+    assert (pace.page_s(0.0), pace.fetch_s(0.0)) == (0.0, 0.0)
+    pace.note(taken_s=2.0, pages=4, now_s=10.0)
+    assert (pace.page_s(10.0), pace.fetch_s(10.0)) == (0.5, 2.0)
+    assert pace.page_s(10.0 + PACE_FRESH_S) == 0.5
+    assert pace.page_s(10.1 + PACE_FRESH_S) == 0.0
+    # What is measured then is not mixed with what was long ago.
+    pace.note(taken_s=1.0, pages=10, now_s=100.0)
+    assert pace.page_s(100.0) == pytest.approx(0.1)
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 10.0), st.integers(1, 100)), min_size=1, max_size=50))
+def test_the_pace_is_between_the_slowest_and_the_fastest(fetches: list[tuple[float, int]]) -> None:
+    pace = FetchPace()
+    for at, (taken_s, pages) in enumerate(fetches):
+        pace.note(taken_s=taken_s, pages=pages, now_s=at / 100)
+    rates = [taken_s / pages for taken_s, pages in fetches]
+    assert min(rates) * 0.999 <= pace.page_s(1.0) <= max(rates) * 1.001
+    times = [taken_s for taken_s, _ in fetches]
+    assert min(times) * 0.999 <= pace.fetch_s(1.0) <= max(times) * 1.001
+
+
+def test_the_last_fetches_weigh_most() -> None:
+    pace = FetchPace()
+    for _ in range(50):
+        pace.note(taken_s=1.0, pages=1, now_s=0.0)
+    for _ in range(24):
+        pace.note(taken_s=0.1, pages=1, now_s=0.0)
+    assert pace.page_s(0.0) < 0.15
+
+
+def stored_rig(**settings: object) -> Rig:
+    rig = Rig(prefetch_threshold_tokens=0, prefetch_base_s=4.0, prefetch_per_ki_token_s=0.001, **settings)
+    rig.attach_storage()
+    return rig
+
+
+def slow_fetch(rig: Rig, taken_s: float) -> None:
+    """Two pages take so long."""
+    ask(rig, "slow", b"12", 2)
+    rig.wait_until(rig.now_s + taken_s)
+    rig.fetched(rig.take(commands.FetchPages))
+    rig.take_all(commands.CopyToDevice)
+
+
+def test_a_plan_fetches_what_lands_in_its_time_and_promises_no_more() -> None:
+    rig = stored_rig()
+    slow_fetch(rig, 2.0)
+    # A page a second, four seconds.
+    assert ask(rig, "a", TOKENS, 8).promised_tokens == 4
+    assert rig.core.statistics()["l3_declined_pages"] == 4
+    # Those four are in front of whoever comes next.
+    assert ask(rig, "b", b"stuvwxyz", 8).promised_tokens == 0
+
+
+@pytest.mark.parametrize(("share", "promised"), [(0.0, 8), (0.5, 2), (1.0, 4), (10.0, 8)])
+def test_the_share_of_the_time_is_a_policy(share: float, promised: int) -> None:
+    rig = stored_rig(fetch_deadline_share=share)
+    slow_fetch(rig, 2.0)
+    assert ask(rig, "a", TOKENS, 8).promised_tokens == promised
+
+
+def test_storage_is_tried_again_after_a_while_and_when_it_is_another() -> None:
+    rig = stored_rig()
+    slow_fetch(rig, 2.0)
+    rig.wait_until(rig.now_s + PACE_FRESH_S + 0.1)
+    assert ask(rig, "a", TOKENS, 8).promised_tokens == 8
+    rig = stored_rig()
+    slow_fetch(rig, 2.0)
+    rig.step(events.StorageChanged, available=True)
+    assert ask(rig, "a", TOKENS, 8).promised_tokens == 8
+
+
+def test_a_fetch_that_is_late_counts_with_the_time_that_it_had() -> None:
+    rig = stored_rig()
+    ask(rig, "slow", b"12", 2)
+    rig.wait_until(rig.now_s + 4.1)
+    assert ask(rig, "a", TOKENS, 8).promised_tokens == 0
+    fetch = rig.take(commands.FetchPages)
+    rig.fetched(fetch)
+    assert ask(rig, "b", b"stuvwxyz", 8).promised_tokens == 2
+
+
+def test_a_fetch_that_was_short_or_failed_says_nothing_of_the_pace() -> None:
+    rig = stored_rig()
+    ask(rig, "slow", b"12", 2)
+    rig.wait_until(rig.now_s + 3.0)
+    rig.fetched(rig.take(commands.FetchPages), 1)
+    assert ask(rig, "a", TOKENS, 8).promised_tokens == 8
+
+
+def test_a_plan_without_a_deadline_takes_all() -> None:
+    rig = stored_rig(prefetch="wait_complete")
+    slow_fetch(rig, 100.0)
+    assert ask(rig, "a", TOKENS, 8).promised_tokens == 8
+
+
+def test_puts_wait_while_fetches_take_long() -> None:
+    rig = stored_rig(put_fetch_s_max=1.0, put_wait_s=3.0)
+    slow_fetch(rig, 2.0)
+    rig.make_ready("b", b"xyz")
+    rig.finish("b", b"xyz")
+    rig.copied(rig.take(commands.CopyToHost))
+    assert rig.take_all(commands.StorePages) == []
+    rig.wait_until(rig.now_s + 2.9)
+    assert rig.take_all(commands.StorePages) == []
+    rig.wait_until(rig.now_s + 0.2)
+    rig.take(commands.StorePages)
+    # With another bound it does not wait at all; one that waits goes on at the next event.
+    rig.make_ready("c", b"uvw")
+    rig.finish("c", b"uvw")
+    rig.copied(rig.take_all(commands.CopyToHost)[-1])
+    assert rig.take_all(commands.StorePages) == []
+    policy = changed_policy(policy_of(rig.core.state.settings), {"put_fetch_s_max": 0.0})
+    rig.step(events.PolicyChanged, policy=policy)
+    rig.take(commands.StorePages)
+
+
+# --- The breaker by itself ---
+
+
+def test_a_breaker_opens_at_the_limit_and_doubles_its_back_off() -> None:
+    breaker = Breaker()
+    for failed in (True, True, False, True, True):
+        breaker.note(failed=failed, failures_max=3, backoff_s=1.0)
+    assert not breaker.is_open
+    breaker.note(failed=True, failures_max=3, backoff_s=1.0)
+    assert breaker.backoff_s == 1.0
+    # What was under way does not open it again, nor close it.
+    breaker.note(failed=True, failures_max=3, backoff_s=5.0)
+    breaker.note(failed=False, failures_max=3, backoff_s=5.0)
+    assert breaker.backoff_s == 1.0
+    for backoff_s in (2.0, 3.0, 3.0):
+        breaker.probed(failed=True, backoff_max_s=3.0)
+        assert breaker.backoff_s == backoff_s
+    breaker.probed(failed=False, backoff_max_s=3.0)
+    assert not breaker.is_open
+    for _ in range(2):
+        breaker.note(failed=True, failures_max=3, backoff_s=1.0)
+    assert not breaker.is_open
+
+
+def test_a_breaker_without_a_limit_never_opens() -> None:
+    breaker = Breaker()
+    for _ in range(100):
+        breaker.note(failed=True, failures_max=0, backoff_s=1.0)
+    assert not breaker.is_open

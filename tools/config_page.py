@@ -1,0 +1,117 @@
+"""docs/configuration.md, written from the types: `python -m tools.config_page`."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from tidekv.engine.config.options import Option, all_options, section_types
+from tools.peer_flags import FLAGS
+from tidekv.states.validation import allowed
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written from the code: python -m tools.config_page; a test compares. -->
+
+`tidekv prefill` and `tidekv decode` take one file (TOML, YAML or JSON by its ending), environment variables, and
+flags. The later one wins:
+
+1. the defaults below;
+2. the file of `--config FILE`, or of the variable `TIDEKV_CONFIG`;
+3. environment variables: `TIDEKV_` and the option's path with underscores, such as
+   `TIDEKV_ENGINE_ADMISSION_QUEUE_MAX` for `engine.admission.queue_max`;
+4. `--set section.option=value`, such as `--set engine.storage.write=back`, any number of times;
+5. the command's own flags, such as `--listen`.
+
+```toml
+[cache]
+page_size = 64
+device = "cuda:0"
+l1 = "80 %"      # Of what is free on the device.
+l2 = "2x"        # Twice L1.
+
+[storage]
+uri = "file:/var/lib/tidekv?capacity=200GB"
+
+[transport]
+secret_file = "/run/secrets/tidekv"
+
+[engine.storage]
+prefetch = "timeout"
+
+[engine.metrics]
+listen = "127.0.0.1:9464"
+```
+
+`tidekv config show` prints every option with its value and where that came from; `tidekv config check` names every
+mistake, with its place, and ends with exit code 2; `tidekv config schema` prints the JSON Schema, with which
+editors complete the file. Nothing starts with a mistake in its configuration. An embedder passes an `EngineConfig`,
+whose groups are the tables of `[engine]`:
+
+```python
+import tidekv
+
+config = tidekv.EngineConfig(
+    model="my-model",
+    storage=tidekv.StorageOptions(prefetch="best_effort"),
+    journal=tidekv.JournalOptions(path="run.journal"),
+)
+```
+
+`load()` makes one from the same sources as the commands:
+
+```python
+from tidekv.engine.configuration import load
+
+loaded = load("worker.toml")
+config = loaded.configuration.engine  # An EngineConfig.
+```
+
+Lists in variables and `--set` are separated by commas, tables are JSON objects. Variables that Kubernetes makes of
+a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; any other `TIDEKV_` variable that names no option
+is a mistake.
+
+## Sizes of pools
+
+`cache.l1` and `cache.l2` take bytes (`1073741824`, `"64GB"`, `"512MiB"`), pages (`"4096 pages"`), a share (`"80 %"`
+or `"80 % of what is free"`, `"50 % of total"`), `"auto"`, and `l2` also a multiple of L1 (`"2x"`). What is free is
+what the kernel could give, within every control group that bounds the process (version 1 or 2, with all those above
+it); memory of clean files counts as free. On the CPU both pools share the same memory: L1 is taken first. More than
+is free is refused before anything starts.
+"""
+
+
+def configuration_page() -> str:
+    """Return the page."""
+    parts = [INTRODUCTION]
+    for section, kind in section_types().items():
+        summary = (kind.__doc__ or "").strip().splitlines()[0]
+        if section == "engine":
+            summary = "The decode engine: fields of `EngineConfig`. Each table below is one of its groups."
+        elif section.startswith("engine."):
+            summary += f" In Python `{kind.__name__}`."
+        rows = [_row(option) for option in all_options().values() if option.section == section]
+        table = ["| option | allowed | default | unit | effect |", "|---|---|---|---|---|", *rows]
+        parts.append(f"## [{section}]\n\n{summary}\n\n" + "\n".join(table) + "\n")
+    known = ["| there (SGLang) | here | how |", "|---|---|---|"]
+    known += [f"| `{flag}` | {f'`{ours}`' if ours else '—'} | {how} |" for flag, ours, how in FLAGS]
+    parts.append("## Flags that you may know\n\n" + "\n".join(known) + "\n")
+    return "\n".join(parts)
+
+
+def _row(option: Option) -> str:
+    effect = option.effect.replace("|", "\\|")
+    return f"| `{option.name}` | {allowed(option.type)} | {_default(option)} | {option.unit or '—'} | {effect} |"
+
+
+def _default(option: Option) -> str:
+    if option.default in ("", None):
+        return "none" if option.default is None else "empty"
+    plain = msgspec.to_builtins(option.default)
+    return f"`{plain if isinstance(plain, str) else json.dumps(plain)}`"
+
+
+if __name__ == "__main__":
+    print(configuration_page(), end="")

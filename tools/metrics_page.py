@@ -1,0 +1,86 @@
+"""The list of all metrics in `docs/observability.md`: `python -m tools.metrics_page docs/observability.md`.
+
+It writes the page's part between the two marks anew, and leaves the rest as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from prometheus_client.core import Metric
+
+from tidekv.engine.metrics.collector import MetricsCollector
+from tidekv.engine.metrics.fold import MetricsFold
+from tidekv.engine.metrics.histogram import Histogram
+from tidekv.engine.trace.causes import EXTENDED
+from tidekv.states.core import Core
+from tidekv.states.request.request import DECLINED
+from tidekv.states.settings import CoreSettings
+
+BEGIN = "<!-- All metrics, from the code: python -m tools.metrics_page docs/observability.md -->"
+END = "<!-- End of all metrics. -->"
+LABELS = {
+    "outcome": '"ready", or the cause of a failure',
+    "source": "l1, l2, l3, transfer, recompute",
+    "what": "as the help says",
+    "cause": "why the pages were not restored here",
+    "tier": "device, host",
+    "type": "an event's type, as in [journal.md](journal.md)",
+    "call": "query, fetch, store, probe, copy_to_device, copy_to_host, copy_tail, recompute",
+    "component": "a window or state, by its name",
+    "state": "a state of the request machine",
+    "pool": "device, host",
+    "condition": "free, owned, cached, draining, total; evictable and protected are parts of cached",
+    "poller": "transport, storage",
+    "part": "a part of the engine",
+    "name": "a number of `DecodeEngine.statistics()`",
+}
+"""What each label says."""
+
+
+def metric_families() -> list[Metric]:
+    """All families that an engine can export, without a running engine."""
+    fold = MetricsFold(Core(CoreSettings(page_size=1, key_bytes=4, device_pages=1)))
+    pollers = {"cpu_s": 0.0, "poll_rounds": 0}
+    collector = MetricsCollector(
+        fold,
+        page_bytes=1,
+        statistics=lambda: {"poller": pollers, "storage_poller": pollers},
+        loop_lag=Histogram(),
+        vote_s=Histogram(),
+    )
+    return list(collector.collect())
+
+
+def metrics_table() -> str:
+    """A row a family, in the order of a scrape, then what the labels say."""
+    lines = ["| metric | type | labels | what it tells |", "|---|---|---|---|"]
+    for family in metric_families():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        # prometheus_client keeps the names of labels for those who add samples.
+        labels = ", ".join(getattr(family, "_labelnames", ()))
+        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    lines += ["", "| label | values |", "|---|---|"]
+    lines += [f"| {label} | {words} |" for label, words in LABELS.items()]
+    lines += [
+        "",
+        "Causes of `tidekv_cuts_total` and `tidekv_declined_pages_total`:",
+        "",
+        "| cause | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| {cause} | {words} |" for cause, words in {**EXTENDED, **DECLINED}.items()]
+    return "\n".join(lines)
+
+
+def with_metrics(page: str) -> str:
+    """The page with the list as it is now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{metrics_table()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(with_metrics(path.read_text()))

@@ -1,0 +1,63 @@
+"""Takes the picture of a timeline for the docs: `python -m tools.timeline_picture JOURNAL PICTURE.png [REQUEST]`.
+
+The request is opened by a click, as a reader would; without one, that which fell back and was told most of.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tidekv.engine.journal import Replayer
+from tools.browser import opened_page
+from tidekv.engine.trace.page import html_page
+from tidekv.engine.trace.request_traces import read_stories
+from tidekv.engine.trace.request_trace import Story
+from tidekv.states.errors import InvalidRequest
+
+WIDTH, HEIGHT = 1280, 620
+SPANS = 4.0
+"""The picture's time axis is so many times as long as the restore that it shows."""
+ABOVE = 220
+"""Pixels of other requests above the one that is shown."""
+
+
+def take_picture(journal: Path, picture: Path, *, request_id: str | None = None) -> str:
+    """Write the picture; returns the id of the request that is open in it.
+
+    Raises InvalidRequest for a journal without that request, and what reading a journal raises.
+    """
+    told = read_stories(Replayer(journal))
+    wanted = told.all if request_id is None else told.named(request_id)
+    if not wanted:
+        raise InvalidRequest(f"there is no request {request_id or ''!r} in {str(journal)!r}")
+    chosen = max(wanted, key=_worth)
+    html = html_page(told.all, now_s=told.last_at_s, title=f"tidekv: {journal.name}")
+    with tempfile.TemporaryDirectory() as folder:
+        page_path = Path(folder, "timeline.html")
+        page_path.write_text(html)
+        with opened_page(page_path.as_uri(), width=WIDTH, height=HEIGHT) as page:
+            row = told.all.index(chosen)
+            start_s = chosen.arrived_at_s - min(story.arrived_at_s for story in told.all)
+            span_s = ((chosen.ended_at_s or told.last_at_s) - chosen.arrived_at_s) * SPANS
+            page.evaluate(
+                f"from = Math.max(0, {start_s - span_s / 4}); to = from + {max(span_s, 1e-6)};"
+                f"top_ = Math.max(0, rows[{row}].y - {ABOVE}); layOut()"
+            )
+            at_y = page.evaluate(f"chart.getBoundingClientRect().top + rows[{row}].y - top_ + 8")
+            page.click(60, at_y)
+            picture.write_bytes(page.screenshot())
+    return chosen.request_id
+
+
+def _worth(story: Story) -> tuple[int, int, int]:
+    """How much there is to see of a request: tiers that served it, and works; shortest ids last."""
+    return (sum(tokens > 0 for tokens in story.sources.values()), len(story.fallbacks), len(story.works))
+
+
+if __name__ == "__main__":
+    chosen_id = take_picture(
+        Path(sys.argv[1]), Path(sys.argv[2]), request_id=sys.argv[3] if len(sys.argv) > 3 else None
+    )
+    print(f"{sys.argv[2]}: request {chosen_id}, {Path(sys.argv[2]).stat().st_size} bytes")

@@ -1,0 +1,111 @@
+"""Hearing from NIXL that a peer on another host is gone: by reading one byte of it now and then.
+
+A read is used because it disturbs nobody: a notification would stay in the peer's memory for ever, since nobody there
+takes it. A peer that hangs leaves its one read pending, and is not gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidekv.states.errors import RemoteProtocolError, TransferFailed
+from tidekv.states.types import PoolMemory, Segment
+from tidekv.transports.base import Poller
+from tidekv.transports.blocking import call_in_thread, settled
+from tidekv.transports.nixl.agent import NixlAgent, PeerDisconnected
+from tidekv.transports.nixl.peers import NixlPeer, NixlPeers
+from tidekv.transports.nixl.writes import Probe
+from tidekv.transports.tasks import OwnedTasks
+
+PROBE_INTERVAL_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """Those who wait for one peer to be gone, and what they wait for."""
+
+    gone: asyncio.Future[None]
+    waiters: int = 0
+
+
+class Presence:
+    """Asks for peers of one agent whether NIXL still reaches them; nothing runs while nobody waits."""
+
+    def __init__(self, agent: NixlAgent, peers: NixlPeers, poller: Poller, *, timeout_s: float) -> None:
+        self._agent = agent
+        self._peers = peers
+        self._poller = poller
+        self._timeout_s = timeout_s
+        self._landing = np.zeros(1, dtype=np.uint8)
+        self._landing_list: int | None = None
+        self._watches: dict[str, _Watch] = {}
+        self._tasks = OwnedTasks("presence of peers")
+
+    async def wait_disconnected(self, instance: str, metadata: bytes, memory: PoolMemory) -> None:
+        """Return once NIXL reports the peer as disconnected. May be cancelled: a read in flight is settled by us.
+
+        Raises TransferFailed where the agent is closed.
+        """
+        watch = self._watches.get(instance)
+        if watch is None:
+            watch = self._watches[instance] = _Watch(asyncio.get_running_loop().create_future())
+            self._tasks.spawn(self._follow(watch, instance, metadata, memory), name=instance)
+        watch.waiters += 1
+        try:
+            await asyncio.wait([watch.gone])
+        finally:
+            watch.waiters -= 1
+        watch.gone.result()
+
+    async def close(self) -> None:
+        """End the watches; the agent must be closed, which ends the reads that hang."""
+        await self._tasks.close()
+
+    async def _follow(self, watch: _Watch, instance: str, metadata: bytes, memory: PoolMemory) -> None:
+        """Probe a peer until it is gone or nobody waits any more, and tell the waiters."""
+        try:
+            while watch.waiters and not watch.gone.done():
+                try:
+                    await self._probe(watch, instance, metadata, memory)
+                except (TransferFailed, RemoteProtocolError) as error:
+                    # Whatever else goes wrong proves nothing about the peer: ask again, as long as there is an agent.
+                    if self._agent.is_closed:
+                        watch.gone.set_exception(error)
+                        watch.gone.exception()
+                        return
+                await asyncio.sleep(PROBE_INTERVAL_S)
+        finally:
+            del self._watches[instance]
+            watch.gone.cancel()
+
+    async def _probe(self, watch: _Watch, instance: str, metadata: bytes, memory: PoolMemory) -> None:
+        """Add the peer and ask for it until it is gone, which the watch is told, or nobody waits any more."""
+        peer = await self._peers.add(instance, metadata, memory)
+        try:
+            ours, theirs = await call_in_thread(
+                lambda: self._prepare(peer), what=f"probing {instance}", timeout_s=self._timeout_s
+            )
+            try:
+                while watch.waiters:
+                    await settled(self._poller.submit(Probe(self._agent, our_list=ours, their_list=theirs)))
+                    await asyncio.sleep(PROBE_INTERVAL_S)
+            except PeerDisconnected:
+                watch.gone.set_result(None)
+            finally:
+                if not self._agent.is_closed:
+                    self._agent.release_list(theirs)
+        finally:
+            await self._peers.remove(peer)
+
+    def _prepare(self, peer: NixlPeer) -> tuple[int, int]:
+        """Lists of one byte: ours, made once, and the peer's first."""
+        if self._landing_list is None:
+            piece = Segment(address=self._landing.ctypes.data, piece_bytes=1, stride_bytes=1, page_count=1)
+            self._agent.register(PoolMemory(segments=(piece,), page_count=1))
+            self._landing_list = self._agent.prepare((piece,), kind="DRAM", device=0)
+        first = Segment(address=peer.memory.segments[0].address, piece_bytes=1, stride_bytes=1, page_count=1)
+        theirs = self._agent.prepare((first,), kind=peer.memory.kind, device=peer.memory.device, owner=peer.instance)
+        return self._landing_list, theirs

@@ -1,0 +1,364 @@
+"""The transport between processes and hosts: bulk data by NIXL, control links by `control`.
+
+    write ── checks, plan ──▶ poller's thread: post, check, release part by part ──▶ bytes are in place ──▶ Chunk
+                              (small writes to one peer that wait together are one request)
+
+DONE at the writer means that the bytes are in place at the target, so the target takes no notification from NIXL: all
+it runs is a progress thread that sleeps (`progress_delay_us`). Whoever gets our metadata can read and write this
+process on TCP and shared memory; it leaves this file only by `metadata`, which is sent over a link after its challenge.
+
+NIXL cannot cancel. A write to a peer that hangs ends when the peer goes on, dies, or this transport is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
+from tidekv.states.types import PageIds, PoolMemory
+from tidekv.states.validation import PositiveCount, Seconds, Text, checked, host_and_port
+from tidekv.transports.control import connection as control
+from tidekv.transports import death
+from tidekv.transports.control import wire
+from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
+from tidekv.transports.blocking import call_in_thread, settled
+from tidekv.transports.nixl.agent import NixlAgent
+from tidekv.transports.nixl.layout import check_ours
+from tidekv.transports.nixl.metadata import unwrap, wrap
+from tidekv.transports.nixl.peers import NixlPeer, NixlPeers
+from tidekv.transports.nixl.plan import WritePlan, paired_pages
+from tidekv.transports.nixl.presence import Presence
+from tidekv.transports.nixl.writes import Lane, PartedWrite
+from tidekv.transports.control.peer_backoff import OffenceLimits
+
+LOG = logging.getLogger("tidekv.transports")
+UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
+# UCX checks no key on TCP: a process that reaches one of its ports reads and writes the memory of this one.
+UCX_ON_LOOPBACK = "NET_DEVICES=lo"
+UCX_DEVICES_VARIABLE = "UCX_NET_DEVICES"
+NAME_CHARACTERS_MAX = 256
+# Posting copies on shared memory: this much keeps the poller's thread for 8 to 13 ms. What is done between two copies
+# takes 0.2 ms there, with caches that the copies have emptied: of parts a fourth as large it would be 5 % of the time.
+PART_BYTES = 32 * 1024 * 1024
+# Of neighbours; of others half as many, see `WritePlan`.
+PART_DESCRIPTORS = 4096
+# What a dead writer had buffered lands within this time of our own progress, which sleeps between its rounds.
+LANDING_S = 0.1
+LANDING_ROUNDS = 5
+
+Name = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=NAME_CHARACTERS_MAX,
+        pattern=r"\A[^\ud800-\udfff]*\Z",
+        description=f"UTF-8 text of 1 to {NAME_CHARACTERS_MAX} characters",
+    ),
+]
+
+
+class NixlTransport:
+    """A `Transport` over one NIXL agent. Made at once; `start` makes the agent, in a thread.
+
+    `backends` maps names of NIXL plugins to their options. `secret` and the TLS contexts are those of the control
+    links: prefill listens under `listen_tls`, decode dials under `dial_tls`, and both must know `secret`. A listening
+    context that requires certificates takes no decode worker without one. The bulk data is not under TLS.
+
+    After a restart the same `name` gives another `instance`, which NIXL needs: old names cannot be reused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        secret: str = "",
+        dial_tls: ssl.SSLContext | None = None,
+        listen_tls: ssl.SSLContext | None = None,
+        backends: Mapping[str, Mapping[str, str]] | None = None,
+        progress_delay_us: int = 20_000,
+        call_timeout_s: float = 30.0,
+        close_timeout_s: float = 5.0,
+        links_max: int = 1024,
+        links_per_address_max: int = 128,
+        offences: OffenceLimits | None = None,
+        data_network: Literal["auto", "loopback", "any"] = "auto",
+        dials: Iterable[str] = (),
+        allow_no_secret: bool = False,
+    ) -> None:
+        """Raises InvalidConfig. `data_network` says where UCX opens ports: "loopback" on this machine only, "any" on
+        every network device, RDMA included; "auto" "any" if this worker listens on an address of the network or one of
+        `dials`, the prefill workers that it will dial, is on another machine; otherwise "loopback". Devices named in
+        `UCX_NET_DEVICES` or in `backends` take precedence. `call_timeout_s` bounds each call that sets something up,
+        such as a backend; `close_timeout_s` is how long `close` waits for writes before it destroys the agent under
+        them.
+
+        A prefill worker takes at most `links_max` control links, `links_per_address_max` of one address, and refuses
+        addresses for a while that break the protocol more often than `offences` allows. Without a secret or required
+        client certificates it listens on loopback only, unless `allow_no_secret`.
+        """
+        checked(name, Name, "name", InvalidConfig)
+        checked(secret, Text, "secret", InvalidConfig)
+        checked(progress_delay_us, PositiveCount, "progress_delay_us", InvalidConfig)
+        checked(call_timeout_s, Seconds, "call_timeout_s", InvalidConfig)
+        checked(close_timeout_s, Seconds, "close_timeout_s", InvalidConfig)
+        checked(links_max, PositiveCount, "links_max", InvalidConfig)
+        checked(links_per_address_max, PositiveCount, "links_per_address_max", InvalidConfig)
+        checked(data_network, Literal["auto", "loopback", "any"], "data_network", InvalidConfig)
+        self.name = name
+        self.instance = f"{name}-{uuid.uuid4().hex}"
+        self._backends = UCX_ONLY if backends is None else backends
+        self._data_network = data_network
+        self._dials = tuple(dials)
+        self._is_on_loopback = False
+        self._progress_delay_us = progress_delay_us
+        self._call_timeout_s = call_timeout_s
+        self._close_timeout_s = close_timeout_s
+        self._control = control.ControlOptions(
+            secret=secret,
+            dial_tls=dial_tls,
+            listen_tls=listen_tls,
+            links_max=links_max,
+            links_per_address_max=links_per_address_max,
+            offences=offences or OffenceLimits(),
+            allow_no_secret=allow_no_secret,
+        )
+        self._is_closed = False
+        self._poller: Poller | None = None
+        self._agent: NixlAgent | None = None
+        self._peers: NixlPeers | None = None
+        self._presence: Presence | None = None
+        self._metadata = b""
+        self._writes: set[asyncio.Future[None]] = set()
+        self._counts = dict.fromkeys(("bytes_written", "pages_written", "writes", "writes_failed", "links"), 0)
+
+    async def start(self, *, poller: Poller, listen: str = "") -> None:
+        """Make the agent. `listen` is the address that this worker is going to listen on, if it does. Raises
+        InvalidConfig if NIXL is missing, TransferFailed if a backend does not start or hangs.
+        """
+        if self._poller is not None or self._is_closed:
+            raise LocalProtocolError(f"transport {self.name} is started twice, or after its end")
+        self._poller = poller
+        backends = await self._choose_devices(listen)
+        make = partial(NixlAgent, self.instance, backends=backends, progress_delay_us=self._progress_delay_us)
+        self._agent = await call_in_thread(make, what="making a NIXL agent", timeout_s=self._call_timeout_s)
+
+    async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
+        """Let NIXL reach our pools, which must live until `close` has returned. Raises InvalidRequest for a pool that
+        is not sound, TransferFailed where NIXL refuses.
+        """
+        if self._peers is not None:
+            raise LocalProtocolError(f"transport {self.name} has its pools already: it takes them once")
+        agent = self._started()
+        for pool in (memory, *components):
+            check_ours(pool)
+
+        def register() -> bytes:
+            for pool in (memory, *components):
+                agent.register(pool)
+            return agent.metadata()
+
+        blob = await call_in_thread(register, what="registering the pools", timeout_s=self._call_timeout_s)
+        self._metadata = wrap(self.instance, blob)
+        self._peers = NixlPeers(agent, memory, timeout_s=self._call_timeout_s)
+        self._presence = Presence(agent, self._peers, self._required_poller(), timeout_s=self._call_timeout_s)
+
+    def metadata(self) -> bytes:
+        """What an authenticated peer needs for `add_peer`: our name, and NIXL's addresses and keys in clear."""
+        if not self._metadata:
+            raise LocalProtocolError(f"transport {self.name} has no metadata before its pool is registered")
+        return self._metadata
+
+    def check_metadata(self, instance: str, metadata: bytes) -> None:
+        """See `Transport.check_metadata`."""
+        unwrap(metadata, expected_name=instance)
+
+    async def add_peer(
+        self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
+    ) -> NixlPeer:
+        """Make a peer's pool writable for us, from our first pool or that of the exchange; each call gives a handle of
+        its own. Raises RemoteProtocolError for a name, metadata or memory that is not sound (PeerMismatch where its
+        pages have other pieces), TransferFailed where NIXL refuses. Nothing is changed then.
+        """
+        return await self._registered().add(instance, metadata, memory, exchange)
+
+    async def remove_peer(self, peer: PeerMemory) -> None:
+        """Forget a handle of `add_peer`, after the last write to it has ended. Closing has forgotten all of them."""
+        if not self._is_closed:
+            await self._registered().remove(_ours(peer))
+
+    async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
+        """Write our pages over the peer's, pairwise; returns the bytes once they are in place at the peer.
+
+        Raises InvalidRequest for a page that is not ours or a destination named twice, RemoteProtocolError for a page
+        that the peer does not have (nothing was written), TransferFailed when NIXL fails or the peer is gone: part of
+        the pages may be written then, and no write of this call is in flight any more. A small write that had to wait
+        is joined with others to the same peer that did, and ends, or fails, with them. A cancelled call posts nothing
+        more and settles before it re-raises, which for a peer that hangs may take for ever.
+        """
+        self._registered()
+        target = _ours(peer)
+        if target.is_removed:
+            raise LocalProtocolError(f"write to peer {target.instance}, which was removed")
+        ours, theirs = paired_pages(our_pages, their_pages, numbering=target.numbering, peer=target.instance)
+        if not len(ours):
+            return 0
+        plan = WritePlan(target.numbering, ours, theirs, part_bytes=PART_BYTES, part_descriptors=PART_DESCRIPTORS)
+        bytes_done = await self._carry_out(plan, target)
+        self._counts["writes"] += 1
+        self._counts["pages_written"] += len(ours)
+        return bytes_done
+
+    def check_address(self, address: str) -> None:
+        """See `Transport.check_address`."""
+        host_and_port(address, "prefill")
+
+    async def dial(self, address: str) -> Link:
+        """See `control.dial`. Raises InvalidConfig for a peer on another machine if UCX listens on loopback only."""
+        link = await control.dial(address, self._control)
+        if self._is_on_loopback and link.leaves_host:
+            await link.close("the data plane of this worker listens on loopback only")
+            raise InvalidConfig(
+                f"{address} is on another machine, which cannot write here: UCX listens on loopback only. Pass "
+                f'NixlTransport(data_network="any"), or name the network devices in {UCX_DEVICES_VARIABLE}'
+            )
+        self._counts["links"] += 1
+        return link
+
+    async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> Listener:
+        """See `control.listen`."""
+
+        async def counted(link: Link) -> None:
+            self._counts["links"] += 1
+            await on_link(link)
+
+        return await control.listen(address, counted, self._control)
+
+    async def wait_gone(self, instance: str, hello: wire.Hello) -> None:
+        """Return once the peer's process is proven dead and our agent has progressed since: nothing of it lands now.
+
+        On this host the kernel proves it. For another host (or another transport of this very process) it is NIXL's
+        report that the connection broke, which is as good as the peer's network stack: a partition that breaks
+        connections looks the same. Never returns otherwise. Raises TransferFailed once this transport is closed.
+        """
+        self._registered()
+        if death.is_judged_here(hello.process):
+            await death.wait_dead(hello.process)
+        else:
+            assert self._presence is not None, "presence is made with the peers"
+            await self._presence.wait_disconnected(instance, hello.metadata, hello.memory)
+        await asyncio.sleep(max(LANDING_S, LANDING_ROUNDS * self._progress_delay_us * 1e-6))
+
+    async def close(self) -> None:
+        """End the writes and destroy the agent. Links and listeners belong to who opened them.
+
+        Writes get `close_timeout_s` to settle; what still hangs then ends in TransferFailed, and on TCP nothing of it
+        lands any more. The poller must still run.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        if self._writes:
+            await asyncio.wait(self._writes, timeout=self._close_timeout_s)
+        await call_in_thread(agent.close, what="closing the NIXL agent", timeout_s=self._call_timeout_s)
+        if self._presence is not None:
+            await self._presence.close()
+        if self._writes:
+            await asyncio.wait(self._writes)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Counts since the start: `bytes_written` (in place at a peer, those of failed writes too), `pages_written` and
+        `writes` (whole ones), `writes_failed`, `links` (opened); and `writes_in_flight` now.
+        """
+        return {**self._counts, "writes_in_flight": len(self._writes)}
+
+    async def _choose_devices(self, listen: str) -> Mapping[str, Mapping[str, str]]:
+        """The backends, with UCX on loopback if nothing of the network has to reach it. NIXL reads the choice when it
+        makes the backend, so that several agents of one process can differ; the environment would be one for all.
+        """
+        options = self._backends.get("UCX")
+        if options is None or os.environ.get(UCX_DEVICES_VARIABLE) or _names_devices(options):
+            return self._backends
+        used = [one for address in (listen, *self._dials) if address for one in address.split(",")]
+        is_public = not all([await control.is_loopback(address) for address in used])
+        if self._data_network == "any" or (self._data_network == "auto" and is_public):
+            LOG.warning(
+                "%s is not set: UCX opens ports on every network device of this machine, and a program that reaches "
+                "one reads and writes the memory of this process without the secret. Name the devices of a private "
+                "network.",
+                UCX_DEVICES_VARIABLE,
+            )
+            return self._backends
+        self._is_on_loopback = True
+        configured = [entry for entry in (options.get("engine_config"), UCX_ON_LOOPBACK) if entry]
+        return {**self._backends, "UCX": {**options, "engine_config": ",".join(configured)}}
+
+    async def _carry_out(self, plan: WritePlan, target: NixlPeer) -> int:
+        """Let a write have its turns and wait for its end, accounting for what it wrote whichever way it ends; the
+        bytes.
+        """
+        drive = target.drive
+        if drive is None:
+            drive = target.drive = self._required_poller().drive(target.lane)
+        future = drive.begin()
+        write = PartedWrite(plan, future)
+        target.lane.enter(write)
+        drive.wake()
+        self._writes.add(future)
+        target.writes.add(future)
+        try:
+            await settled(future, on_cancel=partial(_stop, write, target.lane, drive))
+            return write.bytes_done
+        except TransferFailed as error:
+            self._counts["writes_failed"] += 1
+            raise TransferFailed(f"write to peer {target.instance} failed: {error}") from error
+        finally:
+            self._writes.discard(future)
+            target.writes.discard(future)
+            self._counts["bytes_written"] += write.bytes_done
+
+    def _started(self) -> NixlAgent:
+        if self._is_closed:
+            raise TransferFailed(f"transport {self.name} is closed")
+        if self._agent is None:
+            raise LocalProtocolError(f"transport {self.name} is not started")
+        return self._agent
+
+    def _registered(self) -> NixlPeers:
+        self._started()
+        if self._peers is None:
+            raise LocalProtocolError(f"transport {self.name} has no pool registered")
+        return self._peers
+
+    def _required_poller(self) -> Poller:
+        assert self._poller is not None, "a started transport has a poller"
+        return self._poller
+
+
+def _names_devices(options: Mapping[str, str]) -> bool:
+    """Whether options of the UCX backend say which network devices it uses."""
+    return bool(options.get("device_list")) or "NET_DEVICES=" in options.get("engine_config", "")
+
+
+def _stop(write: PartedWrite, lane: Lane, drive: Drive) -> None:
+    """Have a write end as soon as nothing of it is in flight."""
+    lane.stop(write)
+    drive.wake()
+
+
+def _ours(peer: PeerMemory) -> NixlPeer:
+    if not isinstance(peer, NixlPeer):
+        raise LocalProtocolError(f"peer {peer.instance} was not added to a NIXL transport")
+    return peer

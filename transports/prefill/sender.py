@@ -1,0 +1,445 @@
+"""The prefill side of the hand-over: answers decode workers, and keeps their rooms until each is settled.
+
+Per link: Hello is exchanged and judged, the peer's pool is added, then messages are answered one by one. A room's own
+mistake fails that room; a frame that is no message ends the link. Repeats, late frames and frames of rooms that are not
+known have an answer or are counted, never an assertion: an Abort of an unknown room is Drained at once, since nothing
+writes to it, an Extend of one is Refused.
+
+A decode instance of several ranks dials every prefill rank with each of them. Its rooms open when all of its ranks have
+promised the same; promises that differ are refused on all, with both numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from tidekv.states.errors import (
+    CapacityError,
+    EngineClosed,
+    InvalidConfig,
+    LinkClosed,
+    PrefillCause,
+    RemoteProtocolError,
+    TransferFailed,
+)
+from tidekv.states.types import Identity, PoolMemory
+from tidekv.transports import base
+from tidekv.transports.control import handshake
+from tidekv.transports.control import wire
+from tidekv.transports.prefill.room_writer import Courier, DecodePeer, Delivery, RoomSettings
+from tidekv.transports.prefill.pending_rooms import Gathering, Gatherings
+from tidekv.transports.control.peer_backoff import is_offence
+from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
+from tidekv.transports.prefill.targets import make_target
+from tidekv.transports.tasks import OwnedTasks
+
+COUNTS = (
+    "frames_foreign",
+    "frames_late",
+    "hellos_refused",
+    "links_lost",
+    "promises_differ",
+    "promises_repeated",
+    "rooms_broken",
+    "rooms_refused",
+    *(f"rooms_{outcome.name.lower()}" for outcome in RoomOutcome),
+)
+"""What is counted, so that statistics have all counts from the start."""
+
+
+class Sender:
+    """Rooms of all decode workers that dialled us. `on_room` is told of each room as its promise comes."""
+
+    def __init__(
+        self,
+        transport: base.Transport,
+        *,
+        memory: PoolMemory,
+        identity: Identity,
+        clock: Callable[[], float],
+        on_room: Callable[[Room], None] = lambda room: None,
+        on_finish: Callable[[Room], None] = lambda room: None,
+        lease_s: float = 10.0,
+        rank: int = 0,
+        ranks: int = 1,
+        kv_heads_total: int = 0,
+        stages: int = 1,
+        rooms_max: int = 4096,
+        settings: RoomSettings | None = None,
+        component_memory: Mapping[str, PoolMemory] | None = None,
+    ) -> None:
+        """`component_memory`: where the pages of each component of the identity lie, by its name. `lease_s` bounds the
+        leases that decode workers ask for.
+        """
+        if not 0 < lease_s <= wire.SECONDS_MAX or rooms_max < 1:
+            raise InvalidConfig(
+                f"lease_s is {lease_s} and rooms_max is {rooms_max}; both must be positive, and lease_s at most "
+                f"{wire.SECONDS_MAX:g}"
+            )
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self._transport = transport
+        self._memory = memory
+        self._component_memory = dict(component_memory or {})
+        self._identity = identity
+        self._clock = clock
+        self._on_room = on_room
+        self._lease_s = lease_s
+        self._rank = rank
+        self._ranks = ranks
+        self._kv_heads_total = kv_heads_total
+        self._stages = stages
+        self._rooms_max = rooms_max
+        self._tasks = OwnedTasks(f"sender {transport.instance}")
+        self._courier = Courier(
+            transport=transport,
+            memory=memory,
+            component_memory=self._component_memory,
+            page_size=identity.page_size,
+            rank=rank,
+            clock=clock,
+            settings=settings or RoomSettings(),
+            tasks=self._tasks,
+            on_finish=on_finish,
+        )
+        self._deliveries: dict[wire.Room, Delivery[Room]] = {}
+        self._gatherings = Gatherings()
+        self._newest: dict[str, Room] = {}
+        self._generations: dict[tuple[str, str, str], int] = {}
+        self._peers: set[DecodePeer] = set()
+        self._waiting: dict[str, set[asyncio.Future[Room]]] = {}
+        self._waiting_count = 0
+        self._listener: base.Listener | None = None
+        self._lease_timer: asyncio.TimerHandle | None = None
+        self._is_closing = False
+
+    @property
+    def _rooms(self) -> list[Room]:
+        """Every room once, by its first delivery."""
+        return [at.room for at in self._deliveries.values() if at is at.room.deliveries[0]]
+
+    @property
+    def address(self) -> str:
+        """Where decode workers dial; empty before `start`."""
+        return "" if self._listener is None else self._listener.address
+
+    async def start(self, address: str) -> None:
+        """Register our pools and listen. The transport must have been started."""
+        await self._transport.register(self._memory, *self._component_memory.values())
+        self._listener = await self._transport.listen(address, self._serve)
+
+    async def close(self) -> None:
+        """End all rooms and links, and wait for the writes in flight."""
+        self._is_closing = True
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(EngineClosed("the prefill side is closed"))
+        for room in self._rooms:
+            room.close()
+        try:
+            await self._tasks.close()
+        finally:
+            if self._listener is not None:
+                await self._listener.close()
+            for peer in list(self._peers):
+                await self._forget(peer)
+
+    async def room(self, request_id: str) -> Room:
+        """The newest room of a request that is still to be filled; waits for the promise. Raises CapacityError,
+        EngineClosed.
+        """
+        if self._is_closing:
+            raise EngineClosed("the prefill side is closed")
+        found = self._newest.get(request_id)
+        if found is not None and not found.is_finished and found.cause is None:
+            return found
+        if self._waiting_count >= self._rooms_max:
+            raise CapacityError(f"{self._waiting_count} rooms are waited for already")
+        waiter: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
+        waiters = self._waiting.setdefault(request_id, set())
+        waiters.add(waiter)
+        self._waiting_count += 1
+        try:
+            return await waiter
+        finally:
+            self._waiting_count -= 1
+            waiters.discard(waiter)
+            if not waiters and self._waiting.get(request_id) is waiters:
+                del self._waiting[request_id]
+
+    def statistics(self) -> dict[str, int | float]:
+        """bytes_sent, pages_sent, rooms_… by state, and counts of what was odd."""
+        rooms = self._rooms
+        return {
+            "bytes_sent": self._courier.bytes_sent,
+            "pages_sent": self._courier.pages_sent,
+            "rooms_sending": sum(room.cause is None and not room.is_finished for room in rooms),
+            "rooms_finished": sum(room.cause is None and room.is_finished for room in rooms),
+            "rooms_draining": sum(room.cause is not None for room in rooms),
+            "rooms_gathering": len(self._gatherings),
+            "writes_in_flight": sum(room.writes_in_flight for room in rooms),
+            "rooms_waited_for": self._waiting_count,
+            "peers": len(self._peers),
+            "messages_unsent": self._courier.messages_unsent,
+            **({} if self._listener is None else self._listener.statistics()),
+            **self.counts,
+        }
+
+    def check_leases(self) -> None:
+        """End the rooms that their decode worker did not name for its lease."""
+        now = self._clock()
+        for gathering in self._gatherings:
+            if now >= gathering.lease_until_s:
+                self._refuse_all(gathering, "a rank that had promised the room did not name it for its lease")
+        for room in self._rooms:
+            if now >= room.lease_until_s:
+                room.expire()
+
+    async def _serve(self, link: base.Link) -> None:
+        """One link, from its Hello to its end."""
+        ours = handshake.make_hello(
+            self._transport,
+            memory=self._memory,
+            identity=self._identity,
+            lease_s=self._lease_s,
+            rank=self._rank,
+            ranks=self._ranks,
+            kv_heads_total=self._kv_heads_total,
+            stages=self._stages,
+            component_memory=self._component_memory,
+        )
+        try:
+            link.send(ours)
+            theirs = await self._receive_hello(link)
+            handshake.judge_hello(ours, theirs)
+            self._transport.check_metadata(theirs.instance, theirs.metadata)
+            target = await make_target(self._transport, ours=ours, theirs=theirs)
+            link.greeted()
+        except (TransferFailed, RemoteProtocolError) as error:
+            self.counts["hellos_refused"] += 1
+            if is_offence(error):
+                link.blame()
+            await link.close(str(error))
+            return
+        peer = DecodePeer(link, theirs, target, lease_s=handshake.lease_of(ours, theirs))
+        self._peers.add(peer)
+        cause = "prefill is shutting down"
+        is_lost = False
+        try:
+            while True:
+                message = await link.receive()
+                self._take(peer, message)
+        except (LinkClosed, RemoteProtocolError) as error:
+            cause = str(error)
+            is_lost = not (isinstance(error, LinkClosed) and error.is_orderly)
+            if is_offence(error):
+                link.blame()
+        finally:
+            self.counts["links_lost"] += is_lost
+            peer.is_lost = True
+            for delivery in [delivery for delivery in self._deliveries.values() if delivery.peer is peer]:
+                delivery.room.pause()
+            for gathering in self._gatherings.of_peer(peer):
+                self._refuse_all(gathering, f"the link to {theirs.instance} was lost before all ranks had promised")
+            await link.close(cause)
+            if not peer.rooms:
+                await self._forget(peer)
+
+    async def _receive_hello(self, link: base.Link) -> wire.Hello:
+        try:
+            async with asyncio.timeout(handshake.HELLO_S):
+                return await handshake.receive_hello(link)
+        except TimeoutError as error:
+            raise TransferFailed(f"{link.peer_label} did not say Hello within {handshake.HELLO_S} s") from error
+
+    def _take(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
+        match message:
+            case wire.Ping():
+                self._renew(peer, message.rooms)
+                self._say(peer, wire.Ping(sent_at=message.sent_at))
+            case wire.Promise() | wire.Extend() | wire.Abort() | wire.Received() | wire.Failed():
+                key = message.room
+                if f"{key.instance}-{key.epoch}" != peer.hello.instance:
+                    self.counts["frames_foreign"] += 1
+                elif isinstance(message, wire.Promise):
+                    self._open(peer, message)
+                elif (delivery := self._deliveries.get(key)) is not None:
+                    self._take_of_room(delivery, peer, message)
+                elif (gathering := self._gatherings.of(key)) is not None and isinstance(message, wire.Extend):
+                    gathering.extends.append(message)
+                else:
+                    if gathering is not None:
+                        self._gatherings.drop(gathering)
+                    self._take_of_unknown(peer, message)
+            case _:
+                raise RemoteProtocolError(f"{peer.hello.instance} sent {type(message).__name__}, which is ours to send")
+
+    def _renew(self, peer: DecodePeer, rooms: tuple[tuple[str, int], ...]) -> None:
+        """Renew the leases of the rooms that decode names; those that it has forgotten end with theirs."""
+        now = self._clock()
+        for name in rooms:
+            if (delivery := peer.deliveries.get(name)) is not None:
+                delivery.renew(now)
+        if len(self._gatherings):
+            named = set(rooms)
+            for gathering in self._gatherings.of_peer(peer):
+                if gathering.name[1:] in named:
+                    gathering.renew(peer, now)
+
+    def _take_of_room(self, delivery: Delivery[Room], peer: DecodePeer, message: wire.AnyMessage) -> None:
+        match message:
+            case wire.Extend():
+                self._extend(delivery, message)
+            case wire.Abort():
+                delivery.room.abort(delivery, peer.link)
+            case wire.Received():
+                delivery.room.receive(delivery)
+            case wire.Failed():
+                delivery.room.give_up(delivery, message.cause)
+
+    def _extend(self, delivery: Delivery[Room], message: wire.Extend) -> None:
+        try:
+            delivery.extend(message)
+        except RemoteProtocolError as error:
+            self.counts["rooms_broken"] += 1
+            delivery.room.fail(PrefillCause.PROTOCOL_ERROR.words(str(error)))
+
+    def _take_of_unknown(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
+        self.counts["frames_late"] += 1
+        match message:
+            case wire.Abort(room=key):
+                # Its promise may still wait unread on a link that broke: it must not open the room any more.
+                self._remember_generation(key)
+                self._say(peer, wire.Drained(room=key, rank=self._rank))
+            case wire.Extend():
+                cause = "prefill has no such room any more"
+                self._say(peer, wire.Refused(room=message.room, span=message.span, cause=cause))
+
+    def _open(self, peer: DecodePeer, promise: wire.Promise) -> None:
+        """A new room, unless it is a repeat, or older than what there is."""
+        key = promise.room
+        seen = self._generations.get((key.instance, key.epoch, key.request_id), -1)
+        if seen >= key.generation:
+            self.counts["promises_repeated"] += 1
+            if key not in self._deliveries and self._gatherings.of(key) is None:
+                self._refuse(peer, promise, f"generation {seen} of this request came before")
+            return
+        waiting = len(self._deliveries) + len(self._gatherings)
+        if waiting >= self._rooms_max or self._is_closing:
+            self._refuse(peer, promise, f"prefill has {waiting} rooms open, or is closing")
+            return
+        older = msgspec.structs.replace(key, generation=max(seen, 0))
+        if (delivery := self._deliveries.get(older)) is not None:
+            delivery.room.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
+        elif (gathering := self._gatherings.of(older)) is not None:
+            self._gatherings.drop(gathering)
+        self._remember_generation(key)
+        if promise.ranks == 1 == peer.hello.ranks:
+            self._open_room([(peer, promise)], [])
+        elif (promise.rank, promise.ranks) != (peer.hello.rank, peer.hello.ranks):
+            self._break(peer, promise, f"rank {promise.rank} of {promise.ranks} promises on the link of another")
+        else:
+            self._gather(peer, promise)
+
+    def _gather(self, peer: DecodePeer, promise: wire.Promise) -> None:
+        """Open the room of an instance of several ranks when all have promised the same; refuse it when they do not."""
+        gathering = self._gatherings.take(peer, promise, self._clock())
+        if gathering.difference:
+            self.counts["promises_differ"] += 1
+            self._refuse_all(gathering, gathering.difference)
+        elif gathering.is_complete:
+            self._gatherings.drop(gathering)
+            self._open_room(gathering.in_order(), gathering.extends)
+        else:
+            self._arm_leases()
+
+    def _open_room(self, promises: list[tuple[DecodePeer, wire.Promise]], extends: list[wire.Extend]) -> None:
+        try:
+            room = Room(self._courier, promises, on_end=self._drop)
+        except RemoteProtocolError as error:
+            for peer, promise in promises:
+                self._break(peer, promise, str(error))
+            return
+        for delivery in room.deliveries:
+            self._deliveries[delivery.key] = delivery
+            delivery.peer.deliveries[room.request_id, room.generation] = delivery
+        self._newest[room.request_id] = room
+        self._arm_leases()
+        for waiter in self._waiting.pop(room.request_id, ()):
+            if not waiter.done():
+                waiter.set_result(room)
+        self._on_room(room)
+        for extend in extends:
+            if (waiting := self._deliveries.get(extend.room)) is not None:
+                self._extend(waiting, extend)
+
+    def _remember_generation(self, key: wire.Room) -> None:
+        """Of ended rooms too, so that a late repeat of a promise opens nothing; the oldest are forgotten."""
+        request = (key.instance, key.epoch, key.request_id)
+        self._generations[request] = max(key.generation, self._generations.pop(request, -1))
+        if len(self._generations) > 2 * self._rooms_max:
+            del self._generations[next(iter(self._generations))]
+
+    def _refuse(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
+        self.counts["rooms_refused"] += 1
+        self._say(peer, wire.Refused(room=promise.room, span=0, cause=cause))
+
+    def _refuse_all(self, gathering: Gathering, cause: str) -> None:
+        """Refuse a room to all ranks that have promised it; a rank that comes later is alone, and is aborted by its own
+        instance.
+        """
+        self._gatherings.drop(gathering)
+        for peer, promise in gathering.promises:
+            self._refuse(peer, promise, cause)
+
+    def _break(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
+        """The promise contradicts itself: nothing was or will be written."""
+        self.counts["rooms_broken"] += 1
+        told = PrefillCause.PROTOCOL_ERROR.words(cause)
+        self._say(peer, wire.Failed(room=promise.room, cause=wire.brief(told)))
+        self._say(peer, wire.Drained(room=promise.room, rank=self._rank))
+
+    def _drop(self, room: Room) -> None:
+        """A room is settled."""
+        assert room.outcome is not None
+        self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
+        for delivery in room.deliveries:
+            if self._deliveries.get(delivery.key) is delivery:
+                del self._deliveries[delivery.key]
+                del delivery.peer.deliveries[room.request_id, room.generation]
+        if self._newest.get(room.request_id) is room:
+            del self._newest[room.request_id]
+        for peer in {delivery.peer for delivery in room.deliveries}:
+            if peer.is_lost and not peer.rooms and not self._is_closing:
+                self._tasks.spawn(self._forget(peer), name="forget a peer")
+
+    async def _forget(self, peer: DecodePeer) -> None:
+        if peer in self._peers:
+            self._peers.discard(peer)
+            if peer.target is not None:
+                await peer.target.forget(self._transport)
+
+    def _say(self, peer: DecodePeer, message: wire.Message) -> None:
+        try:
+            peer.link.send(message)
+        except LinkClosed:
+            # The task that reads this link hears of its end and ends its rooms.
+            self._courier.messages_unsent += 1
+
+    def _arm_leases(self) -> None:
+        """Look at the leases now and then while there are rooms; none, no timer."""
+        if self._lease_timer is None and not self._is_closing:
+            lease_s = min((delivery.peer.lease_s for delivery in self._deliveries.values()), default=self._lease_s)
+            self._lease_timer = asyncio.get_running_loop().call_later(lease_s / 4, self._look_at_leases)
+
+    def _look_at_leases(self) -> None:
+        self._lease_timer = None
+        self.check_leases()
+        if self._deliveries or len(self._gatherings):
+            self._arm_leases()

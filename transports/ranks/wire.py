@@ -1,0 +1,151 @@
+"""The words of the rank channel: small frames between the leader of a decode instance and its other ranks.
+
+A message is one msgpack array `[tag, field, …]` in a frame of `frames`. The votes themselves do not travel here: they
+are messages of gloo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from typing import Annotated
+
+import msgspec
+
+from tidekv.states.ranks.agreement import Opening
+from tidekv.transports.control import frames
+
+VERSION = 2
+FRAME_BYTES_MAX = 64 * 1024 * 1024
+JOIN_BYTES_MAX = 4096
+"""Maximum size of a frame before the leader has let a rank in."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=255)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+CAUSE_CHARACTERS_MAX = 4096
+Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
+
+
+class RankMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One frame."""
+
+
+class Challenge(RankMessage, frozen=True, tag="challenge"):
+    """The leader's first frame: prove that you know the secret of this group."""
+
+    nonce: bytes
+
+
+class Join(RankMessage, frozen=True, tag="join"):
+    """A rank is here. `settings` is a digest of everything that its core is configured by; `epoch` its last one."""
+
+    version: Count
+    rank: Rank
+    ranks: Rank
+    epoch: Count
+    settings: bytes
+    proof: bytes
+
+
+class Settled(RankMessage, frozen=True, tag="settled"):
+    """Nothing of an earlier epoch is in flight on this rank: it can be part of a new group. `epoch` is its last one;
+    that of a group which is being formed says that this rank could not form it.
+    """
+
+    epoch: Count
+
+
+class Form(RankMessage, frozen=True, tag="form"):
+    """Form the group of this epoch, by the store at this port of the leader. No other group has this name."""
+
+    epoch: Count
+    store_port: Count
+    name: Name
+
+
+class Formed(RankMessage, frozen=True, tag="formed"):
+    """This rank has formed the group of this epoch."""
+
+    epoch: Count
+
+
+class Turn(RankMessage, frozen=True, tag="turn"):
+    """The leader opens a turn."""
+
+    opening: Opening
+
+
+class Wish(RankMessage, frozen=True, tag="wish"):
+    """A rank has news: it wants a turn."""
+
+    epoch: Count
+
+
+class Beat(RankMessage, frozen=True, tag="beat"):
+    """The sender lives, and has cast its vote for turn `turn` of `epoch`."""
+
+    epoch: Count
+    turn: Count
+
+
+class VoteFailed(RankMessage, frozen=True, tag="vote_failed"):
+    """The vote of a turn ended in an error on this rank."""
+
+    epoch: Count
+    turn: Count
+    cause: Cause
+
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
+
+class Lost(RankMessage, frozen=True, tag="lost"):
+    """A rank of the group is out of reach: this epoch is over."""
+
+    epoch: Count
+    rank: Rank
+    cause: Cause
+
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
+
+class Refused(RankMessage, frozen=True, tag="refused"):
+    """The leader does not take this rank, and why."""
+
+    cause: Cause
+
+    def __post_init__(self) -> None:
+        _clean_cause(self)
+
+
+AnyRankMessage = Challenge | Join | Settled | Form | Formed | Turn | Wish | Beat | VoteFailed | Lost | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyRankMessage] = msgspec.msgpack.Decoder(AnyRankMessage)
+
+
+def _clean_cause(message: VoteFailed | Lost | Refused) -> None:
+    """Make the cause fit for logs and for the frame, at both ends."""
+    clean = frames.one_line(message.cause, characters_max=CAUSE_CHARACTERS_MAX)
+    if clean != message.cause:
+        msgspec.structs.force_setattr(message, "cause", clean)
+
+
+def proof_of(secret: str, nonce: bytes, rank: int) -> bytes:
+    """What shows that a rank knows the secret, without telling it."""
+    return hmac.digest(secret.encode(), nonce + rank.to_bytes(4, "little"), hashlib.sha256)
+
+
+def encode(message: RankMessage) -> bytes:
+    """The frame of a message."""
+    return frames.frame(_encoder.encode(message))
+
+
+async def read(reader: asyncio.StreamReader, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> AnyRankMessage:
+    """The next message. Raises RemoteProtocolError for what is no frame, IncompleteReadError at the end."""
+    prefix = await reader.readexactly(frames.LENGTH.size)
+    length = frames.body_length(prefix, frame_bytes_max=frame_bytes_max)
+    return frames.decode(_decoder, await reader.readexactly(length))
