@@ -66,8 +66,8 @@ def all_targets(
 @bench_app.command()
 def multiturn(plot: Plot = None) -> None:
     """Serve the multi-turn acceptance: hit rates by round, with decode output kept and not kept."""
-    from tidekv.engine.trace.plots import check_plot, plot_rounds, save_plot
     from benchmarks.multiturn import PROMPTS, print_multiturn, run_both_ways
+    from tidekv.engine.trace.plots import check_plot, plot_rounds, save_plot
 
     check_plot(plot)
     rounds = run_both_ways()

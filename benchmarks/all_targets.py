@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measurements import MEASUREMENTS, Options, Outcome, run
-from benchmarks.peers import default_cache
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.measurements import MEASUREMENTS, Options, Outcome, run
+from benchmarks.peers import default_cache
 from benchmarks.target_table import TARGETS, Target
 
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"

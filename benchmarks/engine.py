@@ -30,11 +30,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import uvloop
-from benchmarks.engine_rig import KeyStorage, Script, ScriptedTransport
-from benchmarks.engine_sampler import Sampler, thread_times
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine_rig import KeyStorage, Script, ScriptedTransport
+from benchmarks.engine_sampler import Sampler, thread_times
 from tidekv import (
     DecodeEngine,
     DecodeRequest,

@@ -14,9 +14,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
-from benchmarks.figures import Figures, option_parser
 
-from benchmarks.engine import TIERS, Load, Rig, set_collector  # noqa: TID251  # Not that of the package: engine.py here.
+from benchmarks.engine import TIERS, Load, Rig, set_collector  # Not that of the package: engine.py here.
+from benchmarks.figures import Figures, option_parser
 
 LOAD = Load(prompt_tokens=4096, page_size=64, chunk_tokens=512, tiers=TIERS)
 FEW_BLOCKS = 3

@@ -22,10 +22,10 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.thread.engine_thread import EngineThread, Restored
-from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.thread.engine_thread import EngineThread, Restored
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.prefill.prefill_room import Room
 

@@ -20,11 +20,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from benchmarks.gpu_load import decode_like, layer_times_ms, nixl_gb_s, slowdown_percent, waiting_cpu
-from benchmarks.gpu_rig import ALWAYS, NEVER, SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, meeting_point, page_speeds, pinned_limits
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu_load import decode_like, layer_times_ms, nixl_gb_s, slowdown_percent, waiting_cpu
+from benchmarks.gpu_rig import (
+    ALWAYS,
+    NEVER,
+    SHAPES,
+    TO_DEVICE,
+    TO_HOST,
+    Pools,
+    Rig,
+    meeting_point,
+    page_speeds,
+    pinned_limits,
+)
 from tidekv.backends.copies.cuda import KERNEL_BELOW_BYTES, CopyChoice, CopyForm
 
 NO_GPU = "there was no GPU: the CUDA paths have not run"

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from tidekv.backends.copies.cuda import CopyChoice, CopyForm, CudaMover
+from tidekv.backends.copies.pieces import Launch, triton_launch
+from tidekv.backends.copies.streams import streams_of
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
-from tidekv.backends.copies.pieces import Launch, triton_launch
-from tidekv.backends.copies.streams import streams_of
 
 # Below and above the length of every stretch.
 ALWAYS, NEVER = 1 << 60, 0

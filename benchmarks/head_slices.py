@@ -15,10 +15,10 @@ import time
 
 import numpy as np
 import torch
-from benchmarks.nixl_child import NixlChild, NumpyPool
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.nixl_child import NixlChild, NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import page_ids
 from tidekv.transports.base import Exchange

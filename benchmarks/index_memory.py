@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from benchmarks.figures import Figures, option_parser
 
+from benchmarks.figures import Figures, option_parser
 from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.demo.traces import read_trace
 from tidekv.states.pages.page_pool import PageAccount

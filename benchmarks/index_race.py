@@ -23,10 +23,10 @@ from time import thread_time_ns
 from typing import Any  # Peers' objects have no types here.
 
 import numpy as np
+
 from benchmarks.figures import Figures, option_parser
 from benchmarks.peer_trees import Ids, OurTree, SglangTree, VllmPool, chain, check_tree, check_vllm, enter, numbers
 from benchmarks.peers import PeerMissing, default_cache, fetch, make_importable
-
 from tidekv.backends.keys.chain import page_digests
 from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.demo.traces import read_trace

@@ -40,7 +40,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import OUTPUT_TOKENS, TIERS, Load, Rig  # noqa: TID251  # Not that of the package: engine.py in this folder.
+from benchmarks.engine import OUTPUT_TOKENS, TIERS, Load, Rig  # Not that of the package: engine.py in this folder.
 from tidekv import Replayer
 from tidekv.engine.journal.journal import COALESCE_S
 from tidekv.states.commands import Command

@@ -38,8 +38,8 @@ from tidekv import (
     NixlTransport,
     Replayer,
 )
-from tidekv.engine.journal.journal import COALESCE_S
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
+from tidekv.engine.journal.journal import COALESCE_S
 from tidekv.states.commands import Command
 from tidekv.states.events import Event
 

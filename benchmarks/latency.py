@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 import torch
 import uvloop
+
 from benchmarks.engine_rig import KeyStorage, Script, ScriptedTransport
 from benchmarks.figures import Figures, option_parser
-
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -43,15 +43,15 @@ from tidekv import (
     PrefillPeer,
     open_storage,
 )
-from tidekv.backends.keys import chain as keys_module
 from tidekv.backends.copies.copier import PageCopier
+from tidekv.backends.keys import chain as keys_module
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import PageIds, page_ids
 from tidekv.transports.control import wire
 from tidekv.transports.control.connection import ControlLink
-from tidekv.transports.prefill.prefill_room import Room
 from tidekv.transports.decode.prefill_link import PrefillLink
 from tidekv.transports.decode.receiver import Receiver
+from tidekv.transports.prefill.prefill_room import Room
 
 IN_FLIGHT = 256
 PROMPT_TOKENS = 4096

@@ -12,7 +12,6 @@ import argparse
 from pathlib import Path
 
 from benchmarks.figures import Figures
-
 from benchmarks.published.results import quantile
 from benchmarks.published.tables import run_paper
 

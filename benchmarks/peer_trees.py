@@ -12,8 +12,8 @@ from typing import Any  # Peers' objects have no types here.
 
 import numpy as np
 import numpy.typing as npt
-from benchmarks.peers import PeerMissing
 
+from benchmarks.peers import PeerMissing
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.prefix.index import PrefixIndex

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from benchmarks.figures import Figures
-
 from benchmarks.published.sources import RATIOS, faster_at_the_ends, race, worst_over_best_fixed
 
 

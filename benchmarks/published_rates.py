@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from benchmarks.figures import Figures, option_parser
-
 from benchmarks.multiturn import run_both_ways, total_hit_rate
 
 PUBLISHED = {

@@ -30,8 +30,8 @@ import uvloop
 from torch import distributed
 
 from tidekv.states import events
-from tidekv.states.ranks.agreement import Agreement, Opening
 from tidekv.states.core import Core
+from tidekv.states.ranks.agreement import Agreement, Opening
 from tidekv.states.settings import CoreSettings
 from tidekv.transports.ranks.vote_thread import VoteThread
 

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 import uvloop
+
 from benchmarks.figures import Figures, option_parser
 from benchmarks.page_cache import NoDisk
 from benchmarks.restore_tiers import HALF_PAGES, LONG_PAGES, SHORT_PAGES, VOCABULARY, Pair, Times, tier_rig, tokens_of
-
 from tidekv import (
     DecodeEngine,
     DecodeRequest,

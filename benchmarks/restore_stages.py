@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.page_cache import Cached
 
+from benchmarks.page_cache import Cached
 from tidekv import DevicePool, HostPool, KVLayout, open_storage
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.storage.base import Storage

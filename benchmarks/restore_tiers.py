@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from benchmarks.page_cache import Cached, NoDisk, disk_bytes
 from benchmarks.restore_stages import Stages, open_stages
-
 from tidekv import (
     DecodeEngine,
     DecodeRequest,

@@ -24,9 +24,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 import uvloop
-from benchmarks.figures import Figures, option_parser, over_n_log_n
 
-from benchmarks.engine import Load, Rig, measure, set_collector  # noqa: TID251  # Not that of the package: engine.py in this folder.
+from benchmarks.engine import Load, Rig, measure, set_collector  # Not that of the package: engine.py in this folder.
+from benchmarks.figures import Figures, option_parser, over_n_log_n
 from tidekv import Replayer
 from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.prefix.index import PrefixIndex, Receipt

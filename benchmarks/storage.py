@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
 from benchmarks.storage_baselines import Candidate, Pages, baselines, forget_cached, pool_pages
 from benchmarks.storage_floor import Checked, Others
-
 from tidekv.backends.storage import Storage, open_storage
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import PageIds, PoolMemory, Segment, page_ids

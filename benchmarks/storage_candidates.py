@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from benchmarks.storage_baselines import Candidate, baselines, forget_cached, pool_pages
 
+from benchmarks.storage_baselines import Candidate, baselines, forget_cached, pool_pages
 from tidekv.backends.storage import open_storage
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import PoolMemory, Segment, page_ids

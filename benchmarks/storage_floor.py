@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 import xxhash
-from benchmarks.storage_baselines import Pages
 
+from benchmarks.storage_baselines import Pages
 from tidekv.backends.storage.file.engine import worker_threads
 
 # Fits in a processor's cache, so that the checksum does not read memory again.

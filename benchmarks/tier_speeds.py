@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from benchmarks.nixl_child import NixlChild, NumpyPool
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.nixl_child import NixlChild, NumpyPool
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool

@@ -34,12 +34,12 @@ from functools import partial
 from pathlib import Path
 
 import uvloop
-from benchmarks.figures import Figures
-from benchmarks.nixl_child import NumpyPool
 from rich.console import Console
 from rich.table import Table
-from benchmarks.transfer_pairs import Handed, Lists, Rig, Shape, bare_lone, bare_streamed, our_lone, our_streamed
 
+from benchmarks.figures import Figures
+from benchmarks.nixl_child import NumpyPool
+from benchmarks.transfer_pairs import Handed, Lists, Rig, Shape, bare_lone, bare_streamed, our_lone, our_streamed
 from tidekv.engine.poller import PollerThread
 from tidekv.transports.nixl.transport import NixlTransport
 

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from benchmarks.nixl_child import NixlChild, NumpyPool
 
+from benchmarks.nixl_child import NixlChild, NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import PageIds, page_ids
-from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.nixl.agent import NixlAgent, Request
 from tidekv.transports.nixl.peers import NixlPeer
 from tidekv.transports.nixl.plan import Part, WritePlan, paired_pages
+from tidekv.transports.nixl.transport import NixlTransport
 
 MARGIN_PAGES = 64  # Pages of a pool beyond those of one write.
 IN_FLIGHT = 8

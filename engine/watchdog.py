@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tidekv.engine.metrics.histogram import Histogram
+from tidekv.engine.metrics.fold import Histogram
 
 LOG = logging.getLogger("tidekv.engine")
 

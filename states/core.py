@@ -36,26 +36,26 @@ from typing import TYPE_CHECKING, TypeVar
 from transitions import MachineError
 
 from tidekv.states import events
-from tidekv.states.inspect.invariants import audit_core
 from tidekv.states.backup.backups import Backups
+from tidekv.states.backup.write_back import WriteBack
+from tidekv.states.components.backups import TailBackups
+from tidekv.states.components.request_components import Tails
 from tidekv.states.core_state import CoreState
 from tidekv.states.errors import BrokenInvariant, IllegalEvent, PrefillCause
 from tidekv.states.events import Event
-from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.handover.rooms import Rooms
+from tidekv.states.inspect.invariants import audit_core
+from tidekv.states.inspect.statistics import count_core, operations_in_flight
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.look_ahead import Lookahead
-from tidekv.states.request.admission_queue import Queue
-from tidekv.states.request.request import Request, State
-from tidekv.states.components.request_components import Tails
-from tidekv.states.request.restore import Restore
-from tidekv.states.handover.rooms import Rooms
-from tidekv.states.request.ready import Serving
 from tidekv.states.loads.shared_transfers import SharedTransfers
-from tidekv.states.inspect.statistics import count_core, operations_in_flight
-from tidekv.states.storage.admission import StorageUse
+from tidekv.states.request.admission_queue import Queue
+from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.ready import Serving
+from tidekv.states.request.request import Request, State
+from tidekv.states.request.restore import Restore
 from tidekv.states.request.table import TRANSITIONS, build_machine, takes
-from tidekv.states.components.backups import TailBackups
-from tidekv.states.backup.write_back import WriteBack
+from tidekv.states.storage.admission import StorageUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,9 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Final, Protocol
 
-from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.prefix.index import PrefixIndex
 
 if TYPE_CHECKING:

@@ -38,9 +38,9 @@ from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states import core
 from tidekv.states.commands import TellReady
 from tidekv.states.events import AbortRequested
+from tidekv.states.handover.rooms import Rooms
 from tidekv.states.request.machine import ShortMachine
 from tidekv.states.request.request import Room
-from tidekv.states.handover.rooms import Rooms
 from tidekv.states.request.table import build_machine
 from tidekv.transports.loopback import LoopbackNetwork
 

@@ -6,8 +6,8 @@ import ast
 import re
 from pathlib import Path
 
-from tools.faults_page import REQUIRED, faults_page
 from tidekv.engine.simulation.faults import FAULTS
+from tools.faults_page import REQUIRED, faults_page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -30,9 +30,7 @@ def collected_of(file: Path) -> set[str]:
 
 
 def test_the_page_of_faults_is_drawn_from_the_code() -> None:
-    assert (DOCS / "faults.md").read_text() == faults_page(), (
-        "run: python -m tools.faults_page > docs/faults.md"
-    )
+    assert (DOCS / "faults.md").read_text() == faults_page(), "run: python -m tools.faults_page > docs/faults.md"
 
 
 def test_every_fault_has_one_required_behavior_and_no_other_has() -> None:

@@ -7,8 +7,8 @@ import json
 import msgspec
 
 from tidekv.engine.config.options import Option, all_options, section_types
-from tools.peer_flags import FLAGS
 from tidekv.states.validation import allowed
+from tools.peer_flags import FLAGS
 
 INTRODUCTION = """\
 # Configuration

@@ -11,8 +11,7 @@ from pathlib import Path
 from prometheus_client.core import Metric
 
 from tidekv.engine.metrics.collector import MetricsCollector
-from tidekv.engine.metrics.fold import MetricsFold
-from tidekv.engine.metrics.histogram import Histogram
+from tidekv.engine.metrics.fold import Histogram, MetricsFold
 from tidekv.engine.trace.causes import EXTENDED
 from tidekv.states.core import Core
 from tidekv.states.request.request import DECLINED

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from tidekv.states.storage.throughput import PACE_FRESH_S
 from tidekv.states.storage.policy import StoragePolicy
+from tidekv.states.storage.throughput import PACE_FRESH_S
 
 BEGIN = "<!-- Policies, from the code: python -m tools.policy_page docs/storage.md -->"
 END = "<!-- End of the policies. -->"

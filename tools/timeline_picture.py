@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 from tidekv.engine.journal import Replayer
-from tools.browser import opened_page
 from tidekv.engine.trace.page import html_page
-from tidekv.engine.trace.request_traces import read_stories
 from tidekv.engine.trace.request_trace import Story
+from tidekv.engine.trace.request_traces import read_stories
 from tidekv.states.errors import InvalidRequest
+from tools.browser import opened_page
 
 WIDTH, HEIGHT = 1280, 620
 SPANS = 4.0

@@ -12,8 +12,8 @@ import msgspec
 
 from tidekv.states.types import ComponentIdentity, Identity
 from tidekv.transports import slices
-from tidekv.transports.control import wire
 from tidekv.transports.base import Exchange
+from tidekv.transports.control import wire
 
 
 def components_of(hello: wire.Hello) -> dict[str, ComponentIdentity]:

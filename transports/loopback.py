@@ -23,8 +23,8 @@ from tidekv.states.errors import (
     TransferFailed,
 )
 from tidekv.states.types import PageIds, PoolMemory
-from tidekv.transports.control import wire
 from tidekv.transports.base import DialFailed, Exchange, Link, PeerMemory, Poller, check_memory, check_pages
+from tidekv.transports.control import wire
 from tidekv.transports.tasks import OwnedTasks, settle
 
 OUTGOING_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX

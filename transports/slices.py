@@ -10,10 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from tidekv.states.errors import InvalidConfig, PeerMismatch
-from tidekv.states.types import Identity, PoolMemory, Segment
 from tidekv.states.handover.head_slices import Holding, Share, check_stages, holding_of, shares_of, split_like, stage_of
-from tidekv.transports.control import wire
+from tidekv.states.types import Identity, PoolMemory, Segment
 from tidekv.transports.base import Exchange
+from tidekv.transports.control import wire
 
 OF_LAYERS = ("layers", "kv_heads", "page_bytes", "piece_bytes", "groups")
 """Fields of an identity that may differ between stages."""

@@ -14,16 +14,16 @@ from typing import Final, TypeAlias
 
 import numpy.typing as npt
 
-from tidekv.backends.copies.lanes import NOT_RUNNING, TO_DEVICE, TO_HOST, CopyLanes
-from tidekv.backends.copies.cuda import CopyChoice, CudaMover, StagedCloner, Told
-from tidekv.backends.device.pool import DevicePool
-from tidekv.backends.host.pool import HostPool
-from tidekv.backends.memory import PageIndex
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover
-from tidekv.backends.page_layout import same_pages
+from tidekv.backends.copies.cuda import CopyChoice, CudaMover, StagedCloner, Told
+from tidekv.backends.copies.lanes import NOT_RUNNING, TO_DEVICE, TO_HOST, CopyLanes
 from tidekv.backends.copies.pieces import check_layer, layer_count
 from tidekv.backends.copies.stream_lane import Move
 from tidekv.backends.copies.streams import InlineMark, Mark, Streams, streams_of
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.memory import PageIndex
+from tidekv.backends.page_layout import same_pages
 from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest, TidekvError
 from tidekv.states.types import PageIds
 

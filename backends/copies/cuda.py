@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tidekv.backends.device.pool import DevicePool
-from tidekv.backends.host.pool import HostPool
-from tidekv.backends.memory import PageIndex
 from tidekv.backends.copies.cpu_moves import page_runs
-from tidekv.backends.page_layout import group_offsets
 from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, Launch, PagePairs, layer_count, triton_launch
 from tidekv.backends.copies.staged import StagedMover, positions
 from tidekv.backends.copies.streams import Mark, Streams, streams_of
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.memory import PageIndex
+from tidekv.backends.page_layout import group_offsets
 from tidekv.states.errors import InvalidConfig
 
 # Estimated from the costs above, with a margin; not measured yet. `benchmarks/gpu.py` measures both forms over

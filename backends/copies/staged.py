@@ -20,12 +20,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from tidekv.backends.device.pool import DevicePool
-from tidekv.backends.host.pool import HostPool
-from tidekv.backends.memory import PageIndex
 from tidekv.backends.copies.cpu_moves import page_runs
 from tidekv.backends.copies.pieces import PagePairs, Pieces
 from tidekv.backends.copies.streams import Mark, Stream, Streams
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.memory import PageIndex
 
 # Bytes of one half. Long enough to hide the launch cost (about 50 µs) behind its way over the bus (150 µs at 55 GB/s);
 # short, because the bus waits for the first half to be gathered, and for the last to be spread.

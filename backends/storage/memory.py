@@ -22,9 +22,9 @@ from tidekv.backends.storage.base import (
     check_pool,
 )
 from tidekv.backends.storage.calls import Call, Calls
-from tidekv.backends.storage.stats import Counts
-from tidekv.backends.storage.options import Option, Size, read_options
 from tidekv.backends.storage.file.records import page_checksum
+from tidekv.backends.storage.options import Option, Size, read_options
+from tidekv.backends.storage.stats import Counts
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.types import PageIds, PoolMemory
 

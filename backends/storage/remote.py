@@ -22,8 +22,8 @@ from tidekv.backends.storage.base import (
     check_pool,
 )
 from tidekv.backends.storage.calls import Call, Calls, all_settled
-from tidekv.backends.storage.stats import Counts
 from tidekv.backends.storage.page_header import Envelope
+from tidekv.backends.storage.stats import Counts
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 

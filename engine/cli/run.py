@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tidekv.engine.demo.main_job import JobResult
-    from tidekv.engine.trace.live import LiveView
     from tidekv.engine.demo.phase import Progress
+    from tidekv.engine.trace.live import LiveView
 
 
 def register(app: typer.Typer) -> None:
@@ -57,11 +57,11 @@ def run(
     from rich.console import Console
 
     from tidekv.engine.demo import main_job
+    from tidekv.engine.demo.blocks import TraceOptions
+    from tidekv.engine.demo.conversations import WorkloadOptions, agent_options, make_workload
     from tidekv.engine.demo.report import report
     from tidekv.engine.trace.live import LiveView
     from tidekv.engine.trace.plots import check_plot, plot_run, save_plot
-    from tidekv.engine.demo.blocks import TraceOptions
-    from tidekv.engine.demo.conversations import WorkloadOptions, agent_options, make_workload
 
     check_plot(plot)
     view = LiveView() if live else None

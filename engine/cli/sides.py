@@ -138,11 +138,11 @@ def decode(
 
     from rich.console import Console
 
-    from tidekv.engine.demo import main_job
     from tidekv.engine.cli.run import finished, progress_bars
-    from tidekv.engine.demo.report import report
+    from tidekv.engine.demo import main_job
     from tidekv.engine.demo.conversations import WorkloadOptions, make_workload
     from tidekv.engine.demo.model import ModelShape
+    from tidekv.engine.demo.report import report
 
     options = WorkloadOptions(conversations=conversations, rounds=rounds, seed=seed)
     cache, chosen = loaded.configuration.cache, loaded.configuration

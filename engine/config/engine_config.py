@@ -9,8 +9,8 @@ from msgspec import Meta
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.settings import CoreSettings
+from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import (
     ByteCount,
     Count,

@@ -14,7 +14,15 @@ import msgspec
 
 from tidekv.engine.config.options import Option, all_options, section_types
 from tidekv.engine.config.sections import Configuration
-from tidekv.engine.config.sources import FILE_VARIABLE, Given, Mistake, from_environment, from_file, from_flags, from_settings
+from tidekv.engine.config.sources import (
+    FILE_VARIABLE,
+    Given,
+    Mistake,
+    from_environment,
+    from_file,
+    from_flags,
+    from_settings,
+)
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import checked, refusal
 

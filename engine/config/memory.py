@@ -1,12 +1,91 @@
-"""How much memory there is for pools: what the kernel has left, within every control group that bounds this process."""
+"""How much memory there is for pools: what the kernel has left, within every control group that bounds this process.
+
+The control groups that bound this process, of version 1 or 2, read from files. `root` is / except in tests.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from tidekv.engine.config.cgroups import Group, groups, number_in, stat_in
+UNLIMITED = 1 << 60
+"""Version 1 writes a number near 2**63 where there is no limit."""
+
+
+class Group(NamedTuple):
+    """One control group that this process is in, itself or by a child of it."""
+
+    directory: Path
+    version: Literal[1, 2]
+
+
+def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
+    """Yield the groups of this process for one controller, innermost first. None where there are none."""
+    mounted = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from (Group(directory, 2) for directory in _upwards(mounted, path))
+        elif controller in controllers.split(","):
+            for base in (mounted / controller, mounted / controllers):
+                if base.is_dir():
+                    yield from (Group(directory, 1) for directory in _upwards(base, path))
+                    break
+
+
+def number_in(file: Path) -> int | None:
+    """Return the number that a file of a group holds; None if there is no file, or it says that there is no limit."""
+    text = next(iter(_lines(file)), "").strip()
+    if not text.isdigit() or int(text) >= UNLIMITED:
+        return None
+    return int(text)
+
+
+def stat_in(file: Path, name: str) -> int:
+    """Return one number of a file of names and numbers, 0 if it is not there."""
+    for line in _lines(file):
+        key, _, value = line.partition(" ")
+        if key == name and value.strip().isdigit():
+            return int(value)
+    return 0
+
+
+def cpu_limit(root: Path = Path("/")) -> float | None:
+    """Return how many CPUs the groups allow, the least of all levels; None: no limit."""
+    least: float | None = None
+    for group in groups("cpu", root):
+        if group.version == 2:
+            quota, _, period = next(iter(_lines(group.directory / "cpu.max")), "max").partition(" ")
+        else:
+            quota = next(iter(_lines(group.directory / "cpu.cfs_quota_us")), "-1")
+            period = next(iter(_lines(group.directory / "cpu.cfs_period_us")), "")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            cpus = int(quota) / int(period)
+            least = cpus if least is None else min(least, cpus)
+    return least
+
+
+def _upwards(base: Path, path: str) -> Iterator[Path]:
+    """Yield the directory of a group and those above it, up to where the hierarchy is mounted.
+
+    In a container the path may be one of the host, which is not there: then what is mounted is the container's own.
+    """
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts or not base.joinpath(*parts).is_dir():
+        parts = []
+    for count in range(len(parts), -1, -1):
+        yield base.joinpath(*parts[:count])
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []  # Not mounted, not Linux, or not ours to read: it bounds nothing that we could know of.
+
 
 KIB = 1024
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal, Self
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.decode.component_pages import tails_left
 from tidekv.engine.decode.growth import Growth, kept_tokens, pack_output
 from tidekv.engine.decode.runtime import Parts
 from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
-from tidekv.engine.decode.component_pages import tails_left
 from tidekv.engine.decode.token_record import TokenRecord
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tidekv.backends.host.pool import HostPool
     from tidekv.backends.keys.chain import Tokens
     from tidekv.backends.storage.base import Storage
-    from tidekv.engine.ranks.group import RankGroup
     from tidekv.engine.decode.component_pages import LeftTails
+    from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.core import Core
     from tidekv.transports.base import Transport
 

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.engine.decode.storage_calls import CallsInFlight, leading, own_cancels_only
 from tidekv.engine.decode.component_executor import TailEffects
+from tidekv.engine.decode.storage_calls import CallsInFlight, leading, own_cancels_only
 from tidekv.engine.decode.token_record import TokenRecord
 from tidekv.states import commands, events
 from tidekv.states.errors import TidekvError

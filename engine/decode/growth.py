@@ -22,10 +22,10 @@ from tidekv.states.validation import Count, checked
 
 if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
-    from tidekv.engine.decode.pending_calls import Calls, LiveCall
     from tidekv.engine.decode.driver import Driver
-    from tidekv.engine.ranks.driver import RankDriver
+    from tidekv.engine.decode.pending_calls import Calls, LiveCall
     from tidekv.engine.decode.values import ReadyRequest
+    from tidekv.engine.ranks.driver import RankDriver
 
 
 class Growth:

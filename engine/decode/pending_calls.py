@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tidekv.engine.decode.storage_calls import own_cancels_only
 from tidekv.engine.decode.component_pages import ready_tails
+from tidekv.engine.decode.storage_calls import own_cancels_only
 from tidekv.engine.decode.token_record import TokenRecord
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
 from tidekv.states import commands

@@ -1,11 +1,19 @@
-"""The parts of a running decode engine: started in order, stopped in the opposite order, whatever fails."""
+"""The parts of a running decode engine: started in order, stopped in the opposite order, whatever fails.
+
+Closing parts in order, each with a bound: what hangs does not keep the others from being closed.
+
+One TaskGroup for all effects of an engine, in a task of its own.
+
+A TaskGroup cancels the task that entered it and wraps what leaves the block. Entered by the embedder's own task it
+would wrap the embedder's exceptions; so a supervisor task enters it, and tells when an effect broke.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -15,25 +23,23 @@ from tidekv.backends.copies.lanes import CopyLanes
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.page_layout import same_pages
-from tidekv.engine.decode.pending_calls import Calls
-from tidekv.engine.decode.closing import Closable, begin_close, close_in_order
 from tidekv.engine.decode.driver import Driver, Watcher
-from tidekv.engine.decode.effect_group import EffectGroup
 from tidekv.engine.decode.executor import Effects
+from tidekv.engine.decode.known_digests import KnownDigests
+from tidekv.engine.decode.pending_calls import Calls
+from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.journal import Journal
 from tidekv.engine.journal.opening import open_journal
-from tidekv.engine.decode.known_digests import KnownDigests
 from tidekv.engine.kv_events.publisher import KVEventPublisher
-from tidekv.engine.kv_events.watch import KVEventWatcher
+from tidekv.engine.kv_events.watcher import KVEventWatcher
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.ranks.driver import RankDriver
 from tidekv.engine.ranks.group import RankGroup, place_of, settings_digest
-from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
 from tidekv.states.request.request import State
 from tidekv.states.validation import checked, short
 from tidekv.transports.blocking import settled
@@ -44,6 +50,114 @@ if TYPE_CHECKING:
     from tidekv.engine.config.engine_config import EngineConfig
     from tidekv.engine.decode.values import Recompute
     from tidekv.transports.base import Transport
+
+
+class Closable(Protocol):
+    """Something that can be closed."""
+
+    def close(self) -> Coroutine[object, object, object]:
+        """End it."""
+        ...
+
+
+def begin_close(part: Closable) -> asyncio.Task[object]:
+    """Begin to close a part before its turn; `close_in_order` takes the task in its place."""
+    closing: asyncio.Task[object] = asyncio.ensure_future(part.close())
+    closing.set_name(f"closing {type(part).__name__}")
+    return closing
+
+
+async def close_in_order(
+    parts: Sequence[Closable | asyncio.Task[object] | None], *, part_s: float, late_s: float
+) -> list[Exception]:
+    """Close these parts, None among them left out; returns what closing them raised.
+
+    A part that takes longer than `part_s` is left behind, one that began to close before its turn after `late_s`. Both
+    have `late_s` more when all others are closed.
+    """
+    failures: list[Exception] = []
+    late: list[asyncio.Task[object]] = []
+    for part in parts:
+        if part is None:
+            continue
+        begun = isinstance(part, asyncio.Task)
+        closing = part if isinstance(part, asyncio.Task) else begin_close(part)
+        if not await _has_ended(closing, late_s if begun else part_s, failures):
+            late.append(closing)
+    for closing in late:
+        # The pollers are closed by now, which ends what hung in them.
+        if not await _has_ended(closing, late_s, failures):
+            closing.cancel()
+            failures.append(TidekvError(f"{closing.get_name()} did not end in time"))
+    return failures
+
+
+async def _has_ended(closing: asyncio.Task[object], timeout_s: float, failures: list[Exception]) -> bool:
+    await asyncio.wait([closing], timeout=timeout_s)
+    if not closing.done():
+        return False
+    error = TidekvError(f"{closing.get_name()} cancelled itself") if closing.cancelled() else closing.exception()
+    if isinstance(error, Exception):
+        failures.append(error)
+    elif error is not None:
+        raise error
+    return True
+
+
+class EffectGroup:
+    """Runs effects until `close`. An effect that raises is a bug: `on_failure` hears of it, all others are ended."""
+
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+        self._on_failure = on_failure
+        self._group: asyncio.TaskGroup | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Be ready for effects when this returns."""
+        ready = asyncio.Event()
+        self._supervisor = asyncio.create_task(self._run(ready), name="tidekv effects")
+        await ready.wait()
+
+    def spawn(self, effect: Awaitable[None], name: str) -> None:
+        """Run an effect."""
+
+        async def run() -> None:
+            try:
+                await effect
+            except Exception as error:
+                # The group tells of it only when all others have ended, which may be never.
+                self._on_failure(error)
+                raise
+
+        assert self._group is not None, "effects are spawned after start and before close"
+        self._group.create_task(run(), name=f"tidekv {name}")
+
+    async def close(self, *, timeout_s: float) -> bool:
+        """Wait for the effects that run; after `timeout_s` cancel them and wait as long again. False: some go on.
+
+        An effect that uses memory which others may write to settles before it ends, cancelled or not.
+        """
+        if self._supervisor is None:
+            return True
+        self._ended.set()
+        for patience_is_over in (False, True):
+            if patience_is_over:
+                self._supervisor.cancel()
+            await asyncio.wait([self._supervisor], timeout=timeout_s)
+            if self._supervisor.done():
+                return True
+        return False
+
+    async def _run(self, ready: asyncio.Event) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                ready.set()
+                await self._ended.wait()
+        except BaseExceptionGroup as failures:
+            self._on_failure(failures.exceptions[0])
+
 
 LOG = logging.getLogger("tidekv.engine")
 # transitions logs every trigger at DEBUG, which costs ten times the trigger when somebody turns DEBUG on for all.

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.host.pool import HostPool
     from tidekv.backends.storage.base import Storage
-    from tidekv.engine.decode.pending_calls import Calls
     from tidekv.engine.decode.driver import Driver
     from tidekv.engine.decode.executor import Effects
+    from tidekv.engine.decode.pending_calls import Calls
     from tidekv.engine.poller import PollerThread
     from tidekv.engine.ranks.driver import RankDriver
     from tidekv.engine.ranks.group import RankGroup

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, page_digests
-from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.prefix.index import PrefixIndex, Receipt
 from tidekv.states.types import PageIds
 

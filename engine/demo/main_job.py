@@ -29,9 +29,8 @@ from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.conversation_run import Answer, ConversationRun
 from tidekv.engine.demo.conversations import Workload, WorkloadOptions, make_workload
 from tidekv.engine.demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process
-from tidekv.engine.demo.phase import SOURCES, Phase, Progress, held_by
+from tidekv.engine.demo.phase import SOURCES, Phase, Progress, held_by, reusable_tokens
 from tidekv.engine.demo.prefill_process import Counts, DistantPrefill, PrefillOrder, PrefillProcess
-from tidekv.engine.demo.reuse import reusable_tokens
 from tidekv.engine.demo.trace_run import TraceRun
 from tidekv.engine.demo.traces import read_trace
 from tidekv.states.errors import InvalidConfig

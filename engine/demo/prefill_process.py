@@ -22,13 +22,13 @@ import uvloop
 
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
-from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.demo.component_order import ComponentOrder
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.model import ModelShape, PagedModel, build_llama
 from tidekv.engine.demo.model_prefill import ModelPrefill
 from tidekv.engine.demo.prefix_pages import PrefixPages
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl.transport import NixlTransport
 

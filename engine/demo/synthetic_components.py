@@ -12,9 +12,9 @@ from hashlib import sha256
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.engine.decode.component_pages import ReadyTail
 from tidekv.engine.demo.synthetic import SyntheticKV
-from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.sender_components import TailAsked
+from tidekv.states.handover.sender import TailAsked
+from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.types import PageIds
 
 

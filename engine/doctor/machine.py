@@ -12,8 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
-from tidekv.engine.config.cgroups import cpu_limit
-from tidekv.engine.config.memory import host_memory
+from tidekv.engine.config.memory import cpu_limit, host_memory
 from tidekv.engine.doctor.finding import Finding, in_bytes
 
 GIB: Final = 1 << 30

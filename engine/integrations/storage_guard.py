@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from tidekv.backends.storage.base import Storage
-from tidekv.states.storage.circuit_breaker import Breaker
 from tidekv.states.errors import TidekvError
+from tidekv.states.storage.circuit_breaker import Breaker
 from tidekv.transports.tasks import OwnedTasks
 
 FAILURES_MAX: Final = 8

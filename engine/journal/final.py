@@ -7,8 +7,8 @@ import zlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tidekv.states.pages.page_pool import PageAccount
     from tidekv.states.core import Core
+    from tidekv.states.pages.page_pool import PageAccount
 
 
 def final_state(core: Core) -> dict[str, int]:

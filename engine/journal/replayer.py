@@ -15,8 +15,8 @@ from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, JournalDamaged, ReplayDiverged
 from tidekv.states.events import Event, FinishRequested, RequestArrived, RetractRequested
-from tidekv.states.request.request import State
 from tidekv.states.inspect.step_record import BOOKS_EVERY, Answer, Witness, encode_pages
+from tidekv.states.request.request import State
 
 OTHER_CODE = "the code of the core is not that which wrote the journal"
 BOOKS_ALONE = (

@@ -21,14 +21,14 @@ from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, Recorder
 from tidekv.engine.journal.replayer import Replayer
 from tidekv.states.backup.backups import Backup
 from tidekv.states.commands import Operation
+from tidekv.states.components.request_components import TailCopy
+from tidekv.states.components.storage import StoredTailCopy, TailRead
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, InvalidRequest, ReplayDiverged
 from tidekv.states.events import Event
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
-from tidekv.states.components.request_components import TailCopy
 from tidekv.states.request.restore import Recomputation
 from tidekv.states.storage.admission import StorageQuery
-from tidekv.states.components.storage import StoredTailCopy, TailRead
 
 RUNS_MAX = 2000
 """So many shortened runs are tried at most."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tidekv.engine.metrics.fold import MetricsFold
-from tidekv.engine.metrics.histogram import BOUNDS_S, Histogram
+from tidekv.engine.metrics.fold import BOUNDS_S, Histogram, MetricsFold
 from tidekv.states.request.request import State
 
 POOLS = ("device", "host")

@@ -26,9 +26,9 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.page_layout import same_pages
+from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.storage.circuit_breaker import Breaker
-from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.validation import Count, Options, PositiveCount, Seconds
 from tidekv.transports.tasks import OwnedTasks
 

@@ -7,11 +7,14 @@ is over on this rank when the core has taken all of its events; only then does t
 
 In ALONE this rank votes with itself: every request fails, and everything that still reads or writes its pages is waited
 for. Calls raise RankLost until the group is formed again.
+
+What one rank is doing: see `tidekv.engine.ranks.driver` for how it goes from one to the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -20,24 +23,33 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.engine.metrics.histogram import Histogram
+from tidekv.engine.metrics.fold import Histogram
 from tidekv.engine.ranks.group import open_channel
-from tidekv.engine.ranks.phase import Phase
 from tidekv.states import commands, events
-from tidekv.states.ranks.agreement import LEADER, Agreement, Decision, Opening
 from tidekv.states.errors import InvalidConfig, InvalidRequest, RankBroken, RankLost, RanksDiverged
+from tidekv.states.ranks.agreement import LEADER, Agreement, Decision, Opening
 from tidekv.states.ranks.vote_items import LOST_RANK
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
-    from tidekv.engine.decode.pending_calls import Calls
     from tidekv.engine.decode.driver import Driver
+    from tidekv.engine.decode.pending_calls import Calls
     from tidekv.engine.ranks.group import RankGroup
-    from tidekv.states.ranks.call_votes import Refusal
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
+    from tidekv.states.ranks.call_votes import Refusal
     from tidekv.states.ranks.votes import Words
+
+
+class Phase(enum.Enum):
+    """What this rank is doing."""
+
+    FORMING = "forming"
+    VOTING = "voting"
+    ALONE = "alone"
+    CLOSED = "closed"
+
 
 EPOCH_GENERATIONS = 1 << 44
 """Rooms of one epoch of a group: a generation is never used again, whoever led before."""

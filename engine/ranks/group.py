@@ -15,8 +15,8 @@ import msgspec
 
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.head_slices import check_stages
-from tidekv.states.validation import Count, PositiveCount, Seconds, Text, check_fields, host_and_port
 from tidekv.states.ranks.votes import RANKS_MAX
+from tidekv.states.validation import Count, PositiveCount, Seconds, Text, check_fields, host_and_port
 from tidekv.transports.ranks.channel import RankChannel
 
 if TYPE_CHECKING:

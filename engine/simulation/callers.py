@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.components import LiveTails
+from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.tiers import TierSurroundings
 from tidekv.states import commands, events
 from tidekv.states.types import PageIds, page_ids

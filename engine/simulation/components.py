@@ -11,9 +11,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
-from tidekv.states.pages.page_pool import Condition
 from tidekv.states.components.specs import Component, TailPages, TailTable
 from tidekv.states.events import TailLeft
+from tidekv.states.pages.page_pool import Condition
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:

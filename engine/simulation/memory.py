@@ -7,8 +7,8 @@ or read, no read of garbage, and no change of a page while it is read.
 
 from __future__ import annotations
 
-from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.errors import TidekvError
+from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.types import PageIds
 
 GARBAGE = 0

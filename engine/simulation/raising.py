@@ -11,10 +11,10 @@ from random import Random
 from typing import Any
 
 from tidekv.engine.simulation.faults import Faults
-from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.events import Event
+from tidekv.states.pages.page_pool import PageAccount
 
 INDEX_CALLS = (
     "match",

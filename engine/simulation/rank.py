@@ -6,18 +6,16 @@ import zlib
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tidekv.engine.simulation.memory import SimulatedPool, Violation
-from tidekv.engine.simulation.rank_callers import RankCaller, Script
-from tidekv.engine.simulation.rank_rooms import RankRooms
-from tidekv.engine.simulation.rank_component_storage import RankTailStorage
-from tidekv.engine.simulation.rank_components import check_tails, kept_tails, leave_tails
-from tidekv.engine.simulation.rank_tiers import RankTiers
 from tidekv.engine.simulation.components import LiveTails, SimulatedTails
+from tidekv.engine.simulation.memory import SimulatedPool, Violation
+from tidekv.engine.simulation.rank_callers import RankCaller, Script, check_tails, kept_tails, leave_tails
+from tidekv.engine.simulation.rank_rooms import RankRooms
+from tidekv.engine.simulation.rank_tiers import RankTailStorage, RankTiers
 from tidekv.engine.simulation.world import ENCODER
 from tidekv.states import commands, events
+from tidekv.states.core import Core
 from tidekv.states.ranks.agreement import Agreement
 from tidekv.states.ranks.call_votes import Refusal
-from tidekv.states.core import Core
 from tidekv.states.ranks.vote_items import LOST_RANK
 
 if TYPE_CHECKING:

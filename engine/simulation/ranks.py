@@ -18,8 +18,8 @@ from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
 from tidekv.engine.simulation.rank_callers import Script, draw_script
 from tidekv.engine.simulation.schedule import Link, Schedule
 from tidekv.engine.simulation.simulate import draw_settings, with_components
-from tidekv.states.ranks.agreement import Opening
 from tidekv.states.errors import TidekvError
+from tidekv.states.ranks.agreement import Opening
 from tidekv.states.ranks.vote_items import LOST_RANK
 from tidekv.states.settings import CoreSettings
 

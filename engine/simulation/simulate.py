@@ -7,13 +7,13 @@ from random import Random
 
 import msgspec
 
+from tidekv.engine.simulation.components import draw_components
 from tidekv.engine.simulation.faults import Chosen
 from tidekv.engine.simulation.policies import draw_policy
-from tidekv.engine.simulation.components import draw_components
 from tidekv.engine.simulation.world import World
 from tidekv.states.errors import TidekvError
-from tidekv.states.storage.policy import POLICY_FIELDS
 from tidekv.states.settings import CoreSettings
+from tidekv.states.storage.policy import POLICY_FIELDS
 
 CLIENTS_MAX = 16
 

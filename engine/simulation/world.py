@@ -1,4 +1,7 @@
-"""Simulated environment of one unmodified core: it executes commands, delivers events, and checks for violations."""
+"""Simulated environment of one unmodified core: it executes commands, delivers events, and checks for violations.
+
+Invariants between two steps, recomputed from scratch: the state of the core, and the content of the pages.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidekv.engine.simulation.audit import audit
 from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
+from tidekv.engine.simulation.component_storage import SimulatedTailStorage
+from tidekv.engine.simulation.components import LiveTails, SimulatedTails
 from tidekv.engine.simulation.faults import Chosen, Faults
 from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
 from tidekv.engine.simulation.policies import draw_policy
@@ -18,8 +22,6 @@ from tidekv.engine.simulation.prefill import Peer, Prompt
 from tidekv.engine.simulation.raising import Injected, Raising
 from tidekv.engine.simulation.rooms import Frames, RoomsOut
 from tidekv.engine.simulation.schedule import Schedule
-from tidekv.engine.simulation.component_storage import SimulatedTailStorage
-from tidekv.engine.simulation.components import LiveTails, SimulatedTails
 from tidekv.engine.simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
 from tidekv.states.core import Core
@@ -27,7 +29,36 @@ from tidekv.states.core import Core
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from tidekv.engine.simulation.surroundings import Surroundings
+    from tidekv.states.prefix.node import Node
     from tidekv.states.settings import CoreSettings
+
+
+def audit(world: Surroundings) -> None:
+    """Raise BrokenInvariant or Violation at the first contradiction."""
+    world.core.check()
+    world.device.check()
+    world.host.check()
+    world.tails.check_cached(world.core)
+    width = world.settings.key_bytes
+    tags: dict[Node, list[int]] = {}
+    for node in world.core.state.index.nodes():
+        parent = node.parent
+        assert parent is not None
+        before: int | str = node.namespace if parent.is_root else tags[parent][-1]
+        own: list[int] = []
+        for start in range(0, len(node.edge), width):
+            before = world.contents.tag(before, node.edge[start : start + width])
+            own.append(before)
+        tags[node] = own
+        if node.device is not None and node.load is None and not node.void:
+            world.device.expect(node.device, own, f"cached node {node}")
+        if node.host is not None:
+            world.host.expect(node.host, own, f"cached node {node}")
+    for request in world.core.state.requests.values():
+        if not world.caller(request.request_id):
+            raise Violation(f"{request} lives, but its caller is gone")
+
 
 AUDIT_EVENTS = 100
 PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost")

@@ -19,13 +19,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
-from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.thread.loop import EngineLoop
-from tidekv.engine.thread.outcomes import Failed, Finished, Mailbox, OnDone, Outcome, Restored, Retracted
-from tidekv.engine.thread.tickets import Live, Ticket, Tickets
-from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
 from tidekv.engine.decode.component_pages import tails_left
+from tidekv.engine.decode.decode_engine import DecodeEngine
+from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
 from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
+from tidekv.engine.thread.loop import EngineLoop
+from tidekv.engine.thread.tickets import (
+    Failed,
+    Finished,
+    Live,
+    Mailbox,
+    OnDone,
+    Outcome,
+    Restored,
+    Retracted,
+    Ticket,
+    Tickets,
+)
 from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages
 from tidekv.states.validation import Count, SecondsOrZero, Text, checked
 
@@ -36,9 +46,9 @@ if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config.engine_config import EngineConfig
-    from tidekv.engine.ranks.group import RankGroup
     from tidekv.engine.decode.component_pages import LeftTails
     from tidekv.engine.decode.values import ReadyRequest, Recompute
+    from tidekv.engine.ranks.group import RankGroup
     from tidekv.transports.base import Transport
 
 __all__ = ["EngineThread", "Failed", "Finished", "Outcome", "Restored", "Retracted"]

@@ -39,15 +39,24 @@ if TYPE_CHECKING:
     from tidekv.backends.layout import KVLayout
     from tidekv.backends.page_layout import PageLayout
     from tidekv.backends.storage.uri import open_storage
-    from tidekv.engine.config.engine_config import AdmissionOptions, EngineConfig, JournalOptions, KVEventsOptions, MetricsOptions, PeerOptions, SharingOptions, StorageOptions
+    from tidekv.engine.config.engine_config import (
+        AdmissionOptions,
+        EngineConfig,
+        JournalOptions,
+        KVEventsOptions,
+        MetricsOptions,
+        PeerOptions,
+        SharingOptions,
+        StorageOptions,
+    )
+    from tidekv.engine.decode.component_pages import ReadyTail, WindowPages
     from tidekv.engine.decode.decode_engine import DecodeEngine
-    from tidekv.engine.thread.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
+    from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, RetractedRequest
     from tidekv.engine.journal import Replayer
     from tidekv.engine.prefill.prefill_peer import PrefillPeer
     from tidekv.engine.ranks.group import RankGroup
-    from tidekv.engine.decode.component_pages import ReadyTail, WindowPages
+    from tidekv.engine.thread.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
     from tidekv.engine.trace.spans import trace_requests
-    from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, RetractedRequest
     from tidekv.states.storage.policy import StoragePolicy
     from tidekv.transports.loopback import LoopbackTransport
     from tidekv.transports.nixl.transport import NixlTransport

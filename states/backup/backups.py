@@ -17,19 +17,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRetracted
-from tidekv.states.types import PageIds, page_ids
-from tidekv.states.components.puts import TailPut
+from tidekv.states.components.backups import TailPut
 from tidekv.states.rollback import Undo
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tidekv.states.components.backups import TailBackups
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.index import Node, Receipt
     from tidekv.states.request.request import Request
     from tidekv.states.storage.admission import StorageUse
-    from tidekv.states.components.backups import TailBackups
 
 STORE_DEADLINE_S = 60.0
 AHEAD_MAX = 4

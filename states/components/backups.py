@@ -3,7 +3,15 @@
 A backup of full pages that has reached the end of its path asks for the tails of that boundary. A tail is copied whole
 or not at all: where the device has not all of it, or the host has no room for it, nothing is. Each copy holds a lock of
 its source and a pin of the place where it is to go, until it has ended. From there it goes on to storage
-(`tidekv.states.components.puts`).
+(`tidekv.states.components.backups`).
+
+Puts of components: tails that are on the host go on to storage, where the full pages beside them are there.
+
+A tail is put when the second of two things has happened: its backup has reached the host, and storage has the full
+pages down to its boundary. So what the write policy keeps out of storage has no tails there either. A tail is put whole
+or not at all. Each put holds a pin of what it reads until it has ended, and waits for fetches like any other put.
+
+Its request may be long gone: the tokens that name its pages are the keys of the path (`Core.keys_put`).
 """
 
 from __future__ import annotations
@@ -11,17 +19,128 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyTail
-from tidekv.states.types import PageIds, page_ids
-from tidekv.states.components.puts import TailPuts
+from tidekv.states.commands import CopyTail, StoreTail
 from tidekv.states.rollback import Undo
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tidekv.states.components.index import ComponentIndex, TailReceipt
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.node import Node
     from tidekv.states.storage.admission import StorageUse
+
+STORE_DEADLINE_S = 60.0
+
+
+class TailPut:
+    """Operation: a put of one component's tail at the end of `leaf`, or the wait before it."""
+
+    __slots__ = ("_puts", "component", "first", "host_pages", "leaf", "op", "pin")
+
+    def __init__(self, puts: TailPuts, component: str, leaf: Node, first: int, host_pages: PageIds) -> None:
+        self._puts = puts
+        self.component = component
+        self.leaf = leaf
+        self.first = first
+        self.host_pages = host_pages
+        self.op = 0
+        self.pin: TailReceipt | None = None
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Storage has the first of the pages, all of them if it did well."""
+        self._puts.ended(self, self._puts.storage.put_ended(event))
+
+    def late(self) -> None:
+        """A put that waited for fetches waits no more; one under way is counted."""
+        self._puts.is_late(self)
+
+    def abandon(self) -> None:
+        """Nothing reads the pages any more."""
+        self._puts.give_up(self)
+
+
+class TailPuts:
+    """All puts of components under way are operations; this file knows how they begin and end."""
+
+    def __init__(self, state: CoreState, storage: StorageUse, index: ComponentIndex) -> None:
+        self._state = state
+        self.storage = storage
+        self._index = index
+        self.waiting: dict[TailPut, None] = {}
+        """Puts that give way to fetches, in order."""
+        self._live: dict[TailPut, None] = {}
+        """Puts that hold a pin."""
+
+    def begin(self, leaf: Node, components: Iterable[str] = ()) -> None:
+        """Put the tails at the end of `leaf`, of these components or of all, that the host has whole, if storage has
+        the full pages. Raises nothing but BrokenInvariant: a cache tier never fails a request.
+        """
+        self._state.run_guarded(partial(self._begin, leaf, components), recover=lambda: None)
+
+    def _begin(self, leaf: Node, components: Iterable[str]) -> None:
+        if self.storage.is_usable and self._state.index.tree.is_stored(leaf):
+            for name in components or self._index.components:
+                first, pages = self._index.tail("host", name, leaf)
+                if len(pages) == leaf.depth_pages - first:
+                    ordered = page_ids(pages[at] for at in range(first, leaf.depth_pages))
+                    self._start(TailPut(self, name, leaf, first, ordered))
+
+    def _start(self, put: TailPut) -> None:
+        state = self._state
+        with Undo() as undo:
+            put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
+            undo.callback(self._index.unpin, put.pin)
+            # Puts at one leaf pin the same path: only those elsewhere take further pages from reads.
+            if not self.storage.may_put_beside(any(other.leaf is not put.leaf for other in self._live)):
+                return
+            if state.settings.put_wait_s and self.storage.holds_puts:
+                put.op = state.start_operation(put, deadline_s=state.settings.put_wait_s)
+                self.waiting[put] = None
+            else:
+                self._put(put)
+            self._live[put] = None
+            undo.keep()
+
+    def _put(self, put: TailPut) -> None:
+        state = self._state
+        with Undo() as undo:
+            op = state.start_operation(put, deadline_s=STORE_DEADLINE_S)
+            undo.callback(state.operations.pop, op)
+            state.emit(StoreTail(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
+            undo.keep()
+        put.op = op
+
+    def put_now(self, put: TailPut) -> None:
+        """Wait for fetches no longer. After a raise, `give_up` ends it."""
+        self.waiting.pop(put, None)
+        self._state.operations.pop(put.op, None)
+        if self.storage.is_usable:
+            self._put(put)
+        else:
+            self.give_up(put)
+
+    def is_late(self, put: TailPut) -> None:
+        """A put is late: it keeps its pin until it ends, and is counted. One that waited waits no more."""
+        if put in self.waiting:
+            self._state.run_guarded(partial(self.put_now, put), recover=put.abandon)
+            return
+        self._state.count("backups_late")
+        self.storage.note(failed=True)
+
+    def ended(self, put: TailPut, stored: int) -> None:
+        """Storage has the first `stored` of the pages that it was given. After a raise, `give_up` ends it."""
+        self._state.count("tail_pages_stored", max(0, min(stored, len(put.host_pages))))
+        self.give_up(put)
+
+    def give_up(self, put: TailPut) -> None:
+        """Nothing reads its pages any more: release them. Can be called again if it raised."""
+        assert put.pin is not None
+        self._index.unpin(put.pin)
+        self._live.pop(put, None)
+        self._state.pages_freed = True
 
 
 class TailBackup:

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.prefix.node import Node, TierName
 from tidekv.states.types import PageIds, page_ids
 

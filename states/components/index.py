@@ -22,13 +22,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.components.component_tier import Guard, TailTier, reach
 from tidekv.states.components.specs import Component, Ranges, longest_boundary, served_boundaries
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
+from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.prefix.index import Match, Node, PrefixIndex, Receipt
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import PageIds, page_ids
-from tidekv.states.components.component_tier import Guard, TailTier, reach
 
 
 class TailReceipt:

@@ -24,18 +24,17 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyTail
 from tidekv.states.components.specs import TailPages, TailTable
+from tidekv.states.components.storage import WITHOUT_HOST, WITHOUT_STORAGE, WITHOUT_TAILS, TailStorage, distrust
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.request.request import Request, RequestTails
-from tidekv.states.types import PageIds, page_ids, without
-from tidekv.states.components.storage import WITHOUT_HOST, WITHOUT_STORAGE, WITHOUT_TAILS, TailStorage, distrust
 from tidekv.states.rollback import Undo
+from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from tidekv.states.components.index import ComponentIndex
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, TailLeft
-    from tidekv.states.prefix.results import Match
-    from tidekv.states.prefix.node import Node, TierName
+    from tidekv.states.prefix.node import Match, Node, TierName
     from tidekv.states.storage.admission import StorageUse
 
 

@@ -29,11 +29,11 @@ import msgspec
 
 from tidekv.states.commands import CopyTail, FetchTail, QueryTails
 from tidekv.states.components.specs import longest_boundary
-from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.request.request import Request, RequestTails, TailFetch, TailStage
-from tidekv.states.types import page_ids
-from tidekv.states.storage.admission import StorageQuery
 from tidekv.states.rollback import Undo
+from tidekv.states.storage.admission import StorageQuery
+from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable

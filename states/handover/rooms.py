@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
-from tidekv.states.storage.throughput import FetchPace
-from tidekv.states.storage.source_split import Way
 from tidekv.states.request.request import Load, Request, Room, Span
+from tidekv.states.storage.source_split import Way
+from tidekv.states.storage.throughput import FetchPace
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:

@@ -10,31 +10,30 @@ from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from tidekv.states import events
-from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.backup.backups import Backup
+from tidekv.states.components.backups import TailBackup, TailPut
+from tidekv.states.components.request_components import TailCopy
+from tidekv.states.components.storage import StoredTailCopy, TailRead
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
-from tidekv.states.request.request import AheadRun, Load, RequestTails, Stage, TailStage
-from tidekv.states.components.request_components import TailCopy
-from tidekv.states.request.restore import LateRecomputation, Recomputation
-from tidekv.states.types import PageIds, page_ids
 from tidekv.states.loads.shared_transfers import ShareWatch
-from tidekv.states.storage.admission import LateFetch, StorageQuery
+from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.request.request import AheadRun, Load, RequestTails, Stage, TailStage
+from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import PROGRESS_GUARDS
-from tidekv.states.components.backups import TailBackup
-from tidekv.states.components.puts import TailPut
-from tidekv.states.components.storage import StoredTailCopy, TailRead
+from tidekv.states.storage.admission import LateFetch, StorageQuery
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
     from tidekv.states.core_state import CoreState
+    from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.look_ahead import Lookahead
     from tidekv.states.prefix.node import Node, Receipt
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.request import Request
-    from tidekv.states.handover.rooms import Rooms
     from tidekv.states.settings import CoreSettings
     from tidekv.states.storage.admission import StorageUse
 

@@ -20,6 +20,8 @@ still writes to the device pages: that load is void, and its sharers start over 
 
 Every step here may be cut short by a raise. A method that begins a load undoes itself; one that ends a load can be
 called again.
+
+Parts of a load: where it is cut in two, and what of it joins the tree's host pages. See `loads`.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
-from tidekv.states.loads.load_parts import cut_load, publish_host
-from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.request.request import Load, Request, Stage
+from tidekv.states.rollback import Undo
+from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -37,9 +39,53 @@ if TYPE_CHECKING:
 
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
-    from tidekv.states.prefix.index import Node
     from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.prefix.index import Node, PrefixIndex
     from tidekv.states.storage.admission import StorageUse
+
+
+def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
+    """Cut a load at its page `at`; `load` keeps the first part, the rest is returned, without sharers."""
+    kept = pages = 0
+    while pages + load.nodes[kept].page_count <= at:
+        pages += load.nodes[kept].page_count
+        kept += 1
+    if pages < at:
+        # The upper half joins the nodes of the load in front of the lower one.
+        index.split(load.nodes[kept], at - pages)
+        kept += 1
+    rest = Load(first=load.first + at, tier=load.tier, stage=load.stage)
+    with Undo() as undo:
+        shorter = index.lock(load.nodes[kept - 1])
+        undo.callback(index.unlock, shorter)
+        for node in load.nodes[kept:]:
+            index.set_load(node, rest)
+            undo.callback(index.set_load, node, load)
+        undo.keep()
+    rest.cause, rest.filler, rest.span = load.cause, load.filler, load.span
+    # The lock of the whole ends where the rest ends.
+    rest.lock, load.lock = load.lock, shorter
+    rest.nodes, load.nodes = load.nodes[kept:], load.nodes[:kept]
+    rest.host_pages, load.host_pages = load.host_pages[at:], load.host_pages[:at]
+    return rest
+
+
+def publish_host(state: CoreState, load: Load) -> None:
+    """What was fetched joins the tree as host pages where its parent is there too; else it is a bounce buffer."""
+    for node in load.nodes:
+        state.index.mark_stored(node)
+    parent = load.nodes[0].parent
+    assert parent is not None
+    if not state.index.has_host(parent):
+        return
+    for node in load.nodes:
+        ours = load.host_pages[: node.page_count]
+        if node.host is None:
+            state.index.give_host(node, ours)
+        else:
+            # The same pages were fetched ahead for another request meanwhile.
+            state.host.give_back(ours)
+        load.host_pages = load.host_pages[node.page_count :]
 
 
 class LoadFetch:

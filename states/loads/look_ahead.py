@@ -10,7 +10,7 @@ fetched in runs, as a plan would, but to host pages only, and no more than `look
 
 Admission does not wait for it. When the request is admitted, its plan finds [first, joined) on the host like any other
 page, and loads it by copy; these tokens count as "l3", since storage brought them for this request. Runs that are still
-under way become loads of the plan (`tidekv.states.request.adoption`), so that no page is read twice. What the plan cannot use,
+under way become loads of the plan (`tidekv.states.request.plan`), so that no page is read twice. What the plan cannot use,
 and everything if the request leaves (aborted, failed, sent back), is released: landed pages are cache as any other, and
 a read that is under way keeps its host pages until it ends (`LateFetch`).
 
@@ -24,10 +24,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
-from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.request.request import Ahead, AheadRun, Request
-from tidekv.states.types import page_ids
 from tidekv.states.rollback import Undo
+from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState

@@ -19,17 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tidekv.states.pages.page_pool import PageAccount
-from tidekv.states.prefix.dropping import Dropping, EvictionHook
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.prefix.policies import LRU, EvictionPolicy
-from tidekv.states.prefix.results import Inserted, Match
-from tidekv.states.prefix.invariants import check_index
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.prefix.eviction import Dropping, EvictionHook
 from tidekv.states.prefix.insertion import insert_host_pages, insert_prefix
-from tidekv.states.prefix.node import Load, Node, Receipt, TierName, redeem
-from tidekv.states.types import NO_PAGES, PageIds
+from tidekv.states.prefix.invariants import check_index
+from tidekv.states.prefix.node import Inserted, Load, Match, Node, Receipt, TierName, redeem
+from tidekv.states.prefix.policies import LRU, EvictionPolicy
 from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.prefix.tree import PageTree
+from tidekv.states.types import NO_PAGES, PageIds
 
 __all__ = ["EvictionHook", "Inserted", "Load", "Match", "Node", "PrefixIndex", "Receipt"]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidekv.states.prefix.results import Inserted
-from tidekv.states.prefix.node import Node
-from tidekv.states.types import NO_PAGES, PageIds
+from tidekv.states.prefix.node import Inserted, Node
 from tidekv.states.prefix.tiers import DeviceTier, HostTier
 from tidekv.states.prefix.tree import PageTree
+from tidekv.states.types import NO_PAGES, PageIds
 
 
 def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pages: PageIds, priority: int) -> Inserted:

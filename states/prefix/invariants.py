@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.pages.page_pool import Condition
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.pages.page_pool import Condition
 from tidekv.states.prefix.node import KEPT_MAX, Node
 from tidekv.states.types import page_ids
 

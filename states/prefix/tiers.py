@@ -12,8 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from tidekv.states.pages.page_pool import PageAccount
-from tidekv.states.prefix.policies import EvictionPolicy, EvictionQueue
 from tidekv.states.prefix.node import Node, TierName
+from tidekv.states.prefix.policies import EvictionPolicy, EvictionQueue
 from tidekv.states.types import PageIds
 
 
@@ -30,7 +30,7 @@ class Tier(ABC):
         self.receipts = 0
         self.queue = EvictionQueue(policy, self.is_ready)
         self.touched: dict[Node, None] | None = None
-        """See `tidekv.states.prefix.dirty_nodes`."""
+        """See `tidekv.engine.kv_events.watcher`."""
 
     @abstractmethod
     def is_ready(self, node: Node) -> bool:

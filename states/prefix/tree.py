@@ -24,7 +24,7 @@ class PageTree:
         self.attachment = 1
         """Counts what was attached as storage: what is known of an earlier one is not known of this one."""
         self.touched: dict[Node, None] | None = None
-        """See `tidekv.states.prefix.dirty_nodes`."""
+        """See `tidekv.engine.kv_events.watcher`."""
         self.on_split: list[Callable[[Node, Node], None]] = []
         """Told of a split that has been made: the upper node, which is new, and the lower one."""
         self._next_id = 0

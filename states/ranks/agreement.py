@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from tidekv.states import commands, events
-from tidekv.states.ranks.call_votes import CALLS, Call, CallName, CallQuestion, Refusal, name_of
 from tidekv.states.errors import RankBroken, RanksDiverged
+from tidekv.states.ranks.call_votes import CALLS, Call, CallName, CallQuestion, Refusal, name_of
+from tidekv.states.ranks.component_votes import TailQuestion
+from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomQuestion
 from tidekv.states.ranks.state_digest import Fingerprint
 from tidekv.states.ranks.vote_items import LOST_RANK, OperationQuestion, RequestQuestion
-from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomQuestion
-from tidekv.states.ranks.component_votes import TailQuestion
 from tidekv.states.ranks.votes import NOBODY, Ballot, equal_words, unequal
 
 if TYPE_CHECKING:

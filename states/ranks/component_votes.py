@@ -23,9 +23,9 @@ from tidekv.states.ranks.vote_items import end_of_word, has_failed, word_of_end
 
 if TYPE_CHECKING:
     from tidekv.states.commands import QueryTails
+    from tidekv.states.components.storage import Reach
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.components.storage import Reach
     from tidekv.states.ranks.votes import Ballot
 
 VOTES_MAX = 16

@@ -18,13 +18,13 @@ from tidekv.states import commands
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tidekv.states.pages.page_pool import PageAccount
     from tidekv.states.commands import Command
+    from tidekv.states.components.component_tier import TailTier
     from tidekv.states.core import Core
     from tidekv.states.events import Event
+    from tidekv.states.pages.page_pool import PageAccount
     from tidekv.states.prefix.node import Node, TierName
     from tidekv.states.types import PageIds
-    from tidekv.states.components.component_tier import TailTier
 
 PARTS = ("events", "index", "device pool", "host pool", "requests", "rooms", "page tables")
 """What is compared, by name; behind these, each component."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import TellFailed
-from tidekv.states.storage.source_split import fetches_to_keep
 from tidekv.states.request.request import Stage, State
+from tidekv.states.storage.source_split import fetches_to_keep
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
         Recomputed,
         TransitionRaised,
     )
+    from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
+    from tidekv.states.loads.shared_transfers import SharedTransfers
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.request import Request
     from tidekv.states.request.restore import Restore
-    from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.loads.shared_transfers import SharedTransfers
     from tidekv.states.storage.admission import StorageUse
 
 # --- Guards ---

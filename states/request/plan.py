@@ -1,15 +1,42 @@
-"""A plan in the making: how much of a prompt loads bring, and what is left for prefill. Plain values, no rules."""
+"""A plan in the making: how much of a prompt loads bring, and what is left for prefill. Plain values, no rules.
+
+Adoption of reads that were begun ahead: a planned request waits for them as loads.
+
+AheadRun, under way         ──adopt──▶ a load that is FETCHING, by the same operation
+AheadRun, landed, no parent ──adopt──▶ a load that is COPYING from the run's host pages, which are free after that
+
+What of a plan storage brings: the question to storage, and the loads by fetch that follow from its answer.
+
+A plan is cut in three by where its pages are when it is made; this file is about the second part:
+
+    [0, host_end)            in device and host memory: `tidekv.states.request.restore`
+    [host_end, promised)     reads ahead that are adopted, then fetches of what storage said it has
+    [promised, page_count)   prefill's
+
+With components the answer is needed before anything is reserved, and tells of the tails in storage as well; the end of
+the plan is decided by then: `tidekv.states.components.storage`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.types import PageIds
+from tidekv.states.commands import QueryStorage
+from tidekv.states.loads.loads import LoadFetch
+from tidekv.states.request.request import AheadRun, Load, Stage
+from tidekv.states.storage.admission import StorageQuery
+from tidekv.states.storage.source_split import pages_to_fetch
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
-    from tidekv.states.prefix.results import Match
-    from tidekv.states.prefix.node import Node
-    from tidekv.states.request.request import Load
+    from tidekv.states.core_state import CoreState, Operation
+    from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.loads.loads import Loads
+    from tidekv.states.loads.look_ahead import Lookahead
+    from tidekv.states.prefix.node import Match, Node
+    from tidekv.states.request.request import Request
+    from tidekv.states.rollback import Undo
+    from tidekv.states.storage.admission import StorageUse
 
 
 class Plan:
@@ -30,3 +57,151 @@ class Plan:
         self.node = node
         self.end += page_count
         self.own = self.own[page_count:]
+
+
+class Adoption:
+    """Turns reads ahead into loads, and back."""
+
+    def __init__(self, state: CoreState, storage: StorageUse, loads: Loads) -> None:
+        self._state = state
+        self._storage = storage
+        self._loads = loads
+
+    def adopt(self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float, undo: Undo) -> Load:
+        """Make a read a load of a new child of `parent`, into `pages`, the caller's until now. `undo` takes it back."""
+        state = self._state
+        load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
+        undo.callback(self._disown, load, run, None if run.is_landed else state.operations[run.op])
+        load.nodes.append(state.index.insert_pending(parent, run.request.namespace, keys, pages, load))
+        load.host_pages = run.host_pages
+        self._loads.hold(load)
+        if run.is_landed:
+            self._loads.start_copy(load)
+        else:
+            load.op = run.op
+            load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
+            fetch = state.operations[load.op] = LoadFetch(self._loads, self._storage, load)
+            state.set_deadline(fetch, state.now_s + deadline_s, op=load.op)
+            self._storage.fetching[load] = len(pages)
+        return load
+
+    def _disown(self, load: Load, run: AheadRun, read: Operation | None) -> None:
+        """Undo an adoption, in the step that it was made in: the read is its request's again."""
+        load.host_pages = page_ids()
+        self._storage.fetching.pop(load, None)
+        self._loads.abandon(load)
+        if read is not None:
+            # The very same object: its deadline is still in the heap.
+            self._state.operations[run.op] = read
+
+
+class PlanFetches:
+    """The part of a restore that asks storage and fetches from there."""
+
+    def __init__(
+        self,
+        state: CoreState,
+        storage: StorageUse,
+        rooms: Rooms,
+        loads: Loads,
+        lookahead: Lookahead,
+        adoption: Adoption,
+    ) -> None:
+        self._state = state
+        self._storage = storage
+        self._rooms = rooms
+        self._loads = loads
+        self._lookahead = lookahead
+        self._adoption = adoption
+
+    def ask(self, request: Request) -> None:
+        """Ask storage for what neither device nor host has, unless that is too little."""
+        state = self._state
+        first = sum(state.index.probe_prefix(request.namespace, request.keys))
+        count = request.full_pages - first
+        if count < 1 or count * state.settings.page_size < state.settings.prefetch_threshold_tokens:
+            return
+        query = StorageQuery(state, self._storage, request)
+        request.query_op = state.start_operation(query, deadline_s=state.settings.query_deadline_s)
+        request.stored_first, request.stored_found = first, 0
+        state.emit(QueryStorage(op=request.query_op, request_id=request.request_id, first=first, count=count))
+
+    def adopt_reads(self, request: Request, plan: Plan, undo: Undo) -> int:
+        """Go on with the reads that were begun ahead, as far as they fit the plan; returns how many."""
+        adopted = 0
+        width = self._state.settings.key_bytes
+        left_s = request.deadline_at_s - self._state.now_s
+        for run in self._lookahead.usable_runs(request):
+            count = len(run.host_pages)
+            keys = request.keys[run.first * width : (run.first + count) * width]
+            if run.first != plan.end or keys[:width] in plan.node.children:
+                break
+            deadline_s = self._state.settings.prefetch_deadline_s(count, left_s)
+            load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s, undo=undo)
+            plan.add(load, load.nodes[-1], count)
+            adopted += 1
+        return adopted
+
+    def load(self, request: Request, plan: Plan, undo: Undo) -> None:
+        """Start fetches of what storage said it has, as far as host pages can be had."""
+        state = self._state
+        settings = state.settings
+        if request.tails is not None:
+            self._load_to_boundary(request, plan, request.tails.boundary, undo)
+            return
+        found_to = request.stored_first + request.stored_found
+        count = found_to - plan.end if request.stored_first <= plan.end else 0
+        deadline_s = settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
+        allowed = self._storage.allowance(count, deadline_s) if self._storage.is_usable else 0
+        threshold = max(settings.prefetch_threshold_tokens, 1)
+        if count * settings.page_size < threshold:
+            beyond = request.stored_found if request.stored_first > plan.end else 0
+            request.declined = ("out_of_reach", beyond) if beyond else ("below_threshold", max(count, 0))
+            return
+        if allowed * settings.page_size < threshold:
+            state.count("l3_declined_pages", count)
+            request.declined = ("limit" if self._storage.is_usable else "storage_left_alone", count)
+            return
+        cause = "limit"
+        if settings.prefetch == "soonest":
+            rest = request.page_count - plan.end - allowed
+            sooner = pages_to_fetch(allowed, rest, storage=self._storage.way, link=self._rooms.way)
+            if sooner < allowed:
+                cause, allowed = "slower", sooner if sooner * settings.page_size >= threshold else 0
+        if allowed < count:
+            state.count("l3_declined_pages", count - allowed)
+            request.declined = (cause, count - allowed)
+            found_to = plan.end + allowed
+        self._fetch_to(request, plan, found_to, deadline_s, undo)
+
+    def _load_to_boundary(self, request: Request, plan: Plan, boundary: int, undo: Undo) -> None:
+        """With components, where the plan ends was decided with the grant, and so was how much may be fetched."""
+        state = self._state
+        beyond = request.stored_first + request.stored_found - max(boundary, request.stored_first)
+        if beyond > 0:
+            state.count("l3_declined_pages", beyond)
+            request.declined = (request.stored_cause, beyond)
+        count = boundary - plan.end
+        deadline_s = state.settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
+        self._fetch_to(request, plan, boundary, deadline_s, undo)
+
+    def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: Undo) -> None:
+        state = self._state
+        settings = state.settings
+        width = settings.key_bytes
+        while plan.end < found_to:
+            first_key = request.keys[plan.end * width : (plan.end + 1) * width]
+            pages = state.make_host_room(min(settings.fetch_run_pages, found_to - plan.end))
+            if not pages or first_key in plan.node.children:
+                # No host memory, or a void run of the same prompt is still in the way: the transfer brings the rest.
+                state.count("l3_declined_pages", found_to - plan.end)
+                # What a limit had taken away is not to be had either.
+                missing = found_to - plan.end + request.declined[1]
+                request.declined = ("in_the_way" if pages else "no_host_page", missing)
+                return
+            keys = request.keys[plan.end * width : (plan.end + pages) * width]
+            load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)
+            undo.callback(self._loads.abandon, load)
+            self._storage.take(pages)
+            undo.callback(self._storage.take, -pages)
+            plan.add(load, load.nodes[-1], pages)

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.request.adoption import Adoption
 from tidekv.states.commands import Recompute, TellReady
 from tidekv.states.events import Recomputed
-from tidekv.states.prefix.results import Match
-from tidekv.states.request.plan import Plan
-from tidekv.states.request.plan_fetches import PlanFetches
+from tidekv.states.prefix.node import Match
+from tidekv.states.request.plan import Adoption, Plan, PlanFetches
 from tidekv.states.request.request import Load, Request, RequestTails, Stage
-from tidekv.states.types import page_ids
 from tidekv.states.rollback import Undo
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
+    from tidekv.states.components.request_components import Tails
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import (
         Outcome,
@@ -38,14 +37,13 @@ if TYPE_CHECKING:
         TailLeft,
         TransitionRaised,
     )
-    from tidekv.states.prefix.index import Node, Receipt
+    from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.look_ahead import Lookahead
-    from tidekv.states.components.request_components import Tails
-    from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.types import PageIds
     from tidekv.states.loads.shared_transfers import SharedTransfers
+    from tidekv.states.prefix.index import Node, Receipt
     from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.types import PageIds
 
 
 class Recomputation:

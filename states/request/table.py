@@ -65,14 +65,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from transitions import Machine
 
 from tidekv.states import events
-from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.events import Event
+from tidekv.states.handover.rooms import Rooms
+from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.machine import ShortMachine
+from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import State
 from tidekv.states.request.restore import Restore
-from tidekv.states.handover.rooms import Rooms
-from tidekv.states.request.ready import Serving
 
 if TYPE_CHECKING:
     from tidekv.states.request.request import Request

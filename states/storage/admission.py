@@ -13,12 +13,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.storage.circuit_breaker import Breaker
 from tidekv.states.commands import ProbeStorage
 from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
-from tidekv.states.storage.throughput import FetchPace
-from tidekv.states.storage.source_split import Way
 from tidekv.states.rollback import Undo
+from tidekv.states.storage.circuit_breaker import Breaker
+from tidekv.states.storage.source_split import Way
+from tidekv.states.storage.throughput import FetchPace
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState

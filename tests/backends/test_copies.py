@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv.backends.copies.copier import PageCopier
-from tidekv.backends.copies.lanes import CopyLanes
+from tidekv.backends.copies.cpu_moves import PageCloner, PageMover, page_runs
 from tidekv.backends.copies.cuda import StagedCloner
+from tidekv.backends.copies.lanes import CopyLanes
+from tidekv.backends.copies.pieces import IndexPieces
+from tidekv.backends.copies.staged import StagedMover
+from tidekv.backends.copies.streams import InlineStreams
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
-from tidekv.backends.copies.cpu_moves import PageCloner, PageMover, page_runs
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.backends.copies.pieces import IndexPieces
-from tidekv.backends.copies.staged import StagedMover
-from tidekv.backends.copies.streams import InlineStreams
 from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.types import page_ids
 

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv.backends.copies.cuda import KERNEL_BELOW_BYTES, CopyChoice, CopyForm, CudaMover, KernelMover, LayerMover
+from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, PagePairs, PieceShape
+from tidekv.backends.copies.staged import StagedMover
+from tidekv.backends.copies.streams import InlineStreams, Mark, Stream
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, PagePairs, PieceShape
-from tidekv.backends.copies.staged import StagedMover
-from tidekv.backends.copies.streams import InlineStreams, Mark, Stream
 from tidekv.states.errors import InvalidConfig
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float16", page_size=4)

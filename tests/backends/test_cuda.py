@@ -16,11 +16,11 @@ import torch
 
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.cuda import CopyChoice
+from tidekv.backends.copies.pieces import triton_launch
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
-from tidekv.backends.copies.pieces import triton_launch
 from tidekv.states.errors import InvalidConfig, OutOfMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv.backends.copies.copier import CopierStatistics, PageCopier
+from tidekv.backends.copies.cpu_moves import PageMover
 from tidekv.backends.copies.lanes import TO_DEVICE, CopyLanes
+from tidekv.backends.copies.stream_lane import StreamLane
+from tidekv.backends.copies.streams import InlineStreams
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
-from tidekv.backends.copies.cpu_moves import PageMover
-from tidekv.backends.copies.stream_lane import StreamLane
-from tidekv.backends.copies.streams import InlineStreams
 from tidekv.states.errors import EngineClosed
 
 # A small copy has at most 4 of its 32 KiB pages, or 32 of the other's: each has two tensors, and so takes two steps.

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tidekv.backends.copies.copier import LayeredCopy, PageCopier
+from tidekv.backends.copies.stream_lane import StreamLane
+from tidekv.backends.copies.streams import InlineMark, InlineStreams, Mark, Stream
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
-from tidekv.backends.copies.stream_lane import StreamLane
-from tidekv.backends.copies.streams import InlineMark, InlineStreams, Mark, Stream
 from tidekv.states.errors import CopyFailed, InvalidRequest
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float16", page_size=4)

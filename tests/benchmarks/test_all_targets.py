@@ -18,10 +18,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks import __main__ as bench
 from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig
 from tidekv.engine.cli.main import app
-from benchmarks import __main__ as bench
 from tidekv.engine.trace import plots
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.published.sources import PLANNED, POLICIES, RATIOS, SourcesSetup, faster_at_the_ends, race, ready_s, worst_over_best_fixed
+from benchmarks.published.sources import (
+    PLANNED,
+    POLICIES,
+    RATIOS,
+    SourcesSetup,
+    faster_at_the_ends,
+    race,
+    ready_s,
+    worst_over_best_fixed,
+)
 
 SETUP = SourcesSetup(requests=12, prompt_pages=(64, 256))
 

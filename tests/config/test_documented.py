@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from tests.support.waits import LIMIT_S
-from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config import Configuration
-from tools.config_page import configuration_page
+from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config.options import Option, all_options, section_types
-from tools.peer_flags import FLAGS
 from tidekv.engine.config.schema import json_schema
 from tidekv.states.validation import allowed
+from tools.config_page import configuration_page
+from tools.peer_flags import FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.engine.config.engine_config import EngineConfig
-from tidekv.engine.config import load
-from tidekv.engine.config import Configuration, gather
+from tidekv.engine.config import Configuration, gather, load
 from tidekv.engine.config.check import mistakes_here
+from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config.options import all_options
 from tidekv.states.errors import InvalidConfig
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.engine.config.cgroups import cpu_limit
-from tidekv.engine.config.memory import Memory, host_memory
+from tidekv.engine.config.memory import Memory, cpu_limit, host_memory
 from tidekv.engine.config.sections import CacheSection
 from tidekv.engine.config.sizes import parse_memory
 from tidekv.states.errors import InvalidConfig

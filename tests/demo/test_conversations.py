@@ -9,8 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.demo.conversations import Conversation, Lengths, Transcripts, Turn, Workload, WorkloadOptions, agent_options, make_workload
-from tidekv.engine.demo.reuse import reusable_tokens
+from tidekv.engine.demo.conversations import (
+    Conversation,
+    Lengths,
+    Transcripts,
+    Turn,
+    Workload,
+    WorkloadOptions,
+    agent_options,
+    make_workload,
+)
+from tidekv.engine.demo.phase import reusable_tokens
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 OPTIONS = st.builds(

@@ -12,14 +12,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tidekv.backends.layout import KVLayout
-from tidekv.engine.demo import main_job
 from tidekv.engine.cli.main import app
-from tidekv.engine.demo.report import report
+from tidekv.engine.demo import main_job
 from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.demo.conversations import Lengths, WorkloadOptions
 from tidekv.engine.demo.model import ModelShape
 from tidekv.engine.demo.phase import SOURCES
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
+from tidekv.engine.demo.report import report
 from tidekv.states.errors import InvalidConfig, InvalidRequest, TidekvError, TransferFailed
 
 SHAPE = ModelShape(num_layers=2, hidden_size=64, mlp_size=128, num_heads=2, num_kv_heads=1)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import multiturn
 from tidekv import InvalidConfig
 from tidekv.engine.cli.main import app
 from tidekv.engine.trace import plots
-from benchmarks import multiturn
 
 SOURCES = {"l1": 30, "l2": 10, "l3": 40, "transfer": 20}
 

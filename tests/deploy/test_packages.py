@@ -103,7 +103,9 @@ def test_the_wheel_works_in_a_clean_environment_without_the_checkout(wheel: Path
     # What tidekv stands on, from where the tests have it. Links of editable packages are not followed from here.
     packages = next((place / "lib").glob("python*/site-packages"))
     (packages / "present.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = run(python, "-c", "import tidekv, tidekv.engine.demo.main_job; print(tidekv.__file__)", cwd=tmp_path).strip()
+    where = run(
+        python, "-c", "import tidekv, tidekv.engine.demo.main_job; print(tidekv.__file__)", cwd=tmp_path
+    ).strip()
     assert Path(where).is_relative_to(packages)
     public = "from tidekv import *; import tidekv; print(all(name in globals() for name in tidekv.__all__))"
     assert run(python, "-c", public, cwd=tmp_path).strip() == "True"

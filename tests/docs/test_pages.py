@@ -15,13 +15,13 @@ import pytest
 import typer
 
 from tidekv.engine.cli.main import app
-from tidekv.engine.config.engine_config import EngineConfig, JournalOptions, StorageOptions
 from tidekv.engine.config import load
+from tidekv.engine.config.engine_config import EngineConfig, JournalOptions, StorageOptions
 from tidekv.engine.config.options import all_options, section_types
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.states import errors
-from tidekv.states.request import guards_and_actions
 from tidekv.states.core import consequences_table
+from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import diagram
 from tidekv.transports.control import wire
 

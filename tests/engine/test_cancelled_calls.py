@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import EngineClosed, InvalidRequest, RequestFailed
-from tidekv.engine.decode.effect_group import EffectGroup
+from tidekv.engine.decode.runtime import EffectGroup
 from tidekv.states import events
 
 PROMPT = list(range(100, 122))

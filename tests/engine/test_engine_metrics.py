@@ -15,9 +15,9 @@ from rich.console import Console
 from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig, InvalidRequest, Replayer, RequestFailed, open_storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
+from tidekv.engine.trace import top
 from tools.grafana_dashboard import dashboard_text
 from tools.metrics_page import metric_families, with_metrics
-from tidekv.engine.trace import top
 
 PROMPT = list(range(100, 122))
 OF_THE_PROCESS = {

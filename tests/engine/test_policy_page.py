@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.policy_page import ROWS, with_policies
 from tidekv.states.storage.policy import POLICY_FIELDS
+from tools.policy_page import ROWS, with_policies
 
 PAGE = Path(__file__).parents[2] / "docs" / "storage.md"
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tidekv import DecodeRequest, DevicePool, LoopbackTransport, PrefillCause, PrefillPeer, RequestFailed
-from tidekv.transports.control import wire
 from tidekv.transports.base import Link
+from tidekv.transports.control import wire
 
 PROMPT = list(range(100, 142))
 

@@ -16,8 +16,8 @@ from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, TransferFailed
 from tidekv.states.types import Identity, PoolMemory, Segment, page_ids
-from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.decode.receiver import Receiver
+from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 
 PAGE = 4
 PAGE_BYTES = 32

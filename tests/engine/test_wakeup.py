@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from tidekv.engine.wakeup import Bell
+from tidekv.engine.poller import Bell
 
 
 def test_a_ring_before_the_wait_is_kept_once() -> None:

@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from tidekv.engine.wakeup import Bell
-from tidekv.engine.poller import PollerThread, _Flight
+from tidekv.engine.poller import Bell, PollerThread, _Flight
 
 RUNS_MAX = 20_000
 TIMEOUTS_MAX = 2

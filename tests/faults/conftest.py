@@ -32,11 +32,11 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.poller import PollerThread
 from tidekv.engine.decode.values import ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.demo.synthetic_components import wrong_tails
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.poller import PollerThread
 from tidekv.transports.nixl import transport
 from tidekv.transports.prefill.prefill_room import Room
 

@@ -14,10 +14,10 @@ from tests.support.fault_process import Done, Halt, Halted
 from tests.support.waits import LIMIT_S
 from tidekv import PrefillCause, Replayer
 from tidekv.engine.demo import main_job
+from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import Stories
-from tidekv.engine.demo.blocks import TraceOptions
 
 pytestmark = pytest.mark.nixl
 

@@ -16,14 +16,14 @@ from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, Replayer, open_storage
 from tidekv.engine.cli import main
 from tidekv.engine.demo import main_job
-from tidekv.engine.journal.final import final_state
-from tidekv.engine.journal.lines import EndLine
-from tidekv.engine.journal.reader import JournalReader
 from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.phase import Phase
 from tidekv.engine.demo.trace_run import TraceRun
 from tidekv.engine.demo.traces import read_trace
+from tidekv.engine.journal.final import final_state
+from tidekv.engine.journal.lines import EndLine
+from tidekv.engine.journal.reader import JournalReader
 from tidekv.states import events
 
 pytestmark = pytest.mark.nixl

@@ -15,9 +15,9 @@ from tests.support.configs import engine_config
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.integrations.sglang.page_layouts import HostPages
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 
 LAYERS, HEADS, DIM, SIZE, PAGES = 3, 2, 4, 8, 6

@@ -19,10 +19,10 @@ from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.components.specs import Component
 from tidekv.states.core import Core
-from tidekv.states.storage.policy import changed_policy, policy_of
+from tidekv.states.inspect.step_record import Noted
 from tidekv.states.request.request import State
 from tidekv.states.settings import CoreSettings
-from tidekv.states.inspect.step_record import Noted
+from tidekv.states.storage.policy import changed_policy, policy_of
 
 LINE_STEPS = 5
 # A raise that is put into a rule from outside is no event: no journal can hold it.

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 
 import tidekv.states
-from tests.support import explained_requests
-from tests.support import explained_components
-from tests.support import explained_tiers
+from tests.support import explained_components, explained_requests, explained_tiers
 from tidekv import Replayer
+from tidekv.engine.simulation.faults import FAULTS
 from tidekv.engine.trace import causes
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import read_stories
-from tidekv.engine.simulation.faults import FAULTS
-from tidekv.states import core
-from tidekv.states import events
-from tidekv.states.request import guards_and_actions
+from tidekv.states import core, events
 from tidekv.states.loads import loads
+from tidekv.states.request import guards_and_actions
 from tidekv.states.request.request import DECLINED, LOAD_CAUSES, State
 from tidekv.states.request.table import TRANSITIONS
 

@@ -10,15 +10,15 @@ import pytest
 from tidekv import ReplayDiverged, Replayer
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.simulation.simulate import draw_settings, with_components
-from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.core import Core
 from tidekv.states.events import StorageAnswered
-from tidekv.states.prefix.index import PrefixIndex
+from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
+from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.request import Request
 from tidekv.states.request.restore import Restore
-from tidekv.states.handover.rooms import Rooms
 from tidekv.states.settings import CoreSettings
 
 

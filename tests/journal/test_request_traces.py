@@ -5,8 +5,8 @@ from __future__ import annotations
 from tidekv import Replayer
 from tidekv.engine.trace.causes import EXTENDED
 from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.request_traces import read_stories
 from tidekv.engine.trace.request_trace import Story
+from tidekv.engine.trace.request_traces import read_stories
 
 SEEDS = range(1, 6)
 

@@ -12,8 +12,8 @@ from tidekv import InvalidRequest, JournalDamaged, ReplayDiverged, Replayer
 from tidekv.engine.journal.shrink import shrink
 from tidekv.engine.simulation.simulate import SimulationFailed, draw_settings, with_components
 from tidekv.states.backup.backups import Backups
-from tidekv.states.errors import BrokenInvariant
 from tidekv.states.components.request_components import Tails
+from tidekv.states.errors import BrokenInvariant
 from tidekv.states.handover.rooms import Rooms
 
 

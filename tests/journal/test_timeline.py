@@ -14,14 +14,14 @@ from rich.console import Console
 
 from tidekv import Replayer
 from tidekv.engine.trace.bars import all_bars, one_request
-from tools.browser import find_browser, opened_page
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.page import html_page
-from tools.timeline_picture import HEIGHT, WIDTH, take_picture
 from tidekv.engine.trace.request_traces import Stories, read_stories
 from tidekv.engine.trace.trace_events import trace_events
 from tidekv.states import events
 from tidekv.states.errors import InvalidRequest
+from tools.browser import find_browser, opened_page
+from tools.timeline_picture import HEIGHT, WIDTH, take_picture
 
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium here: apt-get install chromium")
 

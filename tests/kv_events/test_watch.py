@@ -11,8 +11,7 @@ import pytest
 from tidekv.backends.keys.chain import page_digests
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
-from tidekv.engine.kv_events.tell import KVEventTeller, Seen
-from tidekv.engine.kv_events.watch import KVEventWatcher
+from tidekv.engine.kv_events.watcher import KVEventTeller, KVEventWatcher, Seen
 from tidekv.engine.simulation.rig import Rig
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World

@@ -12,16 +12,16 @@ import pytest
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.components import draw_components
 from tidekv.states.components import index as component_index
+from tidekv.states.components.backups import TailBackups
+from tidekv.states.components.component_tier import TailTier
 from tidekv.states.components.index import ComponentIndex
+from tidekv.states.components.request_components import Tails
 from tidekv.states.components.specs import Ranges
+from tidekv.states.components.storage import TailStorage
+from tidekv.states.handover.rooms import Rooms
 from tidekv.states.prefix.node import Node, TierName
 from tidekv.states.request.request import Request, RequestTails, Room, TailFetch
-from tidekv.states.components.request_components import Tails
-from tidekv.states.handover.rooms import Rooms
 from tidekv.states.types import page_ids
-from tidekv.states.components.backups import TailBackups
-from tidekv.states.components.storage import TailStorage
-from tidekv.states.components.component_tier import TailTier
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 REQUESTS = 120

@@ -10,12 +10,12 @@ import pytest
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.states.backup.backups import Backup, Backups
 from tidekv.states.core_state import CoreState
-from tidekv.states.prefix.index import Node
+from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.look_ahead import Lookahead
+from tidekv.states.prefix.index import Node
 from tidekv.states.request.request import Ahead, Load, Request, Room, Stage
 from tidekv.states.request.restore import Restore
-from tidekv.states.handover.rooms import Rooms
 from tidekv.states.types import PageIds, page_ids
 
 Mutant = Callable[[pytest.MonkeyPatch], None]

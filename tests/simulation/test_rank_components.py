@@ -11,12 +11,12 @@ from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.rank import SimulatedRank
 from tidekv.engine.simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
 from tidekv.states import events
-from tidekv.states.ranks.agreement import Agreement
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import RanksDiverged
-from tidekv.states.settings import CoreSettings
+from tidekv.states.ranks.agreement import Agreement
 from tidekv.states.ranks.component_votes import TailQuestion
 from tidekv.states.ranks.votes import Ballot
+from tidekv.states.settings import CoreSettings
 
 COMPONENTS = (
     Component(name="window", kind="window", window_tokens=4, device_pages=24, host_pages=30),

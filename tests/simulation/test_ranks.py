@@ -12,9 +12,9 @@ from tidekv.engine.simulation.campaign import run_campaign
 from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
 from tidekv.engine.simulation.ranks import RanksFailed, simulate_ranks
 from tidekv.engine.simulation.simulate import draw_settings
-from tidekv.states.ranks import agreement
 from tidekv.states import events
 from tidekv.states.errors import RanksDiverged
+from tidekv.states.ranks import agreement
 
 
 @settings(max_examples=15)

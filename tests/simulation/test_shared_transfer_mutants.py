@@ -12,9 +12,9 @@ from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.ranks import simulate_ranks
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.states.loads.loads import Loads
+from tidekv.states.loads.shared_transfers import SharedTransfers
 from tidekv.states.request.request import Load, Request, Span
 from tidekv.states.settings import CoreSettings
-from tidekv.states.loads.shared_transfers import SharedTransfers
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 REQUESTS = 120

@@ -12,18 +12,18 @@ import pytest
 from tidekv import Replayer
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.journal.recorder import Recorder
-from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.request_traces import read_stories
 from tidekv.engine.simulation import FAULTS, Report, simulate
+from tidekv.engine.simulation.components import draw_components
 from tidekv.engine.simulation.faults import OF_COMPONENTS, Faults
 from tidekv.engine.simulation.simulate import draw_settings
-from tidekv.engine.simulation.components import draw_components
 from tidekv.engine.simulation.world import World
+from tidekv.engine.trace.explain import explain
+from tidekv.engine.trace.request_traces import read_stories
 from tidekv.states.commands import Command
 from tidekv.states.components.specs import Component
 from tidekv.states.events import Event
-from tidekv.states.settings import CoreSettings
 from tidekv.states.inspect.step_record import Noted
+from tidekv.states.settings import CoreSettings
 
 OF_STORAGE = [name for name in FAULTS if name.startswith(("query_", "fetch_", "store_", "storage_", "page_"))]
 WITH_COMPONENTS = [seed for seed in range(1, 60) if draw_components(Random(f"components {seed}"), 1)]

@@ -13,9 +13,9 @@ from tidekv.engine.simulation.smallest import NOT_IN_JOURNAL, find_smallest
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.events import FinishRequested, Progressed
 from tidekv.states.loads.loads import Loads
+from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request
 from tidekv.states.request.restore import Restore
-from tidekv.states.request.ready import Serving
 
 
 def test_a_core_that_raises_is_shown_by_few_requests_and_events(

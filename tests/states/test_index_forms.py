@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.states.pages.page_pool import PageAccount
-from tidekv.states.prefix.policies import LRU, EvictionQueue
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import KEPT_MAX, Keys, part_of
+from tidekv.states.prefix.policies import LRU, EvictionQueue
 
 
 def kept_bytes(keys: Keys) -> int:

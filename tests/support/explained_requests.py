@@ -7,11 +7,11 @@ from typing import Any
 
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
+from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
+from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import LOAD_CAUSES
 from tidekv.states.request.restore import Restore
-from tidekv.states.handover.rooms import Rooms
-from tidekv.states.request.ready import Serving
 
 Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}

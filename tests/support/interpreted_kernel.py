@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv.backends.copies.cuda import KernelMover
+from tidekv.backends.copies.pieces import KernelPieces, PagePairs, PieceShape
+from tidekv.backends.copies.streams import InlineStreams
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import PageLayout
-from tidekv.backends.copies.pieces import KernelPieces, PagePairs, PieceShape
-from tidekv.backends.copies.streams import InlineStreams
 
 PAGES = 6
 

@@ -27,14 +27,14 @@ from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.prefill.prefill_peer import PrefillPeer
-from tidekv.engine.ranks.group import RankGroup
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.demo.conversations import Transcripts, agent_options, make_workload
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.demo.traces import read_trace
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.ranks.group import RankGroup
 from tidekv.states.errors import EngineClosed, RankLost, RequestFailed, TidekvError
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import Room

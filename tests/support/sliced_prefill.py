@@ -19,12 +19,12 @@ from tests.support.head_pages import HeadPages
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
-from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.demo.synthetic import prompt_digests
 from tidekv.engine.demo.synthetic_components import tail_digest
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.types import page_ids
 from tidekv.states.handover.head_slices import holding_of
+from tidekv.states.types import page_ids
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import Room
 

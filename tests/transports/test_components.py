@@ -11,10 +11,9 @@ import pytest
 from tidekv.states import events
 from tidekv.states.components.specs import TailPages
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.sender_components import SenderTails, TailAsked
+from tidekv.states.handover.sender import SenderTails, TailAsked
 from tidekv.states.types import page_ids
-from tidekv.transports.control import handshake
-from tidekv.transports.control import wire
+from tidekv.transports.control import handshake, wire
 
 # A prompt of 5 pages, the last one in part. Its window of 6 tokens reaches back into page 3.
 TOKENS = 18
@@ -238,7 +237,9 @@ class Liar:
         pages, records = (pool.memory for pool in self.pools)
         memory = {"ssm": records}
         link.send(
-            handshake.make_hello(self.transport, memory=pages, component_memory=memory, identity=self.identity, lease_s=1.0)
+            handshake.make_hello(
+                self.transport, memory=pages, component_memory=memory, identity=self.identity, lease_s=1.0
+            )
         )
         while not isinstance(promised := await link.receive(), wire.Promise):
             pass

@@ -7,7 +7,7 @@ from msgspec.structs import replace as changed
 
 from tidekv.states import events
 from tidekv.states.components.specs import TailPages
-from tidekv.states.handover.sender_components import TailAsked
+from tidekv.states.handover.sender import TailAsked
 from tidekv.states.types import page_ids
 
 # A prompt of 5 pages, the last one in part. Its window of 6 tokens reaches back into page 3.

@@ -23,10 +23,9 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TransferFailed,
 )
-from tidekv.transports.control import connection as control
-from tidekv.transports.control import outbox
-from tidekv.transports.control import wire
 from tidekv.transports.base import DialFailed, Link
+from tidekv.transports.control import connection, wire
+from tidekv.transports.control import connection as control
 from tidekv.transports.control.connection import ControlOptions
 
 ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
@@ -105,7 +104,7 @@ def watch_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_what_nobody_waits_for_is_written_with_what_follows_in_order(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(connection, "PATIENCE_S", 60.0)
     ours, theirs = await ends.pair()
     written = watch_writes(monkeypatch)
     ours.send(wire.Received(room=ROOM))

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.waits import LIMIT_S
-from tidekv.transports import death, process
+from tidekv.transports import process
 from tidekv.transports.control.wire import ProcessMark
 
 Child = tuple[subprocess.Popen[bytes], ProcessMark]
@@ -31,7 +31,7 @@ def child() -> Iterator[Child]:
 @pytest.fixture(params=["pidfd", "no pidfd here"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """By a descriptor, or where a sandbox forbids those."""
-    monkeypatch.setattr(death, "LOOK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(process, "LOOK_INTERVAL_S", 0.001)
     if request.param != "pidfd":
 
         def refused(pid: int) -> int:
@@ -48,7 +48,7 @@ async def is_waiting(waiting: asyncio.Task[None]) -> bool:
 
 async def test_a_living_and_a_stopped_process_are_waited_for_and_a_killed_one_has_ended(child: Child, way: str) -> None:
     running, mark = child
-    waiting = asyncio.create_task(death.wait_dead(mark))
+    waiting = asyncio.create_task(process.wait_dead(mark))
     assert await is_waiting(waiting)
     os.kill(running.pid, signal.SIGSTOP)
     await asyncio.to_thread(os.waitid, os.P_PID, running.pid, os.WSTOPPED | os.WNOWAIT)
@@ -63,19 +63,19 @@ async def test_a_process_that_is_gone_already_is_not_waited_for(child: Child, wa
     running.kill()
     running.wait()
     async with asyncio.timeout(LIMIT_S):
-        await death.wait_dead(mark)
+        await process.wait_dead(mark)
 
 
 async def test_a_pid_that_was_given_away_again_is_another_process(child: Child, way: str) -> None:
     _, mark = child
     async with asyncio.timeout(LIMIT_S):
-        await death.wait_dead(replace(mark, started=mark.started - 1))
+        await process.wait_dead(replace(mark, started=mark.started - 1))
 
 
 async def test_waiting_can_be_given_up_and_leaves_no_descriptor(child: Child, way: str) -> None:
     _, mark = child
     before = len(os.listdir("/proc/self/fd"))
-    waiting = asyncio.create_task(death.wait_dead(mark))
+    waiting = asyncio.create_task(process.wait_dead(mark))
     assert await is_waiting(waiting)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -85,8 +85,8 @@ async def test_waiting_can_be_given_up_and_leaves_no_descriptor(child: Child, wa
 
 def test_only_processes_of_this_kernel_are_judged(child: Child) -> None:
     _, mark = child
-    assert death.is_judged_here(mark)
-    assert not death.is_judged_here(process.this_process())
+    assert process.is_judged_here(mark)
+    assert not process.is_judged_here(process.this_process())
     for other in (replace(mark, host="elsewhere"), replace(mark, host=""), replace(mark, pid=0)):
-        assert not death.is_judged_here(other)
-    assert not death.is_judged_here(replace(mark, started=0))
+        assert not process.is_judged_here(other)
+    assert not process.is_judged_here(replace(mark, started=0))

@@ -10,8 +10,8 @@ import pytest
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig, LinkClosed
-from tidekv.transports.decode import prefill_link
 from tidekv.transports.control import wire
+from tidekv.transports.decode import prefill_link
 
 
 async def test_the_lease_ends_a_room_and_stops_its_writes(world, decode) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.transports.base import Link
-from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.control.peer_backoff import OffenceLimits
+from tidekv.transports.nixl.transport import NixlTransport
 
 
 async def stay(link: Link) -> None:

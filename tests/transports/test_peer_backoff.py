@@ -12,9 +12,8 @@ import pytest
 
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, RemoteProtocolError, TransferFailed
-from tidekv.transports.control import connection
-from tidekv.transports.control import wire
 from tidekv.transports.base import Link
+from tidekv.transports.control import connection, wire
 from tidekv.transports.control.connection import ControlOptions
 from tidekv.transports.control.peer_backoff import OffenceLimits, Offenders, is_offence, whose
 

@@ -18,10 +18,10 @@ from torch import distributed
 
 from tests.support.waits import LIMIT_S
 from tidekv.engine.doctor.machine import listening
-from tidekv.states.ranks.agreement import Opening
 from tidekv.states.errors import InvalidConfig, TransferFailed
-from tidekv.transports.ranks import wire
+from tidekv.states.ranks.agreement import Opening
 from tidekv.transports.ranks import channel as ranks
+from tidekv.transports.ranks import wire
 from tidekv.transports.ranks.channel import RankChannel
 
 

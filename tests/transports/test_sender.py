@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, LinkClosed, RemoteProtocolError
-from tidekv.transports.control import handshake
-from tidekv.transports.control import wire
+from tidekv.transports.control import handshake, wire
 
 
 async def test_chunks_and_aux_are_said_frame_by_frame(world, decode) -> None:

@@ -12,10 +12,7 @@ import msgspec
 
 from tidekv.states.errors import PeerMismatch, RemoteProtocolError
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory
-from tidekv.transports import base
-from tidekv.transports import components
-from tidekv.transports import process
-from tidekv.transports import slices
+from tidekv.transports import base, components, process, slices
 from tidekv.transports.control import wire
 
 HELLO_S = 5.0

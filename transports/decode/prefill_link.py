@@ -18,9 +18,8 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TidekvError,
 )
-from tidekv.transports import base
+from tidekv.transports import base, process
 from tidekv.transports.control import handshake as hello
-from tidekv.transports import process
 from tidekv.transports.control import wire
 from tidekv.transports.control.peer_backoff import is_offence
 from tidekv.transports.tasks import OwnedTasks

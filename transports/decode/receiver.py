@@ -38,12 +38,10 @@ from tidekv.states.errors import (
     TidekvError,
 )
 from tidekv.states.types import Identity, PageIds, PoolMemory
-from tidekv.transports import base
-from tidekv.transports.control import handshake
-from tidekv.transports import slices
-from tidekv.transports.control import wire
-from tidekv.transports.decode.decode_room import FrameOfRoom, IncomingRoom, Leg, RoomKey, Told, event_of, packed_tails
+from tidekv.transports import base, slices
+from tidekv.transports.control import handshake, wire
 from tidekv.transports.control.peer_backoff import Offenders
+from tidekv.transports.decode.decode_room import FrameOfRoom, IncomingRoom, Leg, RoomKey, Told, event_of, packed_tails
 from tidekv.transports.decode.prefill_link import PrefillLink, cause_of
 from tidekv.transports.tasks import OwnedTasks
 

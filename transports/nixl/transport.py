@@ -27,11 +27,12 @@ from msgspec import Meta
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
 from tidekv.states.types import PageIds, PoolMemory
 from tidekv.states.validation import PositiveCount, Seconds, Text, checked, host_and_port
-from tidekv.transports.control import connection as control
-from tidekv.transports import death
-from tidekv.transports.control import wire
+from tidekv.transports import process
 from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
+from tidekv.transports.control import connection as control
+from tidekv.transports.control import wire
+from tidekv.transports.control.peer_backoff import OffenceLimits
 from tidekv.transports.nixl.agent import NixlAgent
 from tidekv.transports.nixl.layout import check_ours
 from tidekv.transports.nixl.metadata import unwrap, wrap
@@ -39,7 +40,6 @@ from tidekv.transports.nixl.peers import NixlPeer, NixlPeers
 from tidekv.transports.nixl.plan import WritePlan, paired_pages
 from tidekv.transports.nixl.presence import Presence
 from tidekv.transports.nixl.writes import Lane, PartedWrite
-from tidekv.transports.control.peer_backoff import OffenceLimits
 
 LOG = logging.getLogger("tidekv.transports")
 UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
@@ -251,8 +251,8 @@ class NixlTransport:
         connections looks the same. Never returns otherwise. Raises TransferFailed once this transport is closed.
         """
         self._registered()
-        if death.is_judged_here(hello.process):
-            await death.wait_dead(hello.process)
+        if process.is_judged_here(hello.process):
+            await process.wait_dead(hello.process)
         else:
             assert self._presence is not None, "presence is made with the peers"
             await self._presence.wait_disconnected(instance, hello.metadata, hello.memory)

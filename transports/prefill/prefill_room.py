@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from tidekv.states.errors import InvalidRequest, PrefillCause, ProtocolError
-from tidekv.states.handover.sender_components import TailAsked
+from tidekv.states.handover.sender import TailAsked
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.transports import base
 from tidekv.transports.control import wire

@@ -4,12 +4,15 @@
 `writes_in_flight_max` at once) and says what is to be said on the link to that rank. A rank that this prefill rank
 writes nothing to has a delivery as well, whose writes go nowhere: its promise was compared, and its Received is waited
 for. It must never say a chunk before its write is done, and never call itself drained while a write is in flight.
+
+The pools of one decode rank as a prefill rank writes to them: its pages', and each component's.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -17,15 +20,42 @@ import msgspec
 
 from tidekv.states.components.specs import Component, TailPages
 from tidekv.states.errors import LinkClosed, PrefillCause, RemoteProtocolError, TidekvError
-from tidekv.states.handover.sender import SenderRoom, WriteJob
-from tidekv.states.handover.sender_components import TailPart
+from tidekv.states.handover.sender import SenderRoom, TailPart, WriteJob
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.states.validation import Options, PositiveCount
-from tidekv.transports import base
-from tidekv.transports.control import wire
+from tidekv.transports import base, components
 from tidekv.transports.components import components_of
-from tidekv.transports.prefill.targets import Target
+from tidekv.transports.control import wire
 from tidekv.transports.tasks import OwnedTasks
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Handles of the pools that are written to, by component; "full" are the pages."""
+
+    handles: dict[str, base.PeerMemory]
+
+    async def forget(self, transport: base.Transport) -> None:
+        """Give all handles back; nothing is written to any of them."""
+        for handle in self.handles.values():
+            await transport.remove_peer(handle)
+
+
+async def make_target(transport: base.Transport, *, ours: wire.Hello, theirs: wire.Hello) -> Target | None:
+    """Make the pools of a decode rank writable, as far as its heads are ours to write, all of them or none; None: we
+    write nothing to it. Raises RemoteProtocolError, TransferFailed.
+    """
+    exchanges = components.exchanges_with(decode=theirs, prefill=ours)
+    if exchanges is None:
+        return None
+    handles: dict[str, base.PeerMemory] = {}
+    async with AsyncExitStack() as undo:
+        for name, exchange in exchanges.items():
+            memory = theirs.components.get(name, theirs.memory)
+            handle = await transport.add_peer(theirs.instance, theirs.metadata, memory, exchange)
+            undo.push_async_callback(transport.remove_peer, handle)
+            handles[name] = handle
+        undo.pop_all()
+    return Target(handles)
 
 
 class Sent(Protocol):

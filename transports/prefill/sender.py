@@ -28,13 +28,11 @@ from tidekv.states.errors import (
 )
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.transports import base
-from tidekv.transports.control import handshake
-from tidekv.transports.control import wire
-from tidekv.transports.prefill.room_writer import Courier, DecodePeer, Delivery, RoomSettings
-from tidekv.transports.prefill.pending_rooms import Gathering, Gatherings
+from tidekv.transports.control import handshake, wire
 from tidekv.transports.control.peer_backoff import is_offence
+from tidekv.transports.prefill.pending_rooms import Gathering, Gatherings
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
-from tidekv.transports.prefill.targets import make_target
+from tidekv.transports.prefill.room_writer import Courier, DecodePeer, Delivery, RoomSettings, make_target
 from tidekv.transports.tasks import OwnedTasks
 
 COUNTS = (

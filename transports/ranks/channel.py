@@ -17,12 +17,12 @@ import logging
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.states.ranks.agreement import LEADER
 from tidekv.states.errors import RemoteProtocolError, TidekvError
+from tidekv.states.ranks.agreement import LEADER
 from tidekv.transports.ranks import wire as wire
 from tidekv.transports.ranks.peer import RankPeer, greet
-from tidekv.transports.tasks import OwnedTasks
 from tidekv.transports.ranks.vote_thread import VoteThread
+from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

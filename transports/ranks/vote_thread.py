@@ -7,6 +7,12 @@ stream, behind whatever the model computes there, and is refused.
 Gloo's own thread polls a connection again and again while another thread holds its lock. Woken on the core where that
 thread was just sending, it takes the core from it and polls until its time slice is over, milliseconds later. So the
 threads of votes are batch threads to the kernel: they take a core that is free, and nobody's that is not.
+
+One vote in a gloo group: the leader takes the words of all other ranks and sends back what they come to under MIN.
+
+That is 2 (n - 1) messages for n ranks. Gloo's own all-reduce passes parts around the ring in 2 (n - 1) steps of all n,
+each with handshakes of its own, and for words as few as these takes a multiple of the time and the CPU, as
+`benchmarks/ranks.py` measures. All of it blocks, so it is for the thread that votes.
 """
 
 from __future__ import annotations
@@ -27,12 +33,39 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has both, but its types do not say so.
 from torch._C._distributed_c10d import TCPStore as Store
 
-from tidekv.states.ranks.agreement import LEADER
 from tidekv.states.errors import InvalidConfig, TransferFailed
-from tidekv.transports.ranks.vote_exchange import follow, lead
+from tidekv.states.ranks.agreement import LEADER
 
 if TYPE_CHECKING:
     from tidekv.states.ranks.votes import Words
+
+CAST_TAGS, ANSWER_TAGS = 1 << 20, 1 << 21
+"""To each the number of words is added: words of another number never come to lie where these belong."""
+
+
+def lead(group: distributed.ProcessGroup, own: torch.Tensor, *, ranks: int) -> None:
+    """The leader's part; what all come to lies in `own` afterwards. Raises what the group raises."""
+    followers = range(LEADER + 1, ranks)
+    rows = torch.empty((len(followers), len(own)), dtype=own.dtype)
+    coming = [group.recv([row], rank, CAST_TAGS + len(own)) for row, rank in zip(rows, followers, strict=True)]
+    # Row by row: torch takes a hundred times as long for the least of each column.
+    for row, words in zip(rows, coming, strict=True):
+        words.wait()
+        torch.minimum(own, row, out=own)
+    for going in [group.send([own], rank, ANSWER_TAGS + len(own)) for rank in followers]:
+        going.wait()
+
+
+def follow(group: distributed.ProcessGroup, own: torch.Tensor) -> None:
+    """A follower's part; what all come to lies in `own` afterwards. Raises what the group raises."""
+    answer = torch.empty_like(own)
+    # Room for the answer comes first: then the leader need not wait for it.
+    coming = group.recv([answer], LEADER, ANSWER_TAGS + len(own))
+    going = group.send([own], LEADER, CAST_TAGS + len(own))
+    coming.wait()
+    going.wait()
+    own.copy_(answer)
+
 
 LOG = logging.getLogger("tidekv.transports")
 T = TypeVar("T")

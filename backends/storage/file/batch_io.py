@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tidekv.backends.storage.calls import Call
-from tidekv.backends.storage.stats import Counts
-from tidekv.backends.storage.file.page_io import PageIO
 from tidekv.backends.storage.file.directory import Place
+from tidekv.backends.storage.file.page_io import PageIO
+from tidekv.backends.storage.stats import Counts
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import PageIds
 

@@ -31,10 +31,10 @@ from tidekv.backends.storage.base import (
 )
 from tidekv.backends.storage.calls import Call, Calls
 from tidekv.backends.storage.file.batch_io import Threads
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.file.file_store import Shelf
 from tidekv.backends.storage.file.options import FileOptions, read_file_options
 from tidekv.backends.storage.file.schema import file_holdings
-from tidekv.backends.storage.file.file_store import Shelf
+from tidekv.backends.storage.stats import Counts
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.types import PageIds, PoolMemory
 

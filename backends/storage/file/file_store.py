@@ -15,12 +15,12 @@ from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import BufferOf, Verdict
 from tidekv.backends.storage.calls import Call, all_settled
 from tidekv.backends.storage.file.batch_io import Chunks, Threads
-from tidekv.backends.storage.stats import Counts
-from tidekv.backends.storage.file.options import FileOptions
-from tidekv.backends.storage.file.nixl_io import NixlIO
-from tidekv.backends.storage.file.page_io import LATE, PageIO, ThreadIO
 from tidekv.backends.storage.file.directory import Place
+from tidekv.backends.storage.file.nixl_io import NixlIO
+from tidekv.backends.storage.file.options import FileOptions
+from tidekv.backends.storage.file.page_io import LATE, PageIO, ThreadIO
 from tidekv.backends.storage.file.page_verify import verify_stored
+from tidekv.backends.storage.stats import Counts
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
 

@@ -24,10 +24,17 @@ from pathlib import Path
 from typing import Final
 
 from tidekv.backends.storage.base import KEY_BYTES
-from tidekv.backends.storage.file.slot_cache import Mirror, SlotState
 from tidekv.backends.storage.file.records import Geometry
 from tidekv.backends.storage.file.schema import connect
-from tidekv.backends.storage.file.segments import FILE_MODE, INDEX_BITS, NO_WAIT, namespace_directory, segment_name, slot_runs
+from tidekv.backends.storage.file.segments import (
+    FILE_MODE,
+    INDEX_BITS,
+    NO_WAIT,
+    namespace_directory,
+    segment_name,
+    slot_runs,
+)
+from tidekv.backends.storage.file.slot_cache import Mirror, SlotState
 from tidekv.backends.storage.file.writer_locks import WriterLock
 
 INDEX_FILE: Final = "index.sqlite"

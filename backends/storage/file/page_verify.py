@@ -7,7 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tidekv.backends.storage.file.records import CHECKSUM_BYTES, HEADER_BYTES, are_headers, check_header, pack_headers, page_checksum
+from tidekv.backends.storage.file.records import (
+    CHECKSUM_BYTES,
+    HEADER_BYTES,
+    are_headers,
+    check_header,
+    pack_headers,
+    page_checksum,
+)
 from tidekv.backends.storage.file.segments import Segments, failure_cause, index_of, indices_of
 
 NO_CHECKSUM: Final = bytes(CHECKSUM_BYTES)

@@ -20,12 +20,12 @@ from typing import Final, TypeVar
 import numpy as np
 
 from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
-from tidekv.backends.storage.stats import Counts
-from tidekv.backends.storage.page_header import Envelope
 from tidekv.backends.storage.key_lru import Ledger
 from tidekv.backends.storage.mooncake.link import MooncakeLink
 from tidekv.backends.storage.mooncake.options import MooncakeOptions, read_mooncake_options
+from tidekv.backends.storage.page_header import Envelope
 from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
+from tidekv.backends.storage.stats import Counts
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
 

@@ -22,11 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from tidekv.backends.storage.base import BufferOf, Holding
-from tidekv.backends.storage.stats import Counts
-from tidekv.backends.storage.page_header import Envelope
 from tidekv.backends.storage.options import read_authority
+from tidekv.backends.storage.page_header import Envelope
 from tidekv.backends.storage.redis.options import DEFAULT_PORT, RedisOptions, read_redis_options
 from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
+from tidekv.backends.storage.stats import Counts
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
 

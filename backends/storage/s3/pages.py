@@ -19,11 +19,11 @@ import numpy as np
 
 from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
 from tidekv.backends.storage.calls import all_settled
-from tidekv.backends.storage.stats import Counts
-from tidekv.backends.storage.page_header import Envelope
 from tidekv.backends.storage.key_lru import Ledger
+from tidekv.backends.storage.page_header import Envelope
 from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
 from tidekv.backends.storage.s3.options import S3Options, read_s3_options
+from tidekv.backends.storage.stats import Counts
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
 

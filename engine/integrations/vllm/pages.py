@@ -5,6 +5,22 @@
 
 vLLM's thread starts jobs and never waits for storage; they run on a loop of their own. Host pages keep their content
 until they are needed for other pages. No failure fails a request: vLLM recomputes what is not loaded.
+
+Bounded cache of host pages by key (L2) that evicts the least recently used page.
+
+    free ──take──▶ lent ──keep under a key──▶ lent, found by its key
+      ▲              │                          │ last receipt back
+      └──give_back───┘                          ▼
+      ▲                                       idle, found by its key ──find──▶ lent again
+      └──────────taken when no page is free─────┘
+
+It only accounts for pages and holds no bytes. Methods may be called on any thread.
+
+Copies between a worker's host pages and its paged KV, in stream order on a GPU.
+
+Saves gather pages in the stream that computed them, so vLLM may reuse the blocks at once: a later write to them is
+later in that stream. Loads wait for all work that was in the stream when the load began, because a block's previous
+user may still be writing to it.
 """
 
 from __future__ import annotations
@@ -12,28 +28,161 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import torch
+
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
-from tidekv.engine.integrations.vllm.host_cache import HostCache
 from tidekv.engine.integrations.loop_thread import LoopThread
 from tidekv.engine.integrations.storage_guard import StorageGuard
-from tidekv.engine.integrations.vllm.copies import BlockCopies, Wait
+from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
+from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.types import page_ids
 from tidekv.transports.tasks import OwnedTasks, settle
 
 if TYPE_CHECKING:
-    import torch
-
     from tidekv.backends.storage.base import Storage
-    from tidekv.engine.integrations.vllm.blocks import PagedBlocks
     from tidekv.engine.integrations.vllm.settings import Shared
+
+
+class HostCache:
+    """The account of `page_count` host pages. Each page from `take` and `find` must be given back once."""
+
+    def __init__(self, page_count: int) -> None:
+        if page_count < 1:
+            raise InvalidConfig(f"a host cache needs at least one page, not {page_count}")
+        self.page_count = page_count
+        self._lock = threading.Lock()
+        self._free = list(range(page_count - 1, -1, -1))
+        self._receipts = [0] * page_count
+        self._key_of: list[bytes | None] = [None] * page_count
+        self._page_of: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def take(self, count: int) -> list[int]:
+        """Take up to `count` pages for new bytes: free ones first, then idle ones, whose keys are forgotten."""
+        with self._lock:
+            taken: list[int] = []
+            while len(taken) < count and (self._free or self._idle):
+                page = self._free.pop() if self._free else self._idle.popitem(last=False)[0]
+                self._forget(page)
+                self._receipts[page] = 1
+                taken.append(page)
+            return taken
+
+    def find(self, key: bytes) -> int | None:
+        """Return the page with the bytes of `key`, or None. It is not overwritten until it is given back."""
+        with self._lock:
+            page = self._page_of.get(key)
+            if page is not None:
+                self._receipts[page] += 1
+                self._idle.pop(page, None)
+            return page
+
+    def keep(self, key: bytes, page: int) -> None:
+        """Record that a lent page has the bytes of `key`. No effect if another page has that key already."""
+        with self._lock:
+            if not self._receipts[page] or self._key_of[page] is not None:
+                raise BrokenInvariant(f"host page {page} is not lent for new bytes")
+            if key not in self._page_of:
+                self._page_of[key] = page
+                self._key_of[page] = key
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Return one receipt of each page."""
+        with self._lock:
+            for page in pages:
+                if not self._receipts[page]:
+                    raise BrokenInvariant(f"host page {page} was given back twice")
+                self._receipts[page] -= 1
+                if self._receipts[page]:
+                    continue
+                if self._key_of[page] is None:
+                    self._free.append(page)
+                else:
+                    self._idle[page] = None
+
+    def available(self) -> int:
+        """Number of pages that `take` could return now."""
+        with self._lock:
+            return len(self._free) + len(self._idle)
+
+    def cached(self) -> int:
+        """Number of pages that have a key."""
+        with self._lock:
+            return len(self._page_of)
+
+    def _forget(self, page: int) -> None:
+        key = self._key_of[page]
+        if key is not None:
+            del self._page_of[key]
+            self._key_of[page] = None
+
+
+Wait = Callable[[], int]
+"""Waits for a copy; returns how many pages were copied."""
+
+
+class BlockCopies:
+    """Copies whole pages both ways. `read` and `mark` are called on vLLM's thread, `write` on any other one."""
+
+    def __init__(self, blocks: PagedBlocks, host: HostPool) -> None:
+        self._blocks = blocks
+        self._host = host
+        self._on_cuda = blocks.device.type == "cuda"
+        if self._on_cuda:
+            self._to_host = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]  # torch has no types for it.
+            self._to_device = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]  # torch has no types for it.
+
+    def read(self, blocks: Sequence[int], pages: Sequence[int]) -> Wait:
+        """Start copying the pages that `blocks` form to host pages. The returned call waits for the copy."""
+        rows = self._blocks.read(blocks)
+        if not self._on_cuda:
+            self._host.buffer.index_copy_(0, torch.tensor(pages), rows)
+            return pages.__len__
+        self._to_host.wait_stream(torch.cuda.current_stream(self._blocks.device))
+        with torch.cuda.stream(self._to_host):
+            for row, page in zip(rows, pages, strict=True):
+                self._host.buffer[page].copy_(row, non_blocking=True)
+            rows.record_stream(self._to_host)
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it.
+            ended.record()
+
+        def wait() -> int:
+            ended.synchronize()
+            return len(pages)
+
+        return wait
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event at the current position of the stream, for `write` to wait for."""
+        if not self._on_cuda:
+            return None
+        reached = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it.
+        reached.record(torch.cuda.current_stream(self._blocks.device))
+        return reached
+
+    def write(self, pages: Sequence[int], blocks: Sequence[int], *, skip: int, after: torch.cuda.Event | None) -> None:
+        """Copy host pages to the blocks that they form, without the first `skip`. Returns after the copy."""
+        if not self._on_cuda:
+            self._blocks.write(self._host.buffer.index_select(0, torch.tensor(pages)), blocks, skip=skip)
+            return
+        with torch.cuda.device(self._blocks.device), torch.cuda.stream(self._to_device):
+            if after is not None:
+                self._to_device.wait_event(after)
+            shape = (len(pages), self._host.layout.page_bytes)
+            rows = torch.empty(shape, dtype=torch.uint8, device=self._blocks.device)
+            for row, page in zip(rows, pages, strict=True):
+                row.copy_(self._host.buffer[page], non_blocking=True)
+            self._blocks.write(rows, blocks, skip=skip)
+            self._to_device.synchronize()
+
 
 LOG = logging.getLogger("tidekv.vllm")
 BATCH_BYTES: Final = 64 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.backends.storage.file.slot_cache import Mirror
 from tidekv.backends.storage.file.segments import segment_of, slot_of
+from tidekv.backends.storage.file.slot_cache import Mirror
 
 SEGMENT_SLOTS = 8
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.backends.storage.file import records
-from tidekv.backends.storage.file import segments
+from tidekv.backends.storage.file import records, segments
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import page_ids
 

@@ -24,8 +24,8 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.demo.synthetic_components import tail_digest, wrong_tails
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork
 
 SIZE = 4

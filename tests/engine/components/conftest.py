@@ -28,8 +28,8 @@ from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.component_pages import LeftTails, WindowPages
 from tidekv.engine.decode.values import Recompute
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.demo.synthetic_components import tail_digest, wrong_tails
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.components.specs import ComponentKind
 from tidekv.transports.loopback import LoopbackNetwork
 

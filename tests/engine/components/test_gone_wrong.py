@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tidekv import InvalidRequest, Replayer
-from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.request_traces import read_stories
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_components import tail_digest
+from tidekv.engine.trace.explain import explain
+from tidekv.engine.trace.request_traces import read_stories
 from tidekv.states.errors import CopyFailed
 
 SIZE = 4

@@ -29,8 +29,8 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.demo.synthetic_components import wrong_tails
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import CopyFailed
 from tidekv.transports.loopback import LoopbackNetwork
 

@@ -25,10 +25,10 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.ranks.group import RankGroup
 from tidekv.engine.decode.values import ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.ranks.group import RankGroup
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import PageIds
 from tidekv.transports.prefill.prefill_room import Room

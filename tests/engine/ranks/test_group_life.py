@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv.engine.decode import driver
-from tidekv.states.ranks.agreement import Decision
 from tidekv.states.errors import (
     BrokenInvariant,
     EngineClosed,
@@ -19,6 +18,7 @@ from tidekv.states.errors import (
     RequestFailed,
 )
 from tidekv.states.events import RequestArrived
+from tidekv.states.ranks.agreement import Decision
 
 
 async def test_a_rank_whose_core_breaks_stops_all_by_its_number(world) -> None:

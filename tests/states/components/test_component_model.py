@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.prefixes import Prefix, keys, prefix_of
-from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.components.index import ComponentIndex, Reserved, TailReceipt
 from tidekv.states.components.specs import Component
+from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import page_ids
 

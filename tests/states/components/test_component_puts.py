@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.support.component_stories import ALL, PROMPT, asked, cached, fetching, finish, only_in_storage, ready_with, rig_with, tail, window
+from tests.support.component_stories import (
+    ALL,
+    PROMPT,
+    asked,
+    cached,
+    fetching,
+    finish,
+    only_in_storage,
+    ready_with,
+    rig_with,
+    tail,
+    window,
+)
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.storage.policy import StoragePolicy, policy_of

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.component_stories import ALL, PROMPT, asked, cached, fetching, finish, only_in_storage, pages, raise_at_promises, ready_with, rig_with, settle, state, tail, window
+from tests.support.component_stories import (
+    ALL,
+    PROMPT,
+    asked,
+    cached,
+    fetching,
+    finish,
+    only_in_storage,
+    pages,
+    raise_at_promises,
+    ready_with,
+    rig_with,
+    settle,
+    state,
+    tail,
+    window,
+)
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant

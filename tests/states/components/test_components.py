@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.components.index import ComponentIndex, Reserved
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
+from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import page_ids

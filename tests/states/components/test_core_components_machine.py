@@ -12,8 +12,8 @@ from tests.support.core_machine import CoreMachine
 from tidekv.engine.simulation.memory import Contents, SimulatedPool
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.pages.page_pool import Condition
 from tidekv.states.components.specs import Component
+from tidekv.states.pages.page_pool import Condition
 from tidekv.states.types import page_ids
 
 PICKS = st.integers(min_value=0, max_value=99)

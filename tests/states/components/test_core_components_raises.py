@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.each_call import raised_at_each_call
 from tests.support.component_stories import PROMPT, finish, rig_with, state, window
+from tests.support.each_call import raised_at_each_call
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 

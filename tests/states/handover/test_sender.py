@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tidekv.states.components.specs import TailPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
-from tidekv.states.handover.sender import SPANS_MAX, ChunkReady, SenderRoom, WriteJob
-from tidekv.states.handover.sender_components import TailPart
+from tidekv.states.handover.sender import SPANS_MAX, ChunkReady, SenderRoom, TailPart, WriteJob
 from tidekv.states.types import page_ids
 
 PAGE = 4

@@ -6,8 +6,7 @@ import pytest
 
 from tidekv.states.components.specs import TailPages
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
-from tidekv.states.handover.sender import ChunkReady, SenderRoom
-from tidekv.states.handover.sender_components import TailAsked, TailPart
+from tidekv.states.handover.sender import ChunkReady, SenderRoom, TailAsked, TailPart
 from tidekv.states.types import page_ids
 
 

@@ -10,8 +10,19 @@ import pytest
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
+from tidekv.states.inspect.step_record import (
+    BOOK_NUMBERS,
+    BOOKS_EVERY,
+    COMMANDS,
+    NOTHING,
+    TAIL_NUMBERS,
+    Answer,
+    Noted,
+    Witness,
+    encode_pages,
+    short_fields,
+)
 from tidekv.states.types import page_ids
-from tidekv.states.inspect.step_record import BOOK_NUMBERS, BOOKS_EVERY, COMMANDS, NOTHING, TAIL_NUMBERS, Answer, Noted, Witness, encode_pages, short_fields
 
 ENCODE = msgspec.json.Encoder(enc_hook=encode_pages).encode
 

@@ -7,8 +7,8 @@ import pytest
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import RemoteProtocolError
-from tidekv.states.loads.loads import Loads
 from tidekv.states.handover.receiver import ReceiverRoom
+from tidekv.states.loads.loads import Loads
 from tidekv.states.request.request import Load, State
 
 EIGHT = b"abcdefgh"

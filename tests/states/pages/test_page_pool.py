@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
+from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.types import page_ids
 
 FREE, OWNED, CACHED, DRAINING = Condition

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tidekv.states.pages.page_states import PageConditions
+from tidekv.states.pages.page_pool import PageConditions
 from tidekv.states.types import page_ids
 
 PAGES = 90

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidekv.engine.kv_events.watcher import watch
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.node import Node
-from tidekv.states.prefix.dirty_nodes import watch
 
 Seen = dict[bytes, tuple[tuple[bool, ...], Node]]
 

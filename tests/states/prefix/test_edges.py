@@ -24,12 +24,12 @@ from tidekv.states.errors import (
     ReplayDiverged,
     RequestFailed,
 )
-from tidekv.states.storage.policy import StoragePolicy
 from tidekv.states.handover.sender import SenderRoom
-from tidekv.states.settings import CoreSettings
-from tidekv.states.types import PoolMemory, Segment, page_ids
-from tidekv.states.request.table import diagram
 from tidekv.states.prefix.tree import PageTree
+from tidekv.states.request.table import diagram
+from tidekv.states.settings import CoreSettings
+from tidekv.states.storage.policy import StoragePolicy
+from tidekv.states.types import PoolMemory, Segment, page_ids
 
 
 def test_errors_carry_their_fields_and_words_built_from_them() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.pages.page_pool import Condition, PageAccount
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import PageIds, page_ids
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tidekv.states.pages.page_pool import PageAccount
-from tidekv.states.prefix.policies import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import TierName
+from tidekv.states.prefix.policies import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
 
 
 def keys(*tokens: int) -> bytes:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.pages.page_pool import PageAccount
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import page_ids
 

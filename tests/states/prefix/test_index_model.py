@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.prefixes import Prefix, keys, prefix_of
 from tidekv.states.pages.page_pool import Condition, PageAccount
-from tidekv.states.prefix.policies import FIFO, LFU, LRU, PRIORITY, SLRU
 from tidekv.states.prefix.index import Node, PrefixIndex, Receipt
+from tidekv.states.prefix.policies import FIFO, LFU, LRU, PRIORITY, SLRU
 from tidekv.states.types import PageIds, page_ids
 
 DEVICE_PAGES, HOST_PAGES = 32, 24

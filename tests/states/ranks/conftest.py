@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from tidekv.states import commands, events
-from tidekv.states.ranks.agreement import Agreement, Decision, Opening
 from tidekv.states.core import Core
 from tidekv.states.errors import RanksDiverged
+from tidekv.states.ranks.agreement import Agreement, Decision, Opening
 from tidekv.states.settings import CoreSettings
 
 SETTINGS = CoreSettings(

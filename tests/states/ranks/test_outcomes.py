@@ -6,10 +6,10 @@ import pytest
 
 from tidekv.states import commands, events
 from tidekv.states.errors import PrefillCause
-from tidekv.states.ranks.vote_items import OperationQuestion
 from tidekv.states.ranks.room_votes import FAILED, RoomQuestion
-from tidekv.states.types import page_ids
+from tidekv.states.ranks.vote_items import OperationQuestion
 from tidekv.states.ranks.votes import Ballot
+from tidekv.states.types import page_ids
 
 
 def test_a_hit_in_storage_is_what_all_ranks_have(make_ranks) -> None:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tidekv.states import commands, events
-from tidekv.states.ranks.agreement import Opening
 from tidekv.states.errors import RankBroken
+from tidekv.states.ranks.agreement import Opening
 from tidekv.states.ranks.votes import SLOTS_MIN, Ballot
 
 

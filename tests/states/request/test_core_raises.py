@@ -14,12 +14,12 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.core import RAISES_MAX
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.prefix.index import PrefixIndex
+from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
+from tidekv.states.prefix.index import PrefixIndex
+from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
-from tidekv.states.handover.rooms import Rooms
-from tidekv.states.request.ready import Serving
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)

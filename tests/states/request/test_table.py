@@ -13,9 +13,9 @@ from tidekv.states import commands, events
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
 from tidekv.states.request.machine import ShortMachine
-from tidekv.states.storage.policy import StoragePolicy
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.table import LIVE, TRANSITIONS, build_machine, diagram
+from tidekv.states.storage.policy import StoragePolicy
 
 KINDS = [
     found

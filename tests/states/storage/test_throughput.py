@@ -10,8 +10,8 @@ from tests.support.asking import ask
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.storage.circuit_breaker import Breaker
-from tidekv.states.storage.throughput import PACE_FRESH_S, FetchPace
 from tidekv.states.storage.policy import changed_policy, policy_of
+from tidekv.states.storage.throughput import PACE_FRESH_S, FetchPace
 
 TOKENS = b"abcdefgh"
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.nixl_child import NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import page_ids
-from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.nixl.peers import NixlPeer
+from tidekv.transports.nixl.transport import NixlTransport
 
 PIECES = (4096, 512, 4096, 512)
 

@@ -11,8 +11,8 @@ from benchmarks.nixl_child import NixlChild
 from tidekv.engine.doctor.machine import listening
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidConfig
-from tidekv.transports.control import connection
 from tidekv.transports.base import Link
+from tidekv.transports.control import connection
 from tidekv.transports.nixl.transport import NixlTransport
 
 pytestmark = pytest.mark.nixl

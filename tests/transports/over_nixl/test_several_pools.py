@@ -14,8 +14,8 @@ from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidRequest, PeerMismatch, RemoteProtocolError, TransferFailed
 from tidekv.states.types import page_ids
 from tidekv.transports.base import Exchange
-from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.nixl.peers import NixlPeer
+from tidekv.transports.nixl.transport import NixlTransport
 
 pytestmark = pytest.mark.nixl
 

@@ -24,10 +24,10 @@ from tidekv.states.errors import (
     TransferFailed,
 )
 from tidekv.states.types import PoolMemory, Segment, page_ids
-from tidekv.transports.nixl import transport as nixl
 from tidekv.transports.control import wire
-from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl import transport as nixl
 from tidekv.transports.nixl.agent import NixlAgent, Request
+from tidekv.transports.nixl.transport import NixlTransport
 
 pytestmark = pytest.mark.nixl
 

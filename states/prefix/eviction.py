@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tidekv.states.prefix.node import Node, TierName
-from tidekv.states.types import PageIds
 from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.prefix.tree import PageTree
+from tidekv.states.types import PageIds
 
 EvictionHook: TypeAlias = Callable[[Node, TierName], None]
 """Told of a node's copy before it goes. It must not change the index."""
