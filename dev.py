@@ -21,7 +21,7 @@ COMMANDS = {
     "test": (["-m", "pytest"], "run the tests"),
     "check": ([], "run the lint and type checks"),
     "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run the tests; print what branches they take"),
-    "bench": (["-m", "tidekv", "bench"], "measure all targets, or run one benchmark by name; --help lists them"),
+    "bench": (["-m", "benchmarks"], "measure all targets, or run one benchmark by name; --help lists them"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
     "docs": (["-m", "mkdocs", "build", "--strict"], "build the pages of docs/ in build/docs; a warning is an error"),
     "setup": ([], "only set up .venv"),

@@ -1,4 +1,4 @@
-"""Report of every target with its measured figure: `python benchmarks/all_targets.py`, or `tidekv bench all`.
+"""Report of every target with its measured figure: `python -m benchmarks.all_targets`, or `python3 dev.py bench all`.
 
 Runs the measurements that the chosen targets need, and prints for each target the bound, the figure and the verdict:
 pass, short, missing (a peer, a recording or a machine is not available), or failed. Figures are reported, not asserted:

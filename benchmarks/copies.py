@@ -1,4 +1,4 @@
-"""Throughput of page copies between the pools, next to a plain memcpy: `python benchmarks/copies.py`.
+"""Throughput of page copies between the pools, next to a plain memcpy: `python -m benchmarks.copies`.
 
 For each shape of page: pages at random places and pages in runs of 16, in both directions, with the pool's own tensors
 and with the caller's (one allocation per piece). Every figure is the best of several rounds, in GB/s of page bytes. On

@@ -1,4 +1,4 @@
-"""CPU time of the engine per request: `python benchmarks/engine.py`.
+"""CPU time of the engine per request: `python -m benchmarks.engine`.
 
 One decode engine with device, host and storage tiers and a journal serves prompts of 4,096 tokens, the first half of
 which is cached: for a third of the requests in device memory, for a third in host memory, for a third in storage. The

@@ -1,4 +1,4 @@
-"""Cost per request with many in flight relative to few: `python benchmarks/engine_growth.py --json FILE`.
+"""Cost per request with many in flight relative to few: `python -m benchmarks.engine_growth --json FILE`.
 
 Two engines of `engine.py` in one process, under its load: one serves blocks of 256 requests, the other of 4,096. A
 round consists of blocks of the first, one block of the second, and blocks of the first again, so that a machine that

@@ -1,4 +1,4 @@
-"""Cost of each call of an `EngineThread` for a synchronous scheduler: `python benchmarks/engine_thread.py`.
+"""Cost of each call of an `EngineThread` for a synchronous scheduler: `python -m benchmarks.engine_thread`.
 
 Two rigs on loopback. In the first, 256 requests wait for a prefill worker that never answers; it measures a poll
 without news while the engine's thread runs its heartbeats and timers. In the second, 256 requests are READY, and a loop

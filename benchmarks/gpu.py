@@ -1,4 +1,4 @@
-"""Throughput of the CUDA paths on this machine's GPU: `python benchmarks/gpu.py [--json FILE]`, in a few minutes.
+"""Throughput of the CUDA paths on this machine's GPU: `python -m benchmarks.gpu [--json FILE]`, in a few minutes.
 
 Pinned copies are the limit. Measured against it: pages at random places, in both directions and both forms; the size at
 which the forms are equal; the slowdown of a decode-like step by copies beside it; the CPU time of the threads that wait
@@ -147,7 +147,7 @@ async def measure_load(rig: Rig, report: Report) -> None:
 
 def measure_nixl(report: Report) -> None:
     """Measure a write in device memory, in a process that may crash."""
-    command = [sys.executable, "-W", "ignore", __file__, "--nixl-only"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--nixl-only"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NIXL_TIMEOUT_S)
         said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()

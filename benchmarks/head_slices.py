@@ -1,4 +1,4 @@
-"""Cost of transferring slices of the heads within each token: `python benchmarks/head_slices.py`.
+"""Cost of transferring slices of the heads within each token: `python -m benchmarks.head_slices`.
 
 Two processes, NIXL over shared memory; KV of 128 x 2 bytes per head and token, pages of 16 tokens, 16 layers. Each row
 writes the same bytes in two ways: as stretches of the slice within each token, as done between unequal numbers of

@@ -1,6 +1,6 @@
 """Cost of the prefix index per request: conversations of many turns, replayed against the index and its page accounts.
 
-    python benchmarks/index.py [--requests 4000] [--page-size 64] [--pages 15000]
+    python -m benchmarks.index [--requests 4000] [--page-size 64] [--pages 15000]
 
 Each request matches its prompt, locks the match, makes room, takes pages, inserts, locks the leaf and stays locked
 until 16 later ones have arrived. Prompts are packed in advance. Prints microseconds per request, by call. They are for

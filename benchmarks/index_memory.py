@@ -1,4 +1,4 @@
-"""Memory per page in the index: `python benchmarks/index_memory.py --json FILE [--trace RECORDING]`.
+"""Memory per page in the index: `python -m benchmarks.index_memory --json FILE [--trace RECORDING]`.
 
 A recording is inserted, without evictions, until the index holds a million pages. The memory that the interpreter has
 allocated for the index, without the bytes of the keys, is divided by the number of pages. Without a recording the

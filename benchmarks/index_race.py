@@ -1,4 +1,4 @@
-"""Comparison of prefix indexes in one process on the same prompts: `python benchmarks/index_race.py sglang|vllm`.
+"""Comparison of prefix indexes in one process on the same prompts: `python -m benchmarks.index_race sglang|vllm`.
 
 A recording is replayed: for each request the prompt is matched and locked, room is made, pages are taken, the prompt is
 inserted and stays locked until 16 later ones have arrived. Prompts are converted to each index's own form in advance:

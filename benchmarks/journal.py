@@ -1,4 +1,4 @@
-"""Cost of a journal: `python benchmarks/journal.py`, CPU time of the engine's process per request.
+"""Cost of a journal: `python -m benchmarks.journal`, CPU time of the engine's process per request.
 
 Two processes with an engine each, one with a journal and one without, and the load of `engine.py` for both: prompts of
 4,096 tokens, the first half of which is cached in device memory, host memory or storage, 256 of them in flight at once,
@@ -126,7 +126,7 @@ class Process:
 
     def __init__(self, arguments: list[str], side: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments, "--side", side],
+            [sys.executable, "-m", "benchmarks.journal", *arguments, "--side", side],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -263,9 +263,11 @@ def main() -> None:
     show_pairs(measure_pairs(options.pairs, sys.argv[1:]), options.in_flight, console)
     uvloop.run(measure_directly(load, options.in_flight, console))
     if options.conversation_pairs:
-        program = Path(__file__).with_name("journal_conversations.py")
         print("\nconversations over NIXL:", flush=True)
-        subprocess.run([sys.executable, str(program), "--pairs", str(options.conversation_pairs)], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.journal_conversations", "--pairs", str(options.conversation_pairs)],
+            check=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cost of a journal in conversations over NIXL: `python benchmarks/journal_conversations.py`.
+"""Cost of a journal in conversations over NIXL: `python -m benchmarks.journal_conversations`.
 
 Two decode engines in this process, one with a journal and one without, and a prefill worker in a process of its own,
 connected by NIXL. The engines take turns in serving the same conversations, block by block, in changing order, so that

@@ -1,4 +1,4 @@
-"""Delay of outcomes, and the cost of waiting for them: `python benchmarks/latency.py --json FILE`.
+"""Delay of outcomes, and the cost of waiting for them: `python -m benchmarks.latency --json FILE`.
 
 A decode engine on uvloop with 256 requests in flight, each with 4,096 tokens, half of them cached; a prefill worker in
 another process answers each after four seconds on average, over NIXL. Measured are: the time from the frame that makes

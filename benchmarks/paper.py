@@ -1,6 +1,6 @@
-"""The published tables on a modeled clock, without the sweep: `python benchmarks/paper.py --json FILE`.
+"""The published tables on a modeled clock, without the sweep: `python -m benchmarks.paper --json FILE`.
 
-`tidekv bench paper` prints them and sweeps every constant. See `benchmarks.published` for method and sources.
+`python3 dev.py bench paper` prints them and sweeps every constant. See `benchmarks.published` for method and sources.
 
 The rows use the constants that were fixed before the first run. Next to the capacity effect stands the result with
 decoding steps by the published milliseconds per token and a prefill speed assumed later; no row depends on it.

@@ -1,4 +1,4 @@
-"""Restore or transfer, on a modeled clock: `python benchmarks/planner.py --json FILE`, or `tidekv bench sources`."""
+"""Restore or transfer, on a modeled clock: `python -m benchmarks.planner --json FILE`, or `python3 dev.py bench sources`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hit rates of the published conversation rounds: `python benchmarks/published_rates.py --json FILE`."""
+"""Hit rates of the published conversation rounds: `python -m benchmarks.published_rates --json FILE`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Cost of agreement: one vote next to a bare gloo all_reduce of the same size, and the number of votes.
 
-    python benchmarks/ranks.py --ranks 2 --requests 256 --votes 2000
+    python -m benchmarks.ranks --ranks 2 --requests 256 --votes 2000
 
 Every rank is a process. Three kinds alternate in blocks, so that changes of the machine affect all of them: the bare
 all_reduce in a plain loop; a vote of `VoteThread`, awaited on uvloop; and a whole turn of real cores with that many

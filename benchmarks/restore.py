@@ -1,4 +1,4 @@
-"""Cost of the tiers in combination: `python benchmarks/restore.py --json FILE`.
+"""Cost of the tiers in combination: `python -m benchmarks.restore --json FILE`.
 
 A decode engine with a `file:` store, and a prefill worker in another process that keeps prefixes, so that it only
 sends. Pages are 1 MiB of 16 tokens. Measured are: 4,096 tokens from storage through the host to the device, relative to

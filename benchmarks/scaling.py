@@ -1,4 +1,4 @@
-"""Cost at a hundred times the work: `python benchmarks/scaling.py --json FILE [--plot FILE]`.
+"""Cost at a hundred times the work: `python -m benchmarks.scaling --json FILE [--plot FILE]`.
 
 Index, engine and journal do 1, 10 and 100 times the same work; figures are CPU times. The index has that factor of
 requests and of pages, the engine that factor of requests in flight, the journal that factor of events, which are

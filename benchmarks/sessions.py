@@ -1,4 +1,4 @@
-"""Agent sessions end to end in two processes, with and without decode cache: `python benchmarks/sessions.py RECORDING`.
+"""Agent sessions end to end in two processes, with and without decode cache: `python -m benchmarks.sessions RECORDING`.
 
 Lengths are an eighth of the recorded ones. Requests are served one at a time, so the time to ready does not include the
 verification of other requests. The prefill worker keeps prefixes in both runs, which differ in what it must send. All

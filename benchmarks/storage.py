@@ -1,4 +1,4 @@
-"""Speed of the `file:` engine relative to hand-written baselines: `python benchmarks/storage.py [--help]`.
+"""Speed of the `file:` engine relative to hand-written baselines: `python -m benchmarks.storage [--help]`.
 
 In each round every candidate does the same work directly after the other, because the speed of a machine drifts; ratios
 are medians over rounds. The work is one batch of pages: put under new keys, then read back from the page cache, then
@@ -217,7 +217,12 @@ async def late_ms(running: Callable[[], bool]) -> list[float]:
 async def lag_ms_p99(engine: Engine, keys: Sequence[bytes]) -> tuple[float, float]:
     """Return the loop's p99 lag while the engine works, and that of an idle loop in another process meanwhile."""
     idle = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--idle-loop", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "benchmarks.storage",
+        "--idle-loop",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     assert idle.stdout is not None
     # The process prints a line when it has started.

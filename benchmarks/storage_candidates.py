@@ -1,4 +1,4 @@
-"""Designs of an embedded store, compared: `python benchmarks/storage_candidates.py [--help]`.
+"""Designs of an embedded store, compared: `python -m benchmarks.storage_candidates [--help]`.
 
     a file a page            open, one read or write, close; the directory is the index
     segments, plain preadv   fixed slots in large files, one call per run of neighbors, shared by two threads

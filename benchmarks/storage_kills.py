@@ -1,4 +1,4 @@
-"""Kill test of writers and readers of one `file:` directory: `python benchmarks/storage_kills.py [KILLS]`.
+"""Kill test of writers and readers of one `file:` directory: `python -m benchmarks.storage_kills [KILLS]`.
 
 Several processes at once fork children that open the directory, write and read it, and are killed (SIGKILL) some
 milliseconds later, at any point: opening, reserving, writing, publishing, evicting, closing. Readers and this process
@@ -143,7 +143,7 @@ async def watch(root: Path, kills: int, seed: int) -> Counter[str]:
     shares = [kills // FORKERS + (number < kills % FORKERS) for number in range(FORKERS)]
     forkers = [
         await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--forker", str(root), str(share), str(seed * 31 + number),
+            sys.executable, "-m", "benchmarks.storage_kills", "--forker", str(root), str(share), str(seed * 31 + number),
             stdout=asyncio.subprocess.PIPE,
         )
         for number, share in enumerate(shares)

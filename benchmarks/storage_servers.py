@@ -1,7 +1,7 @@
-"""Throughput of storage on a server, and its effect on the event loop: `python benchmarks/storage_servers.py URI…`.
+"""Throughput of storage on a server, and its effect on the event loop: `python -m benchmarks.storage_servers URI…`.
 
     redis-server --port 7000 --save '' &
-    python benchmarks/storage_servers.py redis://127.0.0.1:7000
+    python -m benchmarks.storage_servers redis://127.0.0.1:7000
 
 For each URI and page size, batches are put under new keys and read back, three times; figures are medians. Meanwhile a
 task repeatedly sleeps for a millisecond: its delay is the loop's lag, printed next to that of an idle loop.

@@ -1,4 +1,4 @@
-"""The targets of tidekv as data. `tidekv bench all` prints them with the measured figures.
+"""The targets of tidekv as data. `python3 dev.py bench all` prints them with the measured figures.
 
 A target names its figure and the measurement (`measurements.py`) that produces it; a target without a measurement
 states the reason. Most figures are ratios taken within one run, so that the speed of the machine cancels out.

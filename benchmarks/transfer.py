@@ -1,4 +1,4 @@
-"""Cost of the NIXL transport relative to NIXL itself: `python benchmarks/transfer.py`.
+"""Cost of the NIXL transport relative to NIXL itself: `python -m benchmarks.transfer`.
 
 A second process offers the target pool; the loop is uvloop, as in every process of tidekv. The target is bandwidth:
 writes of the same pages in a stream, eight at a time, as a prefill worker with several requests has them, by

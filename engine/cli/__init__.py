@@ -1,12 +1,10 @@
 """The commands of the command line: each module has a `register(app)` that adds its command."""
 
-from benchmarks import __main__
 from tidekv.engine.cli import config, doctor, explain, replay, run, sides, simulate, store, timeline, top
 
 COMMANDS = (
     run.register,
     sides.register,
-    __main__.register,
     replay.register,
     explain.register,
     simulate.register,

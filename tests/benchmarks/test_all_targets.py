@@ -38,7 +38,7 @@ def module(name: str) -> ModuleType:
 
 
 def verdicts(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, dict[str, dict[str, object]]]:
-    """What `tidekv bench all` prints, and its rows by target."""
+    """What `python3 dev.py bench all` prints, and its rows by target."""
     file = tmp_path / "all.json"
     done = subprocess.run(
         [sys.executable, "-m", "tidekv", "bench", "all", "--json", str(file), *arguments],
