@@ -16,7 +16,7 @@ from tidekv.states.errors import BrokenInvariant
 Outcome: TypeAlias = "tuple[asyncio.Future[None], Exception | None]"
 
 
-class Outcomes:
+class Completions:
     """Settles futures of one loop from any thread. A future that was cancelled meanwhile is skipped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -17,7 +17,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex, Receipt
 
 LIVE_REQUESTS = 16
@@ -46,8 +46,8 @@ def conversations(count: int, page_size: int, seed: int = 7) -> list[bytes]:
 
 def replay(prompts: list[bytes], page_size: int, page_count: int) -> tuple[dict[str, float], float]:
     """Run all requests on a new index; returns microseconds per request by step, and the share of matched pages."""
-    device = PageAccount("device", page_count)
-    index = PrefixIndex(key_bytes=page_size * 4, device=device, host=PageAccount("host", 0))
+    device = PagePool("device", page_count)
+    index = PrefixIndex(key_bytes=page_size * 4, device=device, host=PagePool("host", 0))
     held: deque[Receipt] = deque()
     spent = [0] * len(STEPS)
     matched = pages = 0

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.figures import Figures, option_parser
 from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.demo.traces import read_trace
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
 
 PAGE = 64
@@ -53,8 +53,8 @@ def main() -> None:
         first = next(prompts)
         gc.collect()
         tracemalloc.start()
-        device = PageAccount("device", chosen.pages)
-        index = PrefixIndex(key_bytes=KEY_BYTES, device=device, host=PageAccount("host", 0))
+        device = PagePool("device", chosen.pages)
+        index = PrefixIndex(key_bytes=KEY_BYTES, device=device, host=PagePool("host", 0))
         prompt: bytes | None = first
         while prompt:
             match = index.match("", prompt)

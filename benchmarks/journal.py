@@ -64,7 +64,7 @@ class Side:
 
     def watch_journal(self) -> None:
         """From now on, sum up the loop's time in the journal. The measurement itself has a cost, too."""
-        journal, driver = self.rig.engine._parts.journal, self.rig.engine._parts.driver
+        journal, driver = self.rig.engine._runtime.journal, self.rig.engine._runtime.driver
         assert journal is not None
         clock = time.thread_time
 

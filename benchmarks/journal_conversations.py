@@ -68,7 +68,7 @@ class Load:
         """Return the order for the prefill worker."""
         return PrefillOrder(
             name="prefill-0",
-            fingerprint="synthetic",
+            state_digest="synthetic",
             layout=self.layout,
             num_pages=DEVICE_TOKENS // self.layout.page_size,
             chunk_tokens=256,
@@ -108,7 +108,7 @@ class Side:
 
     def watch_journal(self) -> None:
         """From now on, sum up the loop's time in the journal. The measurement itself has a cost, too."""
-        journal, driver = self.engine._parts.journal, self.engine._parts.driver
+        journal, driver = self.engine._runtime.journal, self.engine._runtime.driver
         assert journal is not None
         clock = time.thread_time
 

@@ -150,7 +150,7 @@ class Load:
         self._arrived_ns = arrived_ns
         self._over = False
         count = IN_FLIGHT * TURNS_MAX + PROMPT_TOKENS
-        self._tails = np.random.default_rng(IN_FLIGHT).integers(0, 1 << 16, count, dtype=np.uint32).tobytes()
+        self._component_pages = np.random.default_rng(IN_FLIGHT).integers(0, 1 << 16, count, dtype=np.uint32).tobytes()
 
     async def run(self, seconds: float) -> int:
         """Serve; returns the number of requests."""
@@ -172,7 +172,7 @@ class Load:
             name = f"r{number}-{turn}"
             # Sliced from tokens made in advance, because making them takes longer than what is measured.
             at = 4 * (number * TURNS_MAX + turn)
-            tail = self._tails[at : at + half_bytes]
+            tail = self._component_pages[at : at + half_bytes]
             request = DecodeRequest(request_id=name, tokens=prefix + tail, prefill=self.address, send_prompt=True)
             ready = await self.engine.restore(request)
             now_ns = time.monotonic_ns()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from benchmarks.peers import PeerMissing
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
 
 Ids = npt.NDArray[np.int64]
@@ -27,8 +27,8 @@ class OurTree:
 
     def __init__(self, page_size: int, capacity: int, *, packed: bool) -> None:
         self.page_size = page_size
-        self.device = PageAccount("device", capacity // page_size)
-        host = PageAccount("host", capacity // page_size)
+        self.device = PagePool("device", capacity // page_size)
+        host = PagePool("host", capacity // page_size)
         self.index = PrefixIndex(key_bytes=page_size * TOKEN_BYTES, device=self.device, host=host)
         self._packed = packed
         self._key_bytes = page_size * TOKEN_BYTES

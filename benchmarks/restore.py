@@ -103,7 +103,7 @@ async def measure_sharing(figures: Figures) -> None:
     prefix_pages = len(prefix) // 4 // SMALL.page_size
     num_pages = prefix_pages + 4 * SHARERS
     order = PrefillOrder(
-        name="prefill-0", fingerprint="s", layout=SMALL, num_pages=4 * num_pages, chunk_tokens=4096,
+        name="prefill-0", state_digest="s", layout=SMALL, num_pages=4 * num_pages, chunk_tokens=4096,
         vocabulary=VOCABULARY,
     )  # fmt: skip
     async with (
@@ -119,12 +119,12 @@ async def measure_sharing(figures: Figures) -> None:
         pair = Pair(engine, prefill)
         await pair.ready(prefix, cache=True)
         await pair.forget()
-        before = engine._parts.storage.statistics().hits
+        before = engine._runtime.storage.statistics().hits
         async with asyncio.TaskGroup() as group:
             for number in range(SHARERS):
                 tail = tokens_of(100 + number, SMALL.page_size)
                 group.create_task(_hold(engine, prefill.address, f"s{number}", prefix + tail))
-        read = engine._parts.storage.statistics().hits - before
+        read = engine._runtime.storage.statistics().hits - before
     figures.add("restore.loads", read / prefix_pages, f"{read} pages read for {SHARERS} requests with {prefix_pages}")
 
 

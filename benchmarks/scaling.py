@@ -28,7 +28,7 @@ import uvloop
 from benchmarks.engine import Load, Rig, measure, set_collector  # Not that of the package: engine.py in this folder.
 from benchmarks.figures import Figures, option_parser, over_n_log_n
 from tidekv import Replayer
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex, Receipt
 
 Points: TypeAlias = list[tuple[float, float]]
@@ -47,8 +47,8 @@ LOAD = Load(prompt_tokens=512, page_size=64, chunk_tokens=512, tiers=("l1", "l2"
 def index_s(times: int) -> float:
     """Return CPU seconds for growing conversations with 1.5 times as many pages as the index can hold."""
     requests, pages = INDEX_REQUESTS * times, INDEX_PAGES * times
-    device = PageAccount("device", pages)
-    index = PrefixIndex(key_bytes=PAGE * 4, device=device, host=PageAccount("host", pages))
+    device = PagePool("device", pages)
+    index = PrefixIndex(key_bytes=PAGE * 4, device=device, host=PagePool("host", pages))
     words = np.random.default_rng(1)
     talks: list[bytes] = [b""] * max(requests // 4, 1)
     held: deque[Receipt] = deque()

@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tidekv.backends.base import Pollable
-from tidekv.backends.completions import Outcome, Outcomes, as_error
+from tidekv.backends.completions import Completions, Outcome, as_error
 from tidekv.states.errors import EngineClosed
 from tidekv.transports.base import Ended, Stream, Turn
 
 
-class Bell:
+class Wakeup:
     """Wakes one thread. Exactly one thread rings and one thread waits."""
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class PollerThread:
         # Not a queue: a timed get of SimpleQueue may miss its deadline between two clock reads and then waits for ever;
         # one of Queue takes half as long again for a round trip to the thread.
         self._new: deque[_Flight | StreamDrive | _Stop] = deque()
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._outcomes: Outcomes | None = None
+        self._outcomes: Completions | None = None
         self._stopped: asyncio.Future[None] | None = None
         self._closing = False
         self._submitted = 0
@@ -131,7 +131,7 @@ class PollerThread:
         """Bind to the running loop and start the thread. Call it once."""
         assert self._loop is None, "a poller is started once"
         self._loop = asyncio.get_running_loop()
-        self._outcomes = Outcomes(self._loop)
+        self._outcomes = Completions(self._loop)
         self._stopped = self._loop.create_future()
         self._stopped.add_done_callback(self._on_stopped)
         self._thread.start()
@@ -140,7 +140,7 @@ class PollerThread:
         """Start an operation and drive it to its end; see `tidekv.backends.base.Poller`. EngineClosed after `close`."""
         flight = _Flight(pollable, self._begin(), pollable.rounds)
         self._new.append(flight)
-        self._bell.ring()
+        self._wakeup.ring()
         return flight.future
 
     def drive(self, stream: Stream) -> StreamDrive:
@@ -160,7 +160,7 @@ class PollerThread:
         if not self._closing:
             self._closing = True
             self._new.append(_Stop(time.monotonic() + timeout_s))
-            self._bell.ring()
+            self._wakeup.ring()
         await asyncio.wait([self._stopped], timeout=timeout_s + STUCK_S)
         if self._stopped.done():
             self._thread.join()
@@ -212,7 +212,7 @@ class PollerThread:
             self._cpu_s = time.thread_time()
             self._outcomes.deliver([(self._stopped, None)])
 
-    def _drive(self, outcomes: Outcomes) -> None:
+    def _drive(self, outcomes: Completions) -> None:
         """Run rounds of take, poll and deliver until stopped and empty, or past the deadline."""
         active_at_s = yielded_at_s = 0.0
         submitted = 0
@@ -252,9 +252,9 @@ class PollerThread:
         if pause_s == math.inf:
             # The bell may ring for an item that was already taken: that starts no round.
             while not self._new:
-                self._bell.wait()
+                self._wakeup.wait()
         elif pause_s > 0 and not self._new:
-            self._bell.wait(pause_s)
+            self._wakeup.wait(pause_s)
         fresh = False
         until_s = math.inf
         while self._new:
@@ -275,7 +275,7 @@ class PollerThread:
                 break
         return fresh, None
 
-    def _ask_all(self, outcomes: Outcomes) -> bool:
+    def _ask_all(self, outcomes: Completions) -> bool:
         """Check each operation once, release those that ended and deliver their outcomes to the loop."""
         self._poll_rounds += 1
         ended: list[Outcome] = []
@@ -376,7 +376,7 @@ class StreamDrive:
         if not self.is_driven:
             self.is_driven = True
             self._poller._new.append(self)
-        self._poller._bell.ring()
+        self._poller._wakeup.ring()
 
     @property
     def is_empty(self) -> bool:

@@ -25,7 +25,7 @@ REPORTS_KEPT_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
-class HoldUp:
+class LoopStall:
     """A stall of the loop: minimum duration at its detection, and the stack at that time."""
 
     at_s: float
@@ -36,8 +36,8 @@ class HoldUp:
 class Watchdog:
     """Reports callbacks of one loop that take longer than `limit_s`. Start it on the loop that it observes."""
 
-    def __init__(self, *, limit_s: float, report: Callable[[HoldUp], None] | None = None) -> None:
-        self.hold_ups: list[HoldUp] = []
+    def __init__(self, *, limit_s: float, report: Callable[[LoopStall], None] | None = None) -> None:
+        self.hold_ups: list[LoopStall] = []
         """The first REPORTS_KEPT_MAX stalls; `hold_up_count` counts all of them."""
         self.hold_up_count = 0
         self.lag = Histogram()
@@ -100,7 +100,7 @@ class Watchdog:
     def _note(self, now_s: float, seconds: float) -> None:
         frame = sys._current_frames().get(self._loop_thread)
         stack = "" if frame is None else "".join(traceback.format_stack(frame))
-        hold_up = HoldUp(at_s=now_s, seconds=seconds, stack=stack)
+        hold_up = LoopStall(at_s=now_s, seconds=seconds, stack=stack)
         self.hold_up_count += 1
         if len(self.hold_ups) < REPORTS_KEPT_MAX:
             self.hold_ups.append(hold_up)

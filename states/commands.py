@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidekv.states.components.specs import TailPages, TailTable
+from tidekv.states.components.specs import ComponentPages, ComponentTable
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import PageIds
 
@@ -42,19 +42,19 @@ class FetchPages(Operation, frozen=True, kw_only=True):
     timeout_s: float
 
 
-class QueryTails(Operation, frozen=True, kw_only=True):
+class QueryComponents(Operation, frozen=True, kw_only=True):
     """Ask storage for pages [first, first + count) of the request's prompt, as QueryStorage does, and for the positions
-    from `tails_first` (at most `first`) on at which it has a page of each component; those behind the last full page
+    from `components_first` (at most `first`) on at which it has a page of each component; those behind the last full page
     found do not matter → StorageAnswered.
     """
 
     request_id: str
     first: int
     count: int
-    tails_first: int
+    components_first: int
 
 
-class FetchTail(Operation, frozen=True, kw_only=True):
+class FetchComponent(Operation, frozen=True, kw_only=True):
     """Read a component's pages at these positions of the request's prompt from storage to host pages of the component
     → PagesFetched. Reads that have not begun after `timeout_s` are not worth beginning.
     """
@@ -80,7 +80,7 @@ class CopyToHost(Operation, frozen=True, kw_only=True):
     host_pages: PageIds
 
 
-class CopyTail(Operation, frozen=True, kw_only=True):
+class CopyComponent(Operation, frozen=True, kw_only=True):
     """Copy pages of a component from its pool of one tier to that of another, or within the device → CopyEnded."""
 
     component: str
@@ -101,7 +101,7 @@ class StorePages(Operation, frozen=True, kw_only=True):
     host_pages: PageIds
 
 
-class StoreTail(Operation, frozen=True, kw_only=True):
+class StoreComponent(Operation, frozen=True, kw_only=True):
     """Put host pages of a component, which are at positions [first, first + len(host_pages)), in storage → PagesStored.
     What the positions hold is asked of `Core.keys_put` when it is started.
     """
@@ -122,7 +122,7 @@ class Recompute(Operation, frozen=True, kw_only=True):
     generation: int
     first: int
     pages: PageIds
-    tails: tuple[TailTable, ...] | None = None
+    component_pages: tuple[ComponentTable, ...] | None = None
 
 
 class SendPromise(Command, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class SendPromise(Command, frozen=True, kw_only=True):
     pages: PageIds
     renewed: bool = False
     """Whether an earlier room of the request was left: what a router once brought to prefill may be used up."""
-    tails: tuple[TailPages, ...] | None = None
+    component_pages: tuple[ComponentPages, ...] | None = None
     """Of each component what prefill is to send of the tail at the prompt's end, before its last chunk of span 0; no
     pages where decode has all of it. None: this worker has no components.
     """
@@ -168,7 +168,7 @@ class SendReceived(Command, frozen=True, kw_only=True):
     generation: int
 
 
-class TellReady(Command, frozen=True, kw_only=True):
+class ReportReady(Command, frozen=True, kw_only=True):
     """Hand the request to the caller: its page table, tokens by source, and pages held back for its growth."""
 
     request_id: str
@@ -176,13 +176,13 @@ class TellReady(Command, frozen=True, kw_only=True):
     pages: PageIds
     sources: dict[str, int]
     reserve: PageIds
-    tails: tuple[TailTable, ...] | None = None
+    component_pages: tuple[ComponentTable, ...] | None = None
     """The tails at the prompt's end. A window never needs more pages than it is given here: those of its own that it
     has left behind are written again. None: this worker has no components.
     """
 
 
-class TellFailed(Command, frozen=True, kw_only=True):
+class ReportFailed(Command, frozen=True, kw_only=True):
     """Tell the caller that the request failed, and why."""
 
     request_id: str
@@ -197,27 +197,27 @@ class GiveReserve(Command, frozen=True, kw_only=True):
     pages: PageIds
 
 
-class TellFinished(Command, frozen=True, kw_only=True):
+class ReportFinished(Command, frozen=True, kw_only=True):
     """The request is over for the caller: `inserted` of its pages were new to the cache."""
 
     request_id: str
     inserted: int
 
 
-class TellDropped(Command, frozen=True, kw_only=True):
+class ReportDropped(Command, frozen=True, kw_only=True):
     """A READY request was aborted: its pages are no longer the caller's."""
 
     request_id: str
 
 
-class TellRetracted(Command, frozen=True, kw_only=True):
+class ReportRetracted(Command, frozen=True, kw_only=True):
     """The request's KV is held in host memory: `held_pages` pages of its tokens, from the first on."""
 
     request_id: str
     held_pages: int
 
 
-class TellFlushed(Command, frozen=True, kw_only=True):
+class ReportFlushed(Command, frozen=True, kw_only=True):
     """What a flush dropped, and what it spared because it is locked: pages by tier."""
 
     call: int

@@ -38,8 +38,8 @@ from transitions import MachineError
 from tidekv.states import events
 from tidekv.states.backup.backups import Backups
 from tidekv.states.backup.write_back import WriteBack
-from tidekv.states.components.backups import TailBackups
-from tidekv.states.components.request_components import Tails
+from tidekv.states.components.backups import ComponentBackups
+from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.core_state import CoreState
 from tidekv.states.errors import BrokenInvariant, IllegalEvent, PrefillCause
 from tidekv.states.events import Event
@@ -47,7 +47,7 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.inspect.invariants import audit_core
 from tidekv.states.inspect.statistics import count_core, operations_in_flight
 from tidekv.states.loads.loads import Loads
-from tidekv.states.loads.look_ahead import Lookahead
+from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.loads.shared_transfers import SharedTransfers
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.guards_and_actions import Actions
@@ -55,7 +55,7 @@ from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
 from tidekv.states.request.table import TRANSITIONS, build_machine, takes
-from tidekv.states.storage.admission import StorageUse
+from tidekv.states.storage.admission import StorageAdmission
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,16 +80,16 @@ class Core:
         self.settings = settings
         self.state = CoreState(settings)
         self.queue = Queue(settings)
-        self.storage = StorageUse(self.state)
+        self.storage = StorageAdmission(self.state)
         self.rooms = Rooms(self.state)
         self.loads = Loads(self.state, self.storage, self.rooms)
         self.shared_transfers = SharedTransfers(self.state, self.loads)
         components = self.state.components
-        self.tails = None if components is None else Tails(self.state, self.storage, components)
-        self.tail_backups = None if components is None else TailBackups(self.state, self.storage, components)
-        self.backups = Backups(self.state, self.storage, self.tail_backups)
+        self.component_pages = None if components is None else ComponentRestore(self.state, self.storage, components)
+        self.component_backups = None if components is None else ComponentBackups(self.state, self.storage, components)
+        self.backups = Backups(self.state, self.storage, self.component_backups)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
-        self.lookahead = Lookahead(self.state, self.storage)
+        self.lookahead = LookAhead(self.state, self.storage)
         self.restore = Restore(
             self.state,
             self.storage,
@@ -97,7 +97,7 @@ class Core:
             self.loads,
             self.shared_transfers,
             self.lookahead,
-            self.tails,
+            self.component_pages,
             self.backups,
         )
         self.serving = Serving(self.state, self.restore, self.backups)
@@ -391,15 +391,15 @@ class Core:
         if self.backups.waiting:
             self.backups.put_now(next(iter(self.backups.waiting)))
             return
-        assert self.tail_backups is not None
-        puts = self.tail_backups.puts
+        assert self.component_backups is not None
+        puts = self.component_backups.puts
         put = next(iter(puts.waiting))
         self.state.run_guarded(partial(puts.put_now, put), recover=put.abandon)
 
     def reclaim_and_admit(self) -> None:
         """Free the pages of void loads, then grant pages to the first waiting request that fits, within bounds."""
         if self.state.reclaimable_loads or self.loads.has_settled:
-            self.state.run_guarded(self.loads.free_settled_voids)
+            self.state.run_guarded(self.loads.free_settled_reclaiming)
         self.state.pages_freed = False
         for request in self.queue.candidates(self.state.now_s) if self.queue else ():
             try:
@@ -456,7 +456,7 @@ class Consequence:
 
 
 def _may_put(core: Core) -> bool:
-    waits = core.backups.waiting or (core.tail_backups is not None and core.tail_backups.puts.waiting)
+    waits = core.backups.waiting or (core.component_backups is not None and core.component_backups.puts.waiting)
     return bool(waits) and not core.storage.holds_puts
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ COUNTERS: Final = (
     "sent_back",
     "shared_transfer_pages",
     "shared_transfers_passed_on",
-    "tail_pages_stored",
+    "component_pages_stored",
     "transitions_raised",
 )
 """Everything that `CoreState.count` counts, so that statistics have all counters from the start."""
@@ -91,8 +91,8 @@ class CoreState:
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
-        self.device = PageAccount("device", settings.device_pages)
-        self.host = PageAccount("host", settings.host_pages)
+        self.device = PagePool("device", settings.device_pages)
+        self.host = PagePool("host", settings.host_pages)
         self.index = PrefixIndex(key_bytes=settings.key_bytes, device=self.device, host=self.host)
         self.components: ComponentIndex | None = None
         """The index with components beside it, if there are any."""
@@ -100,7 +100,7 @@ class CoreState:
             self.components = ComponentIndex(self.index, settings.components, page_size=settings.page_size)
         self.now_s = 0.0
         self.storage_available = False
-        """Whether a storage engine is attached that is of use; `StorageUse` says whether it may be asked now."""
+        """Whether a storage engine is attached that is of use; `StorageAdmission` says whether it may be asked now."""
         self.out: list[Command] = []
         """Commands of this step, in the order in which they are to be started."""
         self.operations: dict[int, Operation] = {}

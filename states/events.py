@@ -23,7 +23,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     at_s: float
 
 
-class TailLeft(msgspec.Struct, frozen=True, array_like=True):
+class ComponentLeft(msgspec.Struct, frozen=True, array_like=True):
     """Device pages of one component at positions [first, first + len(pages)) of a request's tokens, to be kept."""
 
     component: str
@@ -31,7 +31,7 @@ class TailLeft(msgspec.Struct, frozen=True, array_like=True):
     pages: tuple[int, ...]
 
 
-class StoredTail(msgspec.Struct, frozen=True, array_like=True):
+class StoredComponent(msgspec.Struct, frozen=True, array_like=True):
     """Where in a prompt storage has pages of one component: ranges [first, end) of positions, ascending. What two such
     answers have in common is what both can serve.
     """
@@ -83,7 +83,7 @@ class FinishRequested(Event, frozen=True, kw_only=True):
     request_id: str
     keys: bytes
     tokens: int
-    tails: tuple[TailLeft, ...] = ()
+    component_pages: tuple[ComponentLeft, ...] = ()
     """What is to be kept of components: a window's trailing pages, a record of the state at the end of a page. They are
     the request's own pages, or those it shares, at their positions.
     """
@@ -95,7 +95,7 @@ class RetractRequested(Event, frozen=True, kw_only=True):
     request_id: str
     keys: bytes
     tokens: int
-    tails: tuple[TailLeft, ...] = ()
+    component_pages: tuple[ComponentLeft, ...] = ()
     """See FinishRequested."""
 
 
@@ -113,12 +113,12 @@ class FlushRequested(Event, frozen=True, kw_only=True):
 
 
 class StorageChanged(Event, frozen=True, kw_only=True):
-    """A storage engine was attached, or the one there was is gone. `tails` says that it holds pages of every component,
+    """A storage engine was attached, or the one there was is gone. `component_pages` says that it holds pages of every component,
     too: a worker with components uses no other.
     """
 
     available: bool
-    tails: bool = False
+    component_pages: bool = False
 
 
 class PolicyChanged(Event, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class ClockAdvanced(Event, frozen=True, kw_only=True):
 
 
 class StorageAnswered(Event, frozen=True, kw_only=True):
-    """Storage says that it has the first `found` of the pages asked for: a hint. An error counts as none. `tails` says
+    """Storage says that it has the first `found` of the pages asked for: a hint. An error counts as none. `component_pages` says
     the same of components, where those were asked for. Of several ranks it says what all of them have: the tails of one
     boundary, as far as they are not in the caches.
     """
@@ -143,7 +143,7 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
     op: int
     found: int
     error: str = ""
-    tails: tuple[StoredTail, ...] = ()
+    component_pages: tuple[StoredComponent, ...] = ()
 
 
 class PagesFetched(Event, frozen=True, kw_only=True):

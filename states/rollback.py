@@ -9,10 +9,10 @@ from typing import Self, TypeVarTuple
 Given = TypeVarTuple("Given")
 
 
-class Undo:
+class Rollback:
     """Callbacks that take changes back, the last one first, where the block ends without `keep`.
 
-        with Undo() as undo:
+        with Rollback() as undo:
             pages = take(count)
             undo.callback(give_back, pages)
             may_raise()

@@ -36,7 +36,7 @@ from tidekv.engine.decode.values import ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states import core
-from tidekv.states.commands import TellReady
+from tidekv.states.commands import ReportReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.request.machine import ShortMachine
@@ -127,11 +127,11 @@ class Pair:
 
     def abort_when_ready(self, monkeypatch: pytest.MonkeyPatch, *, before_its_caller: bool) -> None:
         """Have each request aborted when it has become READY: before its caller runs, or right behind it."""
-        calls, driver = self.engine._calls, self.engine._parts.driver
+        calls, driver = self.engine._calls, self.engine._runtime.driver
         tell = calls.tell
 
         def tell_and_abort(command: object) -> None:
-            if isinstance(command, TellReady):
+            if isinstance(command, ReportReady):
                 abort = AbortRequested(at_s=driver.clock(), request_id=command.request_id)
                 if before_its_caller:
                     # `tell` wakes the caller up, which is for a later callback.
@@ -284,7 +284,7 @@ def leave() -> Leaves:
         elif way == "cancelled":
             waiting.cancel()
         elif way == "link lost":
-            network.cut(engine._parts.transport.instance)
+            network.cut(engine._runtime.transport.instance)
         with pytest.raises((RequestFailed, asyncio.CancelledError)):
             await waiting
 

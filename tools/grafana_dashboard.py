@@ -31,7 +31,7 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Pages promised, asked, extended, delivered, wasted", "short", _rate("tidekv_pages_total", "what")),
     ("Extends by cause", "short", _rate("tidekv_cuts_total", "cause")),
     ("Pages of storage declined by cause", "short", _rate("tidekv_declined_pages_total", "cause")),
-    ("Breaker of storage", "bool", [("tidekv_storage_breaker_open", "open")]),
+    ("CircuitBreaker of storage", "bool", [("tidekv_storage_breaker_open", "open")]),
     ("Device pages", "short", [('tidekv_pool_pages{pool="device"}', "{{condition}}")]),
     ("Host pages", "short", [('tidekv_pool_pages{pool="host"}', "{{condition}}")]),
     ("Pages of components by pool", "short", [("tidekv_component_pool_pages", "{{component}} {{pool}} {{condition}}")]),

@@ -13,7 +13,7 @@ from tidekv.engine.journal.pages import DIGEST_BYTES
 from tidekv.engine.journal.schema import event_types, field_types
 from tidekv.states import events
 from tidekv.states.inspect import step_record
-from tidekv.states.inspect.step_record import BOOK_NUMBERS, BOOKS_EVERY, COMMANDS, TAIL_NUMBERS, short_fields
+from tidekv.states.inspect.step_record import BOOK_NUMBERS, BOOKS_EVERY, COMMANDS, short_fields
 
 INTRODUCTION = """# The journal
 
@@ -71,7 +71,7 @@ def journal_document() -> str:
         for line in (lines.RunLine, lines.SegmentLine, lines.StepsLine, lines.GapLine, lines.EndLine)
     ]
     parts.append(_section(lines.StepRecord, "One of `steps`", lines, skip=()))
-    parts.append(_section(step_record.Answer, "`gave`", step_record, skip=()))
+    parts.append(_section(step_record.StepResult, "`gave`", step_record, skip=()))
     parts.append(
         f"The numbers of `books` are: {', '.join(f'`{name}`' for name in BOOK_NUMBERS)}. `tick` counts uses of the "
         "index, `next` is the free page that is taken next (-1: none is free), pages are counted by condition, "

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tidekv.engine.journal import Replayer
 from tidekv.engine.trace.page import html_page
-from tidekv.engine.trace.request_trace import Story
-from tidekv.engine.trace.request_traces import read_stories
+from tidekv.engine.trace.request_trace import RequestTrace
+from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.errors import InvalidRequest
 from tools.browser import opened_page
 
@@ -28,7 +28,7 @@ def take_picture(journal: Path, picture: Path, *, request_id: str | None = None)
 
     Raises InvalidRequest for a journal without that request, and what reading a journal raises.
     """
-    told = read_stories(Replayer(journal))
+    told = read_request_traces(Replayer(journal))
     wanted = told.all if request_id is None else told.named(request_id)
     if not wanted:
         raise InvalidRequest(f"there is no request {request_id or ''!r} in {str(journal)!r}")
@@ -39,7 +39,7 @@ def take_picture(journal: Path, picture: Path, *, request_id: str | None = None)
         page_path.write_text(html)
         with opened_page(page_path.as_uri(), width=WIDTH, height=HEIGHT) as page:
             row = told.all.index(chosen)
-            start_s = chosen.arrived_at_s - min(story.arrived_at_s for story in told.all)
+            start_s = chosen.arrived_at_s - min(request_trace.arrived_at_s for request_trace in told.all)
             span_s = ((chosen.ended_at_s or told.last_at_s) - chosen.arrived_at_s) * SPANS
             page.evaluate(
                 f"from = Math.max(0, {start_s - span_s / 4}); to = from + {max(span_s, 1e-6)};"
@@ -51,9 +51,13 @@ def take_picture(journal: Path, picture: Path, *, request_id: str | None = None)
     return chosen.request_id
 
 
-def _worth(story: Story) -> tuple[int, int, int]:
+def _worth(request_trace: RequestTrace) -> tuple[int, int, int]:
     """How much there is to see of a request: tiers that served it, and works; shortest ids last."""
-    return (sum(tokens > 0 for tokens in story.sources.values()), len(story.fallbacks), len(story.works))
+    return (
+        sum(tokens > 0 for tokens in request_trace.sources.values()),
+        len(request_trace.fallbacks),
+        len(request_trace.works),
+    )
 
 
 if __name__ == "__main__":

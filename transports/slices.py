@@ -10,7 +10,15 @@ from __future__ import annotations
 import msgspec
 
 from tidekv.states.errors import InvalidConfig, PeerMismatch
-from tidekv.states.handover.head_slices import Holding, Share, check_stages, holding_of, shares_of, split_like, stage_of
+from tidekv.states.handover.head_slices import (
+    HeadPartition,
+    HeadSlice,
+    check_stages,
+    head_slices_of,
+    partition_of,
+    split_like,
+    stage_of,
+)
 from tidekv.states.types import Identity, PoolMemory, Segment
 from tidekv.transports.base import Exchange
 from tidekv.transports.control import wire
@@ -19,22 +27,22 @@ OF_LAYERS = ("layers", "kv_heads", "page_bytes", "piece_bytes", "groups")
 """Fields of an identity that may differ between stages."""
 
 
-def holding(identity: Identity, *, ranks: int, kv_heads_total: int = 0) -> Holding:
+def holding(identity: Identity, *, ranks: int, kv_heads_total: int = 0) -> HeadPartition:
     """How heads lie on so many ranks of this identity, which are those of one stage. Raises InvalidConfig."""
-    return holding_of(ranks=ranks, heads=identity.kv_heads, kind=identity.kind, total=kv_heads_total)
+    return partition_of(ranks=ranks, heads=identity.kv_heads, kind=identity.kind, total=kv_heads_total)
 
 
-def expected_writers(decode: Holding, *, rank: int, prefill_ranks: int, stages: int = 1) -> tuple[int, ...]:
+def expected_writers(decode: HeadPartition, *, rank: int, prefill_ranks: int, stages: int = 1) -> tuple[int, ...]:
     """The prefill ranks that write to this decode rank: those of its stage that hold heads of its own. `decode` is how
     heads lie on the ranks of one stage. Raises InvalidConfig where heads cannot lie on so many.
     """
     check_stages(ranks=prefill_ranks, stages=stages)
     width = prefill_ranks // stages
     stage, place = divmod(rank, decode.ranks)
-    return tuple(stage * width + share.prefill for share in shares_of(place, decode, split_like(width, decode)))
+    return tuple(stage * width + share.prefill for share in head_slices_of(place, decode, split_like(width, decode)))
 
 
-def share_between(*, decode: wire.Hello, prefill: wire.Hello) -> Share | None:
+def share_between(*, decode: wire.Hello, prefill: wire.Hello) -> HeadSlice | None:
     """The heads that this prefill rank writes to this decode rank; None: none.
 
     Raises PeerMismatch where the heads of the model cannot lie on such ranks.
@@ -45,13 +53,13 @@ def share_between(*, decode: wire.Hello, prefill: wire.Hello) -> Share | None:
         raise PeerMismatch(field=f"ranks ({error})", ours=prefill.ranks, theirs=decode.ranks) from error
     (their_stage, their_place), (our_stage, our_place) = _stage_of(decode), _stage_of(prefill)
     if their_stage == our_stage:
-        for share in shares_of(their_place, there, here):
+        for share in head_slices_of(their_place, there, here):
             if share.prefill == our_place:
                 return share
     return None
 
 
-def exchange_of(share: Share, *, decode: wire.Hello, prefill: wire.Hello) -> Exchange:
+def exchange_of(share: HeadSlice, *, decode: wire.Hello, prefill: wire.Hello) -> Exchange:
     """The bytes of a share of heads in both pools, which were judged: whole pages where it is all that both hold."""
     there, here = decode.identity.kv_heads, prefill.identity.kv_heads
     if share.count == there == here:
@@ -113,7 +121,7 @@ def total_of(hello: wire.Hello) -> int:
     return hello.identity.kv_heads * hello.ranks // hello.stages
 
 
-def _holding_of(hello: wire.Hello) -> Holding:
+def _holding_of(hello: wire.Hello) -> HeadPartition:
     check_stages(ranks=hello.ranks, stages=hello.stages)
     return holding(hello.identity, ranks=hello.ranks // hello.stages, kv_heads_total=hello.kv_heads_total)
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from tidekv.backends.completions import Outcomes, as_error
+from tidekv.backends.completions import Completions, as_error
 from tidekv.backends.copies.stream_lane import Move, StreamLane
 from tidekv.backends.copies.streams import streams_of
 from tidekv.states.errors import EngineClosed
@@ -98,7 +98,7 @@ class _CopyThread:
 
     def __init__(self, *, name: str) -> None:
         self._loop = asyncio.get_running_loop()
-        self._outcomes = Outcomes(self._loop)
+        self._outcomes = Completions(self._loop)
         self._queue: queue.SimpleQueue[tuple[Move, list[asyncio.Future[None]]] | None] = queue.SimpleQueue()
         self._waiting = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

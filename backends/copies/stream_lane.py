@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tidekv.backends.completions import Outcomes, as_error
+from tidekv.backends.completions import Completions, as_error
 from tidekv.backends.copies.streams import Mark, Streams
 
 Move: TypeAlias = Callable[[], None]
@@ -45,7 +45,7 @@ class StreamLane:
 
     def __init__(self, streams: Streams, *, name: str) -> None:
         self._loop = asyncio.get_running_loop()
-        self._outcomes = Outcomes(self._loop)
+        self._outcomes = Completions(self._loop)
         self._streams = streams
         self._stream = streams.make()
         self._new: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 
-class Ledger:
+class KeyLRU:
     """Page keys, least recently used first. Used on the event loop only.
 
     Nothing is taken before `complete` is set: until the existing pages are listed, the order is unknown.

@@ -24,7 +24,7 @@ from tidekv.backends.storage.base import (
 from tidekv.backends.storage.calls import Call, Calls
 from tidekv.backends.storage.file.records import page_checksum
 from tidekv.backends.storage.options import Option, Size, read_options
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.types import PageIds, PoolMemory
 
@@ -58,7 +58,7 @@ class MemoryStorage:
         self.uri = f"memory:?capacity={capacity_bytes}"
         self._capacity_bytes = capacity_bytes
         self._pages: OrderedDict[bytes, _Stored] = OrderedDict()
-        self._counts = Counts()
+        self._counts = StorageCounters()
         self._calls = Calls(self.uri)
         # One thread, so that calls take effect one after the other and no page is copied on the loop.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tidekv-memory-storage")

@@ -28,7 +28,7 @@ _SUM_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class PageHeader:
     """Wraps the pages of one namespace. All methods copy or read whole pages, so they belong on worker threads."""
 
     namespace: bytes

@@ -22,8 +22,8 @@ from tidekv.backends.storage.base import (
     check_pool,
 )
 from tidekv.backends.storage.calls import Call, Calls, all_settled
-from tidekv.backends.storage.page_header import Envelope
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.page_header import PageHeader
+from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 
@@ -61,7 +61,7 @@ class PageService(Protocol):
         """The last failure, in words."""
 
     async def open(
-        self, envelope: Envelope, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: Counts
+        self, envelope: PageHeader, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: StorageCounters
     ) -> None:
         """Connect. InvalidConfig if the namespace has pages of another size there. Evictions are counted in
         `counts`.
@@ -117,14 +117,14 @@ class RemoteStorage:
         self._service = make_service()
         self._limits = limits
         self._calls = Calls(uri)
-        self._counts = Counts()
+        self._counts = StorageCounters()
         self._lanes = asyncio.Semaphore(limits.lanes)
         # Pending `exists` calls; each is awaited by its caller, or left behind at its deadline.
         self._asked: set[asyncio.Task[None]] = set()
         self._registered = False
         self._closing = asyncio.Lock()
         self._disconnected = False
-        self._envelope: Envelope | None = None
+        self._envelope: PageHeader | None = None
         self._page_count = 0
 
     async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
@@ -135,7 +135,7 @@ class RemoteStorage:
             raise InvalidRequest(f"{self.uri} has a pool already; open another engine for another pool")
         check_namespace(namespace)
         check_pool(pool)
-        envelope = Envelope(namespace=namespace, page_bytes=pool.page_bytes)
+        envelope = PageHeader(namespace=namespace, page_bytes=pool.page_bytes)
         pages_max = self._limits.capacity_bytes // envelope.value_bytes
         if not pages_max:
             raise InvalidConfig(
@@ -319,7 +319,7 @@ class RemoteStorage:
             # Retrieved, so that asyncio does not report an error that no caller awaits any more.
             asked.exception()
 
-    def _ready(self) -> Envelope:
+    def _ready(self) -> PageHeader:
         if self._envelope is None:
             if self._calls.closed:
                 raise EngineClosed(f"{self.uri} is closed")

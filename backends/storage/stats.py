@@ -7,7 +7,7 @@ from collections import Counter
 from tidekv.backends.storage.base import StorageStatistics
 
 
-class Counts:
+class StorageCounters:
     """Counters of one engine. Written on the event loop, except `evictions`, which one thread of the engine counts."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from benchmarks.published.setups import PAGE_TOKENS
 from tidekv.states.errors import TidekvError
 
 if TYPE_CHECKING:
-    from tidekv.states.commands import SendExtend, SendPromise, TellReady
+    from tidekv.states.commands import ReportReady, SendExtend, SendPromise
 
 
 class Unbalanced(TidekvError):
@@ -33,7 +33,7 @@ class Ledger:
         """Add the pages that a command requests from prefill."""
         self.asked_pages += len(command.pages)
 
-    def ready(self, command: TellReady, prompt_tokens: int) -> None:
+    def ready(self, command: ReportReady, prompt_tokens: int) -> None:
         """Add a prompt that became READY. Raises Unbalanced unless each of its tokens has one source."""
         if sum(command.sources.values()) != prompt_tokens or min(command.sources.values()) < 0:
             raise Unbalanced(f"{command.request_id} reports {command.sources} for a prompt of {prompt_tokens} tokens")

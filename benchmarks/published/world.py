@@ -95,10 +95,10 @@ class World:
             commands.ProbeStorage: self._probe,
             commands.CopyToDevice: self._copy_in,
             commands.CopyToHost: self._copy_out,
-            commands.TellReady: self._ready,
+            commands.ReportReady: self._ready,
             commands.GiveReserve: _nothing,
-            commands.TellFinished: _nothing,
-            commands.TellFlushed: _nothing,
+            commands.ReportFinished: _nothing,
+            commands.ReportFlushed: _nothing,
             commands.ForgetTokens: self._forget,
         }
         if speeds.storage_bytes_per_s:
@@ -240,13 +240,13 @@ class World:
 
     # --- The caller ---
 
-    def _ready(self, command: commands.TellReady) -> None:
+    def _ready(self, command: commands.ReportReady) -> None:
         request = self._live[command.request_id]
         request.ready_at_s = self.schedule.now_s
         self.ledger.ready(command, request.prompt.tokens)
         self._batch.join(request.output_tokens - 1, lambda: self._finish(command, request))
 
-    def _finish(self, command: commands.TellReady, request: Served) -> None:
+    def _finish(self, command: commands.ReportReady, request: Served) -> None:
         now_s = request.done_at_s = self.schedule.now_s
         tokens = request.prompt.tokens + request.output_tokens - 1
         grown = -(-tokens // PAGE_TOKENS) - len(command.pages)

@@ -27,18 +27,20 @@ def explain(
     """
     from tidekv.engine.journal import Replayer
     from tidekv.engine.trace.explain import explain as words_for
-    from tidekv.engine.trace.request_traces import read_stories
+    from tidekv.engine.trace.request_traces import read_request_traces
 
     replayer = Replayer(journal)
-    stories = read_stories(replayer)
+    request_traces = read_request_traces(replayer)
     refuse_without_events(replayer)
     if request is not None:
-        chosen = stories.named(request)
+        chosen = request_traces.named(request)
         if not chosen:
-            raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(stories.all)} requests")
+            raise InvalidRequest(
+                f"there is no request {request!r} in {journal}; it has {len(request_traces.all)} requests"
+            )
     else:
-        ended = [story for story in stories.all if story.ended_at_s is not None]
-        ended.sort(key=lambda story: story.arrived_at_s - (story.ended_at_s or 0.0))
+        ended = [request_trace for request_trace in request_traces.all if request_trace.ended_at_s is not None]
+        ended.sort(key=lambda request_trace: request_trace.arrived_at_s - (request_trace.ended_at_s or 0.0))
         chosen = ended[: max(slowest, 0)]
-    print("\n\n".join(words_for(story, now_s=stories.last_at_s) for story in chosen))
+    print("\n\n".join(words_for(request_trace, now_s=request_traces.last_at_s) for request_trace in chosen))
     tell_torn(replayer, torn_ok=torn_ok)

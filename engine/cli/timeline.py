@@ -35,31 +35,31 @@ def timeline(
     from tidekv.engine.journal import Replayer
     from tidekv.engine.trace.bars import all_bars, one_request
     from tidekv.engine.trace.page import html_page
-    from tidekv.engine.trace.request_traces import read_stories
+    from tidekv.engine.trace.request_traces import read_request_traces
     from tidekv.engine.trace.trace_events import trace_events
 
     replayer = Replayer(journal)
-    told = read_stories(replayer)
+    told = read_request_traces(replayer)
     refuse_without_events(replayer)
-    stories = told.all if request is None else told.named(request)
-    if request is not None and not stories:
+    request_traces = told.all if request is None else told.named(request)
+    if request is not None and not request_traces:
         raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(told.all)} requests")
     if html is not None:
-        page = html_page(stories, now_s=told.last_at_s, title=f"tidekv: {Path(journal).name}")
+        page = html_page(request_traces, now_s=told.last_at_s, title=f"tidekv: {Path(journal).name}")
         _write(html, page.encode())
     if perfetto is not None:
-        _write(perfetto, trace_events(stories, now_s=told.last_at_s))
+        _write(perfetto, trace_events(request_traces, now_s=told.last_at_s))
     if html is None and perfetto is None:
         console = Console()
         width = max(20, console.width - NAME_COLUMNS)
         if request is None:
-            shown = stories[-limit:] if limit else stories
+            shown = request_traces[-limit:] if limit else request_traces
             console.print(all_bars(shown, now_s=told.last_at_s, width=width))
-            if len(shown) < len(stories):
-                console.print(f"the last {len(shown)} of {len(stories)} requests; --limit 0 shows all")
+            if len(shown) < len(request_traces):
+                console.print(f"the last {len(shown)} of {len(request_traces)} requests; --limit 0 shows all")
         else:
-            for story in stories:
-                console.print(one_request(story, now_s=told.last_at_s, width=width))
+            for request_trace in request_traces:
+                console.print(one_request(request_trace, now_s=told.last_at_s, width=width))
     tell_torn(replayer, torn_ok=torn_ok)
 
 

@@ -135,7 +135,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     model: Text = ""
-    """Fingerprint of the model. Both ends of a hand-over, and all workers that share storage, must name the same."""
+    """StateDigest of the model. Both ends of a hand-over, and all workers that share storage, must name the same."""
     vocabulary: Vocabulary = 0
     """Token ids must be below this. 0: every id that fits in 32 bits is allowed."""
     namespace: PlainText = ""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import Event
 
 
-class TailEffects:
+class ComponentExecutor:
     """Starts commands for tails on the storage of each component."""
 
     def __init__(
@@ -47,43 +47,53 @@ class TailEffects:
     @property
     def starters(self) -> dict[type[Command], Callable[..., None]]:
         """What begins each command."""
-        return {commands.QueryTails: self._query, commands.FetchTail: self._fetch, commands.StoreTail: self._store}
+        return {
+            commands.QueryComponents: self._query,
+            commands.FetchComponent: self._fetch,
+            commands.StoreComponent: self._store,
+        }
 
-    def _query(self, command: commands.QueryTails) -> None:
+    def _query(self, command: commands.QueryComponents) -> None:
         record = self._caller.tokens_of(command.request_id)
         storage = self._calls.need_storage()
         self._calls.use_storage(self._run_query(storage, dict(self.storages), record, command), f"query {command.op}")
 
     async def _run_query(
-        self, storage: Storage, tails: Mapping[str, Storage], record: TokenRecord, command: commands.QueryTails
+        self,
+        storage: Storage,
+        component_pages: Mapping[str, Storage],
+        record: TokenRecord,
+        command: commands.QueryComponents,
     ) -> None:
         found, error, here = 0, "", []
         try:
             # Tails are asked for from some page of the caches on, full pages from where these end.
-            begin = command.tails_first
+            begin = command.components_first
             keys = await record.digests(begin, command.first + command.count - begin)
             if command.count:
                 found = leading(await self._exist(storage, keys[command.first - begin :]))
             # Behind the last full page nobody can go on, whatever there is.
             keys = keys[: command.first + found - begin]
-            for name, engine in tails.items():
-                ranges = ranges_of(await self._exist(engine, keys), command.tails_first)
-                here.append(events.StoredTail(name, ranges))
+            for name, engine in component_pages.items():
+                ranges = ranges_of(await self._exist(engine, keys), command.components_first)
+                here.append(events.StoredComponent(name, ranges))
         except Exception as raised:
             found, error, here = 0, self._calls.words_of(command, raised), []
         self._post(
-            events.StorageAnswered(at_s=self._clock(), op=command.op, found=found, error=error, tails=tuple(here))
+            events.StorageAnswered(
+                at_s=self._clock(), op=command.op, found=found, error=error, component_pages=tuple(here)
+            )
         )
 
     async def _exist(self, storage: Storage, keys: Sequence[bytes]) -> list[bool]:
         return await own_cancels_only(storage.exists(keys, timeout_s=self._query_timeout_s), "storage")
 
-    def _fetch(self, command: commands.FetchTail) -> None:
+    def _fetch(self, command: commands.FetchComponent) -> None:
         record = self._caller.tokens_of(command.request_id)
         storage = self._storage_of(command.component)
         self._calls.use_storage(self._run_fetch(storage, record, command), f"fetch {command.op}")
 
-    async def _run_fetch(self, storage: Storage, record: TokenRecord, command: commands.FetchTail) -> None:
+    async def _run_fetch(self, storage: Storage, record: TokenRecord, command: commands.FetchComponent) -> None:
         good, error = 0, ""
         try:
             first, last = command.positions[0], command.positions[-1]
@@ -95,12 +105,12 @@ class TailEffects:
             error = self._calls.words_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
 
-    def _store(self, command: commands.StoreTail) -> None:
+    def _store(self, command: commands.StoreComponent) -> None:
         record = self._calls.record_put(command.op)
         storage = self._storage_of(command.component)
         self._calls.use_storage(self._run_store(storage, record, command), f"store {command.op}")
 
-    async def _run_store(self, storage: Storage, record: TokenRecord, command: commands.StoreTail) -> None:
+    async def _run_store(self, storage: Storage, record: TokenRecord, command: commands.StoreComponent) -> None:
         stored, error = 0, ""
         try:
             keys = await record.digests(command.first, len(command.host_pages))

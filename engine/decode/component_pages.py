@@ -22,20 +22,20 @@ import numpy as np
 import numpy.typing as npt
 
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.events import TailLeft
+from tidekv.states.events import ComponentLeft
 from tidekv.states.validation import short
 
 if TYPE_CHECKING:
-    from tidekv.states.components.specs import TailTable
+    from tidekv.states.components.specs import ComponentTable
 
-LeftTails: TypeAlias = "Mapping[str, tuple[int, Sequence[int] | npt.NDArray[np.int32]]]"
+LeftComponents: TypeAlias = "Mapping[str, tuple[int, Sequence[int] | npt.NDArray[np.int32]]]"
 """What is left of components, by name: `(first, pages)`, pages of its device pool at positions [first, first +
 len(pages)) of the tokens; position p stands for tokens [p * page_size, (p + 1) * page_size). A record is left at the
 position of the page that it stands behind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadyTail:
+class ReadyComponent:
     """What a READY request has of one component.
 
     `pages`: pages of its device pool at positions [first, first + len(pages)) of the prompt, which cover the window
@@ -53,10 +53,10 @@ class ReadyTail:
         return int(self.pages[0])
 
 
-def ready_tails(tables: tuple[TailTable, ...] | None) -> dict[str, ReadyTail]:
+def ready_component_pages(tables: tuple[ComponentTable, ...] | None) -> dict[str, ReadyComponent]:
     """The core's words as a caller reads them."""
     return {
-        table.component: ReadyTail(
+        table.component: ReadyComponent(
             table.first, np.array(table.pages, dtype=np.int32), np.array(table.own, dtype=np.int32)
         )
         for table in tables or ()
@@ -69,11 +69,11 @@ class WindowPages:
     `pages` are pages of the component's device pool at positions [first, first + len(pages)).
     """
 
-    def __init__(self, tail: ReadyTail, *, window_tokens: int, page_size: int) -> None:
+    def __init__(self, tail: ReadyComponent, *, window_tokens: int, page_size: int) -> None:
         self.first = tail.first
         self.pages: list[int] = tail.pages.tolist()
         self._page_size = page_size
-        self._tail_pages = -(-window_tokens // page_size)
+        self._trailing_pages = -(-window_tokens // page_size)
         self._own = frozenset(tail.own.tolist())
         in_use = set(self.pages)
         self._free = deque(page for page in tail.own.tolist() if page not in in_use)
@@ -88,7 +88,7 @@ class WindowPages:
             return []
         if end > position + 1:
             raise InvalidRequest(f"a window whose pages end at position {position} cannot go on at {end - 1}")
-        while self.pages and self.first < position - self._tail_pages:
+        while self.pages and self.first < position - self._trailing_pages:
             left = self.pages.pop(0)
             self.first += 1
             if left in self._own:
@@ -100,13 +100,13 @@ class WindowPages:
     def left(self, tokens: int) -> tuple[int, list[int]]:
         """What is to be left, of so many tokens that have KV: the tail at the end of their last full page."""
         boundary = tokens // self._page_size
-        first = max(self.first, boundary - self._tail_pages)
+        first = max(self.first, boundary - self._trailing_pages)
         return first, self.pages[first - self.first : boundary - self.first] if boundary > first else []
 
 
-def tails_left(
-    request_id: str, given: Mapping[str, ReadyTail], left: LeftTails | None, *, full_pages: int
-) -> tuple[TailLeft, ...]:
+def component_pages_left(
+    request_id: str, given: Mapping[str, ReadyComponent], left: LeftComponents | None, *, full_pages: int
+) -> tuple[ComponentLeft, ...]:
     """Check what a caller leaves of components, against what it was given and the full pages of its tokens.
 
     Raises InvalidRequest, which names component and page, for whatever is not the request's at that position.
@@ -139,5 +139,5 @@ def tails_left(
         if len(set(ids)) < len(ids):
             raise InvalidRequest(f"{what} a page twice: {list(ids)}")
         if ids:
-            checked.append(TailLeft(name, begin, ids))
+            checked.append(ComponentLeft(name, begin, ids))
     return tuple(checked)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, Self
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
-from tidekv.engine.decode.component_pages import tails_left
+from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.growth import Growth, kept_tokens, pack_output
-from tidekv.engine.decode.runtime import Parts
+from tidekv.engine.decode.runtime import Runtime
 from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
 from tidekv.engine.decode.token_record import TokenRecord
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tidekv.backends.host.pool import HostPool
     from tidekv.backends.keys.chain import Tokens
     from tidekv.backends.storage.base import Storage
-    from tidekv.engine.decode.component_pages import LeftTails
+    from tidekv.engine.decode.component_pages import LeftComponents
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.core import Core
     from tidekv.transports.base import Transport
@@ -69,7 +69,7 @@ class DecodeEngine:
         decide as one.
         """
         self.config = checked(config, EngineConfig, "config", InvalidConfig)
-        self._parts = Parts(
+        self._runtime = Runtime(
             config,
             device=device,
             host=host,
@@ -80,25 +80,25 @@ class DecodeEngine:
             ranks=ranks,
         )
         self.layout = device.layout
-        self._calls = self._parts.calls
+        self._calls = self._runtime.calls
         self._serial = 0
 
     async def __aenter__(self) -> Self:
         """Start all parts. Raises what they raise, with everything stopped again; EngineClosed if entered before."""
-        await self._parts.start()
-        self._driver = self._parts.front
+        await self._runtime.start()
+        self._driver = self._runtime.front
         self._growth = Growth(self._calls, self._driver, page_size=self.layout.page_size)
         return self
 
     @property
     def _core(self) -> Core:
-        return self._parts.core
+        return self._runtime.core
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything."""
-        await self._parts.close()
+        await self._runtime.close()
 
     # --- Restore ---
 
@@ -108,9 +108,9 @@ class DecodeEngine:
         Raises InvalidRequest (nothing was changed), CapacityError (the queue is full), RequestFailed, EngineClosed.
         Cancelling the awaiting task aborts the request.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         checked(request, DecodeRequest, "request")
-        if self._parts.is_draining:
+        if self._runtime.is_draining:
             raise EngineClosed("the engine drains: it takes no new requests")
         limit = self.config.vocabulary or None
         return await self._submit(request, pack_tokens(request.tokens, vocabulary=limit))
@@ -119,7 +119,7 @@ class DecodeEngine:
         self._driver.check()
         for address in request.prefills:
             for rank in address.split(","):
-                self._parts.transport.check_address(rank)
+                self._runtime.transport.check_address(rank)
         settings = self._core.settings
         tokens = len(packed) // TOKEN_BYTES
         needed = settings.pages_of(tokens) + settings.growth_reserve_pages
@@ -134,12 +134,12 @@ class DecodeEngine:
         serial = self._serial = self._serial + 1
         record = TokenRecord(
             packed,
-            page_keys=self._parts.page_keys,
+            page_keys=self._runtime.page_keys,
             namespace=join_namespaces(self.config.namespace, request.namespace),
             addresses=request.prefills,
             sends_prompt=request.send_prompt,
             cache=request.cache,
-            known=self._parts.known_digests,
+            known=self._runtime.known_digests,
         )
         within_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
         now_s = self._driver.clock()
@@ -148,7 +148,7 @@ class DecodeEngine:
             at_s=now_s,
             request_id=request.request_id,
             serial=serial,
-            keys=self._parts.page_keys.of(packed),
+            keys=self._runtime.page_keys.of(packed),
             prompt_tokens=tokens,
             namespace=record.namespace,
             prefill_count=len(request.prefills),
@@ -181,7 +181,7 @@ class DecodeEngine:
         if not self._calls.holds(ready):
             # Aborted, or given back, between the core's decision and this line: an abort that is still queued ends it,
             # and its pages may be another request's already.
-            cause = "aborted" if self._parts.is_open else "engine closed"
+            cause = "aborted" if self._runtime.is_open else "engine closed"
             raise RequestFailed(request.request_id, cause, "just when it had become READY")
         return ready
 
@@ -190,7 +190,7 @@ class DecodeEngine:
         RequestFailed("aborted"), also if the core decided READY before it took the abort. False: it is not live, or was
         given to finish or retract before.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         checked(request_id, Text, "request_id")
         serial = self._calls.serial_of(request_id)
         if serial is None or self._calls.is_given_back(request_id):
@@ -208,46 +208,48 @@ class DecodeEngine:
         Raises OutOfPages, having changed nothing: retract or finish a request, and call again. InvalidRequest where it
         was given back, or was lost to an error of ours: then its pages are no longer yours.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         return self._growth.grow(ready, tokens)
 
     async def wait_grown(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
         """Like `grow`, but where the reserve is too small, wait for the ranks to agree on more, which the callers
         of all ranks ask for. Raises OutOfPages where the pool has no more, or another rank does not ask in time.
         """
-        self._parts.check_open()
-        if self._parts.ranks is None:
+        self._runtime.check_open()
+        if self._runtime.ranks is None:
             return self._growth.grow(ready, tokens)
-        return await self._growth.wait_grown(ready, tokens, hold_s=self._parts.ranks.hold_s)
+        return await self._growth.wait_grown(ready, tokens, hold_s=self._runtime.ranks.hold_s)
 
     def note_growth(self, ready: ReadyRequest, page_count: int) -> None:
         """Say that `grow_from_reserve` took so many pages, on whatever thread: the reserve is refilled soon. To be said
         before the request is given back; of one that is lost already it says nothing.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         self._growth.note(ready, page_count)
 
-    async def finish(self, ready: ReadyRequest, output_tokens: Tokens = (), *, tails: LeftTails | None = None) -> int:
+    async def finish(
+        self, ready: ReadyRequest, output_tokens: Tokens = (), *, component_pages: LeftComponents | None = None
+    ) -> int:
         """Keep prompt and output in the cache, back them up, give everything back.
 
-        The last output token has no KV yet and is left out. `tails`: what is to be kept of components, by name, as
+        The last output token has no KV yet and is left out. `component_pages`: what is to be kept of components, by name, as
         `(first, pages)`: own or shared pages at their positions, whose bytes are there. A prefix can be restored as far
         as all components were left there. Returns how many pages were new to the cache. Raises InvalidRequest for
         output that the request has no room for and for pages that are not its, RequestFailed where it was aborted just
         before. Cancelling the awaiting task changes nothing: it is given back.
         """
-        return await self._give_back(events.FinishRequested, ready, output_tokens, tails)
+        return await self._give_back(events.FinishRequested, ready, output_tokens, component_pages)
 
     async def retract(
-        self, ready: ReadyRequest, output_tokens: Tokens = (), *, tails: LeftTails | None = None
+        self, ready: ReadyRequest, output_tokens: Tokens = (), *, component_pages: LeftComponents | None = None
     ) -> RetractedRequest:
         """Give the device pages back; what of the KV reaches host memory is held there until `resume` or `drop`.
 
-        `tails` and errors are those of `finish`. Where the awaiting task is cancelled, nothing stays held.
+        `component_pages` and errors are those of `finish`. Where the awaiting task is cancelled, nothing stays held.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         live = self._calls.ready(ready)
-        done = self._give_back(events.RetractRequested, ready, output_tokens, tails)
+        done = self._give_back(events.RetractRequested, ready, output_tokens, component_pages)
         try:
             held_pages = await asyncio.shield(done)
         except BaseException:
@@ -265,13 +267,13 @@ class DecodeEngine:
         Raises as `restore`. What was held in host memory is let go of when the request is READY or has failed; it stays
         held where the call was refused (InvalidRequest, CapacityError).
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         checked(retracted, RetractedRequest, "retracted")
         return await self._submit(retracted.request, retracted.packed_tokens)
 
     def drop(self, retracted: RetractedRequest) -> None:
         """Release what a retracted request that will not be resumed holds in host memory."""
-        self._parts.check_open()
+        self._runtime.check_open()
         checked(retracted, RetractedRequest, "retracted")
         self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=retracted.request.request_id))
 
@@ -285,19 +287,19 @@ class DecodeEngine:
         kind: type[events.FinishRequested | events.RetractRequested],
         ready: ReadyRequest,
         output_tokens: Tokens,
-        tails: LeftTails | None,
+        component_pages: LeftComponents | None,
     ) -> asyncio.Future[int]:
         """Tell the core of the tokens that have KV and of what is left of components; the record learns the tokens."""
-        self._parts.check_open()
+        self._runtime.check_open()
         live = self._calls.ready(ready)
-        page_keys = self._parts.page_keys
+        page_keys = self._runtime.page_keys
         output = pack_output(output_tokens, vocabulary=self.config.vocabulary or None)
         tokens = kept_tokens(ready, output, page_size=self.layout.page_size)
         packed = ready.packed_tokens + output
         full_pages = page_keys.count(len(packed) // TOKEN_BYTES, tokens)
-        left = tails_left(ready.request_id, ready.tails, tails, full_pages=full_pages)
+        left = component_pages_left(ready.request_id, ready.component_pages, component_pages, full_pages=full_pages)
         keys, at_s = page_keys.of(packed, tokens), self._driver.clock()
-        event = kind(at_s=at_s, request_id=ready.request_id, keys=keys, tokens=tokens, tails=left)
+        event = kind(at_s=at_s, request_id=ready.request_id, keys=keys, tokens=tokens, component_pages=left)
         done = self._calls.expect(ready)
         try:
             live.record.grown(packed)
@@ -317,9 +319,9 @@ class DecodeEngine:
         "l3" clears storage; it spares nothing. Raises InvalidRequest for another tier, and for "l3" without storage;
         StorageFailed if clearing takes longer than `timeout_s` seconds: it goes on.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         chosen: tuple[Tier, ...] = checked(tiers, tuple[Tier, ...], "tiers")
-        if "l3" in chosen and self._parts.storage is None:
+        if "l3" in chosen and self._runtime.storage is None:
             raise InvalidRequest("tiers must be l1 or l2, not l3: no storage is attached")
         self._serial += 1
         call = self._serial
@@ -332,8 +334,8 @@ class DecodeEngine:
             self._calls.unexpect_flush(call)
             raise
         answer = await done
-        if "l3" in chosen and self._parts.storage is not None:
-            answer["dropped"]["l3"] = await self._parts.storage_in_use.clear(timeout_s=timeout_s)
+        if "l3" in chosen and self._runtime.storage is not None:
+            answer["dropped"]["l3"] = await self._runtime.storage_in_use.clear(timeout_s=timeout_s)
             answer["spared"]["l3"] = 0
         return answer
 
@@ -349,7 +351,7 @@ class DecodeEngine:
         the old one is in use as before, and the new one closed. What closing the old one raises is raised, with the new
         one in use. The engine closes storage at its end.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         if isinstance(storage, str):
             storage = open_storage(storage, options)
         elif options is not None:
@@ -357,14 +359,14 @@ class DecodeEngine:
         elif storage is None:
             raise InvalidRequest("storage must be a URI or a storage engine, not None; detach_storage() removes it")
         check_storage(storage)
-        await self._parts.storage_in_use.swap(storage, timeout_s=self._exchange_s(timeout_s))
+        await self._runtime.storage_in_use.swap(storage, timeout_s=self._exchange_s(timeout_s))
 
     async def detach_storage(self, *, timeout_s: float | None = None) -> None:
         """Use no storage from now on: its calls in flight are awaited, then it is closed. A storage that hangs is left
         behind after `timeout_s` seconds (None: `close_deadline_s`), as by `attach_storage`.
         """
-        self._parts.check_open()
-        await self._parts.storage_in_use.swap(None, timeout_s=self._exchange_s(timeout_s))
+        self._runtime.check_open()
+        await self._runtime.storage_in_use.swap(None, timeout_s=self._exchange_s(timeout_s))
 
     def _exchange_s(self, timeout_s: float | None) -> float:
         if timeout_s is None:
@@ -383,7 +385,7 @@ class DecodeEngine:
         Names and values are those of `StoragePolicy`, which is returned; what is not named stays, and so does how what
         is under way goes on. Raises InvalidConfig, having changed nothing, for a name or value that there is not.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         policy = changed_policy(self.policy, changes)
         self._driver.take_now(events.PolicyChanged(at_s=self._driver.clock(), policy=policy))
         return policy
@@ -397,7 +399,7 @@ class DecodeEngine:
         checked(namespace, PlainText, "namespace")
         joined = join_namespaces(self.config.namespace, namespace)
         state = self._core.state
-        device, host = (state.components or state.index).probe_prefix(joined, self._parts.page_keys.of(packed))
+        device, host = (state.components or state.index).probe_prefix(joined, self._runtime.page_keys.of(packed))
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:
@@ -405,9 +407,9 @@ class DecodeEngine:
 
         Resuming is still possible. Returns the ids of the requests that are live still.
         """
-        self._parts.check_open()
+        self._runtime.check_open()
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
-        self._parts.is_draining = True
+        self._runtime.is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._calls.wait_until(lambda: not self._calls.live_ids())
@@ -417,19 +419,19 @@ class DecodeEngine:
 
     async def wait_formed(self) -> None:
         """Wait until all ranks of the instance are there (again); without ranks they always are."""
-        self._parts.check_open()
-        if self._parts.ranks is not None:
-            await self._parts.ranks.wait_formed()
+        self._runtime.check_open()
+        if self._runtime.ranks is not None:
+            await self._runtime.ranks.wait_formed()
 
     async def wait_settled(self) -> None:
         """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""
-        self._parts.check_open()
-        await self._parts.wait_settled()
+        self._runtime.check_open()
+        await self._runtime.wait_settled()
 
     @property
     def metrics_address(self) -> str | None:
         """host:port where Prometheus may scrape; None if `metrics.listen` is not set."""
-        return None if self._parts.metrics is None else self._parts.metrics.address
+        return None if self._runtime.metrics is None else self._runtime.metrics.address
 
     def holds(self, ready: ReadyRequest) -> bool:
         """Whether its pages are still its: not given back, aborted, or lost. May be asked on any thread."""
@@ -442,10 +444,10 @@ class DecodeEngine:
     @property
     def is_running(self) -> bool:
         """Whether it takes calls: entered, and neither left nor broken. May be read on any thread."""
-        return self._parts.is_open
+        return self._runtime.is_open
 
     def statistics(self) -> dict[str, object]:
         """Counts of now and since the start, by part; also after the end."""
-        if self._parts.loop is None:
+        if self._runtime.loop is None:
             raise EngineClosed("the engine was not started: enter it with `async with`")
-        return self._parts.statistics()
+        return self._runtime.statistics()

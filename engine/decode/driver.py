@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tidekv.states.commands import Command, TellReady
+from tidekv.states.commands import Command, ReportReady
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import (
@@ -68,7 +68,7 @@ class Watcher(Protocol):
     """Whoever is told of every step of the core: the journal, the metrics."""
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """The core has taken an event and gave these commands, which nobody has started yet but TellReady; the core is
+        """The core has taken an event and gave these commands, which nobody has started yet but ReportReady; the core is
         as the step left it. Never blocks, never raises. `error` is the class of the error that the step raised.
         """
 
@@ -217,7 +217,7 @@ class Driver:
         self._owed = (event, commands)
         is_told = False
         for command in commands:
-            if type(command) is TellReady:
+            if type(command) is ReportReady:
                 self._perform(command)
                 is_told = True
         return is_told
@@ -229,7 +229,7 @@ class Driver:
         (event, commands), self._owed = self._owed, None
         self._tell_watchers(event, commands)
         for command in commands:
-            if type(command) is not TellReady:
+            if type(command) is not ReportReady:
                 self._perform(command)
 
     def _tell_watchers(self, event: Event, commands: list[Command], error: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Effects: each command becomes work on the tiers or a message to prefill, and each outcome one event.
+"""Executor: each command becomes work on the tiers or a message to prefill, and each outcome one event.
 
 Nothing here decides. An effect never raises into the driver: what goes wrong is an outcome, with its words.
 """
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.engine.decode.component_executor import TailEffects
+from tidekv.engine.decode.component_executor import ComponentExecutor
 from tidekv.engine.decode.storage_calls import CallsInFlight, leading, own_cancels_only
 from tidekv.engine.decode.token_record import TokenRecord
 from tidekv.states import commands, events
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("tidekv.engine")
 
 
-class Effects:
+class Executor:
     """Starts commands on one device, host, storage and transport."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Effects:
         clock: Callable[[], float],
         spawn: Callable[[Awaitable[None], str], None],
         copier: PageCopier | None,
-        tail_copiers: Mapping[str, PageCopier],
+        component_copiers: Mapping[str, PageCopier],
         receiver: Receiver,
         keys_put: Callable[[int], tuple[str, bytes]],
         page_keys: PageKeys,
@@ -57,7 +57,7 @@ class Effects:
         self._clock = clock
         self._spawn = spawn
         self._copier = copier
-        self._tail_copiers = tail_copiers
+        self._component_copiers = component_copiers
         self._receiver = receiver
         self._keys_put = keys_put
         self._page_keys = page_keys
@@ -72,14 +72,14 @@ class Effects:
             commands.ProbeStorage: self._probe,
             commands.CopyToDevice: self._copy_to_device,
             commands.CopyToHost: self._copy_to_host,
-            commands.CopyTail: self._copy_tail,
+            commands.CopyComponent: self._copy_component,
             commands.Recompute: self._recompute,
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
             commands.SendAbort: self._abort,
             commands.SendReceived: self._received,
         }
-        self.tails = TailEffects(
+        self.component_pages = ComponentExecutor(
             caller=caller,
             post=post,
             clock=clock,
@@ -87,7 +87,7 @@ class Effects:
             store_timeout_s=store_timeout_s,
             query_timeout_s=query_timeout_s,
         )
-        self._starters.update(self.tails.starters)
+        self._starters.update(self.component_pages.starters)
 
     def perform(self, command: Command) -> None:
         """Start a command. Raises nothing: a command that cannot be started has that as its outcome."""
@@ -114,12 +114,12 @@ class Effects:
                     )
                 )
 
-    def use(self, storage: Storage | None, tails: Mapping[str, Storage]) -> None:
+    def use(self, storage: Storage | None, component_pages: Mapping[str, Storage]) -> None:
         """Send calls to this storage, and to these by component, from now on. Calls in flight go on where they are; the
         core is not told of what they have stored there.
         """
         self.storage = storage
-        self.tails.storages = tails
+        self.component_pages.storages = component_pages
         self._in_flight = CallsInFlight()
 
     @property
@@ -196,7 +196,7 @@ class Effects:
     async def _run_probe(self, storage: Storage, command: commands.ProbeStorage) -> None:
         error = ""
         try:
-            for engine in (storage, *self.tails.storages.values()):
+            for engine in (storage, *self.component_pages.storages.values()):
                 await own_cancels_only(engine.probe(), "storage")
         except Exception as raised:
             error = self.words_of(command, raised)
@@ -233,8 +233,8 @@ class Effects:
         copied = self._copier.to_host(command.device_pages, command.host_pages)
         copied.add_done_callback(partial(self._copied, command))
 
-    def _copy_tail(self, command: commands.CopyTail) -> None:
-        copier = self._tail_copiers[command.component]
+    def _copy_component(self, command: commands.CopyComponent) -> None:
+        copier = self._component_copiers[command.component]
         if command.target == "host":
             copied = copier.to_host(command.source_pages, command.target_pages)
         elif command.source == "host":
@@ -272,7 +272,7 @@ class Effects:
             pages=command.pages,
             tokens=record.packed if sends_prompt else None,
             key_seed=record.key_seed,
-            tails=command.tails,
+            component_pages=command.component_pages,
             # A prefill that does not answer must leave the prefills behind it their share of the time.
             patience_s=max(record.deadline_at_s - self._clock(), 0.0) / (len(record.address_list) - command.prefill),
         )

@@ -23,7 +23,7 @@ from tidekv.states.validation import Count, checked
 if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
     from tidekv.engine.decode.driver import Driver
-    from tidekv.engine.decode.pending_calls import Calls, LiveCall
+    from tidekv.engine.decode.pending_calls import LiveCall, PendingCalls
     from tidekv.engine.decode.values import ReadyRequest
     from tidekv.engine.ranks.driver import RankDriver
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Growth:
     """Growth of READY requests as the engine offers it: taken on the loop, and told to the core."""
 
-    def __init__(self, calls: Calls, front: Driver | RankDriver, *, page_size: int) -> None:
+    def __init__(self, calls: PendingCalls, front: Driver | RankDriver, *, page_size: int) -> None:
         self._calls = calls
         self._front = front
         self._page_size = page_size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tidekv.engine.decode.component_pages import ready_tails
+from tidekv.engine.decode.component_pages import ready_component_pages
 from tidekv.engine.decode.storage_calls import own_cancels_only
 from tidekv.engine.decode.token_record import TokenRecord
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
@@ -47,7 +47,7 @@ class LiveCall:
         """
 
 
-class Calls:
+class PendingCalls:
     """All calls in flight, and the tokens that operations still need."""
 
     def __init__(self, *, page_size: int, last_resort: Recompute | None) -> None:
@@ -64,13 +64,13 @@ class Calls:
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._ended = ""
         self._tellers: dict[type[Command], Callable[..., None]] = {
-            commands.TellReady: self._tell_ready,
-            commands.TellFailed: self._tell_failed,
+            commands.ReportReady: self._tell_ready,
+            commands.ReportFailed: self._tell_failed,
             commands.GiveReserve: self._give_reserve,
-            commands.TellDropped: self._tell_dropped,
-            commands.TellFinished: self._tell_finished,
-            commands.TellRetracted: self._tell_retracted,
-            commands.TellFlushed: self._tell_flushed,
+            commands.ReportDropped: self._tell_dropped,
+            commands.ReportFinished: self._tell_finished,
+            commands.ReportRetracted: self._tell_retracted,
+            commands.ReportFlushed: self._tell_flushed,
             commands.ForgetTokens: self._forget_tokens,
         }
 
@@ -148,12 +148,12 @@ class Calls:
         return done
 
     def unexpect(self, ready: ReadyRequest) -> None:
-        """Undo `expect`: the core was never told."""
+        """Rollback `expect`: the core was never told."""
         self._ends.pop(ready.request_id, None)
         self._tokens_left.pop(self._live[ready.request_id].core_serial, None)
 
     def unexpect_flush(self, call: int) -> None:
-        """Undo `expect_flush`: the core was never told."""
+        """Rollback `expect_flush`: the core was never told."""
         self._flushes.pop(call, None)
 
     def expect_flush(self, call: int) -> asyncio.Future[FlushAnswer]:
@@ -249,7 +249,7 @@ class Calls:
             pages=np.array(command.pages, dtype=np.int32),
             start_token=command.first * self._page_size,
             packed_tokens=live.record.packed,
-            tails=ready_tails(command.tails),
+            component_pages=ready_component_pages(command.component_pages),
         )
         try:
             first_token, aux = await own_cancels_only(self.last_resort(job), "recompute")
@@ -261,7 +261,7 @@ class Calls:
 
     # --- Answers ---
 
-    def _tell_ready(self, command: commands.TellReady) -> None:
+    def _tell_ready(self, command: commands.ReportReady) -> None:
         live = self._live[command.request_id]
         first_token, aux = live.first_tokens[command.generation]
         live.first_tokens.clear()
@@ -277,7 +277,7 @@ class Calls:
             packed_tokens=live.record.packed,
             generation=command.generation,
             reserve=deque(command.reserve),
-            tails=ready_tails(command.tails),
+            component_pages=ready_component_pages(command.component_pages),
         )
         if not live.outcome.done():
             live.outcome.set_result(live.ready)
@@ -287,14 +287,14 @@ class Calls:
         if (live := self._live.get(request_id)) is not None:
             live.prefill_words = words
 
-    def _tell_failed(self, command: commands.TellFailed) -> None:
+    def _tell_failed(self, command: commands.ReportFailed) -> None:
         detail = command.detail
         words = self._live[command.request_id].prefill_words
         if words and command.cause in PREFILL_CAUSES:
             detail += f"; on this rank: {words}"
         self._fail(RequestFailed(command.request_id, command.cause, detail))
 
-    def _tell_dropped(self, command: commands.TellDropped) -> None:
+    def _tell_dropped(self, command: commands.ReportDropped) -> None:
         self._fail(RequestFailed(command.request_id, self.drop_cause))
 
     def _fail(self, error: RequestFailed) -> None:
@@ -311,10 +311,10 @@ class Calls:
         live.ready.reserve.extend(command.pages)
         live.reserves_given += 1
 
-    def _tell_finished(self, command: commands.TellFinished) -> None:
+    def _tell_finished(self, command: commands.ReportFinished) -> None:
         self._end(command.request_id, command.inserted)
 
-    def _tell_retracted(self, command: commands.TellRetracted) -> None:
+    def _tell_retracted(self, command: commands.ReportRetracted) -> None:
         self._end(command.request_id, command.held_pages)
 
     def _end(self, request_id: str, answer: int) -> None:
@@ -325,7 +325,7 @@ class Calls:
         if not done.done():
             done.set_result(answer)
 
-    def _tell_flushed(self, command: commands.TellFlushed) -> None:
+    def _tell_flushed(self, command: commands.ReportFlushed) -> None:
         # The leader alone flushes: its caller waits, those of other ranks do not.
         done = self._flushes.pop(command.call, None)
         if done is not None and not done.done():

@@ -24,9 +24,9 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.decode.driver import Driver, Watcher
-from tidekv.engine.decode.executor import Effects
+from tidekv.engine.decode.executor import Executor
 from tidekv.engine.decode.known_digests import KnownDigests
-from tidekv.engine.decode.pending_calls import Calls
+from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.journal import Journal
 from tidekv.engine.journal.opening import open_journal
@@ -171,12 +171,12 @@ STOP_MIN_S = 2.0
 """Seconds for closing the parts, at least."""
 
 
-class Parts:
+class Runtime:
     """Everything that one engine consists of. Made outside a loop, started and closed on the loop that uses it."""
 
     driver: Driver
     front: Driver | RankDriver  # Takes what callers, effects and receiver tell.
-    effects: Effects
+    executor: Executor
     receiver: Receiver
 
     def __init__(
@@ -216,7 +216,7 @@ class Parts:
                 components=tuple(pools.component for pools in components),
             )
         )
-        self.calls = Calls(page_size=device.layout.page_size, last_resort=recompute)
+        self.calls = PendingCalls(page_size=device.layout.page_size, last_resort=recompute)
         self.poller = PollerThread()
         # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
         self.storage_poller = PollerThread(name="tidekv-storage-poller")
@@ -225,7 +225,7 @@ class Parts:
         self.host = host
         self.components = {pools.name: pools for pools in components}
         self.copier: PageCopier | None = None
-        self.tail_copiers: dict[str, PageCopier] = {}
+        self.component_copiers: dict[str, PageCopier] = {}
         self._lanes: CopyLanes | None = None
         self.ranks: RankDriver | None = None
         self.rank_group = ranks
@@ -313,13 +313,13 @@ class Parts:
         self._start_copiers()
         self.group = EffectGroup(self._break)
         await self.group.start()
-        self.effects = Effects(
+        self.executor = Executor(
             caller=self.calls,
             post=self.front.post,
             clock=self.driver.clock,
             spawn=self.group.spawn,
             copier=self.copier,
-            tail_copiers=self.tail_copiers,
+            component_copiers=self.component_copiers,
             receiver=self.receiver,
             keys_put=lambda op: self.core.keys_put(op),
             page_keys=self.page_keys,
@@ -341,8 +341,8 @@ class Parts:
             self.copier = PageCopier(self._device, self.host, lanes=lanes)
             self.copier.start()
         for name, pools in self.components.items():
-            self.tail_copiers[name] = PageCopier(pools.device, pools.host, lanes=lanes)
-            self.tail_copiers[name].start()
+            self.component_copiers[name] = PageCopier(pools.device, pools.host, lanes=lanes)
+            self.component_copiers[name].start()
 
     async def _drive_core(self) -> None:
         """Begin to step the core, and to tell whoever watches it."""
@@ -358,7 +358,7 @@ class Parts:
             watchers.append(KVEventWatcher(self.core, self.kv_events, bigrams=self.config.bigram_keys))
         self.driver = Driver(
             self.core,
-            lambda command: self.effects.perform(command),
+            lambda command: self.executor.perform(command),
             watchers=[watcher for watcher in watchers if watcher is not None],
             on_broken=self._break,
             after_drain=self._after_drain,
@@ -424,7 +424,7 @@ class Parts:
         try:
             async with asyncio.timeout(SETTLE_SHARE * self.config.close_deadline_s):
                 await self.calls.wait_until(lambda: self.core.is_idle)
-                await self.effects.storage_is_quiet()
+                await self.executor.storage_is_quiet()
                 if self.ranks is not None:
                     await self.ranks.leave(self.config.close_deadline_s)
         except EngineClosed:
@@ -441,13 +441,13 @@ class Parts:
     async def _stop(self) -> None:
         stop_s = max((1 - SETTLE_SHARE) * self.config.close_deadline_s, STOP_MIN_S)
         # Storage begins first: that ends the calls which effects wait for.
-        storages = [*self.storage_in_use.retired, *self.storage_in_use.tails.values()]
+        storages = [*self.storage_in_use.retired, *self.storage_in_use.component_pages.values()]
         storages += [] if self.storage is None else [self.storage]
         started: list[Closable | asyncio.Task[object] | None] = [
             self.ranks,
             getattr(self, "receiver", None),
             self.copier,
-            *self.tail_copiers.values(),
+            *self.component_copiers.values(),
             self._lanes,
             *(begin_close(storage) for storage in storages),
             self.transport,
@@ -511,12 +511,12 @@ class Parts:
             "storage_poller": msgspec.to_builtins(self.storage_poller.statistics()),
             "copies": None if self.copier is None else msgspec.to_builtins(self.copier.statistics()),
             "component_copies": {
-                name: msgspec.to_builtins(copier.statistics()) for name, copier in self.tail_copiers.items()
+                name: msgspec.to_builtins(copier.statistics()) for name, copier in self.component_copiers.items()
             },
             "storage": None if self.storage is None else msgspec.to_builtins(self.storage.statistics()),
             "events": self.driver.events_taken,
             "events_illegal": self.driver.illegal_events,
-            "effects_raised": self.effects.raised,
+            "effects_raised": self.executor.raised,
             "loop_held_up": self.watchdog.hold_up_count,
             "ranks": None if self.ranks is None else self.ranks.statistics(),
         }

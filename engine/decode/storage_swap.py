@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tidekv.backends.host.pool import HostPool
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.decode.driver import Driver
-    from tidekv.engine.decode.executor import Effects
-    from tidekv.engine.decode.pending_calls import Calls
+    from tidekv.engine.decode.executor import Executor
+    from tidekv.engine.decode.pending_calls import PendingCalls
     from tidekv.engine.poller import PollerThread
     from tidekv.engine.ranks.driver import RankDriver
     from tidekv.engine.ranks.group import RankGroup
@@ -37,10 +37,10 @@ class Engine(Protocol):
     """The parts of an engine that an exchange of its storage concerns."""
 
     core: Core
-    calls: Calls
+    calls: PendingCalls
     driver: Driver
     front: Driver | RankDriver
-    effects: Effects
+    executor: Executor
     host: HostPool | None
     components: dict[str, ComponentPools]
     identity: Identity
@@ -68,10 +68,10 @@ class StorageInUse:
 
     def __init__(self, parts: Engine, first: Storage | None) -> None:
         self.current: Storage | None = None
-        self.tails: dict[str, Storage] = {}
+        self.component_pages: dict[str, Storage] = {}
         """Beside it, by component, the engines of those that have host pages."""
         self.retired: list[Storage] = []
-        self._parts = parts
+        self._runtime = parts
         self._first = first
         self._lock = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -86,10 +86,12 @@ class StorageInUse:
         """
         if self._first is not None:
             opening = self._begin_register(self._first)
-            tails = await _opened(self._first, opening, asyncio.get_running_loop().time() + START_S)
-            self._use(self._first, tails)
-            at_s = self._parts.driver.clock()
-            self._parts.front.post(events.StorageChanged(at_s=at_s, available=True, tails=bool(self._parts.components)))
+            component_pages = await _opened(self._first, opening, asyncio.get_running_loop().time() + START_S)
+            self._use(self._first, component_pages)
+            at_s = self._runtime.driver.clock()
+            self._runtime.front.post(
+                events.StorageChanged(at_s=at_s, available=True, component_pages=bool(self._runtime.components))
+            )
 
     async def swap(self, storage: Storage | None, *, timeout_s: float) -> None:
         """Use this storage, or none, from now on: open the new one, drain the old one, swap, close the old one.
@@ -99,16 +101,16 @@ class StorageInUse:
         before the swap, a cancellation too, leaves the old one in use and closes the new one. Raises InvalidRequest for
         the storage that is in use already.
         """
-        if storage is not None and self._parts.host is None:
+        if storage is not None and self._runtime.host is None:
             raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         async with self._turn(deadline_s):
             old = self.current
             if storage is not None and storage is old:
                 raise InvalidRequest(f"{storage.uri} is attached already")
-            tails = await self._prepare(old, storage, deadline_s)
-            left = [] if old is None else [old, *self.tails.values()]
-            self._use(storage, tails)
+            component_pages = await self._prepare(old, storage, deadline_s)
+            left = [] if old is None else [old, *self.component_pages.values()]
+            self._use(storage, component_pages)
             if storage is not None:
                 self._tell(available=True)
             for engine in left:
@@ -119,7 +121,7 @@ class StorageInUse:
         StorageFailed if they take too long: they go on then.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        for engine in self.tails.values():
+        for engine in self.component_pages.values():
             await _within(engine.clear(), engine.uri, "cleared", deadline_s)
         if self.current is None:
             return 0
@@ -143,22 +145,22 @@ class StorageInUse:
         finally:
             self._lock.release()
 
-    def _use(self, storage: Storage | None, tails: dict[str, Storage]) -> None:
+    def _use(self, storage: Storage | None, component_pages: dict[str, Storage]) -> None:
         self.current = storage
-        self.tails = tails
-        self._parts.effects.use(storage, tails)
+        self.component_pages = component_pages
+        self._runtime.executor.use(storage, component_pages)
 
     async def _prepare(self, old: Storage | None, new: Storage | None, deadline_s: float) -> dict[str, Storage]:
         """Open the new one and drain the old one; all of it, or nothing and the new one closed. Returns the engines of
         components beside the new one.
         """
-        parts = self._parts
+        parts = self._runtime
         is_told = False
-        tails: dict[str, Storage] = {}
+        component_pages: dict[str, Storage] = {}
         opening = None if new is None else self._begin_register(new)
         try:
             if new is not None and opening is not None:
-                tails = await _opened(new, opening, deadline_s)
+                component_pages = await _opened(new, opening, deadline_s)
             if old is not None:
                 is_told = True
                 self._tell(available=False)
@@ -174,11 +176,11 @@ class StorageInUse:
                 except Exception as failure:
                     error.add_note(f"and closing {new.uri} raised {failure!r}")
             raise
-        return tails
+        return component_pages
 
     async def _drain(self, old: Storage, deadline_s: float) -> None:
         """Wait until nothing uses the old storage, or until the deadline."""
-        parts = self._parts
+        parts = self._runtime
         try:
             async with asyncio.timeout_at(deadline_s):
                 # With ranks, the core takes the change when all of them do.
@@ -187,12 +189,12 @@ class StorageInUse:
             raise StorageFailed("not all ranks have attached or detached storage in time") from None
         try:
             async with asyncio.timeout_at(deadline_s):
-                await parts.effects.storage_is_quiet()
+                await parts.executor.storage_is_quiet()
         except TimeoutError:
             LOG.warning(
                 "%s is left with %d calls in flight: they keep their host pages until they end",
                 old.uri,
-                parts.effects.storage_calls,
+                parts.executor.storage_calls,
             )
 
     async def _leave(self, ending: Coroutine[object, object, None], engines: list[Storage], deadline_s: float) -> None:
@@ -225,14 +227,14 @@ class StorageInUse:
 
     async def _register(self, storage: Storage) -> dict[str, Storage]:
         """Open a storage for full pages, and one beside it for each component."""
-        parts = self._parts
+        parts = self._runtime
         assert parts.host is not None
         group = parts.rank_group
         place = {} if group is None else {"rank": group.rank, "ranks": group.ranks}
         namespace = storage_namespace(parts.identity, **place)
         poller = parts.storage_poller
         await storage.register(parts.host.memory, parts.host.page, namespace=namespace, poller=poller)
-        tails: dict[str, Storage] = {}
+        component_pages: dict[str, Storage] = {}
         try:
             for name, pools in parts.components.items():
                 if pools.host is None:
@@ -242,20 +244,24 @@ class StorageInUse:
                         f"{storage.uri} cannot hold component {name!r}: it makes no engine for pages of another size;"
                         " see tidekv.backends.storage.base.Siblings"
                     )
-                tails[name] = storage.sibling()
+                component_pages[name] = storage.sibling()
                 theirs = component_namespace(namespace, name)
-                await tails[name].register(pools.host.memory, pools.host.page, namespace=theirs, poller=poller)
+                await component_pages[name].register(
+                    pools.host.memory, pools.host.page, namespace=theirs, poller=poller
+                )
         except BaseException:
-            for engine in tails.values():
+            for engine in component_pages.values():
                 await engine.close()
             raise
-        return tails
+        return component_pages
 
     def _tell(self, *, available: bool) -> None:
-        if self._parts.is_open:
-            at_s = self._parts.driver.clock()
-            tails = available and bool(self._parts.components)
-            self._parts.front.take_now(events.StorageChanged(at_s=at_s, available=available, tails=tails))
+        if self._runtime.is_open:
+            at_s = self._runtime.driver.clock()
+            component_pages = available and bool(self._runtime.components)
+            self._runtime.front.take_now(
+                events.StorageChanged(at_s=at_s, available=available, component_pages=component_pages)
+            )
 
 
 async def _opened(storage: Storage, opening: asyncio.Task[dict[str, Storage]], deadline_s: float) -> dict[str, Storage]:
@@ -274,8 +280,8 @@ async def _close_unused(storage: Storage, opening: asyncio.Task[dict[str, Storag
     """Close a storage that is not used after all, once opening it has ended."""
     opening.cancel()
     await asyncio.wait({opening})
-    tails = {} if opening.cancelled() or opening.exception() else opening.result()
-    for engine in (*tails.values(), storage):
+    component_pages = {} if opening.cancelled() or opening.exception() else opening.result()
+    for engine in (*component_pages.values(), storage):
         await engine.close()
 
 

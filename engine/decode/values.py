@@ -17,7 +17,7 @@ from tidekv.transports.control.wire import check_name
 
 if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
-    from tidekv.engine.decode.component_pages import ReadyTail
+    from tidekv.engine.decode.component_pages import ReadyComponent
 else:
     Tokens = Any  # Packing the tokens checks each of them.
 
@@ -81,7 +81,7 @@ class RecomputeJob:
     start_token: int
     packed_tokens: bytes = field(repr=False)
     """The prompt, as packed little-endian u32."""
-    tails: Mapping[str, ReadyTail] = field(default_factory=dict)
+    component_pages: Mapping[str, ReadyComponent] = field(default_factory=dict)
     """By component, where its window or state at the prompt's end is to be written; none of it is there yet."""
 
 
@@ -109,7 +109,7 @@ class ReadyRequest:
     generation: int = 0
     reserve: deque[int] = field(default_factory=deque, repr=False)
     """Pages that `grow` hands out next. They are the engine's to take and to refill."""
-    tails: Mapping[str, ReadyTail] = field(default_factory=dict)
+    component_pages: Mapping[str, ReadyComponent] = field(default_factory=dict)
     """What it has of each of the engine's components, by name: windows and states at the prompt's end."""
 
 

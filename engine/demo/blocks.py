@@ -87,17 +87,17 @@ class TraceOptions:
 class PromptBlocks:
     """A prompt as block ids, unique over the whole recording, of `block_tokens` tokens each.
 
-    Either the last block is cut at `token_count`, or the tokens after the last block are derived from `tail_seed`.
+    Either the last block is cut at `token_count`, or the tokens after the last block are derived from `component_seed`.
     """
 
     ids: Words
     block_tokens: int
     token_count: int
-    tail_seed: int
+    component_seed: int
 
     @classmethod
     def scaled(
-        cls, ids: Words, *, block_tokens: int, token_count: int, tail_seed: int, options: TraceOptions
+        cls, ids: Words, *, block_tokens: int, token_count: int, component_seed: int, options: TraceOptions
     ) -> PromptBlocks:
         """Shorten each block and the rest of the prompt by the same factor; nothing becomes empty."""
         short = max(1, round(block_tokens * options.length_scale))
@@ -107,13 +107,13 @@ class PromptBlocks:
             ids=ids,
             block_tokens=short,
             token_count=full * short + -(-rest * short // block_tokens),
-            tail_seed=tail_seed,
+            component_seed=component_seed,
         )
 
     def packed(self, vocabulary: int = VOCABULARY) -> bytes:
         """Return the prompt's tokens, packed as little-endian u32."""
         made = _tokens(stream64(self.ids, self.block_tokens).reshape(-1), vocabulary)[: self.token_count]
-        tail = stream64(np.array([self.tail_seed], dtype=np.uint64), self.token_count - len(made))
+        tail = stream64(np.array([self.component_seed], dtype=np.uint64), self.token_count - len(made))
         return made.tobytes() + _tokens(tail.reshape(-1), vocabulary).tobytes()
 
 

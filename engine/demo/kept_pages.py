@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, page_digests
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex, Receipt
 from tidekv.states.types import PageIds
 
@@ -38,8 +38,8 @@ class KeptPages:
         self._page_size = page_size
         self._seed = namespace_seed(namespace)
         self._keep = keep
-        self._account = PageAccount("prefill", num_pages)
-        nothing = PageAccount("prefill host", 0)
+        self._account = PagePool("prefill", num_pages)
+        nothing = PagePool("prefill host", 0)
         self._index = PrefixIndex(key_bytes=page_size * TOKEN_BYTES, device=self._account, host=nothing)
         self._digests = [b""] * num_pages
 

@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from tidekv.backends.component_pools import ComponentPools
-from tidekv.engine.decode.component_pages import ReadyTail
+from tidekv.engine.decode.component_pages import ReadyComponent
 from tidekv.engine.demo.synthetic import SyntheticKV
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.sender import TailAsked
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.handover.sender import ComponentAsked
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.types import PageIds
 
 
-def tail_digest(component: str, digest: bytes) -> bytes:
+def component_digest(component: str, digest: bytes) -> bytes:
     """Return the digest of a component's page, from the digest of the prompt up to and including its position."""
     return sha256(component.encode() + b"\0" + digest).digest()
 
 
-def wrong_tails(
-    components: Sequence[ComponentPools], tails: Mapping[str, ReadyTail], digests: Sequence[bytes]
+def wrong_components(
+    components: Sequence[ComponentPools], component_pages: Mapping[str, ReadyComponent], digests: Sequence[bytes]
 ) -> dict[str, list[int]]:
     """Verify the tails of a request byte for byte; `digests` has one entry for each page of its prompt.
 
@@ -32,15 +32,17 @@ def wrong_tails(
     """
     wrong = {}
     for pools in components:
-        tail = tails[pools.name]
-        expected = [tail_digest(pools.name, digest) for digest in digests[tail.first : tail.first + len(tail.pages)]]
+        tail = component_pages[pools.name]
+        expected = [
+            component_digest(pools.name, digest) for digest in digests[tail.first : tail.first + len(tail.pages)]
+        ]
         found = SyntheticKV(pools.device).verify(tail.pages.tolist(), expected)
         if found:
             wrong[pools.name] = [tail.first + at for at in found]
     return wrong
 
 
-class SyntheticTails:
+class SyntheticComponents:
     """Pools of a synthetic prefill worker's components: pages for requested tails, and their content.
 
     Nothing is kept after a room.
@@ -48,9 +50,9 @@ class SyntheticTails:
 
     def __init__(self, components: Sequence[ComponentPools]) -> None:
         self._kv = {pools.name: SyntheticKV(pools.device) for pools in components}
-        self._accounts = {pools.name: PageAccount(pools.name, pools.device.num_pages) for pools in components}
+        self._accounts = {pools.name: PagePool(pools.name, pools.device.num_pages) for pools in components}
 
-    def take(self, asked: Mapping[str, TailAsked]) -> dict[str, PageIds] | None:
+    def take(self, asked: Mapping[str, ComponentAsked]) -> dict[str, PageIds] | None:
         """Take pages for the tails of a room, for every component. None if there are too few now.
 
         Raises InvalidRequest if there can never be enough.
@@ -65,9 +67,9 @@ class SyntheticTails:
             return None
         return {name: self._accounts[name].take(tail.page_count) for name, tail in asked.items()}
 
-    def fill(self, tail: TailAsked, pages: PageIds, digests: Sequence[bytes]) -> None:
+    def fill(self, tail: ComponentAsked, pages: PageIds, digests: Sequence[bytes]) -> None:
         """Overwrite pages with the content of the tail; `digests` are those of the requested positions."""
-        self._kv[tail.component].fill(pages, [tail_digest(tail.component, digest) for digest in digests])
+        self._kv[tail.component].fill(pages, [component_digest(tail.component, digest) for digest in digests])
 
     def give_back(self, held: Mapping[str, PageIds]) -> None:
         """Give pages back, which must be unused."""

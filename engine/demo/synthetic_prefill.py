@@ -10,7 +10,7 @@ from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.demo.kept_pages import HeldPages, KeptPages
 from tidekv.engine.demo.synthetic import SyntheticKV
-from tidekv.engine.demo.synthetic_components import SyntheticTails
+from tidekv.engine.demo.synthetic_components import SyntheticComponents
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.types import PageIds
 from tidekv.transports.prefill.prefill_room import Room
@@ -43,7 +43,7 @@ class SyntheticPrefill:
         self._kv = SyntheticKV(pool)
         self._page_size = pool.layout.page_size
         self._pages = KeptPages(pool.num_pages, pool.layout.page_size, namespace=namespace, keep=keep_prefixes)
-        self._tails = SyntheticTails(components)
+        self._component_pages = SyntheticComponents(components)
         self._freed = asyncio.Condition()
         self._chunk_pages = chunk_pages
         self._vocabulary = vocabulary
@@ -87,11 +87,11 @@ class SyntheticPrefill:
         async with self._freed:
             while (taken := self._take(room, packed)) is None:
                 await self._freed.wait()
-        held, tails = taken
+        held, component_pages = taken
         filled = [held.known]
         try:
             await self._send_all(room, held, filled)
-            await self._send_tails(room, held, tails)
+            await self._send_components(room, held, component_pages)
             await room.finish(first_token=synthetic_first_token(packed, self._vocabulary), aux={})
         except BaseException as error:
             # On cancellation, too: otherwise the room would never end, and `received` below would wait for it.
@@ -102,25 +102,25 @@ class SyntheticPrefill:
             outcome = str(await room.received())
             async with self._freed:
                 self._pages.give_back(held, computed=filled[0])
-                self._tails.give_back(tails)
+                self._component_pages.give_back(component_pages)
                 self._freed.notify_all()
         self.rooms_served += 1
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
     def _take(self, room: Room, packed: bytes) -> tuple[HeldPages, dict[str, PageIds]] | None:
         """Take all pages that a room needs, or return None."""
-        tails = self._tails.take(room.tails)
-        if tails is None:
+        component_pages = self._component_pages.take(room.component_pages)
+        if component_pages is None:
             return None
         try:
             held = self._pages.take(packed)
         except InvalidRequest:
-            self._tails.give_back(tails)
+            self._component_pages.give_back(component_pages)
             raise
         if held is None:
-            self._tails.give_back(tails)
+            self._component_pages.give_back(component_pages)
             return None
-        return held, tails
+        return held, component_pages
 
     async def _send_all(self, room: Room, held: HeldPages, filled: list[int]) -> None:
         """Send all pages. `filled` counts the pages that have their content, also if this raises."""
@@ -138,9 +138,11 @@ class SyntheticPrefill:
         digests = held.digests[first - held.known : first - held.known + self._chunk_pages]
         self._kv.fill(held.pages[first : first + self._chunk_pages], digests)
 
-    async def _send_tails(self, room: Room, held: HeldPages, tails: dict[str, PageIds]) -> None:
+    async def _send_components(self, room: Room, held: HeldPages, component_pages: dict[str, PageIds]) -> None:
         """Send the tails of components, which exist once the whole prompt is computed."""
-        for name, asked in room.tails.items():
+        for name, asked in room.component_pages.items():
             positions = range(asked.first, asked.first + asked.page_count)
-            self._tails.fill(asked, tails[name], [self._pages.digest_at(held, at) for at in positions])
-            await room.send_tail(name, tails[name])
+            self._component_pages.fill(
+                asked, component_pages[name], [self._pages.digest_at(held, at) for at in positions]
+            )
+            await room.send_component_pages(name, component_pages[name])

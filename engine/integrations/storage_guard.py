@@ -9,7 +9,7 @@ from typing import Final
 
 from tidekv.backends.storage.base import Storage
 from tidekv.states.errors import TidekvError
-from tidekv.states.storage.circuit_breaker import Breaker
+from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.transports.tasks import OwnedTasks
 
 FAILURES_MAX: Final = 8
@@ -24,7 +24,7 @@ class StorageGuard:
         """The caller owns the engines; the sequence is read at each probe, so engines added later are probed too."""
         self._storages = storages
         self._log = log
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._tasks = OwnedTasks("storage guard")
         self._closing = False
 

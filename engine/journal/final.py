@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
-    from tidekv.states.pages.page_pool import PageAccount
+    from tidekv.states.pages.page_pool import PagePool
 
 
 def final_state(core: Core) -> dict[str, int]:
@@ -69,7 +69,7 @@ def _components(core: Core) -> dict[str, int]:
     return sums
 
 
-def _pool(account: PageAccount) -> int:
+def _pool(account: PagePool) -> int:
     conditions = bytes(account.condition(page) for page in range(account.total))
     return zlib.crc32(account.free_pages, zlib.crc32(conditions))
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, Recorder
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
-from tidekv.states.inspect.step_record import Noted
+from tidekv.states.inspect.step_record import StepNotes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +93,7 @@ class Journal:
         )
         self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
         self._note = self._recorder.note
-        self._waiting: deque[Noted | int] = deque()
+        self._waiting: deque[StepNotes | int] = deque()
         """Steps that are not encoded yet, and counts of steps that were dropped."""
         self._lines: deque[SealedLine] = deque()
         """What is to be written."""
@@ -189,7 +189,7 @@ class Journal:
 
     @property
     def _events_noted(self) -> int:
-        return self._recorder.witness.events + self._unnoted
+        return self._recorder.step_recorder.events + self._unnoted
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write what is waiting and the end record, and close the file, within `timeout_s`. The core is not stepped any
@@ -252,15 +252,15 @@ class Journal:
         self._encoded_bytes += size_bytes
         self._lines.append(SealedLine(pieces, steps, size_bytes, begins_segment))
 
-    def _take_steps(self, steps_max: int) -> list[Noted]:
+    def _take_steps(self, steps_max: int) -> list[StepNotes]:
         """So many steps, at most: those in front of the first count of steps that were dropped."""
         waiting = self._waiting
         # In this order: a count that comes from now on stands behind all of these.
         most = min(len(waiting), steps_max)
         if not self._gaps_waiting:
             return [waiting.popleft() for _ in range(most)]  # type: ignore[misc]  # There is no count among them.
-        steps: list[Noted] = []
-        while len(steps) < most and isinstance(waiting[0], Noted):
+        steps: list[StepNotes] = []
+        while len(steps) < most and isinstance(waiting[0], StepNotes):
             steps.append(waiting.popleft())  # type: ignore[arg-type]  # The one that was just looked at.
         return steps
 

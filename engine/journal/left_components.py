@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from tidekv.states.commands import Command, TellReady
-from tidekv.states.components.specs import TailTable
-from tidekv.states.events import Event, FinishRequested, RetractRequested, TailLeft
+from tidekv.states.commands import Command, ReportReady
+from tidekv.states.components.specs import ComponentTable
+from tidekv.states.events import ComponentLeft, Event, FinishRequested, RetractRequested
 
 Place: TypeAlias = "tuple[bool, int]"
 """Whether a page is one of the request's own, and which of those; else the position of a shared one."""
@@ -19,17 +19,17 @@ Left: TypeAlias = "tuple[str, int, tuple[Place, ...]]"
 """Component, first position, and the pages."""
 
 
-class LeftTails:
+class LeftComponents:
     """Follows one run: what its READY requests were given of components."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, dict[str, TailTable]] = {}
+        self._tables: dict[str, dict[str, ComponentTable]] = {}
 
     def note(self, given: Iterable[Command]) -> None:
         """Note what a step has told callers."""
         for command in given:
-            if isinstance(command, TellReady):
-                self._tables[command.request_id] = {table.component: table for table in command.tails or ()}
+            if isinstance(command, ReportReady):
+                self._tables[command.request_id] = {table.component: table for table in command.component_pages or ()}
 
     def places(self, event: Event) -> tuple[Left, ...]:
         """What an event of this run leaves; what is not the request's is left out."""
@@ -37,7 +37,7 @@ class LeftTails:
             return ()
         tables = self._tables.get(event.request_id, {})
         found = []
-        for tail in event.tails:
+        for tail in event.component_pages:
             table = tables.get(tail.component)
             if table is not None:
                 own = {page: (True, at) for at, page in enumerate(table.own)}
@@ -52,16 +52,16 @@ class LeftTails:
         if not isinstance(event, FinishRequested | RetractRequested):
             return event
         tables = self._tables.get(event.request_id, {})
-        tails = []
+        component_pages = []
         for component, first, places in left:
             table = tables.get(component)
             pages = [] if table is None else [page for place in places if (page := _page_at(table, place)) is not None]
             if len(pages) == len(places):
-                tails.append(TailLeft(component, first, tuple(pages)))
-        return msgspec.structs.replace(event, tails=tuple(tails))
+                component_pages.append(ComponentLeft(component, first, tuple(pages)))
+        return msgspec.structs.replace(event, component_pages=tuple(component_pages))
 
 
-def _page_at(table: TailTable, place: Place) -> int | None:
+def _page_at(table: ComponentTable, place: Place) -> int | None:
     is_own, at = place
     pages, number = (table.own, at) if is_own else (table.pages, at - table.first)
     return pages[number] if 0 <= number < len(pages) else None

@@ -20,7 +20,7 @@ from tidekv.engine.journal.lines import JOURNAL_VERSION, seal, seal_steps
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.schema import code_checksum, package_versions, schema_checksum
 from tidekv.states.events import NO_DEADLINE, FinishRequested, RequestArrived, RetractRequested
-from tidekv.states.inspect.step_record import Noted, Witness, encode_pages
+from tidekv.states.inspect.step_record import StepNotes, StepRecorder, encode_pages
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -58,9 +58,9 @@ class Recorder:
         """`breathe` is called now and then while long prompts are hashed, to leave the interpreter to others."""
         self.run = secrets.token_hex(8)
         self._core = core
-        self.witness = Witness(core)
-        self.note = self.witness.note
-        """Takes the step that the core has just made; see Witness.note."""
+        self.step_recorder = StepRecorder(core)
+        self.note = self.step_recorder.note
+        """Takes the step that the core has just made; see StepRecorder.note."""
         self.events = 0
         """Events that are in the lines so far."""
         self._crc = 0
@@ -93,7 +93,7 @@ class Recorder:
 
     # --- One thread at a time, in the order of the steps ---
 
-    def encode(self, noted: Sequence[Noted], *, pages_max: int = sys.maxsize) -> EncodedSteps:
+    def encode(self, noted: Sequence[StepNotes], *, pages_max: int = sys.maxsize) -> EncodedSteps:
         """Steps as they will be written, up to the first that would need more than `pages_max` pages to be hashed, all
         in all. Each of them once: what was encoded has digests in place of its keys.
         """
@@ -165,7 +165,7 @@ class Recorder:
             # Half a character, as names of files in the words of an error may hold it: JSON has no word for that.
             return self._encode(_with_whole_characters(msgspec.to_builtins(value, enc_hook=encode_pages)))
 
-    def _hide_tokens(self, step: Noted, pages_max: int) -> int | None:
+    def _hide_tokens(self, step: StepNotes, pages_max: int) -> int | None:
         """Put digests in place of the keys; returns how many pages were hashed, None where that would be too many."""
         event = step.took
         if type(event) is RequestArrived:

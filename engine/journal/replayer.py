@@ -15,7 +15,7 @@ from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, JournalDamaged, ReplayDiverged
 from tidekv.states.events import Event, FinishRequested, RequestArrived, RetractRequested
-from tidekv.states.inspect.step_record import BOOKS_EVERY, Answer, Witness, encode_pages
+from tidekv.states.inspect.step_record import BOOKS_EVERY, StepRecorder, StepResult, encode_pages
 from tidekv.states.request.request import State
 
 OTHER_CODE = "the code of the core is not that which wrote the journal"
@@ -65,7 +65,7 @@ class Replayer:
         self._reader = JournalReader(path, force=force)
         self._compare = compare
         self.core = Core(self.header.core)
-        self._witness = Witness(self.core)
+        self._step_recorder = StepRecorder(self.core)
         self._encode = msgspec.json.Encoder(enc_hook=encode_pages).encode
         self._arrived: dict[str, bytes] = {}
         self._events = 0
@@ -127,7 +127,7 @@ class Replayer:
         except Exception as broken:
             # Whatever it is, it ended the run as well, or else the answers differ.
             error = type(broken).__name__
-        answer = self._encode(self._witness.note(event, commands, error).gave)
+        answer = self._encode(self._step_recorder.note(event, commands, error).gave)
         self._events += 1
         if self._compare and answer != bytes(record.gave):
             recorded, replayed = _by_name(bytes(record.gave)), _by_name(answer)
@@ -186,7 +186,9 @@ def _by_name(answer: bytes) -> dict[str, str]:
     """The fields of an encoded answer, but those that are empty."""
     fields = msgspec.json.decode(answer, type=list[msgspec.Raw])
     words = [bytes(field).decode() for field in fields]
-    return {name: word for name, word in zip(Answer.__struct_fields__, words, strict=False) if word not in ("[]", '""')}
+    return {
+        name: word for name, word in zip(StepResult.__struct_fields__, words, strict=False) if word not in ("[]", '""')
+    }
 
 
 def _in_words(fields: dict[str, str]) -> str:

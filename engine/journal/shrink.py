@@ -14,15 +14,15 @@ from typing import TypeAlias
 
 import msgspec
 
-from tidekv.engine.journal.left_components import Left, LeftTails
+from tidekv.engine.journal.left_components import Left, LeftComponents
 from tidekv.engine.journal.lines import RunLine, StepRecord, StepsLine, seal
 from tidekv.engine.journal.reader import JournalReader
 from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, Recorder
 from tidekv.engine.journal.replayer import Replayer
 from tidekv.states.backup.backups import Backup
 from tidekv.states.commands import Operation
-from tidekv.states.components.request_components import TailCopy
-from tidekv.states.components.storage import StoredTailCopy, TailRead
+from tidekv.states.components.request_components import ComponentCopy
+from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, InvalidRequest, ReplayDiverged
 from tidekv.states.events import Event
@@ -50,16 +50,16 @@ def shrink(path: str | Path, out: str | Path) -> Shrunk:
     """Write a short journal to `out`. Raises InvalidRequest where the journal replays without error or difference."""
     replayer = Replayer(path)
     taken: list[Event] = []
-    purposes, tails = _Purposes(), LeftTails()
+    purposes, component_pages = _Purposes(), LeftComponents()
     left: dict[int, tuple[Left, ...]] = {}
     try:
         for step in replayer.steps():
             taken.append(step.event)
-            left[id(step.event)] = tails.places(step.event)
+            left[id(step.event)] = component_pages.places(step.event)
             if step.error not in ("", IllegalEvent.__name__):
                 break
             purposes.note(step.commands, replayer.core)
-            tails.note(step.commands)
+            component_pages.note(step.commands)
         else:
             raise InvalidRequest(f"journal {str(path)!r} has no error and no difference to shrink to")
     except ReplayDiverged as diverged:
@@ -95,10 +95,10 @@ def _requests_of(operation: object) -> tuple[str, ...]:
     if isinstance(operation, Backup):
         return (operation.request_id,)
     request = None
-    if isinstance(operation, TailRead | StoredTailCopy):
-        request = operation.fetch.tails.request
-    elif isinstance(operation, TailCopy):
-        request = operation.tails.request
+    if isinstance(operation, ComponentRead | StoredComponentCopy):
+        request = operation.fetch.component_pages.request
+    elif isinstance(operation, ComponentCopy):
+        request = operation.component_pages.request
     elif isinstance(operation, StorageQuery | Recomputation):
         request = operation.request
     return () if request is None else (request.request_id,)
@@ -164,7 +164,7 @@ class _Reduction:
             return None
         self._runs += 1
         core = Core(self._header.core)
-        purposes, tails = _Purposes(), LeftTails()
+        purposes, component_pages = _Purposes(), LeftComponents()
         mattered: list[Event] = []
         taken: list[Event] = []
         for original in events:
@@ -175,12 +175,12 @@ class _Reduction:
                 if known is None:
                     continue
                 event = msgspec.structs.replace(event, op=known)
-            event = tails.leave(event, self._left[id(original)])
+            event = component_pages.leave(event, self._left[id(original)])
             error = ""
             try:
                 given = core.step(event)
                 purposes.note(given, core)
-                tails.note(given)
+                component_pages.note(given)
             except IllegalEvent:
                 continue
             except Exception as raised:

@@ -39,9 +39,9 @@ def watch(index: PrefixIndex) -> dict[Node, None]:
 
     All watchers of an index share it: there may be one.
     """
-    if index.tree.touched is None:
-        index.tree.touched = index.device_tier.touched = index.host_tier.touched = {}
-    return index.tree.touched
+    if index.tree.dirty_nodes is None:
+        index.tree.dirty_nodes = index.device_tier.dirty_nodes = index.host_tier.dirty_nodes = {}
+    return index.tree.dirty_nodes
 
 
 MEDIA: Final[tuple[Medium, ...]] = ("GPU", "CPU", "STORAGE")
@@ -174,22 +174,22 @@ class KVEventWatcher:
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """Publish what the step has changed."""
-        touched = self._touched
+        dirty_nodes = self._touched
         if self._is_behind:
-            touched.clear()
+            dirty_nodes.clear()
             self._catch_up()
             return
         if self._attachment != self._tree.attachment:
             # Another storage, or none: no page is known to be stored any more.
             self._attachment = self._tree.attachment
-            touched.update(dict.fromkeys(self._tree.nodes()))
-        if not touched:
+            dirty_nodes.update(dict.fromkeys(self._tree.nodes()))
+        if not dirty_nodes:
             return
         if self._outlet.has_room:
-            self._outlet.publish(partial(self._teller.changes, [self._seen(node) for node in touched]))
+            self._outlet.publish(partial(self._teller.changes, [self._seen(node) for node in dirty_nodes]))
         else:
             self._is_behind = True
-        touched.clear()
+        dirty_nodes.clear()
 
     def _catch_up(self) -> None:
         """Publish the whole content, as soon as the queue has a place."""

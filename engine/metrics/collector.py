@@ -85,7 +85,7 @@ class MetricsCollector(Collector):
             for condition in CONDITIONS:
                 pools.add_metric((pool, condition), counts[f"{pool}_{condition}"])
         yield pools
-        tails = GaugeMetricFamily(
+        component_pages = GaugeMetricFamily(
             "tidekv_component_pool_pages",
             "Pages of windows and records of states by pool and condition.",
             labels=("component", "pool", "condition"),
@@ -93,8 +93,10 @@ class MetricsCollector(Collector):
         for component in self._fold.core.settings.components:
             for pool in POOLS:
                 for condition in CONDITIONS:
-                    tails.add_metric((component.name, pool, condition), counts[f"{component.name}_{pool}_{condition}"])
-        yield tails
+                    component_pages.add_metric(
+                        (component.name, pool, condition), counts[f"{component.name}_{pool}_{condition}"]
+                    )
+        yield component_pages
         requests = GaugeMetricFamily("tidekv_requests", "Live requests by state.", labels=("state",))
         for state in State:
             if state is not State.FAILED:

@@ -41,15 +41,15 @@ class Histogram:
 
 _CALLS: dict[type[commands.Command], str] = {
     commands.QueryStorage: "query",
-    commands.QueryTails: "query",
+    commands.QueryComponents: "query",
     commands.FetchPages: "fetch",
-    commands.FetchTail: "fetch_tail",
+    commands.FetchComponent: "fetch_component",
     commands.StorePages: "store",
-    commands.StoreTail: "store_tail",
+    commands.StoreComponent: "store_component",
     commands.ProbeStorage: "probe",
     commands.CopyToDevice: "copy_to_device",
     commands.CopyToHost: "copy_to_host",
-    commands.CopyTail: "copy_tail",
+    commands.CopyComponent: "copy_component",
     commands.Recompute: "recompute",
 }
 """What is timed from its command to its outcome."""
@@ -88,18 +88,18 @@ class MetricsFold:
         self._since: dict[str, tuple[State, float, float]] = {}
         """By request: its state, since when, and when it arrived."""
         self._calls: dict[int, tuple[str, float]] = {}
-        self._tail_copies: dict[int, tuple[str, str, int]] = {}
+        self._component_copies: dict[int, tuple[str, str, int]] = {}
         """By operation: component, what becomes of the pages, and how many."""
         self._landed: Counter[str] = Counter()
         self._event: events.Event | None = None
         self._tellers: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
-            commands.CopyTail: self._copy_tail,
-            commands.FetchTail: self._fetch_tail,
-            commands.StoreTail: self._store_tail,
-            commands.TellReady: self._ready,
-            commands.TellFailed: self._failed,
+            commands.CopyComponent: self._copy_component,
+            commands.FetchComponent: self._fetch_component,
+            commands.StoreComponent: self._store_component,
+            commands.ReportReady: self._ready,
+            commands.ReportFailed: self._failed,
         }
         core.state.index.on_evict.append(self._evict)
 
@@ -118,11 +118,11 @@ class MetricsFold:
         elif kind is events.RequestArrived:
             self.arrived += not error
         elif kind is events.FinishRequested or kind is events.RetractRequested:
-            for tail in () if error else event.tails:  # type: ignore[attr-defined]  # Both have them.
+            for tail in () if error else event.component_pages:  # type: ignore[attr-defined]  # Both have them.
                 self.component_pages[tail.component, "left"] += len(tail.pages)
         elif (op := getattr(event, "op", None)) is not None and (call := self._calls.pop(op, None)) is not None:
             name, begun_at_s = call
-            copied = self._tail_copies.pop(op, None)
+            copied = self._component_copies.pop(op, None)
             self._histogram(self.calls_s, name).observe(event.at_s - begun_at_s)
             if getattr(event, "error", "") or kind is events.CommandRaised:
                 self.calls_failed[name] += 1
@@ -179,18 +179,18 @@ class MetricsFold:
             self.declined[cause] += count
         self.pages["promised"] += -(-command.promised_tokens // self.core.settings.page_size)
         self.pages["asked"] += len(command.pages)
-        for tail in command.tails or ():
+        for tail in command.component_pages or ():
             self.component_pages[tail.component, "asked"] += len(tail.pages)
 
-    def _copy_tail(self, command: commands.CopyTail) -> None:
+    def _copy_component(self, command: commands.CopyComponent) -> None:
         what = "backed_up" if command.target == "host" else "loaded" if command.source == "host" else "cloned"
-        self._tail_copies[command.op] = (command.component, what, len(command.target_pages))
+        self._component_copies[command.op] = (command.component, what, len(command.target_pages))
 
-    def _fetch_tail(self, command: commands.FetchTail) -> None:
-        self._tail_copies[command.op] = (command.component, "fetched", len(command.host_pages))
+    def _fetch_component(self, command: commands.FetchComponent) -> None:
+        self._component_copies[command.op] = (command.component, "fetched", len(command.host_pages))
 
-    def _store_tail(self, command: commands.StoreTail) -> None:
-        self._tail_copies[command.op] = (command.component, "stored", len(command.host_pages))
+    def _store_component(self, command: commands.StoreComponent) -> None:
+        self._component_copies[command.op] = (command.component, "stored", len(command.host_pages))
 
     def _extend(self, command: commands.SendExtend) -> None:
         self.pages["extended"] += len(command.pages)
@@ -200,12 +200,12 @@ class MetricsFold:
         load = None if room is None or room.generation != command.generation else room.spans[command.span].load
         self.cuts[extend_cause(load, self._event)] += 1
 
-    def _ready(self, command: commands.TellReady) -> None:
+    def _ready(self, command: commands.ReportReady) -> None:
         self._landed.pop(command.request_id, None)
         self.ended["ready"] += 1
         self.tokens.update(command.sources)
 
-    def _failed(self, command: commands.TellFailed) -> None:
+    def _failed(self, command: commands.ReportFailed) -> None:
         self.ended[command.cause] += 1
 
     def _evict(self, node: Node, tier: TierName) -> None:

@@ -43,7 +43,7 @@ class Layout(Protocol):
         ...
 
 
-class PagePool(Protocol):
+class PrefillPool(Protocol):
     """The part of a device pool that a peer needs."""
 
     @property
@@ -72,7 +72,7 @@ class PrefillPeer:
     fails the open rooms and waits for the writes in flight.
 
     With `components` (sliding windows and state snapshots of the model), decode requests, for each component, the part
-    of its tail at the prompt's end that decode does not have. `room.tails` lists these parts;
+    of its tail at the prompt's end that decode does not have. `room.component_pages` lists these parts;
     `await room.send_tail(name, pages)` sends one. All of them must be sent before `finish`, which otherwise raises.
     Decode workers must have the same components.
 
@@ -86,7 +86,7 @@ class PrefillPeer:
     def __init__(
         self,
         *,
-        device: PagePool,
+        device: PrefillPool,
         transport: Transport,
         listen: str = "127.0.0.1:0",
         model: str = "",

@@ -27,8 +27,8 @@ from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.states.errors import InvalidConfig, TidekvError
-from tidekv.states.pages.page_pool import PageAccount
-from tidekv.states.storage.circuit_breaker import Breaker
+from tidekv.states.pages.page_pool import PagePool
+from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.validation import Count, Options, PositiveCount, Seconds
 from tidekv.transports.tasks import OwnedTasks
 
@@ -113,10 +113,10 @@ class PromptStore:
         self._page_keys = PageKeys(device.layout.page_size, bigrams=bigram_keys)
         identity = with_components(device.layout.identity(model), components)
         self._namespace = storage_namespace(identity, rank=rank, ranks=ranks)
-        self._bounce = PageAccount("bounce", self._host.num_pages)
+        self._bounce = PagePool("bounce", self._host.num_pages)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._copier: PageCopier | None = None
         self._rooms = 0
         self._closing = False

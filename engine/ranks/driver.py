@@ -6,7 +6,7 @@ is over on this rank when the core has taken all of its events; only then does t
     FORMING ──all ranks are there──▶ VOTING ──a rank is lost──▶ ALONE ──nothing in flight──▶ FORMING, with an empty core
 
 In ALONE this rank votes with itself: every request fails, and everything that still reads or writes its pages is waited
-for. Calls raise RankLost until the group is formed again.
+for. PendingCalls raise RankLost until the group is formed again.
 
 What one rank is doing: see `tidekv.engine.ranks.driver` for how it goes from one to the next.
 """
@@ -33,7 +33,7 @@ from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
     from tidekv.engine.decode.driver import Driver
-    from tidekv.engine.decode.pending_calls import Calls
+    from tidekv.engine.decode.pending_calls import PendingCalls
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
@@ -68,7 +68,7 @@ class RankDriver:
         group: RankGroup,
         *,
         settings: bytes,
-        calls: Calls,
+        calls: PendingCalls,
         renew: Callable[[], Awaitable[None]],
         on_broken: Callable[[BaseException], None],
     ) -> None:
@@ -106,8 +106,8 @@ class RankDriver:
         self._driver = driver
         self._agreement = Agreement(core, rank=self._group.rank, hold_s=self._group.hold_s)
         if has_storage:
-            tails = core.state.components is not None
-            self._agreement.hear(events.StorageChanged(at_s=0.0, available=True, tails=tails))
+            component_pages = core.state.components is not None
+            self._agreement.hear(events.StorageChanged(at_s=0.0, available=True, component_pages=component_pages))
 
     async def start(self) -> None:
         """Find the other ranks. Raises RankLost where they are not there in time, InvalidConfig where the leader does
@@ -328,7 +328,7 @@ class RankDriver:
         call = refusal.call
         if isinstance(call, events.RequestArrived) and self._calls.serial_of(call.request_id) == call.serial:
             self._calls.tell(
-                commands.TellFailed(request_id=call.request_id, cause=refusal.cause, detail=refusal.detail)
+                commands.ReportFailed(request_id=call.request_id, cause=refusal.cause, detail=refusal.detail)
             )
 
     def _arm(self, due_s: float | None, now_s: float) -> None:

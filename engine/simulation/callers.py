@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.engine.simulation.components import LiveTails
+from tidekv.engine.simulation.components import LiveComponents
 from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.tiers import TierSurroundings
 from tidekv.states import commands, events
@@ -14,8 +14,8 @@ from tidekv.states.types import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-    from tidekv.states.components.specs import TailTable
-    from tidekv.states.events import TailLeft
+    from tidekv.states.components.specs import ComponentTable
+    from tidekv.states.events import ComponentLeft
 
 SESSIONS = 5
 ALPHABET = b"ab"
@@ -61,7 +61,7 @@ class CallerSurroundings(TierSurroundings, Protocol):
         """Keep the tokens that a request leaves: operations may name them until they are forgotten."""
         ...
 
-    def check_tails(self, caller: Caller, who: str) -> None:
+    def check_components(self, caller: Caller, who: str) -> None:
         """Check what a ready request was given of components."""
         ...
 
@@ -81,9 +81,9 @@ class Caller:
         full = len(self.tags) * world.settings.page_size
         # The KV of a partial page depends on the request, so its tag is unique: it must never match another page.
         self.tail = [world.contents.tag(f"tail {self.serial}", tokens[full:])] if full < len(tokens) else []
-        self.tail_tags = world.tails.tags_of(namespace, tokens, self.serial)
-        self.tails = LiveTails((), len(tokens))
-        self.computed: tuple[TailTable, ...] | None = None
+        self.component_tags = world.component_pages.tags_of(namespace, tokens, self.serial)
+        self.component_pages = LiveComponents((), len(tokens))
+        self.computed: tuple[ComponentTable, ...] | None = None
         """Tables of the tails of a prompt that the caller computed itself, in operation `computing`."""
         self.computing = 0
         self.prefills: list[int] = []
@@ -166,7 +166,7 @@ class Client:
         world.device.expect(command.pages[: command.first], tags[: command.first], who)
         rest = command.pages[command.first :]
         world.device.begin_write(rest, who)
-        world.tails.begin_compute(command.tails or (), who)
+        world.component_pages.begin_compute(command.component_pages or (), who)
         caller.computing = command.op
         slow = 0.5 if world.faults.hits("recompute_is_slow") else 0.0
 
@@ -174,7 +174,9 @@ class Client:
             error = "injected" if world.faults.hits("recompute_fails") else ""
             caller.recompute_failed |= bool(error)
             world.device.end_write(rest, who, None if error else tags[command.first :])
-            computed = world.tails.end_compute(command.tails or (), who, None if error else caller.tail_tags)
+            computed = world.component_pages.end_compute(
+                command.component_pages or (), who, None if error else caller.component_tags
+            )
             if caller.computing == command.op:
                 caller.computed = computed
             world.outcomes.tell(lambda at_s: events.Recomputed(at_s=at_s, op=command.op, error=error), command.op)
@@ -205,7 +207,7 @@ class Client:
         self._check_prompt(caller)
         page_size = world.settings.page_size
         output = bytes(random.choices(ALPHABET, k=random.randint(0, 3 * page_size)))
-        if caller.tails.tables and random.random() < 0.7:
+        if caller.component_pages.tables and random.random() < 0.7:
             # Component state can be left only at the end of a page, and the last generated token has no KV yet.
             output = output[: len(output) - (len(caller.tokens) + len(output) - 1) % page_size]
         written = len(caller.tokens) + max(0, len(output) - 1)
@@ -220,8 +222,10 @@ class Client:
         for at in range(len(caller.tags), len(left)):
             # Generation fills the prompt's partial page and the pages added by growth.
             world.device.put(caller.pages[at], left[at], f"decoding of {caller.request_id}")
-        tail_tags = world.tails.tags_of(caller.namespace, tokens[:written], caller.serial)
-        world.tails.generate(caller.tails, tail_tags, len(caller.tokens), written, f"decoding of {caller.request_id}")
+        component_tags = world.component_pages.tags_of(caller.namespace, tokens[:written], caller.serial)
+        world.component_pages.generate(
+            caller.component_pages, component_tags, len(caller.tokens), written, f"decoding of {caller.request_id}"
+        )
         if world.faults.hits("flush"):
             self._flush()
         if world.faults.hits("retract"):
@@ -233,7 +237,7 @@ class Client:
         self._world.device.expect(
             caller.pages[: len(caller.tags)], caller.tags, f"{caller.request_id}, whose restore is over"
         )
-        self._world.check_tails(caller, f"{caller.request_id}, whose restore is over")
+        self._world.check_components(caller, f"{caller.request_id}, whose restore is over")
 
     def _grow(self, caller: Caller) -> bool:
         world = self._world
@@ -254,10 +258,14 @@ class Client:
             written = min(written, len(caller.tokens))
         return tokens[: written // page_size * page_size], written
 
-    def _tails_left(self, caller: Caller, kept: int) -> tuple[TailLeft, ...]:
+    def _component_pages_left(self, caller: Caller, kept: int) -> tuple[ComponentLeft, ...]:
         world = self._world
-        left = world.tails.left(caller.tails, kept, self._random) if caller.tails.tables else ()
-        return tuple(tail for tail in left if not world.faults.hits("tail_is_not_left"))
+        left = (
+            world.component_pages.left(caller.component_pages, kept, self._random)
+            if caller.component_pages.tables
+            else ()
+        )
+        return tuple(tail for tail in left if not world.faults.hits("component_is_not_left"))
 
     def _finish(self, caller: Caller, tokens: bytes, written: int, left: list[int]) -> None:
         world = self._world
@@ -269,7 +277,7 @@ class Client:
                 request_id=caller.request_id,
                 keys=keys,
                 tokens=written,
-                tails=self._tails_left(caller, written),
+                component_pages=self._component_pages_left(caller, written),
             )
         )
         self._sessions[self._session] = (caller.namespace, tokens)
@@ -288,13 +296,13 @@ class Client:
                 request_id=caller.request_id,
                 keys=keys,
                 tokens=written,
-                tails=self._tails_left(caller, written),
+                component_pages=self._component_pages_left(caller, written),
             )
         )
         if world.is_live(caller):
             world.end(caller)
 
-    def retracted(self, caller: Caller, tokens: bytes, command: commands.TellRetracted) -> None:
+    def retracted(self, caller: Caller, tokens: bytes, command: commands.ReportRetracted) -> None:
         """Handle the end of a retraction: resume the request later, or drop it."""
         world = self._world
         if command.held_pages > len(tokens) // world.settings.page_size:

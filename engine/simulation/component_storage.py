@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tidekv.engine.simulation.tiers import SimulatedStorage, TierSurroundings
 
 
-class SimulatedTailStorage:
+class SimulatedComponentStorage:
     """Records of all components. They are never wrong, but may be lost, and answers may be false."""
 
     def __init__(self, world: TierSurroundings, storage: SimulatedStorage, random: Random) -> None:
@@ -29,7 +29,7 @@ class SimulatedTailStorage:
         self._kept = StoredTags(world.faults, random)
         """Each tag also identifies its component."""
 
-    def query(self, command: commands.QueryTails) -> None:
+    def query(self, command: commands.QueryComponents) -> None:
         """Report how many full pages are stored, and at which positions pages of components are."""
         world = self._world
         world.outcomes.begin(command.op)
@@ -38,21 +38,25 @@ class SimulatedTailStorage:
             return
         caller = world.caller(command.request_id)
         wanted = caller.tags[command.first : command.first + command.count]
-        if len(wanted) != command.count or not 0 <= command.tails_first <= command.first + command.count:
+        if len(wanted) != command.count or not 0 <= command.components_first <= command.first + command.count:
             raise Violation(f"{command} requests pages that the prompt does not have")
         delay = self._storage.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
-        world.schedule.after(delay, self._answer, command, wanted, caller.tail_tags)
+        world.schedule.after(delay, self._answer, command, wanted, caller.component_tags)
 
-    def _answer(self, command: commands.QueryTails, wanted: list[int], tags: Tags) -> None:
+    def _answer(self, command: commands.QueryComponents, wanted: list[int], tags: Tags) -> None:
         found, error = self._storage.answer_for(wanted)
         end = command.first + max(0, min(found, command.count))
-        tails = tuple(self._answer_for(name, ours[:end], command.tails_first) for name, ours in tags.items())
+        component_pages = tuple(
+            self._answer_for(name, ours[:end], command.components_first) for name, ours in tags.items()
+        )
         self._world.outcomes.tell(
-            lambda at_s: events.StorageAnswered(at_s=at_s, op=command.op, found=found, error=error, tails=tails),
+            lambda at_s: events.StorageAnswered(
+                at_s=at_s, op=command.op, found=found, error=error, component_pages=component_pages
+            ),
             command.op,
         )
 
-    def _answer_for(self, name: str, tags: list[int], first: int) -> events.StoredTail:
+    def _answer_for(self, name: str, tags: list[int], first: int) -> events.StoredComponent:
         faults = self._world.faults
         here = [at for at in range(first, len(tags)) if tags[at] in self._kept]
         ranges = [(at, at + 1) for at in here]
@@ -63,38 +67,38 @@ class SimulatedTailStorage:
         elif faults.hits("query_is_nonsense"):
             ranges = [(-7, 2), (len(tags), len(tags) + 9)]
             name = self._random.choice((name, "nobody"))
-        self._world.tails.counts["records_found"] += len(here)
-        return events.StoredTail(name, tuple(ranges))
+        self._world.component_pages.counts["records_found"] += len(here)
+        return events.StoredComponent(name, tuple(ranges))
 
-    def fetch(self, command: commands.FetchTail) -> None:
+    def fetch(self, command: commands.FetchComponent) -> None:
         """Read records."""
         world, faults = self._world, self._world.faults
         world.outcomes.begin(command.op)
         if faults.hits("fetch_raises"):
             world.outcomes.raised(command.op)
             return
-        tags = world.caller(command.request_id).tail_tags[command.component]
+        tags = world.caller(command.request_id).component_tags[command.component]
         if not command.positions or len(command.positions) != len(command.host_pages):
             raise Violation(f"{command} does not read as many records as it names")
         wanted = [tags[position] for position in command.positions]
         self._kept.lose_one(wanted)
-        world.tails.pools["host", command.component].begin_write(command.host_pages, f"fetch {command.op}")
+        world.component_pages.pools["host", command.component].begin_write(command.host_pages, f"fetch {command.op}")
         delay = self._storage.delay("fetch_is_late", min(command.timeout_s, FETCH_S_MAX), "fetch_is_stuck")
         world.schedule.after(delay, self._land, command, wanted)
 
-    def _land(self, command: commands.FetchTail, wanted: list[int]) -> None:
+    def _land(self, command: commands.FetchComponent, wanted: list[int]) -> None:
         world, faults = self._world, self._world.faults
         good, error = self._kept.read(wanted)
-        pool = world.tails.pools["host", command.component]
+        pool = world.component_pages.pools["host", command.component]
         pool.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:good], *([0] * (len(wanted) - good))])
-        world.tails.counts["tails_fetched"] += good == len(wanted)
+        world.component_pages.counts["components_fetched"] += good == len(wanted)
         if good == len(wanted) and faults.hits("fetch_reports_nonsense"):
             good += 7
         world.outcomes.tell(
             lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, good=good, error=error), command.op
         )
 
-    def store(self, command: commands.StoreTail) -> None:
+    def store(self, command: commands.StoreComponent) -> None:
         """Put records. Their content must match the tokens."""
         world, faults = self._world, self._world.faults
         world.outcomes.begin(command.op)
@@ -104,17 +108,17 @@ class SimulatedTailStorage:
         who = f"put {command.op}"
         namespace, keys = world.core.keys_put(command.op)
         tags = world.contents.tags(f"{command.component} of {namespace}", keys, world.settings.key_bytes)
-        pool = world.tails.pools["host", command.component]
+        pool = world.component_pages.pools["host", command.component]
         pool.expect(command.host_pages, tags[command.first :], who)
         found = pool.begin_read(command.host_pages, who)
         delay = self._storage.delay("store_is_late", 60.0, "store_is_stuck")
         world.schedule.after(delay, self._stored, command, found)
 
-    def _stored(self, command: commands.StoreTail, found: list[int]) -> None:
+    def _stored(self, command: commands.StoreComponent, found: list[int]) -> None:
         world = self._world
-        world.tails.pools["host", command.component].end_read(command.host_pages, f"put {command.op}", found)
+        world.component_pages.pools["host", command.component].end_read(command.host_pages, f"put {command.op}", found)
         stored, error = self._kept.put(found)
-        world.tails.counts["tails_stored"] += stored == len(found)
+        world.component_pages.counts["components_stored"] += stored == len(found)
         world.outcomes.tell(
             lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error), command.op
         )

@@ -11,9 +11,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
-from tidekv.states.components.specs import Component, TailPages, TailTable
-from tidekv.states.events import TailLeft
-from tidekv.states.pages.page_pool import Condition
+from tidekv.states.components.specs import Component, ComponentPages, ComponentTable
+from tidekv.states.events import ComponentLeft
+from tidekv.states.pages.page_pool import PageState
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
@@ -28,21 +28,21 @@ Tags = dict[str, list[int]]
 """Tags of a prompt's pages by position, for each component."""
 
 
-class LiveTails:
+class LiveComponents:
     """Component pages of one ready request, by position. A window has left earlier positions behind."""
 
-    def __init__(self, tables: tuple[TailTable, ...], tokens: int) -> None:
+    def __init__(self, tables: tuple[ComponentTable, ...], tokens: int) -> None:
         self.tables = tables
         self.known = {table.component: dict(enumerate(table.pages, table.first)) for table in tables}
         self.tokens = tokens
         """Number of tokens written."""
 
-    def table_of(self, name: str) -> TailTable:
+    def table_of(self, name: str) -> ComponentTable:
         """Return the table that the request was given for one component."""
         return next(table for table in self.tables if table.component == name)
 
 
-class SimulatedTails:
+class SimulatedComponents:
     """All components of one core. Without components every method is a no-op."""
 
     def __init__(self, core: Core, contents: Contents) -> None:
@@ -76,54 +76,60 @@ class SimulatedTails:
 
     # --- Checks of commands ---
 
-    def check_promise(self, tails: tuple[TailPages, ...] | None, prompt_tokens: int, promised_tokens: int) -> None:
+    def check_promise(
+        self, component_pages: tuple[ComponentPages, ...] | None, prompt_tokens: int, promised_tokens: int
+    ) -> None:
         """Raise a Violation unless a promise requests exactly the pages of each tail that decode cannot have."""
         if not self.components:
-            if tails is not None:
-                raise Violation(f"{tails} are promised, but the model has no components")
+            if component_pages is not None:
+                raise Violation(f"{component_pages} are promised, but the model has no components")
             return
-        if tails is None or [tail.component for tail in tails] != list(self.components):
-            raise Violation(f"a promise names the components {tails}, not each of {list(self.components)}")
+        if component_pages is None or [tail.component for tail in component_pages] != list(self.components):
+            raise Violation(f"a promise names the components {component_pages}, not each of {list(self.components)}")
         pages, page_size = self._settings.pages_of(prompt_tokens), self._settings.page_size
-        for tail in tails:
+        for tail in component_pages:
             needed = max(
                 self.components[tail.component].needed_from(prompt_tokens, page_size), promised_tokens // page_size
             )
             if len(tail.pages) != max(0, pages - needed) or (tail.pages and tail.first != needed):
                 raise Violation(f"{tail} of {prompt_tokens} tokens, {promised_tokens} promised, is not what is needed")
             # DRAINING as well: the promised pages may be given up in the same step.
-            self._require(tail.component, tail.pages, (Condition.OWNED, Condition.DRAINING), "a promise")
+            self._require(tail.component, tail.pages, (PageState.OWNED, PageState.DRAINING), "a promise")
         self.counts["boundaries_served" if promised_tokens else "boundaries_of_nothing"] += 1
 
-    def check_ready(self, tails: tuple[TailTable, ...], prompt_tokens: int, tags: Tags, who: str) -> None:
+    def check_ready(
+        self, component_pages: tuple[ComponentTable, ...], prompt_tokens: int, tags: Tags, who: str
+    ) -> None:
         """Raise a Violation unless every tail is complete, has the right content, and is either owned or shared.
 
         Owned pages are written by the request; shared ones are cached and only read.
         """
-        if [table.component for table in tails] != list(self.components):
-            raise Violation(f"{who} is given the tails {tails} of the components {list(self.components)}")
-        for table in tails:
+        if [table.component for table in component_pages] != list(self.components):
+            raise Violation(f"{who} is given the tails {component_pages} of the components {list(self.components)}")
+        for table in component_pages:
             component = self.components[table.component]
             pool, page_size = self.pools["device", table.component], self._settings.page_size
             first, end = component.needed_from(prompt_tokens, page_size), self._settings.pages_of(prompt_tokens)
             if (table.first, table.first + len(table.pages)) != (first, end):
                 raise Violation(f"{who} is given {table}, and needs positions [{first}, {end})")
             pool.expect(table.pages, tags[table.component][table.first :], f"{who}, its {table.component}")
-            self._require(table.component, table.own, (Condition.OWNED,), who)
+            self._require(table.component, table.own, (PageState.OWNED,), who)
             shared = [page for page in table.pages if page not in table.own]
-            self._require(table.component, shared, (Condition.CACHED,), who)
+            self._require(table.component, shared, (PageState.CACHED,), who)
             if (shared and not component.is_shared) or len(set(table.own)) < component.live_pages(page_size):
                 raise Violation(f"{who} cannot generate with {table}")
-            self.counts["tails_shared"] += bool(shared)
+            self.counts["components_shared"] += bool(shared)
 
     # --- Callers that compute ---
 
-    def begin_compute(self, tables: tuple[TailTable, ...], who: object) -> None:
+    def begin_compute(self, tables: tuple[ComponentTable, ...], who: object) -> None:
         """Begin the computation of a whole prompt, which writes to all pages that the request owns."""
         for table in tables:
             self.pools["device", table.component].begin_write(table.own, who)
 
-    def end_compute(self, tables: tuple[TailTable, ...], who: object, tags: Tags | None) -> tuple[TailTable, ...]:
+    def end_compute(
+        self, tables: tuple[ComponentTable, ...], who: object, tags: Tags | None
+    ) -> tuple[ComponentTable, ...]:
         """End a computation; returns the tables of its tails. Without `tags` it left garbage."""
         ended = []
         for table in tables:
@@ -132,10 +138,10 @@ class SimulatedTails:
             pages = table.own[: len(kept)]
             pool.end_write(pages, who, kept)
             pool.end_write(table.own[len(kept) :], who, None)
-            ended.append(TailTable(name, table.first, pages, table.own))
+            ended.append(ComponentTable(name, table.first, pages, table.own))
         return tuple(ended)
 
-    def generate(self, live: LiveTails, tags: Tags, prompt_tokens: int, written: int, who: str) -> None:
+    def generate(self, live: LiveComponents, tags: Tags, prompt_tokens: int, written: int, who: str) -> None:
         """Advance generation to `written` tokens: windows move, and state is written in place."""
         page_size = self._settings.page_size
         live.tokens = written
@@ -151,7 +157,7 @@ class SimulatedTails:
             for position in range(prompt_tokens // page_size, self._settings.pages_of(written)):
                 if position not in known:
                     # A window reuses pages at positions that it has left behind.
-                    behind = [at for at in known if at < position - component.tail_pages(page_size)]
+                    behind = [at for at in known if at < position - component.trailing_pages(page_size)]
                     behind = [at for at in behind if known[at] in table.own]
                     if not unused and not behind:
                         raise Violation(f"{who} has no page of {name} left for position {position}: {table}")
@@ -160,7 +166,7 @@ class SimulatedTails:
             needed = range(component.needed_from(written, page_size), self._settings.pages_of(written))
             pool.expect(page_ids(known[at] for at in needed), [tags[name][at] for at in needed], who)
 
-    def left(self, live: LiveTails, kept: int, random: Random) -> tuple[TailLeft, ...]:
+    def left(self, live: LiveComponents, kept: int, random: Random) -> tuple[ComponentLeft, ...]:
         """Return the tails that a caller that keeps `kept` tokens can leave: those at the end of the last full page."""
         page_size = self._settings.page_size
         end = kept // page_size
@@ -171,14 +177,14 @@ class SimulatedTails:
                 # The state has advanced beyond the end of the page, so it does not belong to that boundary.
                 continue
             if not component.is_shared:
-                left.append(TailLeft(name, end - 1, tuple(live.table_of(name).own)))
+                left.append(ComponentLeft(name, end - 1, tuple(live.table_of(name).own)))
                 continue
             first = end
-            lowest = max(0, end - component.tail_pages(page_size) - random.choice((0, 0, 1)))
+            lowest = max(0, end - component.trailing_pages(page_size) - random.choice((0, 0, 1)))
             while first > lowest and first - 1 in known:
                 first -= 1
-            left.append(TailLeft(name, first, tuple(known[at] for at in range(first, end))))
-        self.counts["tails_left"] += len(left)
+            left.append(ComponentLeft(name, first, tuple(known[at] for at in range(first, end))))
+        self.counts["component_pages_left"] += len(left)
         return tuple(left)
 
     # --- Invariants ---
@@ -206,7 +212,7 @@ class SimulatedTails:
             if account.free + account.owned + account.cached + account.draining != account.total:
                 raise Violation(f"pool {account.name} does not add up")
 
-    def _require(self, name: str, pages: Iterable[int], allowed: tuple[Condition, ...], who: str) -> None:
+    def _require(self, name: str, pages: Iterable[int], allowed: tuple[PageState, ...], who: str) -> None:
         account = self.pools["device", name].account
         for page in pages:
             if account.condition(page) not in allowed:

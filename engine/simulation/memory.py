@@ -8,7 +8,7 @@ or read, no read of garbage, and no change of a page while it is read.
 from __future__ import annotations
 
 from tidekv.states.errors import TidekvError
-from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.types import PageIds
 
 GARBAGE = 0
@@ -41,7 +41,7 @@ class Contents:
 class SimulatedPool:
     """The pages of one pool."""
 
-    def __init__(self, account: PageAccount) -> None:
+    def __init__(self, account: PagePool) -> None:
         self.account = account
         self.tags = [GARBAGE] * account.total
         self._writers: dict[int, tuple[object, int]] = {}
@@ -119,5 +119,5 @@ class SimulatedPool:
         return not self._writers and not self._readers
 
     def _require_taken(self, page: int, who: object) -> None:
-        if self.account.condition(page) is Condition.FREE:
+        if self.account.condition(page) is PageState.FREE:
             raise Violation(f"{who} touches {self.account.name} page {page}, which is free")

@@ -17,7 +17,7 @@ from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.engine.simulation.components import Tags
-    from tidekv.states.components.specs import TailPages
+    from tidekv.states.components.specs import ComponentPages
 
 DETECTION_S = 0.2
 RoomKey = tuple[str, int]
@@ -84,9 +84,9 @@ class Incarnation:
 class Prompt:
     """The content that prefill computes: tags of a prompt's pages, and of each component's page at each position."""
 
-    def __init__(self, tags: list[int], tails: Tags) -> None:
+    def __init__(self, tags: list[int], component_pages: Tags) -> None:
         self.tags = tags
-        self.tails = tails
+        self.component_pages = component_pages
 
 
 class ServedRoom:
@@ -96,7 +96,7 @@ class ServedRoom:
         self.key = key
         self.life = life
         self.tags = prompt.tags
-        self.tails = prompt.tails
+        self.component_pages = prompt.component_pages
         self.frames = frames
         self.spans: dict[int, tuple[int, PageIds]] = {}
         self.slices: dict[int, int] = {}
@@ -106,9 +106,9 @@ class ServedRoom:
         self.unsaid: dict[tuple[int, int, int], tuple[int, bool]] = {}
         """Chunks that landed before their predecessors, by span, rank and first page."""
         self.in_flight = [0] * life.ranks
-        self.tails_open = [0] * life.ranks
+        self.components_open = [0] * life.ranks
         """Tails that a rank has not written yet; it does not end span 0 before."""
-        self.tail_slices: dict[tuple[str, int], int] = {}
+        self.component_slices: dict[tuple[str, int], int] = {}
         """Number of ranks that have written a page of a component."""
         self.has_stopped = False
         self.is_aborted = False
@@ -178,8 +178,8 @@ class Peer:
             return
         self._serve(room, 0, len(room.tags) - len(command.pages), command.pages)
         for rank in range(life.ranks):
-            for tail in command.tails or ():
-                self._serve_tail(room, rank, tail)
+            for tail in command.component_pages or ():
+                self._serve_component(room, rank, tail)
             slow = 0.5 if faults.hits("aux_is_slow") else 0.0
             world.schedule.after(world.delay() + slow, self._finish, room, rank)
         if faults.hits("room_fails"):
@@ -286,35 +286,35 @@ class Peer:
             self._drain(room, rank)
             self._settle(room)
 
-    def _serve_tail(self, room: ServedRoom, rank: int, tail: TailPages) -> None:
+    def _serve_component(self, room: ServedRoom, rank: int, tail: ComponentPages) -> None:
         """Schedule the write of a rank's slice of a component's pages, at any time before it ends span 0."""
         if tail.pages:
-            room.tails_open[rank] += 1
-            self._world.schedule.after(self._world.delay(), self._post_tail, room, rank, tail)
+            room.components_open[rank] += 1
+            self._world.schedule.after(self._world.delay(), self._post_component, room, rank, tail)
 
-    def _post_tail(self, room: ServedRoom, rank: int, tail: TailPages) -> None:
+    def _post_component(self, room: ServedRoom, rank: int, tail: ComponentPages) -> None:
         world = self._world
         if room.has_stopped or room.life.is_dead:
             return
-        world.tails.pools["device", tail.component].begin_write(tail.pages, room.who)
+        world.component_pages.pools["device", tail.component].begin_write(tail.pages, room.who)
         room.in_flight[rank] += 1
         room.life.in_flight += 1
-        slow = 0.4 if world.faults.hits("tail_write_is_slow") else 0.0
-        world.schedule.after(world.delay() + slow, self._land_tail, room, rank, tail)
+        slow = 0.4 if world.faults.hits("component_write_is_slow") else 0.0
+        world.schedule.after(world.delay() + slow, self._land_component, room, rank, tail)
 
-    def _land_tail(self, room: ServedRoom, rank: int, tail: TailPages) -> None:
-        life, pool = room.life, self._world.tails.pools["device", tail.component]
+    def _land_component(self, room: ServedRoom, rank: int, tail: ComponentPages) -> None:
+        life, pool = room.life, self._world.component_pages.pools["device", tail.component]
         for position, page in enumerate(tail.pages, tail.first):
             key = (tail.component, position)
-            slices = room.tail_slices[key] = room.tail_slices.get(key, 0) + 1
-            tags = [room.tails[tail.component][position]] if slices == life.ranks else None
+            slices = room.component_slices[key] = room.component_slices.get(key, 0) + 1
+            tags = [room.component_pages[tail.component][position]] if slices == life.ranks else None
             pool.end_write(page_ids([page]), room.who, tags)
         room.in_flight[rank] -= 1
         life.in_flight -= 1
         if life.is_dead:
             self._tell_death(life)
         else:
-            room.tails_open[rank] -= 1
+            room.components_open[rank] -= 1
             self._say_landed(room, 0, rank)
             self._drain(room, rank)
             self._settle(room)
@@ -403,7 +403,7 @@ class Peer:
     def _say_landed(self, room: ServedRoom, span: int, rank: int) -> None:
         while (landed := room.unsaid.get((span, rank, room.cursors[span, rank]))) is not None:
             count, last = landed
-            if last and span == 0 and room.tails_open[rank]:
+            if last and span == 0 and room.components_open[rank]:
                 return
             del room.unsaid[span, rank, room.cursors[span, rank]]
             chunk = events.ChunkLanded(

@@ -14,7 +14,7 @@ from tidekv.engine.simulation.faults import Faults
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.events import Event
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 
 INDEX_CALLS = (
     "match",
@@ -34,8 +34,8 @@ INDEX_CALLS = (
     "split",
     "mark_stored",
     "set_load",
-    "set_void",
-    "drop_void",
+    "set_reclaiming",
+    "drop_reclaiming",
     "withdraw_device",
     "evict_device",
     "evict_host",
@@ -83,9 +83,9 @@ class Places:
         for name in STATE_CALLS:
             setattr(state, name, self._watched(getattr(state, name)))
         # An account has no instance dictionary (slots), so its class is replaced by one with watched methods.
-        calls = {name: self._watched(getattr(PageAccount, name)) for name in ACCOUNT_CALLS}
+        calls = {name: self._watched(getattr(PagePool, name)) for name in ACCOUNT_CALLS}
         for account in (state.device, state.host):
-            account.__class__ = type("WatchedAccount", (PageAccount,), {"__slots__": (), **calls})
+            account.__class__ = type("WatchedAccount", (PagePool,), {"__slots__": (), **calls})
         core.step = self._stepping(core.step)  # type: ignore[method-assign, assignment]  # Calls count only within steps.
 
     def _stepping(self, step: Callable[[Event], list[Command]]) -> Callable[[Event], list[Command]]:

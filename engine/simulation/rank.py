@@ -6,11 +6,17 @@ import zlib
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tidekv.engine.simulation.components import LiveTails, SimulatedTails
+from tidekv.engine.simulation.components import LiveComponents, SimulatedComponents
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
-from tidekv.engine.simulation.rank_callers import RankCaller, Script, check_tails, kept_tails, leave_tails
+from tidekv.engine.simulation.rank_callers import (
+    RankCaller,
+    Script,
+    check_components,
+    kept_components,
+    leave_components,
+)
 from tidekv.engine.simulation.rank_rooms import RankRooms
-from tidekv.engine.simulation.rank_tiers import RankTailStorage, RankTiers
+from tidekv.engine.simulation.rank_tiers import RankComponentStorage, RankTiers
 from tidekv.engine.simulation.world import ENCODER
 from tidekv.states import commands, events
 from tidekv.states.core import Core
@@ -100,10 +106,10 @@ class SimulatedRank:
         self.core = Core(world.settings)
         self.agreement = Agreement(self.core, rank=self.number, epoch=epoch, hold_s=2.0)
         self.device, self.host = SimulatedPool(self.core.state.device), SimulatedPool(self.core.state.host)
-        self.tails = SimulatedTails(self.core, world.contents)
+        self.component_pages = SimulatedComponents(self.core, world.contents)
         self.events = 0
         tiers = RankTiers(self)
-        tail_storage = RankTailStorage(self, tiers)
+        component_storage = RankComponentStorage(self, tiers)
         self.rooms = RankRooms(self)
         self.records: dict[int, list[int]] = {}
         """Tags of the tokens that requests left, by serial."""
@@ -118,19 +124,19 @@ class SimulatedRank:
             commands.ProbeStorage: tiers.probe,
             commands.CopyToDevice: tiers.copy,
             commands.CopyToHost: tiers.copy,
-            commands.CopyTail: tiers.copy_tail,
-            commands.QueryTails: tail_storage.query,
-            commands.FetchTail: tail_storage.fetch,
-            commands.StoreTail: tail_storage.store,
+            commands.CopyComponent: tiers.copy_component,
+            commands.QueryComponents: component_storage.query,
+            commands.FetchComponent: component_storage.fetch,
+            commands.StoreComponent: component_storage.store,
             commands.SendPromise: self.rooms.promise,
             commands.SendExtend: self.rooms.extend,
             commands.SendAbort: self.rooms.abort,
             commands.SendReceived: self.rooms.received,
-            commands.TellReady: self._ready,
-            commands.TellFailed: self._failed,
-            commands.TellDropped: self._dropped,
-            commands.TellFinished: lambda command: self._end(command.request_id, "finished"),
-            commands.TellRetracted: self._retracted,
+            commands.ReportReady: self._ready,
+            commands.ReportFailed: self._failed,
+            commands.ReportDropped: self._dropped,
+            commands.ReportFinished: lambda command: self._end(command.request_id, "finished"),
+            commands.ReportRetracted: self._retracted,
             commands.GiveReserve: self._give_reserve,
             commands.ForgetTokens: lambda command: self.records.pop(command.serial),
         }
@@ -173,7 +179,7 @@ class SimulatedRank:
             self._refused(refusal)
         if self.random.random() < 0.05:
             self.core.check()
-            self.tails.check_cached(self.core)
+            self.component_pages.check_cached(self.core)
         if self.agreement.has_news:
             self._told()
 
@@ -233,14 +239,14 @@ class SimulatedRank:
                 )
             )
 
-    def _ready(self, command: commands.TellReady) -> None:
+    def _ready(self, command: commands.ReportReady) -> None:
         caller = self.callers[command.request_id]
         caller.is_ready = True
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
         tags = self.tags(caller.script.tokens)
         self.device.expect(command.pages[: len(tags)], tags, command.request_id)
-        caller.tails = LiveTails(command.tails or (), len(caller.script.tokens))
-        check_tails(self.tails, caller)
+        caller.component_pages = LiveComponents(command.component_pages or (), len(caller.script.tokens))
+        check_components(self.component_pages, caller)
         self.after(self.delay(), self._generate, caller)
 
     def _generate(self, caller: RankCaller) -> None:
@@ -281,20 +287,20 @@ class SimulatedRank:
         tags = self.tags(tokens)
         for at in range(len(self.tags(caller.script.tokens)), len(tags)):
             self.device.put(caller.pages[at], tags[at], f"decoding of {request_id}")
-        left = leave_tails(self.tails, caller, tokens, rank=self.number)
+        left = leave_components(self.component_pages, caller, tokens, rank=self.number)
         self.records[self._serials[request_id]] = tags
         kind = events.RetractRequested if caller.script.retracts else events.FinishRequested
         now_s = self.world.schedule.now_s
-        self.hear(kind(at_s=now_s, request_id=request_id, keys=tokens[:full], tokens=len(tokens), tails=left))
+        self.hear(kind(at_s=now_s, request_id=request_id, keys=tokens[:full], tokens=len(tokens), component_pages=left))
 
-    def _retracted(self, command: commands.TellRetracted) -> None:
+    def _retracted(self, command: commands.ReportRetracted) -> None:
         self._end(command.request_id, "retracted")
         self.after(self.delay(), self.hear, events.RetractedDropped(at_s=0.0, request_id=command.request_id))
 
-    def _failed(self, command: commands.TellFailed) -> None:
+    def _failed(self, command: commands.ReportFailed) -> None:
         self._end(command.request_id, command.cause)
 
-    def _dropped(self, command: commands.TellDropped) -> None:
+    def _dropped(self, command: commands.ReportDropped) -> None:
         self._end(command.request_id, LOST_RANK if self.is_solo else "aborted")
 
     def _refused(self, refusal: Refusal) -> None:
@@ -392,7 +398,7 @@ class SimulatedRank:
             and not (self.in_flight or self.rooms.in_flight)
             and self.device.is_quiet
             and self.host.is_quiet
-            and self.tails.is_quiet
+            and self.component_pages.is_quiet
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -405,7 +411,9 @@ class SimulatedRank:
 
     def attach_storage(self) -> None:
         """Attach this rank's storage, which keeps pages of all components."""
-        self.hear(events.StorageChanged(at_s=0.0, available=True, tails=bool(self.tails.components)))
+        self.hear(
+            events.StorageChanged(at_s=0.0, available=True, component_pages=bool(self.component_pages.components))
+        )
 
     # --- The end ---
 
@@ -420,7 +428,7 @@ class SimulatedRank:
             nodes,
             tuple(self.core.state.device.free_pages),
             tuple(self.core.state.host.free_pages),
-            *kept_tails(self.core),
+            *kept_components(self.core),
         )
 
     def check_end(self) -> None:

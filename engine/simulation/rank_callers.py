@@ -8,40 +8,42 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from tidekv.engine.simulation.components import LiveTails
+from tidekv.engine.simulation.components import LiveComponents
 from tidekv.states.settings import CoreSettings
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.components import SimulatedTails
+    from tidekv.engine.simulation.components import SimulatedComponents
     from tidekv.states.core import Core
-    from tidekv.states.events import TailLeft
+    from tidekv.states.events import ComponentLeft
 
 
-def check_tails(tails: SimulatedTails, caller: RankCaller) -> None:
+def check_components(component_pages: SimulatedComponents, caller: RankCaller) -> None:
     """Raise a Violation unless a ready request has every tail at its prompt's end."""
     script = caller.script
-    tags = tails.tags_of("", script.tokens, script.request_id)
-    tails.check_ready(caller.tails.tables, len(script.tokens), tags, script.request_id)
+    tags = component_pages.tags_of("", script.tokens, script.request_id)
+    component_pages.check_ready(caller.component_pages.tables, len(script.tokens), tags, script.request_id)
 
 
-def leave_tails(tails: SimulatedTails, caller: RankCaller, tokens: bytes, *, rank: int) -> tuple[TailLeft, ...]:
+def leave_components(
+    component_pages: SimulatedComponents, caller: RankCaller, tokens: bytes, *, rank: int
+) -> tuple[ComponentLeft, ...]:
     """Generate up to the end of `tokens`; returns what is left of each tail.
 
-    The callers of all ranks leave the same, except for the rank that the script names in `leaves_no_tail_on`.
+    The callers of all ranks leave the same, except for the rank that the script names in `leaves_no_component_on`.
     """
-    script, live = caller.script, caller.tails
+    script, live = caller.script, caller.component_pages
     if not live.tables:
         return ()
-    check_tails(tails, caller)
-    tags = tails.tags_of("", tokens, script.request_id)
-    tails.generate(live, tags, len(script.tokens), len(tokens), f"decoding of {script.request_id}")
+    check_components(component_pages, caller)
+    tags = component_pages.tags_of("", tokens, script.request_id)
+    component_pages.generate(live, tags, len(script.tokens), len(tokens), f"decoding of {script.request_id}")
     # Seeded by the request, so that all ranks draw the same.
-    left = tails.left(live, len(tokens), Random(script.request_id))
-    return () if script.leaves_no_tail_on == rank else left
+    left = component_pages.left(live, len(tokens), Random(script.request_id))
+    return () if script.leaves_no_component_on == rank else left
 
 
-def kept_tails(core: Core) -> tuple[object, ...]:
+def kept_components(core: Core) -> tuple[object, ...]:
     """Return the state that must be equal on all ranks: free pages of each pool, and pages of each node."""
     components = core.state.components
     return tuple(
@@ -71,7 +73,7 @@ class Script:
         """The only rank whose caller aborts; -1 means none."""
         self.missing_on = -1
         """The rank whose caller never submits the request; -1 means none."""
-        self.leaves_no_tail_on = -1
+        self.leaves_no_component_on = -1
         """The only rank whose caller leaves nothing of components; -1 means none."""
         self.flushes: tuple[str, ...] = ()
         self.ends: dict[int, str] = {}
@@ -88,7 +90,7 @@ class RankCaller:
         self.pages: PageIds = page_ids()
         self.reserve: PageIds = page_ids()
         self.wanted = False
-        self.tails = LiveTails((), len(script.tokens))
+        self.component_pages = LiveComponents((), len(script.tokens))
 
 
 def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int, written: list[bytes]) -> Script:
@@ -129,6 +131,6 @@ def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int,
             # Component state can be left only at the end of a page, and the last generated token has no KV yet.
             script.output = script.output[: len(script.output) - (len(tokens) + len(script.output) - 1) % size]
         if ranks > 1 and random.random() < 0.02:
-            script.leaves_no_tail_on = random.randrange(ranks)
+            script.leaves_no_component_on = random.randrange(ranks)
         written.append((tokens + script.output[:-1])[:longest])
     return script

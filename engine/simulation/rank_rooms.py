@@ -9,7 +9,7 @@ from tidekv.states import commands, events
 if TYPE_CHECKING:
     from tidekv.engine.simulation.components import Tags
     from tidekv.engine.simulation.surroundings import RankSurroundings
-    from tidekv.states.components.specs import TailPages
+    from tidekv.states.components.specs import ComponentPages
     from tidekv.states.types import PageIds
 
 RoomKey = tuple[str, int]
@@ -18,12 +18,12 @@ RoomKey = tuple[str, int]
 class WrittenRoom:
     """One room, as its writer sees it."""
 
-    def __init__(self, key: RoomKey, writer: str, tags: list[int], tails: Tags) -> None:
+    def __init__(self, key: RoomKey, writer: str, tags: list[int], component_pages: Tags) -> None:
         self.key = key
         self.writer = writer
         self.tags = tags
-        self.tails = tails
-        self.tails_open = 0
+        self.component_pages = component_pages
+        self.components_open = 0
         """Tails that are not written yet; span 0 does not end before."""
         self.held: list[events.ChunkLanded] = []
         """The last chunk of span 0 while it waits for tails."""
@@ -53,9 +53,9 @@ class RankRooms:
         rank, key = self._rank, (command.request_id, command.generation)
         prefill = command.prefill
         script = rank.callers[command.request_id].script
-        rank.tails.check_promise(command.tails, command.prompt_tokens, command.promised_tokens)
-        tails = rank.tails.tags_of("", script.tokens, script.request_id)
-        room = WrittenRoom(key, self._writer(prefill), rank.page_tags(script), tails)
+        rank.component_pages.check_promise(command.component_pages, command.prompt_tokens, command.promised_tokens)
+        component_pages = rank.component_pages.tags_of("", script.tokens, script.request_id)
+        room = WrittenRoom(key, self._writer(prefill), rank.page_tags(script), component_pages)
         self._rooms[key] = room
         if rank.hits("promise_fails"):
             rank.after(rank.delay(), self._refuse_to_connect, room)
@@ -91,10 +91,10 @@ class RankRooms:
                 events.RoomRefused(at_s=0.0, request_id=room.key[0], generation=room.key[1], span=0, cause="injected"),
             )
             return
-        for tail in command.tails or ():
+        for tail in command.component_pages or ():
             if tail.pages:
-                room.tails_open += 1
-                rank.after(rank.delay(), self._write_tail, room, tail)
+                room.components_open += 1
+                rank.after(rank.delay(), self._write_component, room, tail)
         self._write_span(room, 0, len(room.tags) - len(pages), pages)
         for extend in room.waiting:
             self._write_span(room, extend.span, extend.first, extend.pages)
@@ -150,7 +150,7 @@ class RankRooms:
                 count=end - at,
                 last=end == len(pages),
             )
-            if span == 0 and chunk_landed.last and room.tails_open:
+            if span == 0 and chunk_landed.last and room.components_open:
                 room.held.append(chunk_landed)
                 return
             self._say(room, chunk_landed)
@@ -159,22 +159,22 @@ class RankRooms:
 
         rank.after(rank.delay(), land)
 
-    def _write_tail(self, room: WrittenRoom, tail: TailPages) -> None:
+    def _write_component(self, room: WrittenRoom, tail: ComponentPages) -> None:
         """Write the requested pages of a component."""
         if room.is_over or room.is_aborted:
             return
         rank, who = self._rank, f"room {room.key}"
-        pool = rank.tails.pools["device", tail.component]
+        pool = rank.component_pages.pools["device", tail.component]
         pool.begin_write(tail.pages, who)
         room.writing += 1
 
         def land() -> None:
             room.writing -= 1
-            room.tails_open -= 1
-            pool.end_write(tail.pages, who, room.tails[tail.component][tail.first :])
+            room.components_open -= 1
+            pool.end_write(tail.pages, who, room.component_pages[tail.component][tail.first :])
             if room.is_aborted:
                 self._drain(room)
-            elif not room.tails_open:
+            elif not room.components_open:
                 for chunk in room.held:
                     self._say(room, chunk)
 

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from tidekv.states.types import PageIds
 
 
-class RankTailStorage:
+class RankComponentStorage:
     """Storage calls of one rank for its components. The records are among the rank's `stored` tags."""
 
     def __init__(self, rank: RankSurroundings, tiers: RankTiers) -> None:
         self._rank = rank
         self._tiers = tiers
 
-    def query(self, command: commands.QueryTails) -> None:
+    def query(self, command: commands.QueryComponents) -> None:
         """Report how many full pages are stored, and at which positions pages of components are."""
         rank, tiers = self._rank, self._tiers
         if tiers.raises(command.op):
@@ -34,22 +34,26 @@ class RankTailStorage:
 
         def answer() -> events.Event:
             found = tiers.held(wanted)
-            tails = tuple(self._found(name, ours[: command.first + found], command) for name, ours in tags.items())
-            return events.StorageAnswered(at_s=0.0, op=command.op, found=found, error=error, tails=tails)
+            component_pages = tuple(
+                self._found(name, ours[: command.first + found], command) for name, ours in tags.items()
+            )
+            return events.StorageAnswered(
+                at_s=0.0, op=command.op, found=found, error=error, component_pages=component_pages
+            )
 
         rank.outcome(tiers.storage_delay(), answer)
 
-    def _found(self, name: str, tags: list[int], command: commands.QueryTails) -> events.StoredTail:
+    def _found(self, name: str, tags: list[int], command: commands.QueryComponents) -> events.StoredComponent:
         rank = self._rank
-        here = [at for at in range(command.tails_first, len(tags)) if tags[at] in rank.stored]
+        here = [at for at in range(command.components_first, len(tags)) if tags[at] in rank.stored]
         if here and rank.hits("storage_is_short"):
             # One record is lost for good. Another one is not reported, or reported although it does not exist.
             rank.stored.discard(tags[rank.random.choice(here)])
-            here = sorted({*here} ^ {rank.random.randrange(command.tails_first, len(tags))})
-        rank.tails.counts["records_found"] += len(here)
-        return events.StoredTail(name, tuple((at, at + 1) for at in here))
+            here = sorted({*here} ^ {rank.random.randrange(command.components_first, len(tags))})
+        rank.component_pages.counts["records_found"] += len(here)
+        return events.StoredComponent(name, tuple((at, at + 1) for at in here))
 
-    def fetch(self, command: commands.FetchTail) -> None:
+    def fetch(self, command: commands.FetchComponent) -> None:
         """Read records."""
         rank, tiers = self._rank, self._tiers
         if tiers.raises(command.op):
@@ -57,18 +61,18 @@ class RankTailStorage:
         tags = self._tags(command.request_id)[command.component]
         wanted = [tags[position] for position in command.positions]
         error, who = tiers.error("storage_fails"), f"fetch {command.op}"
-        pool = rank.tails.pools["host", command.component]
+        pool = rank.component_pages.pools["host", command.component]
         pool.begin_write(command.host_pages, who)
 
         def end() -> events.Event:
             good = 0 if error else tiers.held(wanted)
             pool.end_write(command.host_pages, who, [*wanted[:good], *([0] * (len(wanted) - good))])
-            rank.tails.counts["tails_fetched" if good == len(wanted) else "tails_short"] += 1
+            rank.component_pages.counts["components_fetched" if good == len(wanted) else "components_short"] += 1
             return events.PagesFetched(at_s=0.0, op=command.op, good=good, error=error)
 
         rank.outcome(tiers.storage_delay(), end)
 
-    def store(self, command: commands.StoreTail) -> None:
+    def store(self, command: commands.StoreComponent) -> None:
         """Put records. Their content must match the tokens."""
         rank, tiers = self._rank, self._tiers
         if tiers.raises(command.op):
@@ -77,14 +81,14 @@ class RankTailStorage:
         namespace, keys = rank.core.keys_put(command.op)
         size = rank.world.settings.key_bytes
         tags = rank.world.contents.tags(f"{command.component} of {namespace}", keys, size)
-        pool = rank.tails.pools["host", command.component]
+        pool = rank.component_pages.pools["host", command.component]
         pool.expect(command.host_pages, tags[command.first :], who)
         found = pool.begin_read(command.host_pages, who)
 
         def end() -> events.Event:
             pool.end_read(command.host_pages, who, found)
             stored = 0 if error else tiers.keep(found)
-            rank.tails.counts["tails_stored"] += stored == len(found)
+            rank.component_pages.counts["components_stored"] += stored == len(found)
             return events.PagesStored(at_s=0.0, op=command.op, stored=stored, error=error)
 
         rank.outcome(tiers.storage_delay(), end)
@@ -92,7 +96,7 @@ class RankTailStorage:
     def _tags(self, request_id: str) -> Tags:
         script = self._rank.callers[request_id].script
         full = len(script.tokens) // self._rank.world.settings.page_size * self._rank.world.settings.page_size
-        return self._rank.tails.tags_of("", script.tokens[:full], request_id)
+        return self._rank.component_pages.tags_of("", script.tokens[:full], request_id)
 
 
 class RankTiers:
@@ -121,7 +125,7 @@ class RankTiers:
         """Store these pages, or only the first half; returns how many."""
         rank = self._rank
         # A tail is put only if the storage of all ranks has every page before it, so complete puts must be frequent.
-        wholes = 19 if rank.tails.components else 2
+        wholes = 19 if rank.component_pages.components else 2
         count = rank.random.choice((*(len(tags) for _ in range(wholes)), len(tags) // 2))
         rank.stored.update(tags[:count])
         return count
@@ -193,13 +197,13 @@ class RankTiers:
         target_pages = command.device_pages if to_device else command.host_pages
         self._copy(command.op, source, source_pages, target, target_pages)
 
-    def copy_tail(self, command: commands.CopyTail) -> None:
+    def copy_component(self, command: commands.CopyComponent) -> None:
         """Copy pages of a component between its pools, or within the device pool."""
         if self.raises(command.op):
             return
-        pools = self._rank.tails.pools
+        pools = self._rank.component_pages.pools
         source, target = pools[command.source, command.component], pools[command.target, command.component]
-        self._rank.tails.counts[f"copies_{command.source}_to_{command.target}"] += 1
+        self._rank.component_pages.counts[f"copies_{command.source}_to_{command.target}"] += 1
         self._copy(command.op, source, command.source_pages, target, command.target_pages)
 
     def _copy(

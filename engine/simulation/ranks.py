@@ -43,7 +43,7 @@ class RanksReport(msgspec.Struct, frozen=True):
     virtual_s: float
     ends: dict[str, int]
     faults: dict[str, int]
-    tails: dict[str, int]
+    component_pages: dict[str, int]
     """Counts of operations on components, on the first rank."""
     digest: int
 
@@ -288,6 +288,6 @@ def simulate_ranks(
         virtual_s=world.schedule.now_s,
         ends=world.ends,
         faults=world.counts,
-        tails=dict(sorted(world.ranks[0].tails.counts.items())),
+        component_pages=dict(sorted(world.ranks[0].component_pages.counts.items())),
         digest=world.digest,
     )

@@ -99,29 +99,29 @@ class Rig:
         """Abort a request."""
         return self.step(events.AbortRequested, request_id=request_id)
 
-    def flush(self, *tiers: str) -> commands.TellFlushed:
+    def flush(self, *tiers: str) -> commands.ReportFlushed:
         """Flush tiers; returns the result."""
         self.step(events.FlushRequested, call=1, tiers=tiers)
-        return self.take(commands.TellFlushed)
+        return self.take(commands.ReportFlushed)
 
-    def attach_storage(self, *, tails: bool = False) -> None:
-        """Attach a storage engine. With `tails` it also keeps components."""
-        self.step(events.StorageChanged, available=True, tails=tails)
+    def attach_storage(self, *, component_pages: bool = False) -> None:
+        """Attach a storage engine. With `component_pages` it also keeps components."""
+        self.step(events.StorageChanged, available=True, component_pages=component_pages)
 
     # --- Outcomes ---
 
     def answer(
         self,
-        query: commands.QueryStorage | commands.QueryTails,
+        query: commands.QueryStorage | commands.QueryComponents,
         found: int,
         error: str = "",
-        tails: tuple[events.StoredTail, ...] = (),
+        component_pages: tuple[events.StoredComponent, ...] = (),
     ) -> list[commands.Command]:
         """Deliver an answer of storage."""
-        return self.step(events.StorageAnswered, op=query.op, found=found, error=error, tails=tails)
+        return self.step(events.StorageAnswered, op=query.op, found=found, error=error, component_pages=component_pages)
 
     def fetched(
-        self, fetch: commands.FetchPages | commands.FetchTail, good: int | None = None, error: str = ""
+        self, fetch: commands.FetchPages | commands.FetchComponent, good: int | None = None, error: str = ""
     ) -> list[commands.Command]:
         """End a read with all its pages or the first `good`."""
         return self.step(
@@ -129,13 +129,13 @@ class Rig:
         )
 
     def copied(
-        self, copy: commands.CopyToDevice | commands.CopyToHost | commands.CopyTail, error: str = ""
+        self, copy: commands.CopyToDevice | commands.CopyToHost | commands.CopyComponent, error: str = ""
     ) -> list[commands.Command]:
         """End a copy."""
         return self.step(events.CopyEnded, op=copy.op, error=error)
 
     def stored(
-        self, put: commands.StorePages | commands.StoreTail, stored: int | None = None
+        self, put: commands.StorePages | commands.StoreComponent, stored: int | None = None
     ) -> list[commands.Command]:
         """End a put."""
         return self.step(events.PagesStored, op=put.op, stored=len(put.host_pages) if stored is None else stored)
@@ -202,13 +202,13 @@ class Rig:
             pending, self.pending = self.pending, []
             for wish in pending:
                 match wish:
-                    case commands.QueryStorage() | commands.QueryTails():
+                    case commands.QueryStorage() | commands.QueryComponents():
                         self.answer(wish, 0)
-                    case commands.FetchPages() | commands.FetchTail():
+                    case commands.FetchPages() | commands.FetchComponent():
                         self.fetched(wish)
-                    case commands.CopyToDevice() | commands.CopyToHost() | commands.CopyTail():
+                    case commands.CopyToDevice() | commands.CopyToHost() | commands.CopyComponent():
                         self.copied(wish)
-                    case commands.StorePages() | commands.StoreTail():
+                    case commands.StorePages() | commands.StoreComponent():
                         self.stored(wish)
                     case commands.SendPromise():
                         self.serve(wish)
@@ -220,7 +220,7 @@ class Rig:
                         told.append(wish)
         return told
 
-    def make_ready(self, request_id: str, tokens: bytes, **fields: object) -> commands.TellReady:
+    def make_ready(self, request_id: str, tokens: bytes, **fields: object) -> commands.ReportReady:
         """Restore a prompt by prefill only; storage, if it is queried, has nothing."""
         self.arrive(request_id, tokens, **fields)
         for query in self.take_all(commands.QueryStorage):
@@ -229,7 +229,7 @@ class Rig:
             self.copied(copy)
         self.serve(self.take(commands.SendPromise))
         self.take(commands.SendReceived)
-        return self.take(commands.TellReady)
+        return self.take(commands.ReportReady)
 
     def make_cached(self, request_id: str, tokens: bytes) -> None:
         """Bring tokens into every tier: a request is restored, finished and backed up."""
@@ -239,7 +239,7 @@ class Rig:
             self.copied(copy)
         for put in self.take_all(commands.StorePages):
             self.stored(put)
-        self.take(commands.TellFinished)
+        self.take(commands.ReportFinished)
         self.take(commands.ForgetTokens)
         self.nothing_else()
 
@@ -264,7 +264,7 @@ class Rig:
         if state is State.READY:
             self.serve(self.take(commands.SendPromise))
             self.take(commands.SendReceived)
-            self.take(commands.TellReady)
+            self.take(commands.ReportReady)
         elif state is State.FAILED:
             promise = self.take(commands.SendPromise)
             self.step(
@@ -274,7 +274,7 @@ class Rig:
                 cause="no",
                 settled=True,
             )
-            self.take(commands.TellFailed)
+            self.take(commands.ReportFailed)
 
     # --- State ---
 

@@ -31,7 +31,7 @@ class Report(msgspec.Struct, frozen=True):
     """Number of times each kind of fault struck."""
     counters: dict[str, int]
     """Counters of the core."""
-    tails: dict[str, int]
+    component_pages: dict[str, int]
     """Counts of operations on components."""
     digest: int
     """CRC of every event and command, in order."""
@@ -84,7 +84,7 @@ def simulate(
         ends=world.ends,
         faults=world.faults.counts,
         counters=dict(sorted(world.core.state.counters.items())),
-        tails=dict(sorted(world.tails.counts.items())),
+        component_pages=dict(sorted(world.component_pages.counts.items())),
         digest=world.digest,
     )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tidekv.engine.simulation.world import World
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
-    from tidekv.states.inspect.step_record import Noted
+    from tidekv.states.inspect.step_record import StepNotes
 
 RUNS_MAX = 60
 """Maximum number of runs."""
@@ -92,7 +92,7 @@ class _Tape:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._noted: list[Noted] = []
+        self._noted: list[StepNotes] = []
 
     def attach(self, world: World) -> None:
         """Record every step from now on."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from random import Random
     from typing import Any
 
-    from tidekv.engine.simulation.components import SimulatedTails, Tags
+    from tidekv.engine.simulation.components import SimulatedComponents, Tags
     from tidekv.engine.simulation.faults import Faults
     from tidekv.engine.simulation.memory import Contents, SimulatedPool
     from tidekv.engine.simulation.rank_callers import RankCaller, Script
@@ -27,7 +27,7 @@ class Requester(Protocol):
     """A request as the tiers see it: the tags of its pages."""
 
     tags: list[int]
-    tail_tags: Tags
+    component_tags: Tags
 
 
 class Surroundings(Protocol):
@@ -40,7 +40,7 @@ class Surroundings(Protocol):
     contents: Contents
     device: SimulatedPool
     host: SimulatedPool
-    tails: SimulatedTails
+    component_pages: SimulatedComponents
     dead_writers: set[str]
 
     @property
@@ -100,7 +100,7 @@ class RankSurroundings(Protocol):
     core: Core
     device: SimulatedPool
     host: SimulatedPool
-    tails: SimulatedTails
+    component_pages: SimulatedComponents
     callers: dict[str, RankCaller]
     stored: set[int]
     records: dict[int, list[int]]

@@ -187,16 +187,16 @@ class SimulatedCopies:
         """Copy device pages to host pages."""
         self._start(command, "copy_out", command.device_pages, command.host_pages, self._world.device, self._world.host)
 
-    def copy_tail(self, command: commands.CopyTail) -> None:
+    def copy_component(self, command: commands.CopyComponent) -> None:
         """Copy pages of a component between its pools, or within the device pool."""
-        source = self._world.tails.pools[command.source, command.component]
-        target = self._world.tails.pools[command.target, command.component]
-        self._world.tails.counts[f"copies_{command.source}_to_{command.target}"] += 1
-        self._start(command, "tail_copy", command.source_pages, command.target_pages, source, target)
+        source = self._world.component_pages.pools[command.source, command.component]
+        target = self._world.component_pages.pools[command.target, command.component]
+        self._world.component_pages.counts[f"copies_{command.source}_to_{command.target}"] += 1
+        self._start(command, "component_copy", command.source_pages, command.target_pages, source, target)
 
     def _start(
         self,
-        command: commands.CopyToDevice | commands.CopyToHost | commands.CopyTail,
+        command: commands.CopyToDevice | commands.CopyToHost | commands.CopyComponent,
         name: str,
         source_pages: PageIds,
         target_pages: PageIds,

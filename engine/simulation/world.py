@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
-from tidekv.engine.simulation.component_storage import SimulatedTailStorage
-from tidekv.engine.simulation.components import LiveTails, SimulatedTails
+from tidekv.engine.simulation.component_storage import SimulatedComponentStorage
+from tidekv.engine.simulation.components import LiveComponents, SimulatedComponents
 from tidekv.engine.simulation.faults import Chosen, Faults
 from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
 from tidekv.engine.simulation.policies import draw_policy
@@ -39,7 +39,7 @@ def audit(world: Surroundings) -> None:
     world.core.check()
     world.device.check()
     world.host.check()
-    world.tails.check_cached(world.core)
+    world.component_pages.check_cached(world.core)
     width = world.settings.key_bytes
     tags: dict[Node, list[int]] = {}
     for node in world.core.state.index.nodes():
@@ -84,10 +84,10 @@ class World:
         self.contents = Contents()
         self.device = SimulatedPool(self.core.state.device)
         self.host = SimulatedPool(self.core.state.host)
-        self.tails = SimulatedTails(self.core, self.contents)
+        self.component_pages = SimulatedComponents(self.core, self.contents)
         self.outcomes = Outcomes(self)
         self.storage = SimulatedStorage(self, random)
-        self.tail_storage = SimulatedTailStorage(self, self.storage, random)
+        self.component_storage = SimulatedComponentStorage(self, self.storage, random)
         self.copies = SimulatedCopies(self, random)
         self.peers = [Peer(self, random, f"prefill-{number}") for number in range(3)]
         self.rooms_out = RoomsOut(self)
@@ -115,27 +115,27 @@ class World:
         # Any: each taker has its own command type.
         self._execute: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.QueryStorage: self.storage.query,
-            commands.QueryTails: self.tail_storage.query,
+            commands.QueryComponents: self.component_storage.query,
             commands.FetchPages: self.storage.fetch,
-            commands.FetchTail: self.tail_storage.fetch,
+            commands.FetchComponent: self.component_storage.fetch,
             commands.StorePages: self.storage.store,
-            commands.StoreTail: self.tail_storage.store,
+            commands.StoreComponent: self.component_storage.store,
             commands.ProbeStorage: self.storage.probe,
             commands.CopyToDevice: self.copies.copy_in,
             commands.CopyToHost: self.copies.copy_out,
-            commands.CopyTail: self.copies.copy_tail,
+            commands.CopyComponent: self.copies.copy_component,
             commands.SendPromise: self._promise,
             commands.SendExtend: self.rooms_out.extend,
             commands.SendAbort: self.rooms_out.abort,
             commands.SendReceived: self.rooms_out.received,
             commands.Recompute: self._recompute,
-            commands.TellReady: self._ready,
-            commands.TellFailed: self._failed,
+            commands.ReportReady: self._ready,
+            commands.ReportFailed: self._failed,
             commands.GiveReserve: self._give_reserve,
-            commands.TellFinished: self._nothing,
-            commands.TellDropped: self._nothing,
-            commands.TellRetracted: self._retracted,
-            commands.TellFlushed: self._nothing,
+            commands.ReportFinished: self._nothing,
+            commands.ReportDropped: self._nothing,
+            commands.ReportRetracted: self._retracted,
+            commands.ReportFlushed: self._nothing,
             commands.ForgetTokens: self._forget_tokens,
         }
 
@@ -204,8 +204,8 @@ class World:
         return True
 
     def _change_storage(self, *, available: bool) -> None:
-        tails = available and bool(self.settings.components)
-        self.step(events.StorageChanged(at_s=self.now_s, available=available, tails=tails))
+        component_pages = available and bool(self.settings.components)
+        self.step(events.StorageChanged(at_s=self.now_s, available=available, component_pages=component_pages))
 
     def arrive(self, caller: Caller, *, cache: bool, priority: int) -> None:
         """Submit a request."""
@@ -287,7 +287,7 @@ class World:
         for account in (self.core.state.device, self.core.state.host):
             if account.free + account.owned + account.cached + account.draining != account.total:
                 raise Violation(f"pool {account.name} does not add up")
-        self.tails.check_sums()
+        self.component_pages.check_sums()
         if self.event_count % AUDIT_EVENTS == 0:
             audit(self)
         self._arm_clock()
@@ -330,15 +330,15 @@ class World:
             or (command.promised_tokens % settings.page_size and command.promised_tokens != len(caller.tokens))
         ):
             raise Violation(f"{command} does not cover the prompt once")
-        self.tails.check_promise(command.tails, command.prompt_tokens, command.promised_tokens)
-        prompt = Prompt(tags, caller.tail_tags)
+        self.component_pages.check_promise(command.component_pages, command.prompt_tokens, command.promised_tokens)
+        prompt = Prompt(tags, caller.component_tags)
         self.rooms_out.promise(command, self.peers[caller.prefills[command.prefill]], prompt)
 
     def _recompute(self, command: commands.Recompute) -> None:
         caller = self._callers[command.request_id]
         caller.client.recompute(caller, command)
 
-    def _ready(self, command: commands.TellReady) -> None:
+    def _ready(self, command: commands.ReportReady) -> None:
         caller = self._callers[command.request_id]
         caller.ends.append("READY")
         self._count_end(caller, "READY")
@@ -346,18 +346,18 @@ class World:
         if sum(command.sources.values()) != len(caller.tokens) or min(command.sources.values()) < 0:
             raise Violation(f"{command} has sources that are not {len(caller.tokens)} tokens")
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
-        if (command.tails is None) != (not self.settings.components):
+        if (command.component_pages is None) != (not self.settings.components):
             raise Violation(f"{command} has tails although there are no components, or none although there are")
-        tails = caller.computed or command.tails or ()
-        caller.tails = LiveTails(tails, len(caller.tokens))
-        self.check_tails(caller, command.request_id)
+        component_pages = caller.computed or command.component_pages or ()
+        caller.component_pages = LiveComponents(component_pages, len(caller.tokens))
+        self.check_components(caller, command.request_id)
         caller.client.ready(caller)
 
-    def check_tails(self, caller: Caller, who: str) -> None:
+    def check_components(self, caller: Caller, who: str) -> None:
         """Check the component pages of a ready request."""
-        self.tails.check_ready(caller.tails.tables, len(caller.tokens), caller.tail_tags, who)
+        self.component_pages.check_ready(caller.component_pages.tables, len(caller.tokens), caller.component_tags, who)
 
-    def _failed(self, command: commands.TellFailed) -> None:
+    def _failed(self, command: commands.ReportFailed) -> None:
         caller = self._callers[command.request_id]
         if caller.is_ready and command.cause == "internal error":
             # A rule raised after the restore had succeeded: the request fails although its caller already had it.
@@ -387,7 +387,7 @@ class World:
     def _give_reserve(self, command: commands.GiveReserve) -> None:
         self._callers[command.request_id].reserve += command.pages
 
-    def _retracted(self, command: commands.TellRetracted) -> None:
+    def _retracted(self, command: commands.ReportRetracted) -> None:
         caller, tokens = self.retracting.pop(command.request_id)
         caller.client.retracted(caller, tokens, command)
 
@@ -415,7 +415,7 @@ class World:
         }
         if left or not core.is_idle or core.next_deadline_s() is not None:
             raise Violation(f"all requests have ended, but the core still holds {left}")
-        is_quiet = self.device.is_quiet and self.host.is_quiet and self.tails.is_quiet
+        is_quiet = self.device.is_quiet and self.host.is_quiet and self.component_pages.is_quiet
         if self._left or self.outcomes.open_count or not is_quiet:
             raise Violation("all requests have ended, but tokens or operations are left")
 

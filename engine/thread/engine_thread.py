@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
-from tidekv.engine.decode.component_pages import tails_left
+from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
 from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config.engine_config import EngineConfig
-    from tidekv.engine.decode.component_pages import LeftTails
+    from tidekv.engine.decode.component_pages import LeftComponents
     from tidekv.engine.decode.values import ReadyRequest, Recompute
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.transports.base import Transport
@@ -190,20 +190,22 @@ class EngineThread:
         ready: ReadyRequest,
         output_tokens: Tokens = (),
         *,
-        tails: LeftTails | None = None,
+        component_pages: LeftComponents | None = None,
         on_done: OnDone | None = None,
     ) -> int:
         """Keep prompt and output in the cache and give everything back; returns its ticket. Never waits.
 
-        The caller loses the pages with this call. `tails`: see `DecodeEngine.finish`. Raises InvalidRequest, with
+        The caller loses the pages with this call. `component_pages`: see `DecodeEngine.finish`. Raises InvalidRequest, with
         nothing changed, for a request that was given back or aborted, for output beyond its room, and for component
         pages that do not belong to it.
         """
-        output, left = self._checked(ready, output_tokens, tails)
+        output, left = self._checked(ready, output_tokens, component_pages)
         ticket = self._tickets.leave(ready, "finish", on_done)
 
         async def work() -> Outcome:
-            return Finished(ticket.number, ready.request_id, await self._engine.finish(ready, output, tails=left))
+            return Finished(
+                ticket.number, ready.request_id, await self._engine.finish(ready, output, component_pages=left)
+            )
 
         return self._begin(ticket, work)
 
@@ -212,15 +214,17 @@ class EngineThread:
         ready: ReadyRequest,
         output_tokens: Tokens = (),
         *,
-        tails: LeftTails | None = None,
+        component_pages: LeftComponents | None = None,
         on_done: OnDone | None = None,
     ) -> int:
         """Give the device pages back, keep the KV in host memory for `resume`; returns its ticket. Else as `finish`."""
-        output, left = self._checked(ready, output_tokens, tails)
+        output, left = self._checked(ready, output_tokens, component_pages)
         ticket = self._tickets.leave(ready, "retract", on_done)
 
         async def work() -> Outcome:
-            return Retracted(ticket.number, ready.request_id, await self._engine.retract(ready, output, tails=left))
+            return Retracted(
+                ticket.number, ready.request_id, await self._engine.retract(ready, output, component_pages=left)
+            )
 
         return self._begin(ticket, work)
 
@@ -344,14 +348,16 @@ class EngineThread:
 
         return self._begin(ticket, work)
 
-    def _checked(self, ready: ReadyRequest, output_tokens: Tokens, tails: LeftTails | None) -> tuple[bytes, LeftTails]:
+    def _checked(
+        self, ready: ReadyRequest, output_tokens: Tokens, component_pages: LeftComponents | None
+    ) -> tuple[bytes, LeftComponents]:
         """Return copies of both. Checks on the caller's thread, so errors are raised in the call and change nothing."""
         self._loop.check()
         self._tickets.check(ready)
         packed = pack_output(output_tokens, vocabulary=self._vocabulary)
         kept = kept_tokens(ready, packed, page_size=self._page_size)
         full_pages = self._page_keys.count((len(ready.packed_tokens) + len(packed)) // TOKEN_BYTES, kept)
-        left = tails_left(ready.request_id, ready.tails, tails, full_pages=full_pages)
+        left = component_pages_left(ready.request_id, ready.component_pages, component_pages, full_pages=full_pages)
         return packed, {tail.component: (tail.first, tail.pages) for tail in left}
 
     def _begin(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:

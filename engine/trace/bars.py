@@ -1,4 +1,4 @@
-"""Stories in the terminal: one bar a request, or one request with a lane for each thing that ran for it."""
+"""RequestTraces in the terminal: one bar a request, or one request with a lane for each thing that ran for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tidekv.engine.trace.request_trace import Story
+from tidekv.engine.trace.request_trace import RequestTrace
 
 COLORS = {
     "PREALLOC": "grey50",
@@ -29,38 +29,42 @@ COLORS = {
 BLOCK = "█"
 
 
-def all_bars(stories: list[Story], *, now_s: float, width: int) -> RenderableType:
+def all_bars(request_traces: list[RequestTrace], *, now_s: float, width: int) -> RenderableType:
     """A table of requests with their states on one time axis."""
-    if not stories:
+    if not request_traces:
         return Text("no requests")
-    start_s = min(story.arrived_at_s for story in stories)
-    end_s = max([story.ended_at_s or now_s for story in stories])
+    start_s = min(request_trace.arrived_at_s for request_trace in request_traces)
+    end_s = max([request_trace.ended_at_s or now_s for request_trace in request_traces])
     table = Table("request", "end", "ms", "L1/L2/L3/prefill tokens", f"{(end_s - start_s) * 1000:.1f} ms", "!")
-    for story in stories:
-        ended_at_s = story.ended_at_s or now_s
-        sources = "/".join(str(story.sources.get(name, 0)) for name in ("l1", "l2", "l3", "transfer"))
+    for request_trace in request_traces:
+        ended_at_s = request_trace.ended_at_s or now_s
+        sources = "/".join(str(request_trace.sources.get(name, 0)) for name in ("l1", "l2", "l3", "transfer"))
         table.add_row(
-            story.request_id,
-            story.ended or "…",
-            f"{(ended_at_s - story.arrived_at_s) * 1000:.1f}",
-            sources if story.sources else story.cause,
-            _states(story, start_s, end_s, ended_at_s, width),
-            str(len(story.fallbacks) or ""),
+            request_trace.request_id,
+            request_trace.ended or "…",
+            f"{(ended_at_s - request_trace.arrived_at_s) * 1000:.1f}",
+            sources if request_trace.sources else request_trace.cause,
+            _states(request_trace, start_s, end_s, ended_at_s, width),
+            str(len(request_trace.fallbacks) or ""),
         )
     return Group(table, legend())
 
 
-def one_request(story: Story, *, now_s: float, width: int) -> RenderableType:
+def one_request(request_trace: RequestTrace, *, now_s: float, width: int) -> RenderableType:
     """The lanes of one request, from its arrival until it was READY or FAILED."""
-    start_s = story.arrived_at_s
+    start_s = request_trace.arrived_at_s
     # What is late may end at any time; the axis ends where the request was given back.
-    end_s = story.given_back_at_s or story.ended_at_s or now_s
+    end_s = request_trace.given_back_at_s or request_trace.ended_at_s or now_s
     table = Table("what", "from ms", "to ms", f"{(end_s - start_s) * 1000:.1f} ms", "")
-    ended_at_s = story.ended_at_s or now_s
+    ended_at_s = request_trace.ended_at_s or now_s
     table.add_row(
-        "states", "0.0", f"{(ended_at_s - start_s) * 1000:.1f}", _states(story, start_s, end_s, end_s, width), ""
+        "states",
+        "0.0",
+        f"{(ended_at_s - start_s) * 1000:.1f}",
+        _states(request_trace, start_s, end_s, end_s, width),
+        "",
     )
-    for work in story.works:
+    for work in request_trace.works:
         work_end_s = now_s if work.ended_at_s is None else work.ended_at_s
         bar = Text()
         _append(bar, work.kind, work.begun_at_s, work_end_s, start_s, end_s, width)
@@ -83,9 +87,11 @@ def legend() -> Text:
     return text
 
 
-def _states(story: Story, start_s: float, end_s: float, until_s: float, width: int) -> Text:
+def _states(request_trace: RequestTrace, start_s: float, end_s: float, until_s: float, width: int) -> Text:
     bar = Text()
-    for (at_s, state), (next_s, _) in zip(story.states, [*story.states[1:], (until_s, "")], strict=True):
+    for (at_s, state), (next_s, _) in zip(
+        request_trace.states, [*request_trace.states[1:], (until_s, "")], strict=True
+    ):
         _append(bar, state, at_s, next_s, start_s, end_s, width)
     return bar
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidekv.engine.trace.request_trace import SOURCES, Plan, Story, Work
+from tidekv.engine.trace.request_trace import SOURCES, Plan, RequestTrace, Work
 
 SOURCE_WORDS = {
     "l1": "device memory (L1)",
@@ -20,80 +20,98 @@ WAIT_WORDS = {
 }
 
 
-def explain(story: Story, *, now_s: float) -> str:
+def explain(request_trace: RequestTrace, *, now_s: float) -> str:
     """The story of one request, as lines of text. `now_s` is the end of the journal, for those that are under way."""
-    lines = [_headline(story, now_s)]
-    if story.resumes is not None:
-        since_s = story.arrived_at_s - (story.resumes.given_back_at_s or story.arrived_at_s)
+    lines = [_headline(request_trace, now_s)]
+    if request_trace.resumes is not None:
+        since_s = request_trace.arrived_at_s - (request_trace.resumes.given_back_at_s or request_trace.arrived_at_s)
         lines.append(
-            f"It resumes what was retracted {_ms(since_s)} before, of which {story.resumes.held_pages} pages were held "
+            f"It resumes what was retracted {_ms(since_s)} before, of which {request_trace.resumes.held_pages} pages were held "
             "in host memory."
         )
-    lines += _sources(story)
-    lines += _waits(story, now_s)
-    for plan in story.plans:
-        lines += _plan(story, plan)
-    lines += _works(story)
-    lines += [f"Meanwhile, at {_ms(at_s - story.arrived_at_s)}, {words}." for at_s, words in story.notes]
+    lines += _sources(request_trace)
+    lines += _waits(request_trace, now_s)
+    for plan in request_trace.plans:
+        lines += _plan(request_trace, plan)
+    lines += _works(request_trace)
     lines += [
-        f"Fallback at {_ms(note.at_s - story.arrived_at_s)}: {note.cause}; {note.consequence}."
-        for note in story.fallbacks
+        f"Meanwhile, at {_ms(at_s - request_trace.arrived_at_s)}, {words}." for at_s, words in request_trace.notes
     ]
-    lines += _waste(story)
-    lines += _faster(story, now_s)
-    if story.ended == "FAILED":
-        lines.append(f"It failed{' after READY' if story.was_ready else ''}: {story.cause}{_detail(story)}.")
-    if story.given_back and story.given_back_at_s is not None:
-        held = f"; {story.held_pages} pages of it were held in host memory" if story.given_back == "retracted" else ""
+    lines += [
+        f"Fallback at {_ms(note.at_s - request_trace.arrived_at_s)}: {note.cause}; {note.consequence}."
+        for note in request_trace.fallbacks
+    ]
+    lines += _waste(request_trace)
+    lines += _faster(request_trace, now_s)
+    if request_trace.ended == "FAILED":
         lines.append(
-            f"It was {story.given_back} {_ms(story.given_back_at_s - (story.ended_at_s or story.arrived_at_s))} after "
-            f"READY, {story.grown_pages} pages longer{held}."
+            f"It failed{' after READY' if request_trace.was_ready else ''}: {request_trace.cause}{_detail(request_trace)}."
+        )
+    if request_trace.given_back and request_trace.given_back_at_s is not None:
+        held = (
+            f"; {request_trace.held_pages} pages of it were held in host memory"
+            if request_trace.given_back == "retracted"
+            else ""
+        )
+        lines.append(
+            f"It was {request_trace.given_back} {_ms(request_trace.given_back_at_s - (request_trace.ended_at_s or request_trace.arrived_at_s))} after "
+            f"READY, {request_trace.grown_pages} pages longer{held}."
         )
     return "\n".join(lines)
 
 
-def _headline(story: Story, now_s: float) -> str:
-    size = f"{story.prompt_tokens} tokens in {story.page_count} pages"
-    if story.ended_at_s is None:
-        state = story.states[-1][1] if story.states else "nowhere"
-        return f"{story.request_id}: under way in {state} for {_ms(now_s - story.arrived_at_s)}; {size}."
-    return f"{story.request_id}: {story.ended} after {_ms(story.ended_at_s - story.arrived_at_s)}; {size}."
+def _headline(request_trace: RequestTrace, now_s: float) -> str:
+    size = f"{request_trace.prompt_tokens} tokens in {request_trace.page_count} pages"
+    if request_trace.ended_at_s is None:
+        state = request_trace.states[-1][1] if request_trace.states else "nowhere"
+        return (
+            f"{request_trace.request_id}: under way in {state} for {_ms(now_s - request_trace.arrived_at_s)}; {size}."
+        )
+    return f"{request_trace.request_id}: {request_trace.ended} after {_ms(request_trace.ended_at_s - request_trace.arrived_at_s)}; {size}."
 
 
-def _sources(story: Story) -> list[str]:
-    if not story.sources:
+def _sources(request_trace: RequestTrace) -> list[str]:
+    if not request_trace.sources:
         return []
-    parts = [f"{story.sources[name]} from {SOURCE_WORDS[name]}" for name in SOURCES if story.sources.get(name)]
+    parts = [
+        f"{request_trace.sources[name]} from {SOURCE_WORDS[name]}"
+        for name in SOURCES
+        if request_trace.sources.get(name)
+    ]
     return [f"Tokens by source: {', '.join(parts) or 'none'}."]
 
 
-def _waits(story: Story, now_s: float) -> list[str]:
-    spent = story.time_in(now_s)
+def _waits(request_trace: RequestTrace, now_s: float) -> list[str]:
+    spent = request_trace.time_in(now_s)
     if not spent:
         return []
     total = sum(spent.values())
     parts = ", ".join(f"{state} {_ms(seconds)}" for state, seconds in spent.items())
     longest = max(spent, key=lambda state: spent[state])
     share = f", {spent[longest] / total:.0%} of the time" if total else ""
-    need = f" (it needed {story.needed_pages} at once)" if longest == "PREALLOC" and story.needed_pages else ""
+    need = (
+        f" (it needed {request_trace.needed_pages} at once)"
+        if longest == "PREALLOC" and request_trace.needed_pages
+        else ""
+    )
     return [f"Time by state: {parts}.", f"It waited longest in {longest}, {WAIT_WORDS[longest]}{need}{share}."]
 
 
-def _plan(story: Story, plan: Plan) -> list[str]:
+def _plan(request_trace: RequestTrace, plan: Plan) -> list[str]:
     matched = f"{plan.l1_pages} pages in L1, {plan.l2_pages} in L2, {plan.l3_pages} in L3"
     shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
     shared += "".join(f", {count} on their way from prefill for {name}" for name, count in plan.sent_pages.items())
-    asked = [f"{count} pages of {name}" for name, count in plan.tail_pages.items()]
+    asked = [f"{count} pages of {name}" for name, count in plan.trailing_pages.items()]
     return [
-        f"Plan at {_ms(plan.at_s - story.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "
+        f"Plan at {_ms(plan.at_s - request_trace.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "
         f"matched {matched}{shared}; promised {plan.promised_tokens} tokens, "
         f"asked prefill for {', '.join([f'{plan.delta_pages} pages', *asked])}."
     ]
 
 
-def _works(story: Story) -> list[str]:
+def _works(request_trace: RequestTrace) -> list[str]:
     lines = []
-    for work in story.works:
+    for work in request_trace.works:
         name = {
             "query": f"Asked storage for pages {_pages(work)}: it has {work.good}",
             "fetch": f"Fetched pages {_pages(work)} from storage{' ahead' if work.ahead else ''}: {work.good} came",
@@ -120,8 +138,8 @@ def _span_words(work: Work) -> str:
     return f"Prefill delivered {work.good} of pages {_pages(work)} ({what}) in {len(work.chunks)} chunks{first}"
 
 
-def _waste(story: Story) -> list[str]:
-    wasted = [(work.kind, work.wasted) for work in story.works if work.wasted]
+def _waste(request_trace: RequestTrace) -> list[str]:
+    wasted = [(work.kind, work.wasted) for work in request_trace.works if work.wasted]
     if not wasted:
         return []
     names = {"fetch": "fetched too late", "span": "sent by prefill for a room that was left", "copy": "copied too late"}
@@ -129,15 +147,15 @@ def _waste(story: Story) -> list[str]:
     return [f"Wasted: {parts}."]
 
 
-def _faster(story: Story, now_s: float) -> list[str]:
+def _faster(request_trace: RequestTrace, now_s: float) -> list[str]:
     """One piece of advice, for what cost most."""
-    spent = story.time_in(now_s)
+    spent = request_trace.time_in(now_s)
     if not spent or not sum(spent.values()):
         return []
     longest = max(spent, key=lambda state: spent[state])
-    if longest == "TRANSFER" and story.plans:
-        plan = story.plans[-1]
-        extended = sum(work.count for work in story.works if work.kind == "span" and work.span)
+    if longest == "TRANSFER" and request_trace.plans:
+        plan = request_trace.plans[-1]
+        extended = sum(work.count for work in request_trace.works if work.kind == "span" and work.span)
         advice = f"prefill had {plan.delta_pages} pages of delta" + (f" and {extended} of extends" if extended else "")
         advice += "; a longer cached prefix, or a prefill that starts earlier, would have made it faster"
     else:
@@ -152,8 +170,8 @@ def _faster(story: Story, now_s: float) -> list[str]:
     return [f"What would have helped: {advice}."]
 
 
-def _detail(story: Story) -> str:
-    lines = story.detail.strip().splitlines()
+def _detail(request_trace: RequestTrace) -> str:
+    lines = request_trace.detail.strip().splitlines()
     return f" ({lines[-1].strip()})" if lines else ""
 
 

@@ -1,4 +1,4 @@
-"""Stories as one HTML page that needs nothing else: no network, no library. Lanes, zoom, search, hover, click."""
+"""RequestTraces as one HTML page that needs nothing else: no network, no library. Lanes, zoom, search, hover, click."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidekv.engine.trace.bars import COLORS
 from tidekv.engine.trace.explain import explain
 
 if TYPE_CHECKING:
-    from tidekv.engine.trace.request_trace import Story
+    from tidekv.engine.trace.request_trace import RequestTrace
 
 DATA_MARK = '"TIDEKV-DATA"'
 WEB_COLORS = {"grey50": "#8a8f98", "yellow": "#d9a514", "magenta": "#b14fc5", "blue": "#3b6fd4", "cyan": "#1797a6"} | {
@@ -20,17 +20,17 @@ WEB_COLORS = {"grey50": "#8a8f98", "yellow": "#d9a514", "magenta": "#b14fc5", "b
 }
 
 
-def html_page(stories: list[Story], *, now_s: float, title: str) -> str:
+def html_page(request_traces: list[RequestTrace], *, now_s: float, title: str) -> str:
     """The page, complete."""
-    start_s = min((story.arrived_at_s for story in stories), default=0.0)
-    ends = [story.ended_at_s or story.arrived_at_s for story in stories]
+    start_s = min((request_trace.arrived_at_s for request_trace in request_traces), default=0.0)
+    ends = [request_trace.ended_at_s or request_trace.arrived_at_s for request_trace in request_traces]
     data = {
         "title": title,
         # What is late may end long after the last request.
         "view": 1.02 * max([end_s - start_s for end_s in ends], default=0.0) or 1e-6,
         "end": max(now_s - start_s, 1e-6),
         "colors": {name: WEB_COLORS[color] for name, color in COLORS.items()},
-        "requests": [_request(story, start_s, now_s) for story in stories],
+        "requests": [_request(request_trace, start_s, now_s) for request_trace in request_traces],
     }
     page = resources.files("tidekv.engine.trace").joinpath("timeline.html").read_text(encoding="utf-8")
     # A request may be called "</script>": nothing of the data may end the script that it stands in.
@@ -38,11 +38,17 @@ def html_page(stories: list[Story], *, now_s: float, title: str) -> str:
     return page.replace(DATA_MARK, encoded)
 
 
-def _request(story: Story, start_s: float, now_s: float) -> dict[str, object]:
-    until_s = story.given_back_at_s or (story.ended_at_s if story.ended == "FAILED" else now_s) or now_s
+def _request(request_trace: RequestTrace, start_s: float, now_s: float) -> dict[str, object]:
+    until_s = (
+        request_trace.given_back_at_s
+        or (request_trace.ended_at_s if request_trace.ended == "FAILED" else now_s)
+        or now_s
+    )
     states = [
         (at_s - start_s, next_s - start_s, state)
-        for (at_s, state), (next_s, _) in zip(story.states, [*story.states[1:], (until_s, "")], strict=True)
+        for (at_s, state), (next_s, _) in zip(
+            request_trace.states, [*request_trace.states[1:], (until_s, "")], strict=True
+        )
     ]
     works = [
         (
@@ -52,13 +58,13 @@ def _request(story: Story, start_s: float, now_s: float) -> dict[str, object]:
             f"[{work.first}, {work.first + work.count})",
             work.trouble,
         )
-        for work in story.works
+        for work in request_trace.works
     ]
     return {
-        "id": story.request_id,
-        "end": story.ended or "under way",
+        "id": request_trace.request_id,
+        "end": request_trace.ended or "under way",
         "states": states,
         "works": works,
-        "fallbacks": [(note.at_s - start_s, note.cause, note.consequence) for note in story.fallbacks],
-        "words": explain(story, now_s=now_s),
+        "fallbacks": [(note.at_s - start_s, note.cause, note.consequence) for note in request_trace.fallbacks],
+        "words": explain(request_trace, now_s=now_s),
     }

@@ -55,7 +55,7 @@ class Plan:
     delta_pages: int
     declined_pages: int
     """Pages that storage had and that were not fetched: there was no host memory, or too few to be worth it."""
-    tail_pages: dict[str, int] = field(default_factory=dict)
+    trailing_pages: dict[str, int] = field(default_factory=dict)
     """Pages that prefill was asked for, by component."""
     sent_pages: dict[str, int] = field(default_factory=dict)
     """Pages that prefill was sending for other requests already, by the request."""
@@ -71,7 +71,7 @@ class Fallback:
 
 
 @dataclass(slots=True)
-class Story:
+class RequestTrace:
     """One request, from its arrival until it was given back."""
 
     request_id: str
@@ -104,7 +104,7 @@ class Story:
     """Pages of a retracted request that are held in host memory."""
     notes: list[tuple[float, str]] = field(default_factory=list)
     """What was changed for all requests while this one restored."""
-    resumes: Story | None = None
+    resumes: RequestTrace | None = None
     """The retracted request that this one goes on from."""
     was_ready: bool = False
     """Whether it failed only after it had been READY."""

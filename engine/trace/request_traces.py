@@ -24,11 +24,11 @@ from tidekv.engine.trace.causes import (
     unasked_words,
     unstored_words,
 )
-from tidekv.engine.trace.request_trace import Plan, Story, Work
+from tidekv.engine.trace.request_trace import Plan, RequestTrace, Work
 from tidekv.states import commands, events
 from tidekv.states.backup.backups import STORE_DEADLINE_S, Backup
-from tidekv.states.components.request_components import TailCopy
-from tidekv.states.components.storage import StoredTailCopy, TailRead
+from tidekv.states.components.request_components import ComponentCopy
+from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.request.request import Stage, State
@@ -81,7 +81,7 @@ def plan_of(
         command.promised_tokens,
         len(command.pages),
         declined,
-        {tail.component: len(tail.pages) for tail in command.tails or ()},
+        {tail.component: len(tail.pages) for tail in command.component_pages or ()},
         sent,
     )
     return plan, joined
@@ -91,21 +91,21 @@ UNTOLD_CAUSES = ("rule_raised", "transfer_done", "sender_left", "sender_slow")
 """Causes of an extend that no outcome has told before."""
 
 
-class Stories:
+class RequestTraces:
     """All requests of a journal. `take` every step, with the core as it is after it."""
 
     def __init__(self, page_size: int, *, keep: bool = True) -> None:
         """`keep`: whether `all` keeps those that are over; without it the embedder reads them from `ended`."""
-        self.all: list[Story] = []
+        self.all: list[RequestTrace] = []
         """In order of arrival."""
-        self.ended: list[Story] = []
+        self.ended: list[RequestTrace] = []
         """Those that became READY or FAILED in the last step."""
         self.last_at_s = 0.0
         self._keep = keep
         self._page_size = page_size
-        self._live: dict[str, Story] = {}
-        self._by_serial: dict[int, Story] = {}
-        self._open: dict[int, tuple[Work, list[Story]]] = {}
+        self._live: dict[str, RequestTrace] = {}
+        self._by_serial: dict[int, RequestTrace] = {}
+        self._open: dict[int, tuple[Work, list[RequestTrace]]] = {}
         """By operation: work in flight, and whose it is."""
         self._spans: dict[tuple[str, int, int], Work] = {}
         self._begun: set[int] = set()
@@ -116,32 +116,32 @@ class Stories:
         self._breaker_is_open = False
         self._kept: dict[int, int] = {}
         """Tokens that a finished request leaves, by its serial, until that is backed up."""
-        self._given_away: dict[str, Story] = {}
+        self._given_away: dict[str, RequestTrace] = {}
         """Retracted requests that may be resumed."""
         # Each kind of command has a teller that takes just that kind.
         self._tellers: dict[type[commands.Command], Callable[[Any, float, Core], None]] = {
             commands.QueryStorage: self._query,
-            commands.QueryTails: self._query,
+            commands.QueryComponents: self._query,
             commands.FetchPages: self._fetch,
-            commands.FetchTail: self._fetch_tail,
+            commands.FetchComponent: self._fetch_component,
             commands.CopyToDevice: self._copy,
             commands.CopyToHost: self._backup,
-            commands.CopyTail: self._copy_tail,
+            commands.CopyComponent: self._copy_component,
             commands.StorePages: self._store,
             commands.Recompute: self._recompute,
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
-            commands.TellReady: self._ready,
-            commands.TellFailed: self._failed,
-            commands.TellFinished: self._finished,
-            commands.TellRetracted: self._retracted,
-            commands.TellDropped: self._dropped,
+            commands.ReportReady: self._ready,
+            commands.ReportFailed: self._failed,
+            commands.ReportFinished: self._finished,
+            commands.ReportRetracted: self._retracted,
+            commands.ReportDropped: self._dropped,
             commands.ForgetTokens: self._forget_tokens,
         }
 
-    def named(self, request_id: str) -> list[Story]:
+    def named(self, request_id: str) -> list[RequestTrace]:
         """Every request of that name: ids may be used again."""
-        return [story for story in self.all if story.request_id == request_id]
+        return [request_trace for request_trace in self.all if request_trace.request_id == request_id]
 
     def take(self, step: Step, core: Core) -> None:
         """Take one step."""
@@ -167,7 +167,7 @@ class Stories:
     # --- Events ---
 
     def _arrived(self, event: events.RequestArrived, core: Core) -> None:
-        story = Story(
+        request_trace = RequestTrace(
             event.request_id,
             event.serial,
             event.at_s,
@@ -177,10 +177,10 @@ class Stories:
             event.prefill_count,
             event.deadline_at_s,
         )
-        story.resumes = self._given_away.pop(event.request_id, None)
+        request_trace.resumes = self._given_away.pop(event.request_id, None)
         if self._keep:
-            self.all.append(story)
-        self._live[event.request_id] = self._by_serial[event.serial] = story
+            self.all.append(request_trace)
+        self._live[event.request_id] = self._by_serial[event.serial] = request_trace
 
     def _note_event(self, event: events.Event, at_s: float, core: Core) -> None:
         if isinstance(event, events.ChunkLanded):
@@ -191,9 +191,9 @@ class Stories:
                 if event.last:
                     work.ended_at_s = at_s
         elif isinstance(event, events.GrowthTaken):
-            story = self._live.get(event.request_id)
-            if story is not None:
-                story.grown_pages += event.page_count
+            request_trace = self._live.get(event.request_id)
+            if request_trace is not None:
+                request_trace.grown_pages += event.page_count
         elif isinstance(event, events.FinishRequested) and event.request_id in self._live:
             self._kept[self._live[event.request_id].serial] = event.tokens
         elif isinstance(event, events.RetractedDropped):
@@ -206,9 +206,9 @@ class Stories:
 
     def _note_all(self, at_s: float, words: str) -> None:
         """Tell everybody who restores."""
-        for story in self._live.values():
-            if not story.ended:
-                story.notes.append((at_s, words))
+        for request_trace in self._live.values():
+            if not request_trace.ended:
+                request_trace.notes.append((at_s, words))
 
     def _end_work(self, event: events.Event, at_s: float, core: Core) -> None:
         """End what the event says has ended, and what the clock or another event has given up."""
@@ -217,7 +217,7 @@ class Stories:
         elif isinstance(event, events.ChunkLanded | events.AuxLanded):
             self._give_up_cut(core)
         op = getattr(event, "op", None)
-        work, stories = self._open.pop(op, (None, [])) if op is not None else (None, [])
+        work, request_traces = self._open.pop(op, (None, [])) if op is not None else (None, [])
         if work is None:
             return
         late = work.trouble
@@ -227,14 +227,14 @@ class Stories:
         if late:
             work.wasted = work.good if work.kind in ("fetch", "copy") else 0
         elif work.trouble:
-            self._tell_trouble(work, stories, CONSEQUENCES["ahead" if work.ahead else work.kind], at_s, core)
+            self._tell_trouble(work, request_traces, CONSEQUENCES["ahead" if work.ahead else work.kind], at_s, core)
 
     def _give_up_late(self, at_s: float, core: Core) -> None:
-        for op, (work, stories) in list(self._open.items()):
+        for op, (work, request_traces) in list(self._open.items()):
             owner = core.state.operations.get(op)
             if work.trouble:
                 continue
-            if isinstance(owner, Backup | TailCopy | StoredTailCopy):
+            if isinstance(owner, Backup | ComponentCopy | StoredComponentCopy):
                 wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
                 if work.begun_at_s + wait_s > at_s:
                     continue
@@ -242,12 +242,12 @@ class Stories:
                 work.ended_at_s = at_s
                 del self._open[op]
             elif not isinstance(owner, LateFetch) and not (
-                isinstance(owner, LoadCopy) and owner.load.stage is Stage.VOID
+                isinstance(owner, LoadCopy) and owner.load.stage is Stage.RECLAIMING
             ):
                 continue
             work.trouble = LATE[work.kind]
             consequence = CONSEQUENCES.get(f"late {work.kind}") or CONSEQUENCES["ahead" if work.ahead else work.kind]
-            self._tell_trouble(work, stories, consequence, at_s, core)
+            self._tell_trouble(work, request_traces, consequence, at_s, core)
 
     def _give_up_cut(self, core: Core) -> None:
         if core.state.settings.prefetch == "best_effort":
@@ -255,69 +255,71 @@ class Stories:
                 if not work.trouble and isinstance(core.state.operations.get(op), LateFetch):
                     work.trouble = EXTENDED["transfer_done"]
 
-    def _tell_trouble(self, work: Work, stories: list[Story], consequence: str, at_s: float, core: Core) -> None:
+    def _tell_trouble(
+        self, work: Work, request_traces: list[RequestTrace], consequence: str, at_s: float, core: Core
+    ) -> None:
         if core.storage.is_open and not self._breaker_is_open and work.kind in OF_STORAGE:
             consequence += ", and that opened the breaker: storage is asked nothing until a probe succeeds"
-        for story in stories:
-            story.fall_back(at_s, work.trouble, consequence)
+        for request_trace in request_traces:
+            request_trace.fall_back(at_s, work.trouble, consequence)
 
     def _note_raises(self, at_s: float, core: Core) -> None:
         for request in core.state.requests.values():
-            story = self._live.get(request.request_id)
-            if story is not None and request.raised > story.raised:
-                story.raised = request.raised
+            request_trace = self._live.get(request.request_id)
+            if request_trace is not None and request.raised > request_trace.raised:
+                request_trace.raised = request.raised
                 left = LEFT_BY_RAISES[request.restore_limit]
                 cause = f"a rule of the core raised: {last_line(request.trouble)}"
-                story.fall_back(at_s, cause, f"the plan was cut to {left}")
+                request_trace.fall_back(at_s, cause, f"the plan was cut to {left}")
 
     def _move(self, request_id: str, state: State, at_s: float, core: Core) -> None:
-        story = self._live.get(request_id)
-        if story is None:
+        request_trace = self._live.get(request_id)
+        if request_trace is None:
             return
-        if state is State.PREALLOC and story.states:
-            self._sent_back(story, at_s, core)
-        story.states.append((at_s, state.value))
+        if state is State.PREALLOC and request_trace.states:
+            self._sent_back(request_trace, at_s, core)
+        request_trace.states.append((at_s, state.value))
         request = core.request(request_id)
         if state is State.PREALLOC and request is not None:
-            story.needed_pages = request.short_need
+            request_trace.needed_pages = request.short_need
             unasked = unasked_words(request, core)
             if unasked:
-                story.fall_back(at_s, unasked, CONSEQUENCES["query"])
+                request_trace.fall_back(at_s, unasked, CONSEQUENCES["query"])
 
-    def _sent_back(self, story: Story, at_s: float, core: Core) -> None:
+    def _sent_back(self, request_trace: RequestTrace, at_s: float, core: Core) -> None:
         for key, work in list(self._spans.items()):
-            if key[0] == story.request_id and work.ended_at_s is None:
+            if key[0] == request_trace.request_id and work.ended_at_s is None:
                 work.ended_at_s = at_s
                 work.wasted, work.trouble = work.good, "the room was left"
-        request = core.request(story.request_id)
+        request = core.request(request_trace.request_id)
         if request is None:
             return  # It has ended in the same step, and that is told.
         whither = "for other pages"
         if request.recomputes:
             whither = "for its caller to compute the rest"
-        elif request.attempts > story.attempts:
+        elif request.attempts > request_trace.attempts:
             whither = "for the next prefill of its list"
-        story.attempts = request.attempts
-        story.fall_back(at_s, in_one_line(request.trouble), f"the request went back to the queue, {whither}")
+        request_trace.attempts = request.attempts
+        request_trace.fall_back(at_s, in_one_line(request.trouble), f"the request went back to the queue, {whither}")
 
     # --- Commands ---
 
-    def _begin(self, op: int, work: Work, stories: list[Story]) -> None:
-        self._open[op] = (work, stories)
+    def _begin(self, op: int, work: Work, request_traces: list[RequestTrace]) -> None:
+        self._open[op] = (work, request_traces)
         self._begun.add(op)
-        for story in stories:
-            story.works.append(work)
+        for request_trace in request_traces:
+            request_trace.works.append(work)
 
-    def _query(self, command: commands.QueryStorage | commands.QueryTails, at_s: float, core: Core) -> None:
-        story = self._live[command.request_id]
-        self._begin(command.op, Work("query", command.first, command.count, at_s), [story])
+    def _query(self, command: commands.QueryStorage | commands.QueryComponents, at_s: float, core: Core) -> None:
+        request_trace = self._live[command.request_id]
+        self._begin(command.op, Work("query", command.first, command.count, at_s), [request_trace])
 
     def _fetch(self, command: commands.FetchPages, at_s: float, core: Core) -> None:
         ahead = isinstance(core.state.operations.get(command.op), AheadRead)
         work = Work("fetch", command.first, len(command.host_pages), at_s, ahead=ahead)
         self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
 
-    def _fetch_tail(self, command: commands.FetchTail, at_s: float, core: Core) -> None:
+    def _fetch_component(self, command: commands.FetchComponent, at_s: float, core: Core) -> None:
         first, count = command.positions[0], len(command.positions)
         work = Work("tail fetch", first, count, at_s, component=command.component)
         self._begin(command.op, work, [self._live[command.request_id]])
@@ -328,7 +330,7 @@ class Stories:
         work = Work("copy", first, len(command.host_pages), at_s)
         self._begin(command.op, work, self._sharers(command.op, core))
 
-    def _sharers(self, op: int, core: Core) -> list[Story]:
+    def _sharers(self, op: int, core: Core) -> list[RequestTrace]:
         owner = core.state.operations.get(op)
         if not isinstance(owner, LoadFetch | LoadCopy):
             return []
@@ -340,18 +342,18 @@ class Stories:
             work = Work("backup", owner.first, len(command.host_pages), at_s)
             self._begin(command.op, work, [self._by_serial[owner.serial]])
 
-    def _copy_tail(self, command: commands.CopyTail, at_s: float, core: Core) -> None:
+    def _copy_component(self, command: commands.CopyComponent, at_s: float, core: Core) -> None:
         owner = core.state.operations.get(command.op)
-        tails = None
-        if isinstance(owner, TailRead | StoredTailCopy):
-            tails = owner.fetch.tails
-        elif isinstance(owner, TailCopy):
-            tails = owner.tails
-        if tails is not None and tails.request is not None:
-            first = tails.reserved.tails[command.component].first
+        component_pages = None
+        if isinstance(owner, ComponentRead | StoredComponentCopy):
+            component_pages = owner.fetch.component_pages
+        elif isinstance(owner, ComponentCopy):
+            component_pages = owner.component_pages
+        if component_pages is not None and component_pages.request is not None:
+            first = component_pages.reserved.component_pages[command.component].first
             work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
-            self._begin(command.op, work, [self._live[tails.request.request_id]])
+            self._begin(command.op, work, [self._live[component_pages.request.request_id]])
 
     def _store(self, command: commands.StorePages, at_s: float, core: Core) -> None:
         if command.serial in self._by_serial:
@@ -363,95 +365,97 @@ class Stories:
         self._begin(command.op, work, [self._live[command.request_id]])
 
     def _promise(self, command: commands.SendPromise, at_s: float, core: Core) -> None:
-        story = self._live[command.request_id]
+        request_trace = self._live[command.request_id]
         request = core.request(command.request_id)
         plan, joined = plan_of(command, request, self._begun, page_size=self._page_size, at_s=at_s)
         for op in joined:
             if op in self._open:
-                work, stories = self._open[op]
-                stories.append(story)
-                story.works.append(work)
-        story.plans.append(plan)
+                work, request_traces = self._open[op]
+                request_traces.append(request_trace)
+                request_trace.works.append(work)
+        request_trace.plans.append(plan)
         if request is not None and plan.declined_pages:
-            story.fall_back(at_s, declined_words(request, core), "the transfer brings them")
+            request_trace.fall_back(at_s, declined_words(request, core), "the transfer brings them")
         first = -(-command.promised_tokens // self._page_size)
-        self._span(story, command.generation, 0, first, len(command.pages), at_s)
+        self._span(request_trace, command.generation, 0, first, len(command.pages), at_s)
 
     def _extend(self, command: commands.SendExtend, at_s: float, core: Core) -> None:
-        story = self._live[command.request_id]
-        self._span(story, command.generation, command.span, command.first, len(command.pages), at_s)
+        request_trace = self._live[command.request_id]
+        self._span(request_trace, command.generation, command.span, command.first, len(command.pages), at_s)
         request = core.request(command.request_id)
         room = None if request is None else request.room
         load = None if room is None else room.spans[command.span].load
         if load is None:
             return
-        story.works[-1].cause = EXTENDED[extend_cause(load, self._event)]
+        request_trace.works[-1].cause = EXTENDED[extend_cause(load, self._event)]
         if load.cause in UNTOLD_CAUSES:
             for sharer in load.sharers:
                 if sharer.request_id in self._live:
                     self._live[sharer.request_id].fall_back(at_s, EXTENDED[load.cause], CONSEQUENCES["fetch"])
 
-    def _span(self, story: Story, generation: int, span: int, first: int, count: int, at_s: float) -> None:
+    def _span(
+        self, request_trace: RequestTrace, generation: int, span: int, first: int, count: int, at_s: float
+    ) -> None:
         work = Work("span", first, count, at_s, generation=generation, span=span)
-        story.works.append(work)
-        self._spans[(story.request_id, generation, span)] = work
+        request_trace.works.append(work)
+        self._spans[(request_trace.request_id, generation, span)] = work
 
-    def _ready(self, command: commands.TellReady, at_s: float, core: Core) -> None:
-        story = self._live[command.request_id]
-        story.ended = "READY"
-        story.sources = dict(command.sources)
-        self.ended.append(story)
-        self._forget_spans(story)
+    def _ready(self, command: commands.ReportReady, at_s: float, core: Core) -> None:
+        request_trace = self._live[command.request_id]
+        request_trace.ended = "READY"
+        request_trace.sources = dict(command.sources)
+        self.ended.append(request_trace)
+        self._forget_spans(request_trace)
 
-    def _failed(self, command: commands.TellFailed, at_s: float, core: Core) -> None:
-        story = self._live.pop(command.request_id)
-        story.was_ready = story.ended == "READY"
-        story.ended, story.cause, story.detail = "FAILED", command.cause, command.detail
-        self._by_serial.pop(story.serial, None)
-        self.ended.append(story)
-        for work in story.works:
-            if work.kind == "span" and not story.was_ready:
+    def _failed(self, command: commands.ReportFailed, at_s: float, core: Core) -> None:
+        request_trace = self._live.pop(command.request_id)
+        request_trace.was_ready = request_trace.ended == "READY"
+        request_trace.ended, request_trace.cause, request_trace.detail = "FAILED", command.cause, command.detail
+        self._by_serial.pop(request_trace.serial, None)
+        self.ended.append(request_trace)
+        for work in request_trace.works:
+            if work.kind == "span" and not request_trace.was_ready:
                 work.wasted = work.good
                 work.ended_at_s = at_s if work.ended_at_s is None else work.ended_at_s
-        self._forget_spans(story)
+        self._forget_spans(request_trace)
 
-    def _forget_spans(self, story: Story) -> None:
-        for key in [key for key in self._spans if key[0] == story.request_id]:
+    def _forget_spans(self, request_trace: RequestTrace) -> None:
+        for key in [key for key in self._spans if key[0] == request_trace.request_id]:
             del self._spans[key]
 
-    def _finished(self, command: commands.TellFinished, at_s: float, core: Core) -> None:
+    def _finished(self, command: commands.ReportFinished, at_s: float, core: Core) -> None:
         self._give_back(command.request_id, "finished", at_s)
 
-    def _retracted(self, command: commands.TellRetracted, at_s: float, core: Core) -> None:
-        story = self._live.get(command.request_id)
-        if story is not None:
-            story.held_pages = command.held_pages
-            self._given_away[command.request_id] = story
+    def _retracted(self, command: commands.ReportRetracted, at_s: float, core: Core) -> None:
+        request_trace = self._live.get(command.request_id)
+        if request_trace is not None:
+            request_trace.held_pages = command.held_pages
+            self._given_away[command.request_id] = request_trace
         self._give_back(command.request_id, "retracted", at_s)
 
-    def _dropped(self, command: commands.TellDropped, at_s: float, core: Core) -> None:
+    def _dropped(self, command: commands.ReportDropped, at_s: float, core: Core) -> None:
         self._by_serial.pop(self._live[command.request_id].serial, None)
         self._give_back(command.request_id, "dropped", at_s)
 
     def _forget_tokens(self, command: commands.ForgetTokens, at_s: float, core: Core) -> None:
         """What the request left is backed up, as far as it will be."""
-        story = self._by_serial.pop(command.serial, None)
+        request_trace = self._by_serial.pop(command.serial, None)
         tokens = self._kept.pop(command.serial, None)
-        if story is None or tokens is None or any(work.kind == "store" for work in story.works):
+        if request_trace is None or tokens is None or any(work.kind == "store" for work in request_trace.works):
             return
         words = unstored_words(core, tokens)
         if words:
-            story.fall_back(at_s, f"nothing was put in storage: {words}", CONSEQUENCES["store"])
+            request_trace.fall_back(at_s, f"nothing was put in storage: {words}", CONSEQUENCES["store"])
 
     def _give_back(self, request_id: str, words: str, at_s: float) -> None:
-        story = self._live.pop(request_id, None)
-        if story is not None:
-            story.given_back, story.given_back_at_s = words, at_s
+        request_trace = self._live.pop(request_id, None)
+        if request_trace is not None:
+            request_trace.given_back, request_trace.given_back_at_s = words, at_s
 
 
-def read_stories(replayer: Replayer) -> Stories:
+def read_request_traces(replayer: Replayer) -> RequestTraces:
     """Replay a journal to its end, and tell all stories."""
-    stories = Stories(replayer.header.core.page_size)
+    request_traces = RequestTraces(replayer.header.core.page_size)
     for step in replayer.steps():
-        stories.take(step, replayer.core)
-    return stories
+        request_traces.take(step, replayer.core)
+    return request_traces

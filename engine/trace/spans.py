@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.engine.journal.replayer import Step
 from tidekv.engine.trace.causes import in_one_line
-from tidekv.engine.trace.request_traces import Stories
+from tidekv.engine.trace.request_traces import RequestTraces
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import Attributes
 
     from tidekv.engine.decode.decode_engine import DecodeEngine
-    from tidekv.engine.trace.request_trace import Story
+    from tidekv.engine.trace.request_trace import RequestTrace
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
@@ -51,7 +51,7 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
     if not found:
         raise InvalidConfig("spans need OpenTelemetry, which is an extra: pip install 'tidekv[otel]'")
     engine.statistics()  # Raises EngineClosed where it was not started.
-    parts = engine._parts
+    parts = engine._runtime
     if parts.core.state.requests:
         raise InvalidRequest("spans are made of whole requests: call trace_requests before the engine's first one")
     spans = RequestSpans(lambda: parts.core, provider, now_s=parts.driver.clock())
@@ -72,7 +72,7 @@ class RequestSpans:
         self._core_of = core_of
         self._core = core_of()
         self._tracer = provider.get_tracer("tidekv")
-        self._stories = Stories(self._core.settings.page_size, keep=False)
+        self._request_traces = RequestTraces(self._core.settings.page_size, keep=False)
         self._unix_ns = time.time_ns() - int(now_s * NS)
         self._parents: dict[str, Context] = {}
         self._seq = 0
@@ -90,9 +90,9 @@ class RequestSpans:
         self._seq += 1
         try:
             self._follow(self._core_of())
-            self._stories.take(Step(self._seq, event, given, self._core.moves, error), self._core)
-            for story in self._stories.ended:
-                self._emit(story)
+            self._request_traces.take(Step(self._seq, event, given, self._core.moves, error), self._core)
+            for request_trace in self._request_traces.ended:
+                self._emit(request_trace)
         except Exception:
             # The embedder's processor may raise whatever it likes; no request suffers from it.
             if not self.failures:
@@ -103,39 +103,41 @@ class RequestSpans:
         """A new core has none of the requests that the last one had."""
         if core is not self._core:
             self._core = core
-            self._stories = Stories(core.settings.page_size, keep=False)
+            self._request_traces = RequestTraces(core.settings.page_size, keep=False)
 
-    def _emit(self, story: Story) -> None:
+    def _emit(self, request_trace: RequestTrace) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        parent = None if story.was_ready else self._parents.pop(story.request_id, None)
-        ended_at_s = self._stories.last_at_s
-        name, begun_at_s = (NAME, story.arrived_at_s)
-        if story.was_ready:
-            name, begun_at_s = LOST_NAME, story.ended_at_s or ended_at_s
+        parent = None if request_trace.was_ready else self._parents.pop(request_trace.request_id, None)
+        ended_at_s = self._request_traces.last_at_s
+        name, begun_at_s = (NAME, request_trace.arrived_at_s)
+        if request_trace.was_ready:
+            name, begun_at_s = LOST_NAME, request_trace.ended_at_s or ended_at_s
         span = self._tracer.start_span(
-            name, context=parent, start_time=self._ns(begun_at_s), attributes=_attributes(story)
+            name, context=parent, start_time=self._ns(begun_at_s), attributes=_attributes(request_trace)
         )
         self.spans_made += 1
         if span.is_recording():
-            if not story.was_ready:
-                self._tell(span, story, ended_at_s)
-            if story.ended == "FAILED":
-                detail = in_one_line(f"{story.cause}: {story.detail}" if story.detail else story.cause)
+            if not request_trace.was_ready:
+                self._tell(span, request_trace, ended_at_s)
+            if request_trace.ended == "FAILED":
+                detail = in_one_line(
+                    f"{request_trace.cause}: {request_trace.detail}" if request_trace.detail else request_trace.cause
+                )
                 span.set_status(Status(StatusCode.ERROR, detail))
         span.end(self._ns(ended_at_s))
 
-    def _tell(self, span: Span, story: Story, ended_at_s: float) -> None:
+    def _tell(self, span: Span, request_trace: RequestTrace, ended_at_s: float) -> None:
         """Children for the states, events for plans and for all that went another way."""
         from opentelemetry.trace import set_span_in_context
 
         within = set_span_in_context(span)
-        ends = [at_s for at_s, _ in story.states[1:]] + [ended_at_s]
-        for (at_s, state), end_s in zip(story.states, ends, strict=True):
+        ends = [at_s for at_s, _ in request_trace.states[1:]] + [ended_at_s]
+        for (at_s, state), end_s in zip(request_trace.states, ends, strict=True):
             if state not in ("READY", "FAILED"):
                 child = self._tracer.start_span(f"tidekv.{state.lower()}", context=within, start_time=self._ns(at_s))
                 child.end(self._ns(end_s))
-        for plan in story.plans:
+        for plan in request_trace.plans:
             numbers: Attributes = {
                 "tidekv.generation": plan.generation,
                 "tidekv.prefill": plan.prefill,
@@ -146,11 +148,11 @@ class RequestSpans:
                 "tidekv.pages.delta": plan.delta_pages,
             }
             span.add_event("plan", numbers, self._ns(plan.at_s))
-        for work in story.works:
+        for work in request_trace.works:
             if work.kind == "span" and work.span:
                 pages: Attributes = {"tidekv.first": work.first, "tidekv.pages": work.count, "tidekv.cause": work.cause}
                 span.add_event("extend", pages, self._ns(work.begun_at_s))
-        for note in story.fallbacks:
+        for note in request_trace.fallbacks:
             words: Attributes = {"tidekv.cause": note.cause, "tidekv.consequence": note.consequence}
             span.add_event("fallback", words, self._ns(note.at_s))
 
@@ -158,22 +160,22 @@ class RequestSpans:
         return self._unix_ns + int(at_s * NS)
 
 
-def _attributes(story: Story) -> dict[str, str | int]:
+def _attributes(request_trace: RequestTrace) -> dict[str, str | int]:
     """What is asked of spans: who, how much, from where, and what for nothing."""
-    spans = [work for work in story.works if work.kind == "span"]
+    spans = [work for work in request_trace.works if work.kind == "span"]
     attributes: dict[str, str | int] = {
-        "tidekv.request_id": story.request_id,
-        "tidekv.prompt_tokens": story.prompt_tokens,
-        "tidekv.prompt_pages": story.page_count,
-        "tidekv.namespace": story.namespace,
-        "tidekv.outcome": story.ended.lower(),
-        "tidekv.rooms": len(story.plans),
-        "tidekv.tokens.promised": story.plans[-1].promised_tokens if story.plans else 0,
+        "tidekv.request_id": request_trace.request_id,
+        "tidekv.prompt_tokens": request_trace.prompt_tokens,
+        "tidekv.prompt_pages": request_trace.page_count,
+        "tidekv.namespace": request_trace.namespace,
+        "tidekv.outcome": request_trace.ended.lower(),
+        "tidekv.rooms": len(request_trace.plans),
+        "tidekv.tokens.promised": request_trace.plans[-1].promised_tokens if request_trace.plans else 0,
         "tidekv.pages.extended": sum(work.count for work in spans if work.span),
         "tidekv.pages.delivered": sum(work.good for work in spans),
-        "tidekv.pages.wasted": sum(work.wasted for work in story.works),
-        **{f"tidekv.tokens.{source}": tokens for source, tokens in story.sources.items()},
+        "tidekv.pages.wasted": sum(work.wasted for work in request_trace.works),
+        **{f"tidekv.tokens.{source}": tokens for source, tokens in request_trace.sources.items()},
     }
-    if story.ended == "FAILED":
-        attributes["tidekv.cause"] = story.cause
+    if request_trace.ended == "FAILED":
+        attributes["tidekv.cause"] = request_trace.cause
     return attributes

@@ -1,10 +1,10 @@
-"""Stories as trace-event JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""RequestTraces as trace-event JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 from __future__ import annotations
 
 import msgspec
 
-from tidekv.engine.trace.request_trace import Story, Work
+from tidekv.engine.trace.request_trace import RequestTrace, Work
 
 TRACKS = {"states": 1, "storage": 2, "copies": 3, "prefill": 4, "fallbacks": 5}
 TRACK_OF = {
@@ -20,21 +20,25 @@ TRACK_OF = {
 }
 
 
-def trace_events(stories: list[Story], *, now_s: float) -> bytes:
+def trace_events(request_traces: list[RequestTrace], *, now_s: float) -> bytes:
     """One process a request, one thread a kind of work; times in microseconds since the first arrival."""
-    start_s = stories[0].arrived_at_s if stories else 0.0
+    start_s = request_traces[0].arrived_at_s if request_traces else 0.0
     events: list[dict[str, object]] = []
     serial = 0
-    for number, story in enumerate(stories, start=1):
-        name = {"name": "process_name", "ph": "M", "pid": number, "args": {"name": story.request_id}}
+    for number, request_trace in enumerate(request_traces, start=1):
+        name = {"name": "process_name", "ph": "M", "pid": number, "args": {"name": request_trace.request_id}}
         events.append(name)
         events += [
             {"name": "thread_name", "ph": "M", "pid": number, "tid": thread, "args": {"name": track}}
             for track, thread in TRACKS.items()
         ]
-        ends = [at_s for at_s, _ in story.states[1:]]
-        ends.append(story.given_back_at_s or (story.ended_at_s if story.ended == "FAILED" else now_s) or now_s)
-        for (at_s, state), end_s in zip(story.states, ends, strict=True):
+        ends = [at_s for at_s, _ in request_trace.states[1:]]
+        ends.append(
+            request_trace.given_back_at_s
+            or (request_trace.ended_at_s if request_trace.ended == "FAILED" else now_s)
+            or now_s
+        )
+        for (at_s, state), end_s in zip(request_trace.states, ends, strict=True):
             events.append(
                 {
                     "name": state,
@@ -46,7 +50,7 @@ def trace_events(stories: list[Story], *, now_s: float) -> bytes:
                     "dur": _us(end_s - at_s),
                 }
             )
-        for work in story.works:
+        for work in request_trace.works:
             serial += 1
             events += _work_events(work, number, serial, start_s, now_s)
         events += [
@@ -60,7 +64,7 @@ def trace_events(stories: list[Story], *, now_s: float) -> bytes:
                 "ts": _us(note.at_s - start_s),
                 "args": {"consequence": note.consequence},
             }
-            for note in story.fallbacks
+            for note in request_trace.fallbacks
         ]
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         SharingOptions,
         StorageOptions,
     )
-    from tidekv.engine.decode.component_pages import ReadyTail, WindowPages
+    from tidekv.engine.decode.component_pages import ReadyComponent, WindowPages
     from tidekv.engine.decode.decode_engine import DecodeEngine
     from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, RetractedRequest
     from tidekv.engine.journal import Replayer
@@ -101,8 +101,8 @@ __all__ = [
     "RankGroup",
     "RankLost",
     "RanksDiverged",
+    "ReadyComponent",
     "ReadyRequest",
-    "ReadyTail",
     "RemoteProtocolError",
     "ReplayDiverged",
     "Replayer",
@@ -144,7 +144,7 @@ _LATER = {
     "PrefillPeer": "tidekv.engine.prefill.prefill_peer",
     "RankGroup": "tidekv.engine.ranks.group",
     "ReadyRequest": "tidekv.engine.decode.values",
-    "ReadyTail": "tidekv.engine.decode.component_pages",
+    "ReadyComponent": "tidekv.engine.decode.component_pages",
     "Replayer": "tidekv.engine.journal",
     "Restored": "tidekv.engine.thread.engine_thread",
     "Retracted": "tidekv.engine.thread.engine_thread",

@@ -16,20 +16,20 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyToHost, ForgetTokens, StorePages, TellRetracted
-from tidekv.states.components.backups import TailPut
-from tidekv.states.rollback import Undo
+from tidekv.states.commands import CopyToHost, ForgetTokens, ReportRetracted, StorePages
+from tidekv.states.components.backups import ComponentPut
+from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tidekv.states.components.backups import TailBackups
+    from tidekv.states.components.backups import ComponentBackups
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.index import Node, Receipt
     from tidekv.states.request.request import Request
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.storage.admission import StorageAdmission
 
 STORE_DEADLINE_S = 60.0
 AHEAD_MAX = 4
@@ -93,10 +93,10 @@ class Backup:
 class Backups:
     """All backups of a core, and what retracted requests hold in host memory."""
 
-    def __init__(self, state: CoreState, storage: StorageUse, tails: TailBackups | None) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, component_pages: ComponentBackups | None) -> None:
         self._state = state
         self.storage = storage
-        self._tails = tails
+        self._component_pages = component_pages
         self._live: dict[Backup, None] = {}
         self.waiting: dict[Backup, None] = {}
         """Puts that give way to fetches, in order."""
@@ -157,7 +157,7 @@ class Backups:
     def keys_put(self, op: int) -> tuple[str, bytes]:
         """Namespace and keys, from the first page on, of what the put `op` of no request, or of a tail, puts."""
         backup = self._state.operations[op]
-        assert isinstance(backup, Backup | TailPut)
+        assert isinstance(backup, Backup | ComponentPut)
         return backup.leaf.namespace, b"".join(node.edge for node in self._state.index.path(backup.leaf))
 
     def _start(self, backup: Backup, begin: Callable[[Backup], None]) -> None:
@@ -201,8 +201,8 @@ class Backups:
             if backup.first <= first and first + node.page_count <= end:
                 self._state.index.mark_stored(node)
                 backup.brought = True
-        if self._tails is not None:
-            self._tails.puts.begin(backup.leaf)
+        if self._component_pages is not None:
+            self._component_pages.puts.begin(backup.leaf)
         self._end(backup)
 
     def abandon(self, backup: Backup) -> None:
@@ -274,8 +274,8 @@ class Backups:
     def _copied(self, backup: Backup) -> None:
         state = self._state
         host_leaf = self._host_leaf(backup.leaf)
-        if self._tails is not None and host_leaf is not None:
-            self._tails.begin(host_leaf)
+        if self._component_pages is not None and host_leaf is not None:
+            self._component_pages.begin(host_leaf)
         if backup.retracts:
             self._tell_retracted(backup, host_leaf)
         puts = self.storage.is_usable and state.settings.write != "back"
@@ -320,11 +320,11 @@ class Backups:
 
     def _tell_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
         held = 0 if host_leaf is None else host_leaf.depth_pages
-        with Undo() as undo:
+        with Rollback() as undo:
             pin = None if host_leaf is None else self._pin_retracted(host_leaf)
             if pin is not None:
                 undo.callback(pin[1])
-            self._state.emit(TellRetracted(request_id=backup.request_id, held_pages=held))
+            self._state.emit(ReportRetracted(request_id=backup.request_id, held_pages=held))
             undo.keep()
         self._retracted[backup.request_id] = pin
         del self._retracting[backup.request_id]
@@ -336,8 +336,8 @@ class Backups:
         if components is None:
             pin = index.pin(leaf)
             return pin, partial(index.unpin, pin)
-        tails = components.pin(leaf, boundary=leaf.depth_pages)
-        return tails.full, partial(components.unpin, tails)
+        component_pages = components.pin(leaf, boundary=leaf.depth_pages)
+        return component_pages.full, partial(components.unpin, component_pages)
 
     def _unlock(self, backup: Backup) -> None:
         if backup.lock is not None:

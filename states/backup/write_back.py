@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
     from tidekv.states.core_state import CoreState
     from tidekv.states.prefix.node import Node
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.storage.admission import StorageAdmission
 
 
 class WriteBack:
     """Finds what is to be copied before it is evicted."""
 
-    def __init__(self, state: CoreState, storage: StorageUse, backups: Backups) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, backups: Backups) -> None:
         self._state = state
         self._storage = storage
         self._backups = backups

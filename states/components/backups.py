@@ -19,35 +19,35 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyTail, StoreTail
-from tidekv.states.rollback import Undo
+from tidekv.states.commands import CopyComponent, StoreComponent
+from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidekv.states.components.index import ComponentIndex, TailReceipt
+    from tidekv.states.components.index import ComponentIndex, ComponentReceipt
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.node import Node
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.storage.admission import StorageAdmission
 
 STORE_DEADLINE_S = 60.0
 
 
-class TailPut:
+class ComponentPut:
     """Operation: a put of one component's tail at the end of `leaf`, or the wait before it."""
 
     __slots__ = ("_puts", "component", "first", "host_pages", "leaf", "op", "pin")
 
-    def __init__(self, puts: TailPuts, component: str, leaf: Node, first: int, host_pages: PageIds) -> None:
+    def __init__(self, puts: ComponentPuts, component: str, leaf: Node, first: int, host_pages: PageIds) -> None:
         self._puts = puts
         self.component = component
         self.leaf = leaf
         self.first = first
         self.host_pages = host_pages
         self.op = 0
-        self.pin: TailReceipt | None = None
+        self.pin: ComponentReceipt | None = None
 
     def ended(self, event: Outcome, error: str) -> None:
         """Storage has the first of the pages, all of them if it did well."""
@@ -62,16 +62,16 @@ class TailPut:
         self._puts.give_up(self)
 
 
-class TailPuts:
+class ComponentPuts:
     """All puts of components under way are operations; this file knows how they begin and end."""
 
-    def __init__(self, state: CoreState, storage: StorageUse, index: ComponentIndex) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex) -> None:
         self._state = state
         self.storage = storage
         self._index = index
-        self.waiting: dict[TailPut, None] = {}
+        self.waiting: dict[ComponentPut, None] = {}
         """Puts that give way to fetches, in order."""
-        self._live: dict[TailPut, None] = {}
+        self._live: dict[ComponentPut, None] = {}
         """Puts that hold a pin."""
 
     def begin(self, leaf: Node, components: Iterable[str] = ()) -> None:
@@ -86,11 +86,11 @@ class TailPuts:
                 first, pages = self._index.tail("host", name, leaf)
                 if len(pages) == leaf.depth_pages - first:
                     ordered = page_ids(pages[at] for at in range(first, leaf.depth_pages))
-                    self._start(TailPut(self, name, leaf, first, ordered))
+                    self._start(ComponentPut(self, name, leaf, first, ordered))
 
-    def _start(self, put: TailPut) -> None:
+    def _start(self, put: ComponentPut) -> None:
         state = self._state
-        with Undo() as undo:
+        with Rollback() as undo:
             put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
             undo.callback(self._index.unpin, put.pin)
             # Puts at one leaf pin the same path: only those elsewhere take further pages from reads.
@@ -104,16 +104,16 @@ class TailPuts:
             self._live[put] = None
             undo.keep()
 
-    def _put(self, put: TailPut) -> None:
+    def _put(self, put: ComponentPut) -> None:
         state = self._state
-        with Undo() as undo:
+        with Rollback() as undo:
             op = state.start_operation(put, deadline_s=STORE_DEADLINE_S)
             undo.callback(state.operations.pop, op)
-            state.emit(StoreTail(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
+            state.emit(StoreComponent(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
             undo.keep()
         put.op = op
 
-    def put_now(self, put: TailPut) -> None:
+    def put_now(self, put: ComponentPut) -> None:
         """Wait for fetches no longer. After a raise, `give_up` ends it."""
         self.waiting.pop(put, None)
         self._state.operations.pop(put.op, None)
@@ -122,7 +122,7 @@ class TailPuts:
         else:
             self.give_up(put)
 
-    def is_late(self, put: TailPut) -> None:
+    def is_late(self, put: ComponentPut) -> None:
         """A put is late: it keeps its pin until it ends, and is counted. One that waited waits no more."""
         if put in self.waiting:
             self._state.run_guarded(partial(self.put_now, put), recover=put.abandon)
@@ -130,12 +130,12 @@ class TailPuts:
         self._state.count("backups_late")
         self.storage.note(failed=True)
 
-    def ended(self, put: TailPut, stored: int) -> None:
+    def ended(self, put: ComponentPut, stored: int) -> None:
         """Storage has the first `stored` of the pages that it was given. After a raise, `give_up` ends it."""
-        self._state.count("tail_pages_stored", max(0, min(stored, len(put.host_pages))))
+        self._state.count("component_pages_stored", max(0, min(stored, len(put.host_pages))))
         self.give_up(put)
 
-    def give_up(self, put: TailPut) -> None:
+    def give_up(self, put: ComponentPut) -> None:
         """Nothing reads its pages any more: release them. Can be called again if it raised."""
         assert put.pin is not None
         self._index.unpin(put.pin)
@@ -143,19 +143,25 @@ class TailPuts:
         self._state.pages_freed = True
 
 
-class TailBackup:
+class ComponentBackup:
     """Operation: a copy of one component's tail to the host."""
 
     __slots__ = ("_backups", "component", "first", "fresh", "lock", "node", "pin", "table")
 
     def __init__(
-        self, backups: TailBackups, component: str, node: Node, first: int, lock: TailReceipt, pin: TailReceipt
+        self,
+        backups: ComponentBackups,
+        component: str,
+        node: Node,
+        first: int,
+        lock: ComponentReceipt,
+        pin: ComponentReceipt,
     ) -> None:
         self._backups = backups
         self.component = component
         self.node = node
         self.first = first
-        self.lock: TailReceipt | None = lock
+        self.lock: ComponentReceipt | None = lock
         self.pin = pin
         self.fresh: PageIds = page_ids()
         """Host pages that are its own: they are written to."""
@@ -177,13 +183,13 @@ class TailBackup:
         self._backups.puts.begin(self.node, (self.component,))
 
 
-class TailBackups:
+class ComponentBackups:
     """All backups of components under way are operations; this file knows how they begin and end."""
 
-    def __init__(self, state: CoreState, storage: StorageUse, index: ComponentIndex) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex) -> None:
         self._state = state
         self._index = index
-        self.puts = TailPuts(state, storage, index)
+        self.puts = ComponentPuts(state, storage, index)
 
     def begin(self, leaf: Node) -> None:
         """Copy to the host what it lacks of the tails at the end of `leaf`, whose full pages are in both tiers."""
@@ -197,13 +203,13 @@ class TailBackups:
     def _copy(self, name: str, leaf: Node, first: int, sources: list[int], host: dict[int, int]) -> None:
         if self._index.host[name].room < len(sources):
             return
-        with Undo() as undo:
+        with Rollback() as undo:
             lock = self._index.lock(leaf, boundary=leaf.depth_pages)
             undo.callback(self._index.unlock, lock)
             pin = self._index.pin(leaf, boundary=leaf.depth_pages)
             undo.callback(self._index.unpin, pin)
             pages = self._index.take_host(name, len(sources))
-            backup = TailBackup(self, name, leaf, first, lock, pin)
+            backup = ComponentBackup(self, name, leaf, first, lock, pin)
             if pages is None:
                 # What the tail has on the host already was all that could be evicted for the rest of it.
                 undo.keep()
@@ -215,7 +221,7 @@ class TailBackups:
             op = self._state.start_operation(backup, deadline_s=self._state.settings.copy_deadline_s)
             undo.callback(self._state.operations.pop, op)
             self._state.emit(
-                CopyTail(
+                CopyComponent(
                     op=op,
                     component=name,
                     source="device",
@@ -226,7 +232,7 @@ class TailBackups:
             )
             undo.keep()
 
-    def ended(self, backup: TailBackup, error: str) -> None:
+    def ended(self, backup: ComponentBackup, error: str) -> None:
         """The copy is over; with an error its pages are garbage and given back."""
         if error:
             self._state.count("backups_failed")
@@ -237,7 +243,7 @@ class TailBackups:
             self._state.write_due = True
         self.give_up(backup)
 
-    def give_up(self, backup: TailBackup) -> None:
+    def give_up(self, backup: ComponentBackup) -> None:
         """The copy is over, and the host has what it was to have: release the rest. Can be called again."""
         self._index.give_back({backup.component: backup.fresh}, "host")
         backup.fresh = page_ids()

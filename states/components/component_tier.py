@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.node import Node, TierName
 from tidekv.states.types import PageIds, page_ids
 
@@ -33,7 +33,7 @@ class Guard:
         self.first = first
 
 
-class Holding:
+class HeldPage:
     """What one node has of the component: pages by position, and the guards that reach into it."""
 
     __slots__ = ("guards", "pages")
@@ -43,12 +43,12 @@ class Holding:
         self.guards: dict[Guard, None] = {}
 
 
-class TailTier:
+class ComponentTier:
     """One component's pages in one tier of the index."""
 
     __slots__ = ("_guarded", "_idle", "account", "evictable", "name", "protected", "receipts")
 
-    def __init__(self, name: TierName, account: PageAccount) -> None:
+    def __init__(self, name: TierName, account: PagePool) -> None:
         self.name: TierName = name
         self.account = account
         self.evictable = 0
@@ -56,8 +56,8 @@ class TailTier:
         self.receipts = 0
         """Live guards."""
         # By node, used longest ago first. Whoever has guards waits apart, so that eviction never walks past it.
-        self._idle: OrderedDict[Node, Holding] = OrderedDict()
-        self._guarded: dict[Node, Holding] = {}
+        self._idle: OrderedDict[Node, HeldPage] = OrderedDict()
+        self._guarded: dict[Node, HeldPage] = {}
 
     @property
     def room(self) -> int:
@@ -139,7 +139,7 @@ class TailTier:
         holding = self._take(lower)
         cut = upper.depth_pages
         for node in (upper, lower):
-            part = Holding()
+            part = HeldPage()
             part.pages = {at: page for at, page in holding.pages.items() if (at < cut) == (node is upper)}
             part.guards = {guard: None for guard in holding.guards if node is lower or guard.first < cut}
             self._put(node, part)
@@ -179,7 +179,7 @@ class TailTier:
             kept.extend(holding.pages.values())
         if reached or self.receipts != len(expected):
             raise BrokenInvariant(f"{self.account.name}: guards reach into {list(reached)}, which do not know of it")
-        if not self.account.holds(kept, Condition.CACHED) or self.account.cached != len(kept):
+        if not self.account.holds(kept, PageState.CACHED) or self.account.cached != len(kept):
             raise BrokenInvariant(f"{self.account.name}: the pages kept are not those that are cached, each once")
         counted = tuple(sum(len(h.pages) for h in part.values()) for part in (self._idle, self._guarded))
         if counted != (self.evictable, self.protected):
@@ -188,20 +188,20 @@ class TailTier:
                 f" {(self.evictable, self.protected)}"
             )
 
-    def _find(self, node: Node) -> Holding | None:
+    def _find(self, node: Node) -> HeldPage | None:
         return self._idle.get(node) or self._guarded.get(node)
 
-    def _take(self, node: Node) -> Holding:
+    def _take(self, node: Node) -> HeldPage:
         """What the node has, taken off the books; `_put` puts it where it belongs by then."""
         holding = self._guarded.pop(node, None)
         if holding is not None:
             self.protected -= len(holding.pages)
             return holding
-        holding = self._idle.pop(node, None) or Holding()
+        holding = self._idle.pop(node, None) or HeldPage()
         self.evictable -= len(holding.pages)
         return holding
 
-    def _put(self, node: Node, holding: Holding) -> None:
+    def _put(self, node: Node, holding: HeldPage) -> None:
         if holding.guards:
             self._guarded[node] = holding
             self.protected += len(holding.pages)

@@ -4,7 +4,7 @@ The tree is the one of the prefix index, and so are its full pages, receipts and
 has its own books in each tier (`tidekv.states.components.component_tier`): its own pool, pages, guards, order of eviction. What ties them
 together is here:
 
-- *Match.* The longest boundary whose tail is whole, for every component, in device and host memory together: what of a
+- *MatchResult.* The longest boundary whose tail is whole, for every component, in device and host memory together: what of a
   tail is on the device is used there, what is missing there is loaded from the host. The match then ends at that page,
   as if the index had no more; full pages beyond it are passable and of no use.
 - *Lock and pin.* One receipt keeps the full pages down to a node and the tails of one boundary.
@@ -22,16 +22,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tidekv.states.components.component_tier import Guard, TailTier, reach
+from tidekv.states.components.component_tier import ComponentTier, Guard, reach
 from tidekv.states.components.specs import Component, Ranges, longest_boundary, served_boundaries
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
-from tidekv.states.pages.page_pool import PageAccount
-from tidekv.states.prefix.index import Match, Node, PrefixIndex, Receipt
+from tidekv.states.pages.page_pool import PagePool
+from tidekv.states.prefix.index import MatchResult, Node, PrefixIndex, Receipt
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import PageIds, page_ids
 
 
-class TailReceipt:
+class ComponentReceipt:
     """The proof of one lock ("device") or pin ("host") of a path with its tails; giving it back needs it, once."""
 
     __slots__ = ("full", "guards")
@@ -41,7 +41,7 @@ class TailReceipt:
         self.guards = guards
 
 
-class Tail(msgspec.Struct, frozen=True, eq=False):
+class ComponentMatch(msgspec.Struct, frozen=True, eq=False):
     """What a request has of one component at its boundary.
 
     `table` holds the device pages of the tail at positions [first, boundary); of a state always one, the record to go
@@ -63,9 +63,9 @@ class Reserved(msgspec.Struct, frozen=True, eq=False):
     """The tails of one boundary by component, with the receipts that keep what they use and are loaded from."""
 
     boundary: int
-    lock: TailReceipt
-    pin: TailReceipt
-    tails: dict[str, Tail]
+    lock: ComponentReceipt
+    pin: ComponentReceipt
+    component_pages: dict[str, ComponentMatch]
 
 
 class ComponentIndex:
@@ -76,22 +76,24 @@ class ComponentIndex:
             raise InvalidConfig(f"components have one name each, not {[component.name for component in components]}")
         self.index = index
         self.components = {component.name: component for component in components}
-        self.device = {c.name: TailTier("device", PageAccount(f"device {c.name}", c.device_pages)) for c in components}
+        self.device = {
+            c.name: ComponentTier("device", PagePool(f"device {c.name}", c.device_pages)) for c in components
+        }
         """By component: its books on the device."""
-        self.host = {c.name: TailTier("host", PageAccount(f"host {c.name}", c.host_pages)) for c in components}
-        self._tail_pages = {component.name: component.tail_pages(page_size) for component in components}
-        self._receipts: dict[TailReceipt, None] = {}
+        self.host = {c.name: ComponentTier("host", PagePool(f"host {c.name}", c.host_pages)) for c in components}
+        self._trailing_pages = {component.name: component.trailing_pages(page_size) for component in components}
+        self._receipts: dict[ComponentReceipt, None] = {}
         index.tree.on_split.append(self._split)
         index.on_evict.append(self._full_copy_goes)
 
     @property
-    def tiers(self) -> tuple[TailTier, ...]:
+    def tiers(self) -> tuple[ComponentTier, ...]:
         """All books: of each component those on the device, then those on the host."""
         return tuple(tier for name in self.components for tier in (self.device[name], self.host[name]))
 
     # --- Finding ---
 
-    def match(self, namespace: str, keys: bytes, *, use_host: bool = True) -> Match:
+    def match(self, namespace: str, keys: bytes, *, use_host: bool = True) -> MatchResult:
         """Find the longest prefix of `keys` that the index and all components can serve, and make its end a node.
 
         Without `use_host` nothing is to be loaded: full pages and tails are all on the device.
@@ -122,7 +124,7 @@ class ComponentIndex:
         served = []
         for name in self.components:
             positions = self._positions(name, nodes, use_host=use_host) | stored.get(name, set())
-            served.append(served_boundaries(sorted(positions), self._tail_pages[name]))
+            served.append(served_boundaries(sorted(positions), self._trailing_pages[name]))
         return served
 
     def count_only_stored(
@@ -149,20 +151,20 @@ class ComponentIndex:
 
     # --- Receipts ---
 
-    def lock(self, node: Node, *, boundary: int) -> TailReceipt:
+    def lock(self, node: Node, *, boundary: int) -> ComponentReceipt:
         """Protect full device pages down to `node`, and the device pages of the tails of `boundary` as far as there."""
         return self._hold(self.index.lock(node), self.device, boundary)
 
-    def unlock(self, receipt: TailReceipt) -> None:
+    def unlock(self, receipt: ComponentReceipt) -> None:
         """Give back a receipt of `lock`."""
         self._let_go(receipt, self.device)
         self.index.unlock(receipt.full)
 
-    def pin(self, node: Node, *, boundary: int) -> TailReceipt:
+    def pin(self, node: Node, *, boundary: int) -> ComponentReceipt:
         """Protect what host pages there are down to `node`: full ones, and those of the tails of `boundary`."""
         return self._hold(self.index.pin(node), self.host, boundary)
 
-    def unpin(self, receipt: TailReceipt) -> None:
+    def unpin(self, receipt: ComponentReceipt) -> None:
         """Give back a receipt of `pin`."""
         self._let_go(receipt, self.host)
         self.index.unpin(receipt.full)
@@ -171,7 +173,7 @@ class ComponentIndex:
 
     def reserve(
         self,
-        match: Match,
+        match: MatchResult,
         spare: Mapping[str, int],
         needed_from: Mapping[str, int] | None = None,
         *,
@@ -199,14 +201,14 @@ class ComponentIndex:
             self.unlock(lock)
             self.unpin(pin)
             return None
-        tails = {}
+        component_pages = {}
         for name, positions in missing.items():
             tier = self.device[name]
             tier.evict(wanted[name] - tier.account.free)
-            tails[name] = self._tail(
+            component_pages[name] = self._tail(
                 name, match.host_node, boundary, firsts[name], positions, tier.account.take(wanted[name])
             )
-        return Reserved(boundary, lock, pin, tails)
+        return Reserved(boundary, lock, pin, component_pages)
 
     def release(self, reserved: Reserved) -> None:
         """Give back the receipts of what was reserved. Its pages stay the caller's."""
@@ -291,11 +293,11 @@ class ComponentIndex:
 
     # --- Parts ---
 
-    def _tier(self, tier: TierName) -> dict[str, TailTier]:
+    def _tier(self, tier: TierName) -> dict[str, ComponentTier]:
         return self.device if tier == "device" else self.host
 
     def _first(self, name: str, boundary: int) -> int:
-        return max(0, boundary - self._tail_pages[name])
+        return max(0, boundary - self._trailing_pages[name])
 
     def _positions(self, name: str, nodes: list[Node], *, use_host: bool = True) -> set[int]:
         """Where the index has pages of a component at these nodes."""
@@ -316,13 +318,13 @@ class ComponentIndex:
             nodes.append(node)
         return nodes
 
-    def _hold(self, full: Receipt, tiers: dict[str, TailTier], boundary: int) -> TailReceipt:
+    def _hold(self, full: Receipt, tiers: dict[str, ComponentTier], boundary: int) -> ComponentReceipt:
         guards = {name: tiers[name].guard(full.node, self._first(name, boundary)) for name in self.components}
-        receipt = TailReceipt(full, guards)
+        receipt = ComponentReceipt(full, guards)
         self._receipts[receipt] = None
         return receipt
 
-    def _let_go(self, receipt: TailReceipt, tiers: dict[str, TailTier]) -> None:
+    def _let_go(self, receipt: ComponentReceipt, tiers: dict[str, ComponentTier]) -> None:
         if receipt not in self._receipts or receipt.full.kind != ("device" if tiers is self.device else "host"):
             raise BrokenInvariant(f"{receipt.full} is not such a receipt of components, or was given back before")
         del self._receipts[receipt]
@@ -336,7 +338,9 @@ class ComponentIndex:
         here = {at for above in reach(node, first) for at in self.device[name].pages_of(above)}
         return [at for at in range(first, boundary) if at not in here]
 
-    def _tail(self, name: str, node: Node, boundary: int, first: int, missing: list[int], own: PageIds) -> Tail:
+    def _tail(
+        self, name: str, node: Node, boundary: int, first: int, missing: list[int], own: PageIds
+    ) -> ComponentMatch:
         device: dict[int, int] = {}
         host: dict[int, int] = {}
         for above in reach(node, first):
@@ -356,4 +360,4 @@ class ComponentIndex:
             kind[1].append(page)
         end = first + 1 if not self.components[name].is_shared else boundary
         table = page_ids(ours[at] if at in ours else device[at] for at in range(first, end))
-        return Tail(first, table, own, loads, clones, stored)
+        return ComponentMatch(first, table, own, loads, clones, stored)

@@ -65,7 +65,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         """Whether many may go on from one page: those of a window are only read, a record is written in place."""
         return self.kind == "window"
 
-    def tail_pages(self, page_size: int) -> int:
+    def trailing_pages(self, page_size: int) -> int:
         """Pages of a tail, at most."""
         return -(-self.window_tokens // page_size) if self.kind == "window" else 1
 
@@ -77,10 +77,10 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         """Pages that one request needs while it generates, at most: however long it grows, that is its tail and the
         page that it writes. A record is both.
         """
-        return self.tail_pages(page_size) + (self.kind == "window")
+        return self.trailing_pages(page_size) + (self.kind == "window")
 
 
-class TailPages(msgspec.Struct, frozen=True, array_like=True):
+class ComponentPages(msgspec.Struct, frozen=True, array_like=True):
     """Device pages of one component at positions [first, first + len(pages)) of a prompt. None at all is said by no
     pages, which is another thing than saying nothing of the component.
     """
@@ -90,7 +90,7 @@ class TailPages(msgspec.Struct, frozen=True, array_like=True):
     pages: PageIds
 
 
-class TailTable(msgspec.Struct, frozen=True, array_like=True):
+class ComponentTable(msgspec.Struct, frozen=True, array_like=True):
     """What a request has of one component: `pages` are its tail, at positions [first, first + len(pages)); `own` are
     the pages that it may write, whether they are in use in the tail or not. The others are shared, and only read.
     """
@@ -105,7 +105,7 @@ Ranges = list[tuple[int, int]]
 """Ascending, apart from each other, both ends included."""
 
 
-def served_boundaries(positions: Sequence[int], tail_pages: int) -> Ranges:
+def served_boundaries(positions: Sequence[int], trailing_pages: int) -> Ranges:
     """The boundaries, but 0, whose whole tail is among `positions` (ascending, each once)."""
     served: Ranges = []
     first = end = -1
@@ -114,7 +114,7 @@ def served_boundaries(positions: Sequence[int], tail_pages: int) -> Ranges:
             end += 1
             continue
         # The run [first, end) is over. A run from the first page on serves every boundary in it.
-        low = 1 if first == 0 else first + tail_pages
+        low = 1 if first == 0 else first + trailing_pages
         if first >= 0 and low <= end:
             served.append((low, end))
         first, end = position, position + 1

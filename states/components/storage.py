@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.states.commands import CopyTail, FetchTail, QueryTails
+from tidekv.states.commands import CopyComponent, FetchComponent, QueryComponents
 from tidekv.states.components.specs import longest_boundary
-from tidekv.states.request.request import Request, RequestTails, TailFetch, TailStage
-from tidekv.states.rollback import Undo
+from tidekv.states.request.request import ComponentFetch, ComponentStage, Request, RequestComponents
+from tidekv.states.rollback import Rollback
 from tidekv.states.storage.admission import StorageQuery
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from tidekv.states.components.index import ComponentIndex
     from tidekv.states.components.specs import Ranges
     from tidekv.states.core_state import CoreState, Operation
-    from tidekv.states.events import Outcome, StoredTail
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.events import Outcome, StoredComponent
+    from tidekv.states.storage.admission import StorageAdmission
 
-WITHOUT_STORAGE, WITHOUT_HOST, WITHOUT_TAILS = 1, 2, 3
-"""What a request's `tail_limit` says that it does not use: cached tails of storage, those of the host too, all."""
+WITHOUT_STORAGE, WITHOUT_HOST, WITHOUT_COMPONENTS = 1, 2, 3
+"""What a request's `component_limit` says that it does not use: cached tails of storage, those of the host too, all."""
 BOUNDARIES_TRIED_MAX = 16
 """So many boundaries that limits on fetches forbid are tried before a request does without storage."""
 
@@ -68,52 +68,54 @@ class Reach(msgspec.Struct, frozen=True):
         return found if found > self.here else 0
 
 
-def distrust(state: CoreState, tails: RequestTails, limit: int, cause: str) -> None:
+def distrust(state: CoreState, component_pages: RequestComponents, limit: int, cause: str) -> None:
     """Something did not come: the request of these tails starts over, on other pages, and with less."""
-    request = tails.request
+    request = component_pages.request
     if request is not None and request not in state.preempted:
-        request.tail_limit = max(request.tail_limit + 1, limit)
+        request.component_limit = max(request.component_limit + 1, limit)
         state.preempted[request] = cause
 
 
-class TailRead:
+class ComponentRead:
     """Operation: storage brings a tail to host memory."""
 
-    __slots__ = ("_storage", "_tails", "fetch")
+    __slots__ = ("_component_pages", "_storage", "fetch")
 
-    def __init__(self, tails: TailStorage, storage: StorageUse, fetch: TailFetch) -> None:
-        self._tails = tails
+    def __init__(self, component_pages: ComponentStorage, storage: StorageAdmission, fetch: ComponentFetch) -> None:
+        self._component_pages = component_pages
         self._storage = storage
         self.fetch = fetch
 
     def ended(self, event: Outcome, error: str) -> None:
         """Copy the tail to the device if all of it is good."""
-        self._tails.fetched(self.fetch, self._storage.fetch_ended(event))
+        self._component_pages.fetched(self.fetch, self._storage.fetch_ended(event))
 
     def late(self) -> None:
         """The request starts over; the read goes on without it."""
         self._storage.call_is_late()
-        self._tails.is_late(self.fetch)
+        self._component_pages.is_late(self.fetch)
 
     def abandon(self) -> None:
         """The request starts over."""
-        self._tails.failed(self.fetch)
+        self._component_pages.failed(self.fetch)
 
 
-class StoredTailCopy:
+class StoredComponentCopy:
     """Operation: a copy brings a tail that storage has brought from the host to the device."""
 
-    __slots__ = ("_copy", "_state", "_tails", "fetch")
+    __slots__ = ("_component_pages", "_copy", "_state", "fetch")
 
-    def __init__(self, state: CoreState, tails: TailStorage, copy: Operation, fetch: TailFetch) -> None:
+    def __init__(
+        self, state: CoreState, component_pages: ComponentStorage, copy: Operation, fetch: ComponentFetch
+    ) -> None:
         self._state = state
-        self._tails = tails
+        self._component_pages = component_pages
         self._copy = copy
         self.fetch = fetch
 
     def ended(self, event: Outcome, error: str) -> None:
         """Free the host pages; the rest is as for any copy of the request's tails."""
-        self._state.run_guarded(partial(self._tails.copied, self.fetch))
+        self._state.run_guarded(partial(self._component_pages.copied, self.fetch))
         self._copy.ended(event, error)
 
     def late(self) -> None:
@@ -125,15 +127,15 @@ class StoredTailCopy:
         self._copy.abandon()
 
 
-class TailStorage:
+class ComponentStorage:
     """What storage does for tails."""
 
     def __init__(
         self,
         state: CoreState,
-        storage: StorageUse,
+        storage: StorageAdmission,
         index: ComponentIndex,
-        copy_of: Callable[[RequestTails], Operation],
+        copy_of: Callable[[RequestComponents], Operation],
     ) -> None:
         """`copy_of` makes the operation of a copy into a request's tails."""
         self._state = state
@@ -152,17 +154,17 @@ class TailStorage:
         if gain < 1 or gain * settings.page_size < settings.prefetch_threshold_tokens:
             return
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
-        longest = max(component.tail_pages(settings.page_size) for component in self._index.components.values())
+        longest = max(component.trailing_pages(settings.page_size) for component in self._index.components.values())
         query = StorageQuery(state, self._storage, request)
         request.query_op = state.start_operation(query, deadline_s=settings.query_deadline_s)
-        request.stored_first, request.stored_found, request.stored_tails = first, 0, ()
+        request.stored_first, request.stored_found, request.stored_components = first, 0, ()
         state.emit(
-            QueryTails(
+            QueryComponents(
                 op=request.query_op,
                 request_id=request.request_id,
                 first=first,
                 count=request.full_pages - first,
-                tails_first=max(0, here + 1 - longest),
+                components_first=max(0, here + 1 - longest),
             )
         )
 
@@ -181,17 +183,19 @@ class TailStorage:
         """The boundary to go on from with what storage has; 0 where the caches do as well without, or nearly so."""
         state = self._state
         request.stored_cause = "storage_left_alone"
-        if not (request.stored_found or request.stored_tails) or not self._is_allowed(request):
+        if not (request.stored_found or request.stored_components) or not self._is_allowed(request):
             return 0
         reach = self.reach(
-            request.namespace, request.keys, request.stored_first, request.stored_found, request.stored_tails
+            request.namespace, request.keys, request.stored_first, request.stored_found, request.stored_components
         )
         found = self._longest(request, reach)
         if (found - reach.here) * state.settings.page_size >= max(state.settings.prefetch_threshold_tokens, 1):
             return found
         return 0
 
-    def reach(self, namespace: str, keys: bytes, first: int, found: int, tails: tuple[StoredTail, ...]) -> Reach:
+    def reach(
+        self, namespace: str, keys: bytes, first: int, found: int, component_pages: tuple[StoredComponent, ...]
+    ) -> Reach:
         """How far the caches and storage reach together, now: storage has `found` full pages from `first` on, and these
         pages of components.
         """
@@ -199,18 +203,18 @@ class TailStorage:
         full = sum(self._state.index.probe_prefix(namespace, keys))
         pages = len(keys) // self._state.settings.key_bytes
         end = full if full < first else max(full, min(first + max(found, 0), pages))
-        stored = {tail.component: _positions(tail.ranges, pages) for tail in tails}
+        stored = {tail.component: _positions(tail.ranges, pages) for tail in component_pages}
         return Reach(here, full, end, self._index.served(namespace, keys, full, stored))
 
     def _is_allowed(self, request: Request) -> bool:
-        return self._storage.is_usable and not (request.restore_limit or request.tail_limit)
+        return self._storage.is_usable and not (request.restore_limit or request.component_limit)
 
     def _longest(self, request: Request, reach: Reach) -> int:
         """The longest boundary for which no more is to be fetched than limits and host pages allow; that of the caches
         where there is none beyond it.
         """
         state = self._state
-        request.stored_cause = "no_tail"
+        request.stored_cause = "no_component"
         left_s = request.deadline_at_s - state.now_s
         room = state.host.free + state.index.host_evictable
         full, limit = reach.full, reach.end
@@ -235,30 +239,30 @@ class TailStorage:
         components = self._index.components.items()
         return {name: component.needed_from(request.prompt_tokens, page_size) for name, component in components}
 
-    def reserve(self, tails: RequestTails) -> bool:
+    def reserve(self, component_pages: RequestComponents) -> bool:
         """Take host pages for what is to be fetched; False where there are too few, with some of them taken."""
-        for name, tail in tails.reserved.tails.items():
+        for name, tail in component_pages.reserved.component_pages.items():
             positions, targets = tail.stored
             if not positions:
                 continue
             pages = self._index.take_host(name, len(positions))
             if pages is None:
                 return False
-            fetch = TailFetch(tails, name, positions, targets)
+            fetch = ComponentFetch(component_pages, name, positions, targets)
             fetch.host_pages = pages
-            tails.fetches[fetch] = None
+            component_pages.fetches[fetch] = None
         return True
 
-    def begin(self, request: Request, tails: RequestTails, undo: Undo) -> None:
+    def begin(self, request: Request, component_pages: RequestComponents, undo: Rollback) -> None:
         """Start the fetches. `undo` takes all of it back."""
         state = self._state
-        count = tails.fetched_pages + sum(len(fetch.positions) for fetch in tails.fetches)
+        count = component_pages.fetched_pages + sum(len(fetch.positions) for fetch in component_pages.fetches)
         deadline_s = state.settings.prefetch_deadline_s(count, request.deadline_at_s - state.now_s)
-        for fetch in tails.fetches:
+        for fetch in component_pages.fetches:
             undo.callback(self._unbegin, fetch)
-            fetch.op = state.start_operation(TailRead(self, self._storage, fetch), deadline_s=deadline_s)
+            fetch.op = state.start_operation(ComponentRead(self, self._storage, fetch), deadline_s=deadline_s)
             state.emit(
-                FetchTail(
+                FetchComponent(
                     op=fetch.op,
                     request_id=request.request_id,
                     component=fetch.component,
@@ -267,23 +271,23 @@ class TailStorage:
                     timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
                 )
             )
-            fetch.stage = TailStage.FETCHING
-            tails.copies += 1
+            fetch.stage = ComponentStage.FETCHING
+            component_pages.copies += 1
             self._storage.take(len(fetch.positions))
             self._storage.fetch_began(fetch, len(fetch.positions))
             fetch.begun_at_s, fetch.queued_pages = state.now_s, self._storage.pages_in_flight
 
-    def _unbegin(self, fetch: TailFetch) -> None:
+    def _unbegin(self, fetch: ComponentFetch) -> None:
         state = self._state
         state.operations.pop(fetch.op, None)
-        if fetch.stage is TailStage.FETCHING:
+        if fetch.stage is ComponentStage.FETCHING:
             self._storage.fetch_over(fetch)
             self._storage.take(-len(fetch.positions))
-            fetch.stage = TailStage.RESERVED
+            fetch.stage = ComponentStage.RESERVED
 
     # --- Outcomes ---
 
-    def fetched(self, fetch: TailFetch, good: int) -> None:
+    def fetched(self, fetch: ComponentFetch, good: int) -> None:
         """The fetch ended with its first `good` pages verified: a tail is whole or of no use. After a raise, `failed`
         ends it.
         """
@@ -293,13 +297,13 @@ class TailStorage:
             state.count("l3_pages_short", count - max(good, 0))
             self.failed(fetch)
             return
-        self._storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
-        with Undo() as undo:
-            copy = StoredTailCopy(state, self, self._copy_of(fetch.tails), fetch)
+        self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        with Rollback() as undo:
+            copy = StoredComponentCopy(state, self, self._copy_of(fetch.component_pages), fetch)
             op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
             undo.callback(state.operations.pop, op)
             state.emit(
-                CopyTail(
+                CopyComponent(
                     op=op,
                     component=fetch.component,
                     source="host",
@@ -310,50 +314,52 @@ class TailStorage:
             )
             undo.keep()
         fetch.op = op
-        fetch.stage = TailStage.COPYING
+        fetch.stage = ComponentStage.COPYING
         self._storage.fetch_over(fetch)
-        request = fetch.tails.request
+        request = fetch.component_pages.request
         assert request is not None, "a request that leaves gives up what is being fetched"
         state.dirty[request] = None
 
-    def failed(self, fetch: TailFetch) -> None:
+    def failed(self, fetch: ComponentFetch) -> None:
         """Nothing of it is of use, and nothing writes to its pages: the request starts over. Can be called again."""
         self._storage.fetch_over(fetch)
         self.copied(fetch)
-        fetch.tails.copies -= 1
-        distrust(self._state, fetch.tails, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
+        fetch.component_pages.copies -= 1
+        distrust(self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
 
-    def is_late(self, fetch: TailFetch) -> None:
+    def is_late(self, fetch: ComponentFetch) -> None:
         """The request starts over; the fetch keeps its host pages until it ends."""
         self._state.count("l3_fetches_late")
-        self._storage.note_pace(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._give_up(fetch)
-        distrust(self._state, fetch.tails, WITHOUT_STORAGE, "storage did not bring a component's tail in time")
+        distrust(
+            self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not bring a component's tail in time"
+        )
 
-    def copied(self, fetch: TailFetch) -> None:
+    def copied(self, fetch: ComponentFetch) -> None:
         """The copy to the device is over, well or not, or there will be none. Can be called again where it raised."""
         self._index.give_back({fetch.component: fetch.host_pages}, "host")
         fetch.host_pages = page_ids()
-        fetch.tails.fetches.pop(fetch, None)
+        fetch.component_pages.fetches.pop(fetch, None)
 
     # --- The ends ---
 
-    def let_go(self, tails: RequestTails) -> None:
+    def let_go(self, component_pages: RequestComponents) -> None:
         """The request leaves: it waits for no fetch any more. Copies go on to its device pages."""
-        for fetch in list(tails.fetches):
-            if fetch.stage is TailStage.FETCHING:
+        for fetch in list(component_pages.fetches):
+            if fetch.stage is ComponentStage.FETCHING:
                 self._give_up(fetch)
 
-    def give_back(self, tails: RequestTails) -> None:
+    def give_back(self, component_pages: RequestComponents) -> None:
         """Nothing is under way: free the host pages that are still held. Can be called again."""
-        for fetch in list(tails.fetches):
+        for fetch in list(component_pages.fetches):
             self.copied(fetch)
 
-    def _give_up(self, fetch: TailFetch) -> None:
+    def _give_up(self, fetch: ComponentFetch) -> None:
         self._storage.fetch_over(fetch)
         self._storage.fetch_given_up(fetch.op, fetch.host_pages, fetch.component)
-        del fetch.tails.fetches[fetch]
-        fetch.tails.copies -= 1
+        del fetch.component_pages.fetches[fetch]
+        fetch.component_pages.copies -= 1
 
 
 def _positions(ranges: tuple[tuple[int, int], ...], end: int) -> set[int]:

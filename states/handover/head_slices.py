@@ -19,7 +19,7 @@ import msgspec
 from tidekv.states.errors import InvalidConfig
 
 
-class Share(msgspec.Struct, frozen=True):
+class HeadSlice(msgspec.Struct, frozen=True):
     """What one prefill rank writes to one decode rank: `count` heads, in each token of each piece."""
 
     prefill: int
@@ -31,7 +31,7 @@ class Share(msgspec.Struct, frozen=True):
     count: int
 
 
-class Holding(msgspec.Struct, frozen=True):
+class HeadPartition(msgspec.Struct, frozen=True):
     """How the heads of a model lie on the ranks of an instance: each holds `heads` of `total`, in the order of ranks.
 
     Raises InvalidConfig where the ranks do not hold every head, or not equally often.
@@ -59,14 +59,14 @@ class Holding(msgspec.Struct, frozen=True):
         return rank // self.copies * self.heads
 
 
-def holding_of(*, ranks: int, heads: int, kind: str, total: int = 0) -> Holding:
+def partition_of(*, ranks: int, heads: int, kind: str, total: int = 0) -> HeadPartition:
     """How heads lie on ranks. `total` is how many the model has; 0: as many as all ranks together, or the one latent
     vector that every rank holds. Raises InvalidConfig.
     """
-    return Holding(ranks=ranks, heads=heads, total=total or (heads if kind == "mla" else ranks * heads))
+    return HeadPartition(ranks=ranks, heads=heads, total=total or (heads if kind == "mla" else ranks * heads))
 
 
-def shares_of(rank: int, decode: Holding, prefill: Holding) -> list[Share]:
+def head_slices_of(rank: int, decode: HeadPartition, prefill: HeadPartition) -> list[HeadSlice]:
     """Who writes to a decode rank, in the order of its heads. Both ends hold the heads of one model."""
     first = decode.first(rank)
     end = first + decode.heads
@@ -74,7 +74,7 @@ def shares_of(rank: int, decode: Holding, prefill: Holding) -> list[Share]:
     for start in range(first // prefill.heads * prefill.heads, end, prefill.heads):
         low, high = max(first, start), min(end, start + prefill.heads)
         writer = start // prefill.heads * prefill.copies + rank % prefill.copies
-        shares.append(Share(prefill=writer, source=low - start, target=low - first, count=high - low))
+        shares.append(HeadSlice(prefill=writer, source=low - start, target=low - first, count=high - low))
     return shares
 
 
@@ -89,8 +89,8 @@ def check_stages(*, ranks: int, stages: int) -> None:
         raise InvalidConfig(f"{ranks} ranks cannot make up {stages} pipeline stages of as many ranks each")
 
 
-def split_like(ranks: int, decode: Holding) -> Holding:
+def split_like(ranks: int, decode: HeadPartition) -> HeadPartition:
     """How the heads that decode holds lie on so many prefill ranks: as many on each as there can be without copies,
     or one, with copies. Raises InvalidConfig.
     """
-    return Holding(ranks=ranks, heads=max(1, decode.total // ranks), total=decode.total)
+    return HeadPartition(ranks=ranks, heads=max(1, decode.total // ranks), total=decode.total)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Pledge(msgspec.Struct, frozen=True):
+class RankPromise(msgspec.Struct, frozen=True):
     """What one rank promised."""
 
     rank: int
@@ -18,17 +18,17 @@ class Pledge(msgspec.Struct, frozen=True):
     prompt_tokens: int
     promised_tokens: int
     key_seed: bytes | None = None
-    tails: tuple[tuple[str, int], ...] | None = None
+    component_pages: tuple[tuple[str, int], ...] | None = None
     """By component the position from which on its tail is asked for. None: the rank has no components."""
 
 
-class Pledges:
+class PromiseCheck:
     """The pledges of one room, as they come."""
 
     __slots__ = ("_first", "_ranks")
 
     def __init__(self) -> None:
-        self._first: Pledge | None = None
+        self._first: RankPromise | None = None
         self._ranks: set[int] = set()
 
     @property
@@ -36,27 +36,28 @@ class Pledges:
         """Whether every rank has pledged."""
         return self._first is not None and len(self._ranks) == self._first.ranks
 
-    def take(self, pledge: Pledge) -> str:
+    def take(self, rank_promise: RankPromise) -> str:
         """Note one; returns in words how it differs from what was pledged before, nothing where it does not."""
-        first = self._first = self._first or pledge
-        if not 0 <= pledge.rank < pledge.ranks or pledge.rank in self._ranks:
-            return f"rank {pledge.rank} of {pledge.ranks} cannot promise, or has promised before"
-        self._ranks.add(pledge.rank)
-        return difference(first, pledge)
+        first = self._first = self._first or rank_promise
+        if not 0 <= rank_promise.rank < rank_promise.ranks or rank_promise.rank in self._ranks:
+            return f"rank {rank_promise.rank} of {rank_promise.ranks} cannot promise, or has promised before"
+        self._ranks.add(rank_promise.rank)
+        return difference(first, rank_promise)
 
 
-def difference(one: Pledge, other: Pledge) -> str:
+def difference(one: RankPromise, other: RankPromise) -> str:
     """How two pledges of one room differ, in words; nothing where they do not."""
     for names, words in (
         (("ranks",), "{0} says that the instance has {1} ranks"),
         (("promised_tokens", "prompt_tokens"), "{0} promised {1} of {2} tokens"),
         (("key_seed",), "{0} names the storage keys of the prompt by {1!r}"),
-        (("tails",), "{0} asks for tails of components from positions {1} on"),
+        (("component_pages",), "{0} asks for tails of components from positions {1} on"),
     ):
-        values = [[getattr(pledge, name) for name in names] for pledge in (one, other)]
+        values = [[getattr(rank_promise, name) for name in names] for rank_promise in (one, other)]
         if values[0] != values[1]:
             said = [
-                words.format(f"rank {pledge.rank}", *value) for pledge, value in zip((one, other), values, strict=True)
+                words.format(f"rank {rank_promise.rank}", *value)
+                for rank_promise, value in zip((one, other), values, strict=True)
             ]
             return f"the ranks of this room did not promise the same: {', '.join(said)}"
     return ""

@@ -25,10 +25,10 @@ class _Asked(msgspec.Struct):
 class ReceiverRoom:
     """One room at the receiving side."""
 
-    def __init__(self, *, first: int, count: int, tails: Iterable[str] = ()) -> None:
-        """Span 0 is pages [first, first + count) of the prompt; `tails` are the components of which pages are asked."""
+    def __init__(self, *, first: int, count: int, component_pages: Iterable[str] = ()) -> None:
+        """Span 0 is pages [first, first + count) of the prompt; `component_pages` are the components of which pages are asked."""
         self.has_aux = False
-        self._tails = set(tails)
+        self._component_pages = set(component_pages)
         """Components whose tail was asked for and is not here yet."""
         self._spans = {0: _Asked(first, first + count)}
 
@@ -50,16 +50,18 @@ class ReceiverRoom:
             raise RemoteProtocolError(f"{said} does not follow in what is left of it: [{asked.cursor}, {asked.end})")
         if last and first + count != asked.end:
             raise RemoteProtocolError(f"{said} is said to be the last; the span ends at {asked.end}")
-        if last and span == 0 and self._tails:
-            raise RemoteProtocolError(f"{said} is said to be the last; the tail of {min(self._tails)!r} was not sent")
+        if last and span == 0 and self._component_pages:
+            raise RemoteProtocolError(
+                f"{said} is said to be the last; the tail of {min(self._component_pages)!r} was not sent"
+            )
         asked.cursor += count
         asked.ended = last
 
-    def land_tail(self, component: str) -> None:
+    def land_component(self, component: str) -> None:
         """Prefill says that the tail of a component is in place. Raises RemoteProtocolError, and changes nothing."""
-        if component not in self._tails:
+        if component not in self._component_pages:
             raise RemoteProtocolError(f"the tail of component {component!r} was not asked for, or was sent before")
-        self._tails.remove(component)
+        self._component_pages.remove(component)
 
     def refuse(self, span: int) -> None:
         """Prefill will not serve a span. Raises RemoteProtocolError for one that was not asked for or has begun."""

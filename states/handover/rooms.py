@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
 from tidekv.states.request.request import Load, Request, Room, Span
-from tidekv.states.storage.source_split import Way
-from tidekv.states.storage.throughput import FetchPace
+from tidekv.states.storage.source_split import SourceLoad
+from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tidekv.states.components.specs import TailPages
+    from tidekv.states.components.specs import ComponentPages
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import ChunkLanded, PromiseSent
     from tidekv.states.request.request import RoomKey
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Draining:
     """What a left room still holds: pages that a writer may write to."""
 
-    __slots__ = ("drained", "loads", "pages", "ranks", "tails", "writer")
+    __slots__ = ("component_pages", "drained", "loads", "pages", "ranks", "writer")
 
     def __init__(self, room: Room) -> None:
         self.writer = room.writer
@@ -35,7 +35,7 @@ class Draining:
         """0: the promise was not sent, as far as is known; then the first answer counts for all ranks."""
         self.drained: set[int] = set()
         self.pages: PageIds = page_ids()
-        self.tails: dict[str, PageIds] = {}
+        self.component_pages: dict[str, PageIds] = {}
         """Pages of components, by name."""
         self.loads = room.lost
 
@@ -47,7 +47,7 @@ class Rooms:
         self._state = state
         self._live: dict[RoomKey, Room] = {}
         self._draining: dict[RoomKey, Draining] = {}
-        self._pace = FetchPace()
+        self._throughput = ThroughputEstimator()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -56,10 +56,10 @@ class Rooms:
         return iter(self._live.values())
 
     @property
-    def way(self) -> Way:
+    def source_load(self) -> SourceLoad:
         """How fast prefill brings pages, and how many are under way from there."""
         missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
-        return Way(self._pace.page_s(self._state.now_s), missing)
+        return SourceLoad(self._throughput.page_s(self._state.now_s), missing)
 
     @property
     def quarantine(self) -> list[Draining]:
@@ -76,7 +76,12 @@ class Rooms:
         return self._live.get((request_id, generation))
 
     def open(
-        self, request: Request, *, promised: int, own: PageIds, tails: tuple[TailPages, ...] | None = None
+        self,
+        request: Request,
+        *,
+        promised: int,
+        own: PageIds,
+        component_pages: tuple[ComponentPages, ...] | None = None,
     ) -> None:
         """Open the room of a planned request: what is promised is not sent, its own pages are span 0."""
         room = Room(request, prefill=request.attempts % request.prefill_count)
@@ -90,7 +95,7 @@ class Rooms:
                 promised_tokens=min(promised * self._state.settings.page_size, request.prompt_tokens),
                 pages=own,
                 renewed=request.generation != request.first_generation,
-                tails=tails,
+                component_pages=component_pages,
             )
         )
         self._live[room.key] = room
@@ -114,7 +119,9 @@ class Rooms:
         if self._state.settings.prefetch != "soonest" or not count:
             # The policy does not need its speed, or it has no pages to measure it by.
             return Span(first, count, load)
-        return Span(first, count, load, asked_at_s=self._state.now_s, queued_pages=self.way.queued_pages + count)
+        return Span(
+            first, count, load, asked_at_s=self._state.now_s, queued_pages=self.source_load.queued_pages + count
+        )
 
     def load_filled_by(self, room: Room, event: ChunkLanded) -> Load | None:
         """Tell the load that this chunk, once it is noted, completes."""
@@ -141,7 +148,7 @@ class Rooms:
                 span.ended.add(event.rank)
                 if len(span.ended) == room.ranks and span.queued_pages:
                     taken_s = self._state.now_s - span.asked_at_s
-                    self._pace.note(taken_s=taken_s, pages=span.queued_pages, now_s=self._state.now_s)
+                    self._throughput.note(taken_s=taken_s, pages=span.queued_pages, now_s=self._state.now_s)
             elif event.last:
                 self._state.count("chunks_foreign")
 
@@ -167,17 +174,17 @@ class Rooms:
             self._state.emit(SendAbort(request_id=request.request_id, generation=room.generation))
             room.is_aborted = True
         if settled or room.is_written:
-            if request.tails is not None and self._state.components is not None:
-                self._state.components.give_back(request.tails.remote)
-                request.tails.give_up_remote()
+            if request.component_pages is not None and self._state.components is not None:
+                self._state.components.give_back(request.component_pages.remote)
+                request.component_pages.give_up_remote()
             self._state.device.give_back(request.own)
             self._state.reclaimable_loads.extend(room.lost)
             self._state.pages_freed = True
         else:
             draining = self._draining.setdefault(room.key, Draining(room))
-            if request.tails is not None and self._state.components is not None:
-                self._state.components.drain(request.tails.remote)
-                draining.tails.update(request.tails.give_up_remote())
+            if request.component_pages is not None and self._state.components is not None:
+                self._state.components.drain(request.component_pages.remote)
+                draining.component_pages.update(request.component_pages.give_up_remote())
             self._state.device.drain(request.own)
             draining.pages = request.own
         request.own = page_ids()
@@ -225,8 +232,8 @@ class Rooms:
     def _settle(self, key: RoomKey) -> None:
         draining = self._draining[key]
         if self._state.components is not None:
-            self._state.components.settle(draining.tails)
-            draining.tails = {}
+            self._state.components.settle(draining.component_pages)
+            draining.component_pages = {}
         self._state.device.settle(draining.pages)
         del self._draining[key]
         self._state.reclaimable_loads.extend(draining.loads)

@@ -31,12 +31,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tidekv.states.components.specs import TailPages
+from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.types import PageIds, page_ids
 
 
-class TailAsked(msgspec.Struct, frozen=True):
+class ComponentAsked(msgspec.Struct, frozen=True):
     """What decode wants of one component: pages at positions [first, first + page_count) of the prompt, the last of
     which is the prompt's last page. No pages: it has all that it needs.
     """
@@ -46,7 +46,7 @@ class TailAsked(msgspec.Struct, frozen=True):
     page_count: int
 
 
-class TailPart(msgspec.Struct, frozen=True):
+class ComponentPart(msgspec.Struct, frozen=True):
     """Pages of one component at positions from `first` on, ours and decode's."""
 
     component: str
@@ -58,7 +58,7 @@ class TailPart(msgspec.Struct, frozen=True):
 class _Tail(msgspec.Struct):
     """One tail: of its pages `posted` are being written or in place, `landed` are in place."""
 
-    asked: TailPages
+    asked: ComponentPages
     ours: PageIds | None = None
     posted: int = 0
     landed: int = 0
@@ -69,17 +69,17 @@ class _Tail(msgspec.Struct):
         return self.landed == len(self.asked.pages)
 
 
-class SenderTails:
+class SenderComponents:
     """The tails of one room at the sending side."""
 
-    def __init__(self, asked: Iterable[TailPages], *, page_count: int) -> None:
+    def __init__(self, asked: Iterable[ComponentPages], *, page_count: int) -> None:
         """Take over what decode asked for of a prompt of so many pages. Raises RemoteProtocolError where that
         contradicts itself.
         """
-        self._tails: dict[str, _Tail] = {}
+        self._component_pages: dict[str, _Tail] = {}
         for tail in asked:
             name, count = tail.component, len(tail.pages)
-            if name in self._tails:
+            if name in self._component_pages:
                 raise RemoteProtocolError(f"decode asks twice for the tail of component {name!r}")
             if count and tail.first + count != page_count:
                 raise RemoteProtocolError(
@@ -88,22 +88,25 @@ class SenderTails:
                 )
             if len(set(tail.pages)) != count:
                 raise RemoteProtocolError(f"decode names a page of component {name!r} twice: a content would be lost")
-            self._tails[name] = _Tail(tail)
+            self._component_pages[name] = _Tail(tail)
 
     @property
-    def asked(self) -> dict[str, TailAsked]:
+    def asked(self) -> dict[str, ComponentAsked]:
         """What was asked for, by component."""
-        return {name: TailAsked(name, of.asked.first, len(of.asked.pages)) for name, of in self._tails.items()}
+        return {
+            name: ComponentAsked(name, of.asked.first, len(of.asked.pages))
+            for name, of in self._component_pages.items()
+        }
 
     @property
     def unsent(self) -> list[str]:
         """Components whose tail was asked for and not handed over yet."""
-        return [name for name, tail in self._tails.items() if tail.asked.pages and tail.ours is None]
+        return [name for name, tail in self._component_pages.items() if tail.asked.pages and tail.ours is None]
 
     @property
     def are_here(self) -> bool:
         """Whether everything that was asked for is in place."""
-        return all(tail.is_here for tail in self._tails.values())
+        return all(tail.is_here for tail in self._component_pages.values())
 
     def send(self, component: str, pages: PageIds) -> None:
         """Prefill has the tail of a component: one page for each position that was asked for.
@@ -111,9 +114,9 @@ class SenderTails:
         Repeating it is harmless, and so is handing over what nobody asked for. Raises InvalidRequest, and then nothing
         is changed.
         """
-        tail = self._tails.get(component)
+        tail = self._component_pages.get(component)
         if tail is None:
-            known = ", ".join(map(repr, self._tails)) or "none"
+            known = ", ".join(map(repr, self._component_pages)) or "none"
             raise InvalidRequest(f"there is no component {component!r}: this worker has {known}")
         asked = tail.asked
         if not asked.pages:
@@ -129,28 +132,32 @@ class SenderTails:
 
     def can_write(self) -> bool:
         """True where `next_part` has something."""
-        return any(tail.ours is not None and tail.posted < len(tail.ours) for tail in self._tails.values())
+        return any(tail.ours is not None and tail.posted < len(tail.ours) for tail in self._component_pages.values())
 
-    def next_part(self, *, pages_max: int) -> TailPart | None:
+    def next_part(self, *, pages_max: int) -> ComponentPart | None:
         """The next write, of at most so many pages; it is in flight from now on, until `settle`."""
-        for name, tail in self._tails.items():
+        for name, tail in self._component_pages.items():
             if tail.ours is not None and tail.posted < len(tail.ours):
                 part = slice(tail.posted, tail.posted + pages_max)
                 first = tail.asked.first + tail.posted
                 ours, theirs = tail.ours[part], tail.asked.pages[part]
                 tail.posted += len(ours)
-                return TailPart(name, first, ours, theirs)
+                return ComponentPart(name, first, ours, theirs)
         return None
 
-    def land(self, part: TailPart) -> None:
+    def land(self, part: ComponentPart) -> None:
         """A part is in place."""
-        self._tails[part.component].landed += len(part.our_pages)
+        self._component_pages[part.component].landed += len(part.our_pages)
 
     def take_said(self) -> list[str]:
         """Components whose tail decode can be told of now; each is given out once."""
-        here = [name for name, tail in self._tails.items() if tail.asked.pages and tail.is_here and not tail.is_said]
+        here = [
+            name
+            for name, tail in self._component_pages.items()
+            if tail.asked.pages and tail.is_here and not tail.is_said
+        ]
         for name in here:
-            self._tails[name].is_said = True
+            self._component_pages[name].is_said = True
         return here
 
 
@@ -216,7 +223,7 @@ class SenderRoom:
         decode_prefix_len: int,
         page_size: int,
         pages: PageIds,
-        tails: Iterable[TailPages] = (),
+        component_pages: Iterable[ComponentPages] = (),
     ) -> None:
         """Take a promise over. Raises RemoteProtocolError where it contradicts itself."""
         self.prompt_tokens = prompt_tokens
@@ -241,7 +248,7 @@ class SenderRoom:
                 f"decode gave {len(pages)} pages for what it did not promise,"
                 f" which is {self.page_count - decode_prefix_len // page_size}"
             )
-        self.tails = SenderTails(tails, page_count=self.page_count)
+        self.component_pages = SenderComponents(component_pages, page_count=self.page_count)
 
     @property
     def is_drained(self) -> bool:
@@ -253,7 +260,7 @@ class SenderRoom:
         """All that was asked for so far is in place and decode was told."""
         return (
             self.finished
-            and self.tails.are_here
+            and self.component_pages.are_here
             and all(span.ended and not span.posted for span in self._spans.values())
         )
 
@@ -295,11 +302,11 @@ class SenderRoom:
             raise InvalidRequest(f"pages from token {start_token} were sent before, as other pages")
         self._ours.extend(pages[len(known) : max(len(known), end - first)])
 
-    def send_tail(self, component: str, pages: PageIds) -> None:
+    def send_component_pages(self, component: str, pages: PageIds) -> None:
         """Prefill has the tail of a component. Raises InvalidRequest, and then nothing is changed."""
         if self.finished:
             raise InvalidRequest(f"the room is finished: the tail of component {component!r} can no longer be sent")
-        self.tails.send(component, pages)
+        self.component_pages.send(component, pages)
 
     def extend(self, span: int, first: int, pages: PageIds) -> None:
         """Decode wants pages [first, first + len(pages)) as well; repeating a number is harmless.
@@ -327,7 +334,7 @@ class SenderRoom:
         sent = len(self._ours)
         if sent < self.page_count and (sent or self._spans[0].pages):
             raise InvalidRequest(f"the room cannot finish: pages [{sent}, {self.page_count}) were never sent")
-        if owed := self.tails.unsent:
+        if owed := self.component_pages.unsent:
             raise InvalidRequest(f"the room cannot finish: the tail of component {owed[0]!r} was never sent")
         self.finished = True
         for span in [span for span in self._spans.values() if span.pages and not sent]:
@@ -345,9 +352,9 @@ class SenderRoom:
         """True where `next_job` has something."""
         if self.stopped is not None:
             return False
-        return self.tails.can_write() or any(self._reach(span) > span.cursor for span in self._spans.values())
+        return self.component_pages.can_write() or any(self._reach(span) > span.cursor for span in self._spans.values())
 
-    def next_job(self, *, pages_max: int) -> WriteJob | TailPart | None:
+    def next_job(self, *, pages_max: int) -> WriteJob | ComponentPart | None:
         """The next write, of at most so many pages; it is in flight from now on, until `settle`."""
         if self.stopped is not None:
             return None
@@ -360,18 +367,18 @@ class SenderRoom:
                 self.in_flight += 1
                 theirs = span.pages[first - span.first : end - span.first]
                 return WriteJob(span.number, first, self._ours[first:end], theirs)
-        part = self.tails.next_part(pages_max=pages_max)
+        part = self.component_pages.next_part(pages_max=pages_max)
         self.in_flight += part is not None
         return part
 
-    def settle(self, job: WriteJob | TailPart, *, landed: bool) -> None:
+    def settle(self, job: WriteJob | ComponentPart, *, landed: bool) -> None:
         """A write has ended; only one that landed may ever be told."""
         assert self.in_flight > 0, "a write settles once"
         self.in_flight -= 1
         if not landed:
             return
-        if isinstance(job, TailPart):
-            self.tails.land(job)
+        if isinstance(job, ComponentPart):
+            self.component_pages.land(job)
             return
         self.pages_landed += len(job.our_pages)
         for posted in self._spans[job.span].posted:
@@ -392,7 +399,7 @@ class SenderRoom:
                 span.posted.append(_Posted(span.end, 0, last=True, landed=True))
             landed: list[_Posted] = []
             while span.posted and span.posted[0].landed:
-                if span.posted[0].last and span.number == 0 and not self.tails.are_here:
+                if span.posted[0].last and span.number == 0 and not self.component_pages.are_here:
                     break
                 landed.append(span.posted.popleft())
             if landed:
@@ -400,9 +407,9 @@ class SenderRoom:
                 chunks.append(ChunkReady(span.number, landed[0].first, count, landed[-1].last))
         return chunks
 
-    def take_tails(self) -> list[str]:
+    def take_component_pages(self) -> list[str]:
         """The components of whose tails decode can be told now, before any chunk of `take_chunks`; each once."""
-        return [] if self.stopped is not None else self.tails.take_said()
+        return [] if self.stopped is not None else self.component_pages.take_said()
 
     def take_refusals(self) -> list[SpanRefused]:
         """Spans that will never be served; each is given out once."""

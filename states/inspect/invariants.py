@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from tidekv.states import events
 from tidekv.states.backup.backups import Backup
-from tidekv.states.components.backups import TailBackup, TailPut
-from tidekv.states.components.request_components import TailCopy
-from tidekv.states.components.storage import StoredTailCopy, TailRead
+from tidekv.states.components.backups import ComponentBackup, ComponentPut
+from tidekv.states.components.request_components import ComponentCopy
+from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.loads.shared_transfers import ShareWatch
-from tidekv.states.pages.page_pool import Condition, PageAccount
-from tidekv.states.request.request import AheadRun, Load, RequestTails, Stage, TailStage
+from tidekv.states.pages.page_pool import PagePool, PageState
+from tidekv.states.request.request import AheadRun, ComponentStage, Load, RequestComponents, Stage
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import PROGRESS_GUARDS
 from tidekv.states.storage.admission import LateFetch, StorageQuery
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
-    from tidekv.states.loads.look_ahead import Lookahead
+    from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.prefix.node import Node, Receipt
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.request import Request
     from tidekv.states.settings import CoreSettings
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.storage.admission import StorageAdmission
 
 
 class Parts(Protocol):
@@ -43,11 +43,11 @@ class Parts(Protocol):
 
     settings: CoreSettings
     state: CoreState
-    storage: StorageUse
+    storage: StorageAdmission
     queue: Queue
     rooms: Rooms
     loads: Loads
-    lookahead: Lookahead
+    lookahead: LookAhead
     backups: Backups
 
 
@@ -96,7 +96,7 @@ def _loads_of(core: Parts) -> dict[Load, None]:
     operations = core.state.operations.values()
     loads.update(dict.fromkeys(one.load for one in operations if isinstance(one, LoadFetch | LoadCopy | ShareWatch)))
     loads.update(dict.fromkeys(load for draining in core.rooms.quarantine for load in draining.loads))
-    loads.update(dict.fromkeys(core.loads.settled_voids))
+    loads.update(dict.fromkeys(core.loads.settled_reclaiming))
     return loads
 
 
@@ -119,15 +119,15 @@ def _check_device_pages(core: Parts) -> None:
     _check_pages(core.state.device, owned, draining)
 
 
-def _tails_of(core: Parts) -> list[RequestTails]:
+def _component_pages_of(core: Parts) -> list[RequestComponents]:
     """The tails of requests, and those that requests have left while something still writes to them."""
-    tails = {request.tails: None for request in core.state.requests.values()}
+    component_pages = {request.component_pages: None for request in core.state.requests.values()}
     for owner in core.state.operations.values():
-        if isinstance(owner, TailCopy | LateRecomputation):
-            tails[owner.tails] = None
-        elif isinstance(owner, TailRead | StoredTailCopy):
-            tails[owner.fetch.tails] = None
-    return [held for held in tails if held is not None]
+        if isinstance(owner, ComponentCopy | LateRecomputation):
+            component_pages[owner.component_pages] = None
+        elif isinstance(owner, ComponentRead | StoredComponentCopy):
+            component_pages[owner.fetch.component_pages] = None
+    return [held for held in component_pages if held is not None]
 
 
 def _check_components(core: Parts) -> None:
@@ -136,24 +136,30 @@ def _check_components(core: Parts) -> None:
         return
     components.check()
     operations = core.state.operations.values()
-    copies = Counter(owner.tails for owner in operations if isinstance(owner, TailCopy))
-    copies += Counter(owner.fetch.tails for owner in operations if isinstance(owner, TailRead | StoredTailCopy))
-    fetches = {op: one.fetch for op, one in core.state.operations.items() if isinstance(one, TailRead | StoredTailCopy)}
+    copies = Counter(owner.component_pages for owner in operations if isinstance(owner, ComponentCopy))
+    copies += Counter(
+        owner.fetch.component_pages for owner in operations if isinstance(owner, ComponentRead | StoredComponentCopy)
+    )
+    fetches = {
+        op: one.fetch
+        for op, one in core.state.operations.items()
+        if isinstance(one, ComponentRead | StoredComponentCopy)
+    }
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
-    for held in _tails_of(core):
+    for held in _component_pages_of(core):
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of its tails")
-        waiting = [fetch for fetch in held.fetches if fetch.stage is not TailStage.RESERVED]
+        waiting = [fetch for fetch in held.fetches if fetch.stage is not ComponentStage.RESERVED]
         _require(all(fetches.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
-    backups = [owner for owner in operations if isinstance(owner, TailBackup)]
+    backups = [owner for owner in operations if isinstance(owner, ComponentBackup)]
     for name in components.components:
         owned, draining, on_host = page_ids(), page_ids(), page_ids()
-        for held in _tails_of(core):
+        for held in _component_pages_of(core):
             owned += held.own[name]
             for fetch in held.fetches:
                 on_host += fetch.host_pages if fetch.component == name else page_ids()
         for left in core.rooms.quarantine:
             # None at all, where they were free already when the rest of the room went to the quarantine.
-            draining += left.tails.get(name, page_ids())
+            draining += left.component_pages.get(name, page_ids())
         for backup in backups:
             on_host += backup.fresh if backup.component == name else page_ids()
         for late_fetch in late:
@@ -176,10 +182,10 @@ def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
     _check_pages(core.state.host, owned, page_ids())
 
 
-def _check_pages(account: PageAccount, owned: PageIds, draining: PageIds) -> None:
+def _check_pages(account: PagePool, owned: PageIds, draining: PageIds) -> None:
     for pages, condition, count in (
-        (owned, Condition.OWNED, account.owned),
-        (draining, Condition.DRAINING, account.draining),
+        (owned, PageState.OWNED, account.owned),
+        (draining, PageState.DRAINING, account.draining),
     ):
         words = condition.name.lower()
         twice = [page for page, owners in Counter(pages).items() if owners > 1]
@@ -194,12 +200,12 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
         receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
     for holder in (*loads, *core.backups):
         receipts += (holder.lock, holder.pin)
-    for tails in _tails_of(core):
-        receipts += [part.full for part in (tails.lock, tails.pin) if part is not None]
+    for component_pages in _component_pages_of(core):
+        receipts += [part.full for part in (component_pages.lock, component_pages.pin) if part is not None]
     for owner in core.state.operations.values():
-        if isinstance(owner, TailBackup):
+        if isinstance(owner, ComponentBackup):
             receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
-        elif isinstance(owner, TailPut) and owner.pin is not None:
+        elif isinstance(owner, ComponentPut) and owner.pin is not None:
             receipts.append(owner.pin.full)
     held = [receipt for receipt in receipts if receipt is not None]
     _require(not any(receipt.released for receipt in held), "a receipt is held that was given back")
@@ -223,7 +229,7 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
         if node.void:
             void.add(node)
     for load in loads:
-        if load.stage is Stage.VOID:
+        if load.stage is Stage.RECLAIMING:
             for node in load.nodes:
                 _require(node in void, f"{node} of a void load is not void")
                 void.discard(node)
@@ -236,7 +242,7 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
             _require(0 < count <= load.page_count, f"{request} shares {count} pages of a load")
             _require(load in request.loads, f"{request} does not know of a load that it shares")
         _require(load.filler is None or load.filler in load.sharers, "the filler of a load does not share it")
-        _require((load.stage is Stage.FILLING) == (load.filler is not None), "a load is filled by nobody")
+        _require((load.stage is Stage.RECEIVING) == (load.filler is not None), "a load is filled by nobody")
         if load.span is not None:
             room = None if load.filler is None else load.filler.room
             is_open = room is not None and room.spans[0] is load.span
@@ -261,12 +267,14 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             _require(not run.is_landed, "a read ahead has landed, and is waited for")
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
     operations = core.state.operations
-    of_tails = {one.fetch for one in operations.values() if isinstance(one, TailRead)}
-    _require(all(fetch.stage is TailStage.FETCHING for fetch in of_tails), "a tail that is read is not FETCHING")
-    _require(set(core.storage.fetching) == fetching | of_tails, "it is not known which loads wait for a fetch")
+    of_components = {one.fetch for one in operations.values() if isinstance(one, ComponentRead)}
+    _require(
+        all(fetch.stage is ComponentStage.FETCHING for fetch in of_components), "a tail that is read is not FETCHING"
+    )
+    _require(set(core.storage.fetching) == fetching | of_components, "it is not known which loads wait for a fetch")
     reading = [run for run in runs if not run.is_landed]
     late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
-    in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_tails)
+    in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_components)
     in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
     storage = core.storage
     _require(storage.ahead_in_flight == len(reading), f"{len(reading)} reads ahead are under way")
@@ -287,8 +295,11 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
 def _check_request(core: Parts, request: Request) -> None:
     holds = request.lock is not None
     _require(holds != request.waits_for_admission, f"{request} has no lock, or one before its grant")
-    has_tails = holds and core.state.components is not None
-    _require(has_tails == (request.tails is not None), f"{request} has tails without a grant, or none with one")
+    has_components = holds and core.state.components is not None
+    _require(
+        has_components == (request.component_pages is not None),
+        f"{request} has tails without a grant, or none with one",
+    )
     is_planned = request.is_beyond_plan or request.is_ready
     _require(not is_planned or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
     _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from tidekv.states import commands, events
-from tidekv.states.commands import TellFailed
+from tidekv.states.commands import ReportFailed
 from tidekv.states.prefix.node import Node, TierName
 from tidekv.states.request.request import State
 
@@ -47,11 +47,11 @@ BOOK_NUMBERS = (
     "host_protected",
     "host_receipts",
 )
-"""What `Answer.books` holds: recency, the free page of each pool that is taken next (-1: none), and for each pool its
+"""What `StepResult.books` holds: recency, the free page of each pool that is taken next (-1: none), and for each pool its
 pages by condition, cached pages that are protected, and live locks or pins. Behind them, for each component and each
 of its tiers, first on the device, the same as of a pool: `TAIL_NUMBERS`.
 """
-TAIL_NUMBERS = ("next", "free", "owned", "cached", "draining", "protected", "receipts")
+COMPONENT_NUMBERS = ("next", "free", "owned", "cached", "draining", "protected", "receipts")
 
 BOOKS_EVERY = 16
 """The books are written at one of so many steps. At every step they would cost as much as all the rest of a note; what
@@ -65,7 +65,7 @@ in the short form.
 """
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step did. Encoded as the values of its fields, in order."""
 
     moves: Moves = ()
@@ -80,10 +80,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The class of the error that the step raised."""
 
 
-NOTHING = Answer()
+NOTHING = StepResult()
 
 
-class Noted(msgspec.Struct, array_like=True, gc=False):
+class StepNotes(msgspec.Struct, array_like=True, gc=False):
     """One step. Whoever encodes it may change it: nobody else has it. Encoded as the values of its fields, in order."""
 
     seq: int
@@ -91,12 +91,12 @@ class Noted(msgspec.Struct, array_like=True, gc=False):
     took: Event
     state: State | None
     """Where the event's request is now; None for events of no request, and where the request is over."""
-    gave: Answer
+    gave: StepResult
     same_pages: int = 0
     """So many pages of the event's keys were left out by whoever encodes it."""
 
 
-class Witness:
+class StepRecorder:
     """Watches one core from its first step on."""
 
     def __init__(self, core: Core) -> None:
@@ -124,7 +124,7 @@ class Witness:
         """What has left the index since the last step that was taken."""
         books.index.on_evict.append(self.note_eviction)
 
-    def note(self, event: Event, given: list[Command], error: str = "") -> Noted:
+    def note(self, event: Event, given: list[Command], error: str = "") -> StepNotes:
         """Take the step that has just been made: nothing in the note changes any more."""
         seq = self.events
         self.events = seq + 1
@@ -137,16 +137,16 @@ class Witness:
         moves = self._core.moves
         books = NO_BOOKS if seq % BOOKS_EVERY else self.all_books()
         if not (given or moves or self.evicted or books or error):
-            return Noted(seq, event, state, NOTHING)
+            return StepNotes(seq, event, state, NOTHING)
         evicted: Evictions = ()
         if self.evicted:
             evicted = self.evicted.copy()
             self.evicted.clear()
         for command in given:
-            if type(command) is TellFailed:
+            if type(command) is ReportFailed:
                 given = [_without_words(command) for command in given]
                 break
-        return Noted(seq, event, state, Answer(moves, given, evicted, books, error))
+        return StepNotes(seq, event, state, StepResult(moves, given, evicted, books, error))
 
     def all_books(self) -> tuple[int, ...]:
         """The books as they are now: see BOOK_NUMBERS."""
@@ -186,7 +186,7 @@ alone: what is neither pages nor plain is a TypeError.
 
 
 def _without_words(command: Command) -> Command:
-    return msgspec.structs.replace(command, detail="") if type(command) is TellFailed else command
+    return msgspec.structs.replace(command, detail="") if type(command) is ReportFailed else command
 
 
 def short_fields(kind: type[Command]) -> tuple[tuple[str, ...], tuple[str, ...]]:

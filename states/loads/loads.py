@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
 from tidekv.states.request.request import Load, Request, Stage
-from tidekv.states.rollback import Undo
+from tidekv.states.rollback import Rollback
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import Outcome
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.prefix.index import Node, PrefixIndex
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.storage.admission import StorageAdmission
 
 
 def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
@@ -55,7 +55,7 @@ def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
         index.split(load.nodes[kept], at - pages)
         kept += 1
     rest = Load(first=load.first + at, tier=load.tier, stage=load.stage)
-    with Undo() as undo:
+    with Rollback() as undo:
         shorter = index.lock(load.nodes[kept - 1])
         undo.callback(index.unlock, shorter)
         for node in load.nodes[kept:]:
@@ -93,7 +93,7 @@ class LoadFetch:
 
     __slots__ = ("_loads", "_storage", "load")
 
-    def __init__(self, loads: Loads, storage: StorageUse, load: Load) -> None:
+    def __init__(self, loads: Loads, storage: StorageAdmission, load: Load) -> None:
         self._loads = loads
         self._storage = storage
         self.load = load
@@ -105,7 +105,7 @@ class LoadFetch:
     def late(self) -> None:
         """The load has failed; the fetch goes on without it."""
         self._storage.call_is_late()
-        self._storage.note_pace(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
+        self._storage.note_throughput(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
         self._loads.fetch_is_late(self.load)
 
     def abandon(self) -> None:
@@ -138,7 +138,7 @@ class LoadCopy:
 class Loads:
     """All loads of a core."""
 
-    def __init__(self, state: CoreState, storage: StorageUse, rooms: Rooms) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, rooms: Rooms) -> None:
         self._state = state
         self._storage = storage
         self._rooms = rooms
@@ -153,7 +153,7 @@ class Loads:
         return iter(self._live)
 
     @property
-    def settled_voids(self) -> list[Load]:
+    def settled_reclaiming(self) -> list[Load]:
         """Void loads without a writer. Their pages are freed when nothing below them is in use."""
         return self._settled_voids
 
@@ -207,7 +207,7 @@ class Loads:
         return load
 
     def abandon(self, load: Load) -> None:
-        """Undo the begin of a load in the step that it began in: its device pages are the caller's again."""
+        """Rollback the begin of a load in the step that it began in: its device pages are the caller's again."""
         state = self._state
         self._live.pop(load, None)
         self._storage.fetch_over(load)
@@ -254,7 +254,7 @@ class Loads:
         """The fetch ended with its first `good` pages verified; the rest, if any, has failed."""
         good = max(0, min(good, load.page_count))
         if good == load.page_count:
-            self._storage.note_pace(begun_at_s=load.begun_at_s, pages=load.queued_pages)
+            self._storage.note_throughput(begun_at_s=load.begun_at_s, pages=load.queued_pages)
         else:
             self._state.count("l3_pages_short", load.page_count - good)
             rest = load if good == 0 else self.split(load, good)
@@ -290,7 +290,7 @@ class Loads:
 
     def copied(self, load: Load, error: str) -> None:
         """The copy to the device is over: the pages are in place, or have no writer any more."""
-        if load.stage is Stage.VOID:
+        if load.stage is Stage.RECLAIMING:
             self._state.reclaimable_loads.append(load)
         elif error:
             self._state.count("copies_failed")
@@ -317,7 +317,7 @@ class Loads:
         """Taking an outcome raised. The operation is over, so the pages have no local writer: they have failed."""
         self._state.operations.pop(load.op, None)
         load.cause = "rule_raised"
-        if load.stage is not Stage.VOID:
+        if load.stage is not Stage.RECLAIMING:
             self.fail(load)
         elif load not in self._state.reclaimable_loads:
             self._state.reclaimable_loads.append(load)
@@ -357,7 +357,7 @@ class Loads:
             self.fail(self.split(load, load.sharers[filler]))
         self._rooms.extend(filler.room, load)
         load.filler = filler
-        load.stage = Stage.FILLING
+        load.stage = Stage.RECEIVING
         for request in load.sharers:
             self._state.dirty[request] = None
 
@@ -413,9 +413,9 @@ class Loads:
     def _void(self, load: Load, cause: str) -> None:
         for node in load.nodes:
             if not node.void:
-                self._state.index.set_void(node)
+                self._state.index.set_reclaiming(node)
         self._unlock(load)
-        load.stage = Stage.VOID
+        load.stage = Stage.RECLAIMING
         self._storage.fetch_over(load)
         self._state.count("loads_void")
         for request in load.sharers:
@@ -449,7 +449,7 @@ class Loads:
             self._state.host.give_back(load.host_pages)
             load.host_pages = page_ids()
 
-    def free_settled_voids(self) -> None:
+    def free_settled_reclaiming(self) -> None:
         """Free the pages of void loads without a writer, deepest first, as far as nothing below them is in use."""
         state = self._state
         self._settled_voids += state.reclaimable_loads
@@ -458,7 +458,7 @@ class Loads:
         for load in list(self._settled_voids):
             self._let_go_of_source(load)
             while load.nodes:
-                pages = state.index.drop_void(load.nodes[-1])
+                pages = state.index.drop_reclaiming(load.nodes[-1])
                 if pages is None:
                     break
                 load.nodes.pop()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
 from tidekv.states.request.request import Ahead, AheadRun, Request
-from tidekv.states.rollback import Undo
+from tidekv.states.rollback import Rollback
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.node import Node
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.storage.admission import StorageAdmission
 
 
 class AheadRead:
@@ -41,7 +41,7 @@ class AheadRead:
 
     __slots__ = ("_lookahead", "_state", "_storage", "run")
 
-    def __init__(self, state: CoreState, lookahead: Lookahead, storage: StorageUse, run: AheadRun) -> None:
+    def __init__(self, state: CoreState, lookahead: LookAhead, storage: StorageAdmission, run: AheadRun) -> None:
         self._state = state
         self._lookahead = lookahead
         self._storage = storage
@@ -62,10 +62,10 @@ class AheadRead:
         self._lookahead.abandon(self.run.request)
 
 
-class Lookahead:
+class LookAhead:
     """All that is fetched ahead."""
 
-    def __init__(self, state: CoreState, storage: StorageUse) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission) -> None:
         self._state = state
         self._storage = storage
         self.pages = 0
@@ -112,7 +112,7 @@ class Lookahead:
     def _fetch(self, request: Request, ahead: Ahead, first: int, count: int, deadline_s: float) -> None:
         state = self._state
         run = AheadRun(request, first=first)
-        with Undo() as undo:
+        with Rollback() as undo:
             run.host_pages = state.host.take(count)
             undo.callback(state.host.give_back, run.host_pages)
             run.op = state.start_operation(AheadRead(state, self, self._storage, run), deadline_s=deadline_s)
@@ -160,7 +160,7 @@ class Lookahead:
         count = len(run.host_pages)
         good = max(0, min(good, count))
         if good == count:
-            self._storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
+            self._storage.note_throughput(begun_at_s=run.begun_at_s, pages=run.queued_pages)
         else:
             state.count("l3_pages_short", count - good)
             # Where nothing has come, the run itself is of no use either.
@@ -176,7 +176,7 @@ class Lookahead:
         """A read is late: it keeps its host pages until it ends, and what follows it is of no use."""
         state = self._state
         state.count("l3_fetches_late")
-        self._storage.note_pace(begun_at_s=run.begun_at_s, pages=run.queued_pages)
+        self._storage.note_throughput(begun_at_s=run.begun_at_s, pages=run.queued_pages)
         ahead = run.request.ahead
         assert ahead is not None
         self._cut(ahead, ahead.runs.index(run))
@@ -191,7 +191,7 @@ class Lookahead:
         keys = request.keys[run.first * width : (run.first + count) * width]
         node, run.host_pages = index.insert_host(ahead.pin.node, keys, run.host_pages)
         self._state.count("pages_fetched_ahead", count - len(run.host_pages))
-        with Undo() as undo:
+        with Rollback() as undo:
             pin = index.pin(node)
             undo.callback(index.unpin, pin)
             index.unpin(ahead.pin)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import Outcome
     from tidekv.states.loads.loads import Loads
     from tidekv.states.request.plan import Plan
-    from tidekv.states.rollback import Undo
+    from tidekv.states.rollback import Rollback
 
 
 class ShareWatch:
@@ -68,7 +68,7 @@ class SharedTransfers:
 
     # --- Starting ---
 
-    def publish(self, request: Request, plan: Plan, undo: Undo) -> Load | None:
+    def publish(self, request: Request, plan: Plan, undo: Rollback) -> Load | None:
         """Enter the full pages of the plan's delta in the tree, under a load that the request's room is to fill.
 
         None, and nothing is changed, where that is not to be, or void pages are in the way. The pages are the first of
@@ -83,7 +83,7 @@ class SharedTransfers:
         keys = request.keys[plan.end * width : request.full_pages * width]
         if keys[:width] in plan.node.children:
             return None
-        load = Load(first=plan.end, tier="transfer", stage=Stage.FILLING)
+        load = Load(first=plan.end, tier="transfer", stage=Stage.RECEIVING)
         try:
             load.nodes.append(state.index.insert_pending(plan.node, request.namespace, keys, plan.own[:count], load))
             self._loads.hold(load)

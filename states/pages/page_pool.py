@@ -31,7 +31,7 @@ _UNSIGNED, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)
 _LOOP_PAGES_MAX = 24
 
 
-class PageConditions:
+class PageStates:
     """The conditions of the pages of one pool, numbers from 0 to 255; 0 at first.
 
     A loop changes few pages, numpy many: each is the faster one there.
@@ -110,7 +110,7 @@ def _as_index(pages: PageIds) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     return np.frombuffer(pages, _UNSIGNED).astype(_INDEX)
 
 
-class Condition(enum.IntEnum):
+class PageState(enum.IntEnum):
     """What a page is at this moment."""
 
     FREE = 0
@@ -120,10 +120,10 @@ class Condition(enum.IntEnum):
 
 
 # Plain ints: an enum member costs a lookup and a slower comparison on every page.
-_FREE, _OWNED, _CACHED, _DRAINING = (int(condition) for condition in Condition)
+_FREE, _OWNED, _CACHED, _DRAINING = (int(condition) for condition in PageState)
 
 
-class PageAccount:
+class PagePool:
     """The account of one pool of `page_count` pages, all of them free at first.
 
     Every method that takes pages raises BrokenInvariant, and changes nothing, where a page is not in the condition that
@@ -137,7 +137,7 @@ class PageAccount:
             raise InvalidConfig(f"pool {name!r} cannot have {page_count} pages")
         self.name = name
         self.total = page_count
-        self._conditions = PageConditions(page_count)
+        self._conditions = PageStates(page_count)
         self._counts = [page_count, 0, 0, 0]
         # A stack with its top at the end, so that a fresh pool hands out 0, 1, 2, …
         self._free: PageIds = page_ids(range(page_count - 1, -1, -1))
@@ -164,7 +164,7 @@ class PageAccount:
 
     @property
     def counts(self) -> list[int]:
-        """Pages by condition, in the order of Condition. Read it at once, and do not change it."""
+        """Pages by condition, in the order of PageState. Read it at once, and do not change it."""
         return self._counts
 
     @property
@@ -172,11 +172,11 @@ class PageAccount:
         """The free pages; the last one is taken first. Read it at once, and do not change it."""
         return self._free
 
-    def condition(self, page: int) -> Condition:
+    def condition(self, page: int) -> PageState:
         """Tell the condition of one page."""
         if not 0 <= page < self.total:
             raise BrokenInvariant(f"pool {self.name!r}: page {page} is out of range, it has {self.total} pages")
-        return Condition(self._conditions.of(page))
+        return PageState(self._conditions.of(page))
 
     def take(self, count: int) -> PageIds:
         """Make `count` free pages owned and return them; the caller owns them.
@@ -231,7 +231,7 @@ class PageAccount:
         """Free pages of the quarantine: nobody can write to them any more."""
         self._move(pages, _DRAINING, _FREE)
 
-    def holds(self, pages: PageIds, condition: Condition) -> bool:
+    def holds(self, pages: PageIds, condition: PageState) -> bool:
         """Tell whether every one of these pages is in that condition, and none is named twice."""
         return self._first_fault(pages, condition) is None
 
@@ -264,10 +264,10 @@ class PageAccount:
             if page in seen:
                 return f"page {page} is named twice in one call"
             if conditions[page] != source:
-                return f"page {page} is {Condition(conditions[page]).name.lower()}"
+                return f"page {page} is {PageState(conditions[page]).name.lower()}"
             seen.add(page)
         return None
 
     def _refusal(self, pages: PageIds, source: int, target: int) -> BrokenInvariant:
-        change = f"{Condition(source).name.lower()} to {Condition(target).name.lower()}"
+        change = f"{PageState(source).name.lower()} to {PageState(target).name.lower()}"
         return BrokenInvariant(f"pool {self.name!r}: {self._first_fault(pages, source)}; it cannot go from {change}")

@@ -16,7 +16,7 @@ EvictionHook: TypeAlias = Callable[[Node, TierName], None]
 SLACK_PER_POOL = 50
 
 
-class Dropping:
+class Evictor:
     """How copies leave the tree: the hooks hear of it, the pages change hands, and a node without copies goes too."""
 
     __slots__ = ("_device", "_host", "_tree", "hooks")
@@ -67,7 +67,7 @@ class Dropping:
         self._remove_if_bare(node)
         return pages
 
-    def drop_void(self, node: Node) -> PageIds:
+    def drop_reclaiming(self, node: Node) -> PageIds:
         """Take a void node's device pages, which are draining, out of the tree, and free what is below them."""
         below = [other for other in node.subtree() if other.device is not None and other is not node]
         for other in reversed(below):

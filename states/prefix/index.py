@@ -20,17 +20,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.pages.page_pool import PageAccount
-from tidekv.states.prefix.eviction import Dropping, EvictionHook
+from tidekv.states.pages.page_pool import PagePool
+from tidekv.states.prefix.eviction import EvictionHook, Evictor
 from tidekv.states.prefix.insertion import insert_host_pages, insert_prefix
 from tidekv.states.prefix.invariants import check_index
-from tidekv.states.prefix.node import Inserted, Load, Match, Node, Receipt, TierName, redeem
+from tidekv.states.prefix.node import InsertResult, Load, MatchResult, Node, Receipt, TierName, redeem
 from tidekv.states.prefix.policies import LRU, EvictionPolicy
 from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import NO_PAGES, PageIds
 
-__all__ = ["EvictionHook", "Inserted", "Load", "Match", "Node", "PrefixIndex", "Receipt"]
+__all__ = ["EvictionHook", "InsertResult", "Load", "MatchResult", "Node", "PrefixIndex", "Receipt"]
 
 
 class PrefixIndex:
@@ -39,11 +39,11 @@ class PrefixIndex:
     `key_bytes` is the width of one page's key.
     """
 
-    def __init__(self, *, key_bytes: int, device: PageAccount, host: PageAccount, policy: EvictionPolicy = LRU) -> None:
+    def __init__(self, *, key_bytes: int, device: PagePool, host: PagePool, policy: EvictionPolicy = LRU) -> None:
         self.tree = PageTree(key_bytes)
         self.device_tier = DeviceTier(device, policy)
         self.host_tier = HostTier(host, policy)
-        self._dropping = Dropping(self.tree, self.device_tier, self.host_tier)
+        self._dropping = Evictor(self.tree, self.device_tier, self.host_tier)
 
     @property
     def on_evict(self) -> list[EvictionHook]:
@@ -74,7 +74,7 @@ class PrefixIndex:
 
     # --- Finding ---
 
-    def match(self, namespace: str, keys: bytes) -> Match:
+    def match(self, namespace: str, keys: bytes) -> MatchResult:
         """Find the longest prefix of `keys` and make its end a node. Its nodes were used now, and hit once more."""
         self._count_pages(keys)
         tree = self.tree
@@ -94,7 +94,7 @@ class PrefixIndex:
                 device_node = node
             at += len(node.keys)
         device_pages = device_node.depth_pages
-        return Match(device_pages, node.depth_pages - device_pages, device_node, node)
+        return MatchResult(device_pages, node.depth_pages - device_pages, device_node, node)
 
     def probe_prefix(self, namespace: str, keys: bytes) -> tuple[int, int]:
         """Tell the lengths that `match` would find, in device and further in host pages, changing nothing at all."""
@@ -192,7 +192,7 @@ class PrefixIndex:
 
     # --- Growing ---
 
-    def insert(self, namespace: str, keys: bytes, pages: PageIds, *, priority: int = 0) -> Inserted:
+    def insert(self, namespace: str, keys: bytes, pages: PageIds, *, priority: int = 0) -> InsertResult:
         """Enter a prefix whose every page is in place: `pages[i]` holds what `keys` say of page `i`.
 
         The caller owns the pages, but for those that are the tree's very pages at their position. Where the tree has
@@ -310,9 +310,9 @@ class PrefixIndex:
             if node.host is not None:
                 self.host_tier.unguard(node)
 
-    def set_void(self, node: Node) -> None:
+    def set_reclaiming(self, node: Node) -> None:
         """Give the node's device pages up while somebody may still write to them: they drain in place (the account's
-        condition is changed here), no load fills them, and no match passes the node until `drop_void`.
+        condition is changed here), no load fills them, and no match passes the node until `drop_reclaiming`.
         """
         self._parent_of(node)
         if node.device is None or node.void:
@@ -330,7 +330,7 @@ class PrefixIndex:
 
     # --- Shrinking ---
 
-    def drop_void(self, node: Node) -> PageIds | None:
+    def drop_reclaiming(self, node: Node) -> PageIds | None:
         """Take void pages out of the tree, once nobody can write to them: they are returned, still draining, for the
         caller to settle. Device copies below, which no match can reach, are freed. None, and nothing is changed, where
         a receipt, load or void node at or below the node stands against it.
@@ -340,7 +340,7 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} is not void")
         if node.guarded > 1:
             return None
-        return self._dropping.drop_void(node)
+        return self._dropping.drop_reclaiming(node)
 
     def drop_device(self, node: Node) -> None:
         """Free the device pages of a node that nothing guards and that has none below it."""

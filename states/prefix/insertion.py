@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidekv.states.prefix.node import Inserted, Node
+from tidekv.states.prefix.node import InsertResult, Node
 from tidekv.states.prefix.tiers import DeviceTier, HostTier
 from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import NO_PAGES, PageIds
 
 
-def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pages: PageIds, priority: int) -> Inserted:
+def insert_prefix(
+    tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pages: PageIds, priority: int
+) -> InsertResult:
     """Enter `pages`, one for each key, below `root`. See PrefixIndex.insert.
 
     What the walk down leaves, by position:
@@ -61,7 +63,7 @@ def insert_prefix(tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pag
         node = tree.add_child(node, keys, first * width, first_key, priority=priority)
         tier.attach(node, fresh if not host_only else pages[first:])
     table += fresh if stop == count else pages[len(table) :]
-    return Inserted(node, table, len(fresh), duplicates, rejected)
+    return InsertResult(node, table, len(fresh), duplicates, rejected)
 
 
 def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, pages: PageIds) -> tuple[Node, PageIds]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.pages.page_pool import Condition
+from tidekv.states.pages.page_pool import PageState
 from tidekv.states.prefix.node import KEPT_MAX, Node
 from tidekv.states.types import page_ids
 
@@ -91,9 +91,9 @@ def _check_device(tree: PageTree, tier: DeviceTier, nodes: list[Node]) -> None:
         evictable += 0 if node.guarded else node.page_count
         protected += node.page_count if node.guarded else 0
     _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
-    if not tier.account.holds(cached, Condition.CACHED) or tier.account.cached != len(cached):
+    if not tier.account.holds(cached, PageState.CACHED) or tier.account.cached != len(cached):
         raise BrokenInvariant("the device pages of the index are not those that its account calls cached, each once")
-    if not tier.account.holds(void, Condition.DRAINING):
+    if not tier.account.holds(void, PageState.DRAINING):
         raise BrokenInvariant("the void pages of the index are not draining, each once, in their account")
 
 
@@ -106,7 +106,7 @@ def _check_host(tree: PageTree, tier: HostTier, nodes: list[Node]) -> None:
             evictable += 0 if node.host_guarded else node.page_count
             protected += node.page_count if node.host_guarded else 0
     _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
-    if not tier.account.holds(cached, Condition.CACHED) or tier.account.cached != len(cached):
+    if not tier.account.holds(cached, PageState.CACHED) or tier.account.cached != len(cached):
         raise BrokenInvariant("the host pages of the index are not those that its account calls cached, each once")
 
 

@@ -197,7 +197,7 @@ def redeem(receipt: Receipt, kind: TierName, tree: object) -> Node:
     return receipt.node
 
 
-class Match(msgspec.Struct, frozen=True, eq=False):
+class MatchResult(msgspec.Struct, frozen=True, eq=False):
     """The longest prefix found: `device_pages` pages in device memory (also such under load), then `host_pages` in host
     memory. The nodes are where each part ends; nothing is locked yet.
     """
@@ -208,7 +208,7 @@ class Match(msgspec.Struct, frozen=True, eq=False):
     host_node: Node
 
 
-class Inserted(msgspec.Struct, frozen=True, eq=False):
+class InsertResult(msgspec.Struct, frozen=True, eq=False):
     """What became of the pages of an insert.
 
     [0, n) of the prefix: `pages`, the page table to use from now on; read it, do not change it. `inserted_count` of the

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.node import Node, TierName
 from tidekv.states.prefix.policies import EvictionPolicy, EvictionQueue
 from tidekv.states.types import PageIds
@@ -20,16 +20,16 @@ from tidekv.states.types import PageIds
 class Tier(ABC):
     """What the index needs of a tier's books."""
 
-    __slots__ = ("account", "evictable", "name", "protected", "queue", "receipts", "touched")
+    __slots__ = ("account", "dirty_nodes", "evictable", "name", "protected", "queue", "receipts")
 
-    def __init__(self, name: TierName, account: PageAccount, policy: EvictionPolicy) -> None:
+    def __init__(self, name: TierName, account: PagePool, policy: EvictionPolicy) -> None:
         self.name = name
         self.account = account
         self.evictable = 0
         self.protected = 0
         self.receipts = 0
         self.queue = EvictionQueue(policy, self.is_ready)
-        self.touched: dict[Node, None] | None = None
+        self.dirty_nodes: dict[Node, None] | None = None
         """See `tidekv.engine.kv_events.watcher`."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class DeviceTier(Tier):
 
     __slots__ = ()
 
-    def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
+    def __init__(self, account: PagePool, policy: EvictionPolicy) -> None:
         super().__init__("device", account, policy)
 
     def is_ready(self, node: Node) -> bool:
@@ -101,8 +101,8 @@ class DeviceTier(Tier):
         node.parent.device_children += 1
         self.evictable += node.page_count
         self.queue.push(node)
-        if self.touched is not None:
-            self.touched[node] = None
+        if self.dirty_nodes is not None:
+            self.dirty_nodes[node] = None
 
     def detach(self, node: Node) -> PageIds:
         """See Tier."""
@@ -113,8 +113,8 @@ class DeviceTier(Tier):
         parent.device_children -= 1
         if not parent.device_children and not parent.guarded and parent.parent is not None:
             self.queue.push(parent)
-        if self.touched is not None:
-            self.touched[node] = None
+        if self.dirty_nodes is not None:
+            self.dirty_nodes[node] = None
         return pages
 
 
@@ -123,7 +123,7 @@ class HostTier(Tier):
 
     __slots__ = ()
 
-    def __init__(self, account: PageAccount, policy: EvictionPolicy) -> None:
+    def __init__(self, account: PagePool, policy: EvictionPolicy) -> None:
         super().__init__("host", account, policy)
 
     def is_ready(self, node: Node) -> bool:
@@ -166,8 +166,8 @@ class HostTier(Tier):
         node.parent.host_children += 1
         self.evictable += node.page_count
         self.queue.push(node)
-        if self.touched is not None:
-            self.touched[node] = None
+        if self.dirty_nodes is not None:
+            self.dirty_nodes[node] = None
 
     def detach(self, node: Node) -> PageIds:
         """See Tier."""
@@ -178,6 +178,6 @@ class HostTier(Tier):
         parent.host_children -= 1
         if not parent.host_children and not parent.host_guarded and parent.parent is not None:
             self.queue.push(parent)
-        if self.touched is not None:
-            self.touched[node] = None
+        if self.dirty_nodes is not None:
+            self.dirty_nodes[node] = None
         return pages

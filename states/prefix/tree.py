@@ -11,7 +11,7 @@ from tidekv.states.prefix.node import Keys, Node, make_root, part_of
 class PageTree:
     """Nodes by namespace; `key_bytes` is the width of one page's key."""
 
-    __slots__ = ("_next_id", "attachment", "key_bytes", "on_split", "roots", "tick", "touched")
+    __slots__ = ("_next_id", "attachment", "dirty_nodes", "key_bytes", "on_split", "roots", "tick")
 
     def __init__(self, key_bytes: int) -> None:
         if key_bytes <= 0:
@@ -23,7 +23,7 @@ class PageTree:
         """The logical clock of recency: one a call that uses nodes."""
         self.attachment = 1
         """Counts what was attached as storage: what is known of an earlier one is not known of this one."""
-        self.touched: dict[Node, None] | None = None
+        self.dirty_nodes: dict[Node, None] | None = None
         """See `tidekv.engine.kv_events.watcher`."""
         self.on_split: list[Callable[[Node, Node], None]] = []
         """Told of a split that has been made: the upper node, which is new, and the lower one."""
@@ -121,8 +121,8 @@ class PageTree:
 
     def touch(self, node: Node) -> None:
         """Note for whoever watches that the node is no longer what it was."""
-        if self.touched is not None:
-            self.touched[node] = None
+        if self.dirty_nodes is not None:
+            self.dirty_nodes[node] = None
 
     def shared_pages(self, edge: Keys, keys: bytes, at: int) -> int:
         """Count the pages that `edge` and `keys[at:]` begin with together. The first is known to be the same."""

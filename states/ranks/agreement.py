@@ -27,12 +27,12 @@ import msgspec
 
 from tidekv.states import commands, events
 from tidekv.states.errors import RankBroken, RanksDiverged
-from tidekv.states.ranks.call_votes import CALLS, Call, CallName, CallQuestion, Refusal, name_of
-from tidekv.states.ranks.component_votes import TailQuestion
-from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomQuestion
-from tidekv.states.ranks.state_digest import Fingerprint
-from tidekv.states.ranks.vote_items import LOST_RANK, OperationQuestion, RequestQuestion
-from tidekv.states.ranks.votes import NOBODY, Ballot, equal_words, unequal
+from tidekv.states.ranks.call_votes import CALLS, Call, CallName, CallVote, Refusal, name_of
+from tidekv.states.ranks.component_votes import ComponentVote
+from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomVote
+from tidekv.states.ranks.state_digest import StateDigest
+from tidekv.states.ranks.vote_items import LOST_RANK, OperationVote, RequestVote
+from tidekv.states.ranks.votes import NOBODY, VoteVector, equal_words, unequal
 
 if TYPE_CHECKING:
     from tidekv.states.commands import Command
@@ -91,18 +91,18 @@ class Agreement:
         """Whether the last vote compared everything and nothing has been stepped since."""
         self._core = core
         self._hold_s = hold_s
-        self._ballot = Ballot()
-        self._fingerprint = Fingerprint(core)
-        self.compared = (*COMPARED, *self._fingerprint.parts)
+        self._vote_vector = VoteVector()
+        self._state_digest = StateDigest(core)
+        self.compared = (*COMPARED, *self._state_digest.parts)
         """What each vote compares, by name."""
         self.header_words = len(SOLE_FACTS) + 2 * len(self.compared)
         """Words in front of those of the questions."""
         self._opening: Opening | None = None
         self._number = 0
-        self._operations: dict[int, OperationQuestion | TailQuestion] = {}
-        self._rooms: dict[tuple[str, int], RoomQuestion] = {}
-        self._requests: dict[str, RequestQuestion] = {}
-        self._named: dict[CallName, CallQuestion] = {}
+        self._operations: dict[int, OperationVote | ComponentVote] = {}
+        self._rooms: dict[tuple[str, int], RoomVote] = {}
+        self._requests: dict[str, RequestVote] = {}
+        self._named: dict[CallName, CallVote] = {}
         self._mine: dict[CallName, Call] = {}
         """Calls of this rank's callers that the leader has not named."""
         self._unnamed: list[Event] = []
@@ -116,7 +116,7 @@ class Agreement:
     @property
     def has_news(self) -> bool:
         """Whether this rank knows something that the others have to hear."""
-        return self._has_news or self._ballot.has_news or bool(self._unnamed)
+        return self._has_news or self._vote_vector.has_news or bool(self._unnamed)
 
     @property
     def is_idle(self) -> bool:
@@ -126,7 +126,7 @@ class Agreement:
     @property
     def questions(self) -> int:
         """Slots in use."""
-        return self._ballot.taken
+        return self._vote_vector.taken
 
     def next_deadline_s(self) -> float | None:
         """When a turn must be opened at the latest, by the leader's clock; None: nothing is waited for."""
@@ -152,11 +152,11 @@ class Agreement:
                 self._hear_abort(event)
             case events.GrowthTaken(request_id=request_id):
                 if (request := self._requests.get(request_id)) is not None:
-                    request.grow(self._ballot, event.page_count, event.wanted)
+                    request.grow(self._vote_vector, event.page_count, event.wanted)
             case events.FlushRequested() | events.PolicyChanged():
                 self._unnamed.append(event)
-            case events.StorageChanged(available=available, tails=tails):
-                self._storage, self._has_news = available + (available and tails), True
+            case events.StorageChanged(available=available, component_pages=component_pages):
+                self._storage, self._has_news = available + (available and component_pages), True
             case events.WriterLost(writer=writer, cause=cause):
                 self._hear_writer(writer, cause, is_dead=False)
             case events.WriterDead(writer=writer):
@@ -168,7 +168,7 @@ class Agreement:
         name = name_of(call)
         named = self._named.get(name)
         if named is not None and named.call is None:
-            named.make(self._ballot, call)
+            named.make(self._vote_vector, call)
             return
         self._mine[name] = call
         if self.rank == LEADER:
@@ -177,9 +177,9 @@ class Agreement:
     def _hear_abort(self, event: events.AbortRequested) -> None:
         name: CallName = (events.RequestArrived, event.request_id)
         if (request := self._requests.get(event.request_id)) is not None:
-            request.abort(self._ballot, event.cause)
+            request.abort(self._vote_vector, event.cause)
         elif (named := self._named.get(name)) is not None:
-            named.abort(self._ballot)
+            named.abort(self._vote_vector)
         elif (call := self._mine.pop(name, None)) is not None:
             self._unnamed = [other for other in self._unnamed if other is not call]
             self._refusals.append(Refusal(call, event.cause, "before all ranks had taken it"))
@@ -187,17 +187,17 @@ class Agreement:
     def _hear_writer(self, writer: str, cause: str, *, is_dead: bool) -> None:
         for room in self._rooms.values():
             if room.writer == writer:
-                room.fail(self._ballot, self.rank, LOST, cause, settled=is_dead)
+                room.fail(self._vote_vector, self.rank, LOST, cause, settled=is_dead)
 
     def _hear_outcome(self, event: Event) -> None:
-        ballot = self._ballot
+        vote_vector = self._vote_vector
         op = getattr(event, "op", 0)
         if op:
             operation = self._operations.get(op)
             if operation is None:
                 self.outcomes_unknown += 1
                 return
-            operation.hear(ballot, self.rank, event)
+            operation.hear(vote_vector, self.rank, event)
             return
         of_room = cast(
             "events.PromiseSent | events.ChunkLanded | events.AuxLanded | events.RoomRefused | events.RoomFailed"
@@ -210,17 +210,17 @@ class Agreement:
             return
         match of_room:
             case events.PromiseSent():
-                room.sent(ballot, of_room)
+                room.sent(vote_vector, of_room)
             case events.ChunkLanded():
-                room.land(ballot, of_room)
+                room.land(vote_vector, of_room)
             case events.AuxLanded(rank=rank):
-                room.land_aux(ballot, rank)
+                room.land_aux(vote_vector, rank)
             case events.RoomRefused(cause=cause):
-                room.fail(ballot, self.rank, REFUSED, cause)
+                room.fail(vote_vector, self.rank, REFUSED, cause)
             case events.RoomFailed(settled=settled, cause=cause):
-                room.fail(ballot, self.rank, FAILED, cause, settled=settled)
+                room.fail(vote_vector, self.rank, FAILED, cause, settled=settled)
             case _:
-                room.drained(ballot, of_room.rank)
+                room.drained(vote_vector, of_room.rank)
 
     def take_refusals(self, now_s: float) -> list[Refusal]:
         """Calls that end on this rank alone: given up before the leader had named them, or never named by it."""
@@ -243,11 +243,11 @@ class Agreement:
         self._has_news = True
         self.rank = LEADER
         for request in self._requests.values():
-            request.abort(self._ballot, LOST_RANK)
+            request.abort(self._vote_vector, LOST_RANK)
         calls: list[Call] = [question.call for question in self._named.values() if question.call is not None]
         calls += self._mine.values()
         for question in self._named.values():
-            question.close(self._ballot)
+            question.close(self._vote_vector)
         self._named, self._mine, self._unnamed = {}, {}, []
         return [Refusal(call, LOST_RANK, "before all ranks had taken it") for call in calls]
 
@@ -259,7 +259,7 @@ class Agreement:
         self._unnamed = []
         self._name_calls(named, at_s)
         whole = self.is_idle and self._core.is_idle
-        self._opening = Opening(self.epoch, self.turn + 1, at_s, len(self._ballot), whole, named)
+        self._opening = Opening(self.epoch, self.turn + 1, at_s, len(self._vote_vector), whole, named)
         return self._opening
 
     def take_opening(self, opening: Opening) -> None:
@@ -280,12 +280,12 @@ class Agreement:
         ]
         # What a rank keeps that broke is not to be trusted, nor even to be looked at.
         parts = (
-            [0] * len(self._fingerprint.parts)
+            [0] * len(self._state_digest.parts)
             if self.has_broken
-            else self._fingerprint.numbers(opening.turn, whole=opening.whole)
+            else self._state_digest.numbers(opening.turn, whole=opening.whole)
         )
-        numbers = [self.epoch, self.turn + 1, self._ballot.taken, *parts]
-        words = self._ballot.cast(opening.slots)
+        numbers = [self.epoch, self.turn + 1, self._vote_vector.taken, *parts]
+        words = self._vote_vector.cast(opening.slots)
         head = type(words)("q", facts + equal_words(numbers))
         return head + words
 
@@ -303,10 +303,10 @@ class Agreement:
         decided: list[Event] = []
         if storage != self._told_storage:
             self._told_storage = storage
-            decided.append(events.StorageChanged(at_s=opening.at_s, available=storage > 0, tails=storage > 1))
-        for question in self._ballot.take(reduced[self.header_words :]):
-            if not isinstance(question, CallQuestion):
-                decided += question.decide(self._ballot, opening.at_s)
+            decided.append(events.StorageChanged(at_s=opening.at_s, available=storage > 0, component_pages=storage > 1))
+        for question in self._vote_vector.take(reduced[self.header_words :]):
+            if not isinstance(question, CallVote):
+                decided += question.decide(self._vote_vector, opening.at_s)
                 self._close_answered(question)
         refusals = self._decide_calls(decided, opening)
         decided += [event for event in opening.calls if not isinstance(event, CALLS)]
@@ -317,74 +317,74 @@ class Agreement:
         return Decision(events=decided, refusals=refusals, is_idle=bool(idle), all_leave=bool(leaving))
 
     def _close_answered(self, question: Question) -> None:
-        if isinstance(question, OperationQuestion | TailQuestion):
+        if isinstance(question, OperationVote | ComponentVote):
             if question.is_over:
                 del self._operations[question.op]
-                question.close(self._ballot)
-        elif isinstance(question, RoomQuestion) and question.is_over:
+                question.close(self._vote_vector)
+        elif isinstance(question, RoomVote) and question.is_over:
             del self._rooms[question.request_id, question.generation]
-            question.close(self._ballot)
+            question.close(self._vote_vector)
 
     def _decide_calls(self, decided: list[Event], opening: Opening) -> list[Refusal]:
         refusals = []
         for name, question in list(self._named.items()):
-            if question.is_answered(self._ballot, opening.at_s, self._hold_s):
-                decided += question.decide(self._ballot, opening.at_s)
+            if question.is_answered(self._vote_vector, opening.at_s, self._hold_s):
+                decided += question.decide(self._vote_vector, opening.at_s)
                 if question.refusal is not None:
                     refusals.append(question.refusal)
                 del self._named[name]
-                question.close(self._ballot)
+                question.close(self._vote_vector)
         return refusals
 
     def _name_calls(self, named: Sequence[Event], at_s: float) -> None:
         for event in named:
             if isinstance(event, CALLS):
                 name = name_of(event)
-                question = CallQuestion(self._next(), self._ballot, event, rank=self.rank, at_s=at_s)
+                question = CallVote(self._next(), self._vote_vector, event, rank=self.rank, at_s=at_s)
                 self._named[name] = question
                 if (mine := self._mine.pop(name, None)) is not None:
-                    question.make(self._ballot, mine)
+                    question.make(self._vote_vector, mine)
 
     # --- What the core does ---
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """The core has taken an event (a `Watcher` of the driver): its commands open and close questions."""
-        self._fingerprint.stepped(event, given)
+        self._state_digest.stepped(event, given)
         self.is_whole = False
         if isinstance(event, events.RequestArrived) and not error:
-            self._requests[event.request_id] = RequestQuestion(self._next(), self._ballot, event.request_id)
+            self._requests[event.request_id] = RequestVote(self._next(), self._vote_vector, event.request_id)
         elif isinstance(event, events.RetractRequested):
             self._close_request(event.request_id)
         for command in given:
             self._given(command)
 
     def _given(self, command: Command) -> None:
-        ballot = self._ballot
+        vote_vector = self._vote_vector
         match command:
             case commands.SendPromise(request_id=request_id, generation=generation):
-                room = RoomQuestion(self._next(), ballot, request_id, generation)
+                room = RoomVote(self._next(), vote_vector, request_id, generation)
                 first = self._core.settings.pages_of(command.prompt_tokens) - len(command.pages)
-                room.add_span(ballot, first, len(command.pages))
+                room.add_span(vote_vector, first, len(command.pages))
                 self._rooms[request_id, generation] = room
             case commands.SendExtend(request_id=request_id, generation=generation):
-                self._rooms[request_id, generation].add_span(ballot, command.first, len(command.pages))
+                self._rooms[request_id, generation].add_span(vote_vector, command.first, len(command.pages))
             case commands.SendAbort(request_id=request_id, generation=generation):
-                self._rooms[request_id, generation].leave(ballot)
+                self._rooms[request_id, generation].leave(vote_vector)
             case commands.SendReceived(request_id=request_id, generation=generation):
-                self._rooms.pop((request_id, generation)).close(ballot)
-            case commands.TellFailed(request_id=request_id) | commands.TellDropped(request_id=request_id):
+                self._rooms.pop((request_id, generation)).close(vote_vector)
+            case commands.ReportFailed(request_id=request_id) | commands.ReportDropped(request_id=request_id):
                 self._close_request(request_id)
-            case commands.TellFinished(request_id=request_id):
+            case commands.ReportFinished(request_id=request_id):
                 self._close_request(request_id)
-            case commands.QueryTails(op=op):
-                self._operations[op] = TailQuestion(self._next(), ballot, command, self._core)
+            case commands.QueryComponents(op=op):
+                self._operations[op] = ComponentVote(self._next(), vote_vector, command, self._core)
             case commands.Operation(op=op):
-                self._operations[op] = OperationQuestion(self._next(), ballot, command)
+                self._operations[op] = OperationVote(self._next(), vote_vector, command)
 
     def _close_request(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
         if request is not None:
-            request.close(self._ballot)
+            request.close(self._vote_vector)
 
     def _next(self) -> int:
         self._number += 1

@@ -16,7 +16,7 @@ from tidekv.states import events
 
 if TYPE_CHECKING:
     from tidekv.states.events import Event
-    from tidekv.states.ranks.votes import Ballot
+    from tidekv.states.ranks.votes import VoteVector
 
 Call: TypeAlias = "events.RequestArrived | events.FinishRequested | events.RetractRequested | events.RetractedDropped"
 CALLS = (events.RequestArrived, events.FinishRequested, events.RetractRequested, events.RetractedDropped)
@@ -47,11 +47,11 @@ def content_of(call: Call) -> int:
         plain = (call.prompt_tokens, call.namespace, call.prefill_count, call.priority, call.cache, call.can_recompute)
         return zlib.crc32(call.keys, zlib.crc32(repr(plain).encode()))
     if isinstance(call, events.FinishRequested | events.RetractRequested):
-        return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.tails)).encode()))
+        return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.component_pages)).encode()))
     return 0
 
 
-class CallQuestion:
+class CallVote:
     """One call that the leader has named. `leaders` is its event, without keys.
 
     The first word is the rank where the call is missing, ABORTED, or PRESENT and the content; the second is the
@@ -60,34 +60,34 @@ class CallQuestion:
 
     __slots__ = ("_content", "_is_aborted", "call", "leaders", "named_at_s", "number", "refusal", "slots")
 
-    def __init__(self, number: int, ballot: Ballot, leaders: Call, *, rank: int, at_s: float) -> None:
+    def __init__(self, number: int, vote_vector: VoteVector, leaders: Call, *, rank: int, at_s: float) -> None:
         self.number = number
         self.leaders = leaders
         self.call: Call | None = None
         """This rank's own."""
         self.named_at_s = at_s
-        self.slots = (ballot.open(self, rank), ballot.open(self))
+        self.slots = (vote_vector.open(self, rank), vote_vector.open(self))
         self.refusal: Refusal | None = None
 
-    def make(self, ballot: Ballot, call: Call) -> None:
+    def make(self, vote_vector: VoteVector, call: Call) -> None:
         """The caller on this rank has made the call."""
         self.call = call
         content = PRESENT + content_of(call)
-        ballot.say(self.slots[0], content)
-        ballot.say(self.slots[1], -content)
+        vote_vector.say(self.slots[0], content)
+        vote_vector.say(self.slots[1], -content)
 
-    def abort(self, ballot: Ballot) -> None:
+    def abort(self, vote_vector: VoteVector) -> None:
         """The caller on this rank gives up."""
-        ballot.say(self.slots[0], ABORTED)
+        vote_vector.say(self.slots[0], ABORTED)
 
-    def is_answered(self, ballot: Ballot, at_s: float, hold_s: float) -> bool:
+    def is_answered(self, vote_vector: VoteVector, at_s: float, hold_s: float) -> bool:
         """Whether the vote has decided about the call: all have made it, one has given up, or the hold is over."""
-        word = ballot.agreed(self.slots[0])
+        word = vote_vector.agreed(self.slots[0])
         return word >= PRESENT or word == ABORTED or at_s >= self.named_at_s + hold_s
 
-    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+    def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """The event of the call, with the leader's numbers; nothing where it is refused, which `refusal` says."""
-        word, negative = (ballot.agreed(slot) for slot in self.slots)
+        word, negative = (vote_vector.agreed(slot) for slot in self.slots)
         call = self.call
         if word == -negative and call is not None:
             fields = {"at_s": at_s} if not hasattr(call, "keys") else {"at_s": at_s, "keys": call.keys}
@@ -105,7 +105,7 @@ class CallQuestion:
         # The request is live, and cannot be given back on all ranks alike: it is dropped on all.
         return [events.AbortRequested(at_s=at_s, request_id=self.leaders.request_id, cause=self.refusal.detail)]
 
-    def close(self, ballot: Ballot) -> None:
+    def close(self, vote_vector: VoteVector) -> None:
         """See `Question`."""
         for slot in self.slots:
-            ballot.close(slot)
+            vote_vector.close(slot)

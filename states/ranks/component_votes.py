@@ -1,4 +1,4 @@
-"""Up to which boundary all ranks can go on with what storage has: the question about a `QueryTails`.
+"""Up to which boundary all ranks can go on with what storage has: the question about a `QueryComponents`.
 
 Which pages of a component are in storage is a set, and of sets a vote can make nothing. But a plan needs one boundary
 only, and the caches of all ranks are the same. So the ranks look for the longest boundary that each of them serves, by
@@ -22,17 +22,17 @@ from tidekv.states import events
 from tidekv.states.ranks.vote_items import end_of_word, has_failed, word_of_end
 
 if TYPE_CHECKING:
-    from tidekv.states.commands import QueryTails
+    from tidekv.states.commands import QueryComponents
     from tidekv.states.components.storage import Reach
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.ranks.votes import Ballot
+    from tidekv.states.ranks.votes import VoteVector
 
 VOTES_MAX = 16
 """So many votes may ask for a boundary, before the ranks do without the tails in storage."""
 
 
-class TailQuestion:
+class ComponentVote:
     """How many full pages the storage of every rank has, and the longest boundary that all ranks serve.
 
     The first word is that of an operation, 0 until storage has answered here. The second is the boundary that this rank
@@ -41,10 +41,10 @@ class TailQuestion:
 
     __slots__ = ("_core", "_end", "_first", "_prompt", "_reach", "_votes", "is_over", "number", "op", "slots")
 
-    def __init__(self, number: int, ballot: Ballot, command: QueryTails, core: Core) -> None:
+    def __init__(self, number: int, vote_vector: VoteVector, command: QueryComponents, core: Core) -> None:
         self.number = number
         self.op = command.op
-        self.slots = (ballot.open(self), ballot.open(self), ballot.open(self))
+        self.slots = (vote_vector.open(self), vote_vector.open(self), vote_vector.open(self))
         self.is_over = False
         """Whether the core is told, and nothing is to be asked any more."""
         # The request may be over when storage answers, or even by now.
@@ -57,49 +57,53 @@ class TailQuestion:
         """What this rank serves; None: it has no answer of use."""
         self._votes = 0
 
-    def hear(self, ballot: Ballot, rank: int, event: Event) -> None:
+    def hear(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
         """Storage has answered on this rank. Told twice, only the first counts."""
-        if ballot.word(self.slots[0]):
+        if vote_vector.word(self.slots[0]):
             return
         found, failed = 0, has_failed(event)
         if isinstance(event, events.StorageAnswered) and not failed:
             found = event.found
             if self._prompt is not None:
-                assert self._core.tails is not None, "who asks for tails has components"
-                self._reach = self._core.tails.storage.reach(*self._prompt, self._first, found, event.tails)
+                assert self._core.component_pages is not None, "who asks for tails has components"
+                self._reach = self._core.component_pages.storage.reach(
+                    *self._prompt, self._first, found, event.component_pages
+                )
         boundary = self._longest(self._end)
         for slot, word in zip(self.slots, (word_of_end(found, rank, failed=failed), *_words(boundary)), strict=True):
-            ballot.say(slot, word)
+            vote_vector.say(slot, word)
 
-    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+    def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """See `Question`."""
-        ended, least, most = (ballot.agreed(slot) for slot in self.slots)
+        ended, least, most = (vote_vector.agreed(slot) for slot in self.slots)
         if not ended:
             return []
         self._votes += 1
         boundary, is_same = least - 1, least == -most
         if boundary and not is_same and self._votes < VOTES_MAX:
             for slot, word in zip(self.slots[1:], _words(self._longest(boundary)), strict=True):
-                ballot.ask_anew(slot, word)
+                vote_vector.ask_anew(slot, word)
             return []
         self.is_over = True
-        tails = self._tails_of(boundary) if boundary and is_same else ()
+        component_pages = self._component_pages_of(boundary) if boundary and is_same else ()
         found, error = end_of_word(ended)
-        return [events.StorageAnswered(at_s=at_s, op=self.op, found=found, error=error, tails=tails)]
+        return [
+            events.StorageAnswered(at_s=at_s, op=self.op, found=found, error=error, component_pages=component_pages)
+        ]
 
-    def close(self, ballot: Ballot) -> None:
+    def close(self, vote_vector: VoteVector) -> None:
         """See `Question`."""
         for slot in self.slots:
-            ballot.close(slot)
+            vote_vector.close(slot)
 
     def _longest(self, limit: int) -> int:
         return self._reach.longest(limit) if self._reach is not None else 0
 
-    def _tails_of(self, boundary: int) -> tuple[events.StoredTail, ...]:
+    def _component_pages_of(self, boundary: int) -> tuple[events.StoredComponent, ...]:
         settings = self._core.settings
         return tuple(
-            events.StoredTail(
-                component.name, ((max(0, boundary - component.tail_pages(settings.page_size)), boundary),)
+            events.StoredComponent(
+                component.name, ((max(0, boundary - component.trailing_pages(settings.page_size)), boundary),)
             )
             for component in settings.components
         )

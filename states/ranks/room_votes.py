@@ -15,7 +15,7 @@ from tidekv.states.errors import PrefillCause
 
 if TYPE_CHECKING:
     from tidekv.states.events import Event
-    from tidekv.states.ranks.votes import Ballot
+    from tidekv.states.ranks.votes import VoteVector
 
 LOST, FAILED, REFUSED = 1, 2, 3
 """How a room fails, worst first."""
@@ -61,7 +61,7 @@ class SpanProgress:
         return 2 * (min(self._cursors.values()) - self._first) + (len(self._ended) == ranks)
 
 
-class RoomQuestion:
+class RoomVote:
     """One room, from its promise until it is received or all of its writers have stopped."""
 
     __slots__ = (
@@ -81,7 +81,7 @@ class RoomQuestion:
         "writer",
     )
 
-    def __init__(self, number: int, ballot: Ballot, request_id: str, generation: int) -> None:
+    def __init__(self, number: int, vote_vector: VoteVector, request_id: str, generation: int) -> None:
         self.number = number
         self.request_id = request_id
         self.generation = generation
@@ -89,7 +89,7 @@ class RoomQuestion:
         """Who writes for this rank."""
         self.is_left = False
         self.is_over = False
-        self.slot = ballot.open(self, UNSENT)
+        self.slot = vote_vector.open(self, UNSENT)
         self._spans: list[SpanProgress] = []
         self._ranks = 0
         self._aux_from: set[int] = set()
@@ -98,53 +98,53 @@ class RoomQuestion:
         self._fate = 0
         self._told = UNSENT
 
-    def add_span(self, ballot: Ballot, first: int, count: int) -> None:
+    def add_span(self, vote_vector: VoteVector, first: int, count: int) -> None:
         """The room asks for these pages of the prompt as well."""
-        self._spans.append(SpanProgress(ballot.open(self), first, count))
+        self._spans.append(SpanProgress(vote_vector.open(self), first, count))
 
-    def leave(self, ballot: Ballot) -> None:
+    def leave(self, vote_vector: VoteVector) -> None:
         """The request left: what is asked from now on is whether all writers have stopped."""
         if not self.is_left:
             self.is_left = True
-            ballot.ask_anew(self.slot, self._word())
+            vote_vector.ask_anew(self.slot, self._word())
 
     # --- What this rank hears ---
 
-    def sent(self, ballot: Ballot, event: events.PromiseSent) -> None:
+    def sent(self, vote_vector: VoteVector, event: events.PromiseSent) -> None:
         """The promise is on its way to this rank's writers."""
         self.writer, self._ranks = event.writer, event.ranks
-        self._say(ballot)
+        self._say(vote_vector)
 
-    def land(self, ballot: Ballot, event: events.ChunkLanded) -> None:
+    def land(self, vote_vector: VoteVector, event: events.ChunkLanded) -> None:
         """Pages have come; a chunk of no span or writer that this room has changes nothing."""
         if 0 <= event.span < len(self._spans) and 0 <= event.rank < self._ranks:
             span = self._spans[event.span]
             span.land(event)
-            ballot.say(span.slot, span.word(self._ranks))
+            vote_vector.say(span.slot, span.word(self._ranks))
 
-    def land_aux(self, ballot: Ballot, rank: int) -> None:
+    def land_aux(self, vote_vector: VoteVector, rank: int) -> None:
         """The first token has come from one writer."""
         if 0 <= rank < self._ranks:
             self._aux_from.add(rank)
-            self._say(ballot)
+            self._say(vote_vector)
 
-    def fail(self, ballot: Ballot, rank: int, kind: int, words: str = "", *, settled: bool = False) -> None:
+    def fail(self, vote_vector: VoteVector, rank: int, kind: int, words: str = "", *, settled: bool = False) -> None:
         """The room will not be completed on this rank. Of its words the cause is voted on, which all ranks report."""
         told = PrefillCause.parse(words)
         cause = CAUSE_OF_KIND[kind] if told is None else told[0]
         self._fate = self._fate or kind << 16 | CAUSES.index(cause) << 8 | rank
         self._is_drained |= settled
-        self._say(ballot)
+        self._say(vote_vector)
 
-    def drained(self, ballot: Ballot, rank: int) -> None:
+    def drained(self, vote_vector: VoteVector, rank: int) -> None:
         """A writer has stopped; whoever says so before anything was sent says it for all."""
         self._drained.add(rank)
         if not self._ranks or len(self._drained & set(range(self._ranks))) == self._ranks:
             self._is_drained = True
-        self._say(ballot)
+        self._say(vote_vector)
 
-    def _say(self, ballot: Ballot) -> None:
-        ballot.say(self.slot, self._word())
+    def _say(self, vote_vector: VoteVector) -> None:
+        vote_vector.say(self.slot, self._word())
 
     def _word(self) -> int:
         if self.is_left:
@@ -156,9 +156,9 @@ class RoomQuestion:
 
     # --- What all ranks say ---
 
-    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+    def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """See `Question`."""
-        word = ballot.agreed(self.slot)
+        word = vote_vector.agreed(self.slot)
         key = (self.request_id, self.generation)
         if self.is_left:
             self.is_over = word == 1
@@ -172,7 +172,7 @@ class RoomQuestion:
         if before == UNSENT < word:
             decided.append(_sent(at_s, *key))
         for number, span in enumerate(self._spans):
-            word_of_span, told, span.told = ballot.agreed(span.slot), span.told, ballot.agreed(span.slot)
+            word_of_span, told, span.told = vote_vector.agreed(span.slot), span.told, vote_vector.agreed(span.slot)
             if word_of_span != told:
                 decided.append(
                     events.ChunkLanded(
@@ -190,11 +190,11 @@ class RoomQuestion:
             decided.append(events.AuxLanded(at_s=at_s, request_id=self.request_id, generation=self.generation, rank=0))
         return decided
 
-    def close(self, ballot: Ballot) -> None:
+    def close(self, vote_vector: VoteVector) -> None:
         """See `Question`."""
-        ballot.close(self.slot)
+        vote_vector.close(self.slot)
         for span in self._spans:
-            ballot.close(span.slot)
+            vote_vector.close(span.slot)
 
 
 def _sent(at_s: float, request_id: str, generation: int) -> Event:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.commands import Command
-    from tidekv.states.components.component_tier import TailTier
+    from tidekv.states.components.component_tier import ComponentTier
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.pages.page_pool import PageAccount
+    from tidekv.states.pages.page_pool import PagePool
     from tidekv.states.prefix.node import Node, TierName
     from tidekv.states.types import PageIds
 
@@ -35,7 +35,7 @@ PAGE_FIELDS = ("pages", "device_pages", "host_pages", "reserve", "source_pages",
 ROOMS = (commands.SendPromise, commands.SendExtend, commands.SendAbort, commands.SendReceived)
 
 
-class Fingerprint:
+class StateDigest:
     """Watches one core from its first step on."""
 
     def __init__(self, core: Core) -> None:
@@ -48,7 +48,9 @@ class Fingerprint:
         )
         self.parts = PARTS + tuple(f"component {name}" for (name, _), _ in tiers)
         """Names of what is compared."""
-        self._tails: dict[TailTier, int] = {tier: 0 for (_, device), host in tiers for tier in (device, host)}
+        self._component_pages: dict[ComponentTier, int] = {
+            tier: 0 for (_, device), host in tiers for tier in (device, host)
+        }
         core.state.index.on_evict.append(self._note_eviction)
 
     def stepped(self, event: Event, given: list[Command]) -> None:
@@ -64,10 +66,12 @@ class Fingerprint:
                     self._rooms = zlib.crc32(read(command), self._rooms)
                 else:
                     self._pages = zlib.crc32(read(command), self._pages)
-            if self._tails:
-                self._note_tails(command)
-        for tier, crc in self._tails.items():
-            self._tails[tier] = zlib.crc32(_SIX.pack(*tier.account.counts, tier.protected, tier.receipts), crc)
+            if self._component_pages:
+                self._note_components(command)
+        for tier, crc in self._component_pages.items():
+            self._component_pages[tier] = zlib.crc32(
+                _SIX.pack(*tier.account.counts, tier.protected, tier.receipts), crc
+            )
         shared = self._core.state
         tree, device, host = shared.index.tree, shared.index.device_tier, shared.index.host_tier
         self._index = zlib.crc32(
@@ -91,12 +95,12 @@ class Fingerprint:
             self._moves,
             self._rooms,
             self._pages,
-            *self._numbers_of_tails(turn, whole=whole),
+            *self._numbers_of_components(turn, whole=whole),
         ]
 
-    def _numbers_of_tails(self, turn: int, *, whole: bool) -> list[int]:
+    def _numbers_of_components(self, turn: int, *, whole: bool) -> list[int]:
         numbers = []
-        for tier, crc in self._tails.items():
+        for tier, crc in self._component_pages.items():
             crc = _crc_of_free(tier.account, crc, turn, whole=whole)
             for node in tier.nodes() if whole else ():
                 for position, page in tier.pages_of(node).items():
@@ -105,9 +109,9 @@ class Fingerprint:
         # Both tiers of a component in one number.
         return [zlib.crc32(_ONE.pack(host), device) for device, host in zip(numbers[::2], numbers[1::2], strict=True)]
 
-    def _note_tails(self, command: Command) -> None:
+    def _note_components(self, command: Command) -> None:
         """The pages of components that a command names: those of a promise are of its room."""
-        for tail in getattr(command, "tails", None) or ():
+        for tail in getattr(command, "component_pages", None) or ():
             for pages in (tail.pages, getattr(tail, "own", b"")):
                 if type(command) in ROOMS:
                     self._rooms = zlib.crc32(pages, zlib.crc32(_ONE.pack(tail.first), self._rooms))
@@ -120,7 +124,7 @@ class Fingerprint:
         self._index = zlib.crc32(pages, self._index)
 
 
-def _crc_of_free(account: PageAccount, crc: int, turn: int, *, whole: bool) -> int:
+def _crc_of_free(account: PagePool, crc: int, turn: int, *, whole: bool) -> int:
     free = account.free_pages
     if whole or len(free) <= WINDOW_PAGES:
         return zlib.crc32(free, crc)

@@ -15,7 +15,7 @@ from tidekv.states import commands, events
 if TYPE_CHECKING:
     from tidekv.states.commands import Operation
     from tidekv.states.events import Event
-    from tidekv.states.ranks.votes import Ballot
+    from tidekv.states.ranks.votes import VoteVector
 
 NO_ERROR = 255
 COUNT_MAX = 1 << 40
@@ -40,7 +40,7 @@ def end_of_word(word: int) -> tuple[int, str]:
     return count, "" if culprit == NO_ERROR else f"failed on rank {culprit}"
 
 
-class OperationQuestion:
+class OperationVote:
     """Whether an operation has ended on all ranks: not before the last, and as well as on the worst of them.
 
     The word is 0 until it has ended here, and then that of `word_of_end`.
@@ -48,32 +48,32 @@ class OperationQuestion:
 
     __slots__ = ("kind", "number", "op", "slot")
 
-    def __init__(self, number: int, ballot: Ballot, command: Operation) -> None:
+    def __init__(self, number: int, vote_vector: VoteVector, command: Operation) -> None:
         self.number = number
         self.op = command.op
         self.kind = type(command)
-        self.slot = ballot.open(self)
+        self.slot = vote_vector.open(self)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is to be asked any more, once it was decided."""
         return True
 
-    def hear(self, ballot: Ballot, rank: int, event: Event) -> None:
+    def hear(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
         """It has ended on this rank. Told twice, only the first counts."""
-        if not ballot.word(self.slot):
+        if not vote_vector.word(self.slot):
             count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
-            ballot.say(self.slot, word_of_end(count, rank, failed=has_failed(event)))
+            vote_vector.say(self.slot, word_of_end(count, rank, failed=has_failed(event)))
 
-    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
-        """See `Question`."""
-        count, error = end_of_word(ballot.agreed(self.slot))
+    def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
+        """See `VoteItem`."""
+        count, error = end_of_word(vote_vector.agreed(self.slot))
         kind = self.kind
         if kind is commands.QueryStorage:
             return [events.StorageAnswered(at_s=at_s, op=self.op, found=count, error=error)]
-        if kind in (commands.FetchPages, commands.FetchTail):
+        if kind in (commands.FetchPages, commands.FetchComponent):
             return [events.PagesFetched(at_s=at_s, op=self.op, good=count, error=error)]
-        if kind in (commands.StorePages, commands.StoreTail):
+        if kind in (commands.StorePages, commands.StoreComponent):
             return [events.PagesStored(at_s=at_s, op=self.op, stored=count, error=error)]
         if kind is commands.ProbeStorage:
             return [events.StorageProbed(at_s=at_s, op=self.op, error=error)]
@@ -81,12 +81,12 @@ class OperationQuestion:
             return [events.Recomputed(at_s=at_s, op=self.op, error=error)]
         return [events.CopyEnded(at_s=at_s, op=self.op, error=error)]
 
-    def close(self, ballot: Ballot) -> None:
-        """See `Question`."""
-        ballot.close(self.slot)
+    def close(self, vote_vector: VoteVector) -> None:
+        """See `VoteItem`."""
+        vote_vector.close(self.slot)
 
 
-class RequestQuestion:
+class RequestVote:
     """What callers did to a live request: an abort by any of them, growth as far as all of them have grown.
 
     The first word is the number of reserve pages taken so far, or below zero the cause of an abort; the second is how
@@ -95,29 +95,29 @@ class RequestQuestion:
 
     __slots__ = ("_taken", "_told", "number", "request_id", "slots")
 
-    def __init__(self, number: int, ballot: Ballot, request_id: str) -> None:
+    def __init__(self, number: int, vote_vector: VoteVector, request_id: str) -> None:
         self.number = number
         self.request_id = request_id
-        self.slots = (ballot.open(self), ballot.open(self))
+        self.slots = (vote_vector.open(self), vote_vector.open(self))
         self._taken = 0
         self._told = 0
 
-    def abort(self, ballot: Ballot, cause: str) -> None:
+    def abort(self, vote_vector: VoteVector, cause: str) -> None:
         """The caller on this rank gives up."""
         number = CAUSES.index(cause) if cause in CAUSES else 0
-        ballot.say(self.slots[0], min(-1 - number, ballot.word(self.slots[0])))
+        vote_vector.say(self.slots[0], min(-1 - number, vote_vector.word(self.slots[0])))
 
-    def grow(self, ballot: Ballot, page_count: int, wanted: int) -> None:
+    def grow(self, vote_vector: VoteVector, page_count: int, wanted: int) -> None:
         """The caller on this rank took pages of the reserve, and wants more."""
         self._taken += page_count
-        if ballot.word(self.slots[0]) >= 0:
-            ballot.say(self.slots[0], self._taken)
-        ballot.say(self.slots[1], max(wanted, ballot.word(self.slots[1])))
+        if vote_vector.word(self.slots[0]) >= 0:
+            vote_vector.say(self.slots[0], self._taken)
+        vote_vector.say(self.slots[1], max(wanted, vote_vector.word(self.slots[1])))
 
-    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
-        """See `Question`."""
-        before, taken = self._told, ballot.agreed(self.slots[0])
-        wanted = ballot.agreed(self.slots[1])
+    def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
+        """See `VoteItem`."""
+        before, taken = self._told, vote_vector.agreed(self.slots[0])
+        wanted = vote_vector.agreed(self.slots[1])
         if before < 0:
             return []
         self._told = taken
@@ -125,12 +125,12 @@ class RequestQuestion:
             return [events.AbortRequested(at_s=at_s, request_id=self.request_id, cause=CAUSES[-1 - taken])]
         if wanted:
             # It is asked for once; a caller that wants more by now says so anew.
-            ballot.ask_anew(self.slots[1], max(ballot.word(self.slots[1]) - wanted, 0))
+            vote_vector.ask_anew(self.slots[1], max(vote_vector.word(self.slots[1]) - wanted, 0))
         if taken == before and not wanted:
             return []
         return [events.GrowthTaken(at_s=at_s, request_id=self.request_id, page_count=taken - before, wanted=wanted)]
 
-    def close(self, ballot: Ballot) -> None:
-        """See `Question`."""
+    def close(self, vote_vector: VoteVector) -> None:
+        """See `VoteItem`."""
         for slot in self.slots:
-            ballot.close(slot)
+            vote_vector.close(slot)

@@ -40,16 +40,16 @@ class Question(Protocol):
     number: int
     """Counted from the first question on; the answers of one vote are taken in this order."""
 
-    def decide(self, ballot: Ballot, at_s: float) -> list[Event]:
+    def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """The events that follow from what the ranks have said together."""
         ...
 
-    def close(self, ballot: Ballot) -> None:
+    def close(self, vote_vector: VoteVector) -> None:
         """Give the slots back."""
         ...
 
 
-class Ballot:
+class VoteVector:
     """The slots of one rank: its own words, and what the last vote made of them."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import TellFailed
+from tidekv.states.commands import ReportFailed
 from tidekv.states.request.request import Stage, State
 from tidekv.states.storage.source_split import fetches_to_keep
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.request import Request
     from tidekv.states.request.restore import Restore
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.storage.admission import StorageAdmission
 
 # --- Guards ---
 
@@ -56,7 +56,7 @@ def waits_for_storage(request: Request, event: Event) -> bool:
     for load in request.loads:
         if load.stage is Stage.FETCHING:
             return True
-    return request.fetches_tails
+    return request.fetches_components
 
 
 def waits_for_copies(request: Request, event: Event) -> bool:
@@ -66,7 +66,7 @@ def waits_for_copies(request: Request, event: Event) -> bool:
     for load in request.loads:
         if load.stage is Stage.COPYING or load.stage is Stage.FAILED:
             return True
-    return request.waits_for_tails
+    return request.waits_for_components
 
 
 def is_planned(request: Request, event: Event) -> bool:
@@ -87,7 +87,7 @@ def needs_no_local_tier(request: Request, event: Event) -> bool:
 def has_everything(request: Request, event: Event) -> bool:
     """Every load has ended, every span is written, and the first token is here."""
     is_written = request.recomputed or (request.room is not None and request.room.is_complete)
-    return is_written and not request.loads and not request.waits_for_tails
+    return is_written and not request.loads and not request.waits_for_components
 
 
 def can_recompute(request: Request, event: Event) -> bool:
@@ -115,7 +115,7 @@ class Actions:
         self,
         state: CoreState,
         queue: Queue,
-        storage: StorageUse,
+        storage: StorageAdmission,
         rooms: Rooms,
         loads: Loads,
         shared_transfers: SharedTransfers,
@@ -159,18 +159,18 @@ class Actions:
 
     def _fetches_to_keep(self, request: Request) -> int:
         """How many fetches of a request bring their pages sooner than prefill would now."""
-        now_s, page_s = self._state.now_s, self._storage.way.page_s
+        now_s, page_s = self._state.now_s, self._storage.source_load.page_s
         fetches = request.fetches
         if fetches and page_s and now_s - fetches[0].begun_at_s > fetches[0].queued_pages * page_s:
             # The first should have landed by now: storage is no faster than that, for this plan and the next ones.
-            self._storage.note_pace(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
+            self._storage.note_throughput(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
             page_s = (now_s - fetches[0].begun_at_s) / fetches[0].queued_pages
         lands_s = [
             max(load.begun_at_s + load.queued_pages * page_s - now_s, load.page_count * page_s) for load in fetches
         ]
         pages = [load.page_count for load in fetches]
         return fetches_to_keep(
-            list(zip(lands_s if page_s else [0.0] * len(fetches), pages, strict=True)), link=self._rooms.way
+            list(zip(lands_s if page_s else [0.0] * len(fetches), pages, strict=True)), link=self._rooms.source_load
         )
 
     # --- Back to the queue ---
@@ -239,7 +239,7 @@ class Actions:
     def _fail(self, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
         self._restore.leave(request, settled=settled)
         self._backups.release_retracted(request.request_id)
-        self._state.emit(TellFailed(request_id=request.request_id, cause=cause, detail=detail))
+        self._state.emit(ReportFailed(request_id=request.request_id, cause=cause, detail=detail))
         self._state.forget(request)
         if request.state is State.PREALLOC:
             self._queue.remove(request)

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState, Operation
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
-    from tidekv.states.loads.look_ahead import Lookahead
-    from tidekv.states.prefix.node import Match, Node
+    from tidekv.states.loads.look_ahead import LookAhead
+    from tidekv.states.prefix.node import MatchResult, Node
     from tidekv.states.request.request import Request
-    from tidekv.states.rollback import Undo
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.rollback import Rollback
+    from tidekv.states.storage.admission import StorageAdmission
 
 
 class Plan:
@@ -44,7 +44,7 @@ class Plan:
 
     __slots__ = ("end", "host_node", "loads", "node", "own")
 
-    def __init__(self, match: Match, own: PageIds) -> None:
+    def __init__(self, match: MatchResult, own: PageIds) -> None:
         self.node = match.device_node
         self.host_node = match.host_node
         self.end = match.device_pages
@@ -62,12 +62,14 @@ class Plan:
 class Adoption:
     """Turns reads ahead into loads, and back."""
 
-    def __init__(self, state: CoreState, storage: StorageUse, loads: Loads) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, loads: Loads) -> None:
         self._state = state
         self._storage = storage
         self._loads = loads
 
-    def adopt(self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float, undo: Undo) -> Load:
+    def adopt(
+        self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float, undo: Rollback
+    ) -> Load:
         """Make a read a load of a new child of `parent`, into `pages`, the caller's until now. `undo` takes it back."""
         state = self._state
         load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
@@ -86,7 +88,7 @@ class Adoption:
         return load
 
     def _disown(self, load: Load, run: AheadRun, read: Operation | None) -> None:
-        """Undo an adoption, in the step that it was made in: the read is its request's again."""
+        """Rollback an adoption, in the step that it was made in: the read is its request's again."""
         load.host_pages = page_ids()
         self._storage.fetching.pop(load, None)
         self._loads.abandon(load)
@@ -101,10 +103,10 @@ class PlanFetches:
     def __init__(
         self,
         state: CoreState,
-        storage: StorageUse,
+        storage: StorageAdmission,
         rooms: Rooms,
         loads: Loads,
-        lookahead: Lookahead,
+        lookahead: LookAhead,
         adoption: Adoption,
     ) -> None:
         self._state = state
@@ -126,7 +128,7 @@ class PlanFetches:
         request.stored_first, request.stored_found = first, 0
         state.emit(QueryStorage(op=request.query_op, request_id=request.request_id, first=first, count=count))
 
-    def adopt_reads(self, request: Request, plan: Plan, undo: Undo) -> int:
+    def adopt_reads(self, request: Request, plan: Plan, undo: Rollback) -> int:
         """Go on with the reads that were begun ahead, as far as they fit the plan; returns how many."""
         adopted = 0
         width = self._state.settings.key_bytes
@@ -142,12 +144,12 @@ class PlanFetches:
             adopted += 1
         return adopted
 
-    def load(self, request: Request, plan: Plan, undo: Undo) -> None:
+    def load(self, request: Request, plan: Plan, undo: Rollback) -> None:
         """Start fetches of what storage said it has, as far as host pages can be had."""
         state = self._state
         settings = state.settings
-        if request.tails is not None:
-            self._load_to_boundary(request, plan, request.tails.boundary, undo)
+        if request.component_pages is not None:
+            self._load_to_boundary(request, plan, request.component_pages.boundary, undo)
             return
         found_to = request.stored_first + request.stored_found
         count = found_to - plan.end if request.stored_first <= plan.end else 0
@@ -165,7 +167,7 @@ class PlanFetches:
         cause = "limit"
         if settings.prefetch == "soonest":
             rest = request.page_count - plan.end - allowed
-            sooner = pages_to_fetch(allowed, rest, storage=self._storage.way, link=self._rooms.way)
+            sooner = pages_to_fetch(allowed, rest, storage=self._storage.source_load, link=self._rooms.source_load)
             if sooner < allowed:
                 cause, allowed = "slower", sooner if sooner * settings.page_size >= threshold else 0
         if allowed < count:
@@ -174,7 +176,7 @@ class PlanFetches:
             found_to = plan.end + allowed
         self._fetch_to(request, plan, found_to, deadline_s, undo)
 
-    def _load_to_boundary(self, request: Request, plan: Plan, boundary: int, undo: Undo) -> None:
+    def _load_to_boundary(self, request: Request, plan: Plan, boundary: int, undo: Rollback) -> None:
         """With components, where the plan ends was decided with the grant, and so was how much may be fetched."""
         state = self._state
         beyond = request.stored_first + request.stored_found - max(boundary, request.stored_first)
@@ -185,7 +187,7 @@ class PlanFetches:
         deadline_s = state.settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
         self._fetch_to(request, plan, boundary, deadline_s, undo)
 
-    def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: Undo) -> None:
+    def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: Rollback) -> None:
         state = self._state
         settings = state.settings
         width = settings.key_bytes

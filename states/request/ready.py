@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import GiveReserve, TellDropped, TellFinished, TellFlushed
+from tidekv.states.commands import GiveReserve, ReportDropped, ReportFinished, ReportFlushed
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Serving:
         inserted = self._keep_all(request, event)
         self._back_up(request, retracts=False)
         self._restore.leave(request, settled=True)
-        self._state.emit(TellFinished(request_id=request.request_id, inserted=inserted))
+        self._state.emit(ReportFinished(request_id=request.request_id, inserted=inserted))
         self._state.forget(request)
 
     def retract(self, request: Request, event: RetractRequested) -> None:
@@ -56,7 +56,7 @@ class Serving:
     def drop(self, request: Request, event: AbortRequested) -> None:
         """Give everything back; what the prompt brought to the cache stays there."""
         self._restore.leave(request, settled=True)
-        self._state.emit(TellDropped(request_id=request.request_id))
+        self._state.emit(ReportDropped(request_id=request.request_id))
         self._state.forget(request)
 
     def flush(self, event: FlushRequested) -> None:
@@ -66,7 +66,7 @@ class Serving:
         for tier in event.tiers:
             dropped[tier], spared[tier] = self._state.index.flush("device" if tier == "l1" else "host")
         self._state.pages_freed = True
-        self._state.emit(TellFlushed(call=event.call, dropped=dropped, spared=spared))
+        self._state.emit(ReportFlushed(call=event.call, dropped=dropped, spared=spared))
 
     def _keep_all(self, request: Request, event: FinishRequested | RetractRequested) -> int:
         if not request.cache:
@@ -75,7 +75,7 @@ class Serving:
         pages = len(request.table)
         if not settings.keep_output:
             pages = request.full_pages
-        return self._restore.keep(request, event.keys[: pages * settings.key_bytes], event.tails)
+        return self._restore.keep(request, event.keys[: pages * settings.key_bytes], event.component_pages)
 
     def _back_up(self, request: Request, *, retracts: bool) -> None:
         assert request.lock is not None

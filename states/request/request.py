@@ -7,7 +7,7 @@
 
 These records name one another, in both directions, so they share a module. They hold facts and answer questions about
 themselves; the rules that change them are in the module of each concept (`loads`, `rooms`, `lookahead`,
-`request_tails`, `tail_storage`, `restore`).
+`request_components`, `component_storage`, `restore`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, TypeAlias
 
-from tidekv.states.components.specs import TailTable
+from tidekv.states.components.specs import ComponentTable
 from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
-    from tidekv.states.components.index import Reserved, TailReceipt
-    from tidekv.states.events import ChunkLanded, RequestArrived, StoredTail
+    from tidekv.states.components.index import ComponentReceipt, Reserved
+    from tidekv.states.events import ChunkLanded, RequestArrived, StoredComponent
     from tidekv.states.prefix.index import Receipt
     from tidekv.states.prefix.node import Node
 
@@ -35,7 +35,7 @@ DECLINED = {
     "slower": "the transfer brings them sooner",
     "no_host_page": "host memory was short",
     "in_the_way": "the remains of another load of the same prompt were in the way",
-    "no_tail": "there is no whole tail of every component to go on from",
+    "no_component": "there is no whole tail of every component to go on from",
 }
 """Why a plan does not fetch pages that storage has: name and meaning."""
 
@@ -70,6 +70,8 @@ class Request:
         "attempts",
         "cache",
         "can_recompute",
+        "component_limit",
+        "component_pages",
         "deadline_at_s",
         "declined",
         "first_generation",
@@ -103,13 +105,11 @@ class Request:
         "source_pages",
         "state",
         "stored_cause",
+        "stored_components",
         "stored_end",
         "stored_first",
         "stored_found",
-        "stored_tails",
         "table",
-        "tail_limit",
-        "tails",
         "trouble",
     )
 
@@ -143,10 +143,10 @@ class Request:
         """Whether storage was asked since it waits for admission, or need not be."""
         self.stored_first = 0
         self.stored_found = 0
-        self.stored_tails: tuple[StoredTail, ...] = ()
+        self.stored_components: tuple[StoredComponent, ...] = ()
         self.ahead: Ahead | None = None
         """What is fetched for it while it waits for device pages."""
-        self.tail_limit = 0
+        self.component_limit = 0
         """What it uses of cached components: 0 all, 1 nothing of storage, 2 nothing that is to be loaded from the host
         either, 3 nothing.
         """
@@ -163,7 +163,7 @@ class Request:
         self.reserve: PageIds = page_ids()
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
-        self.tails: RequestTails | None = None
+        self.component_pages: RequestComponents | None = None
         self.stored_end = 0
         """With components: where it goes on from with what storage brings; 0: where the caches end."""
         self.stored_cause = ""
@@ -197,14 +197,16 @@ class Request:
         return 2 if self.recomputes else min(self.raised, 2)
 
     @property
-    def fetches_tails(self) -> bool:
+    def fetches_components(self) -> bool:
         """Whether pages of components are on their way from storage."""
-        return self.tails is not None and any(fetch.stage is TailStage.FETCHING for fetch in self.tails.fetches)
+        return self.component_pages is not None and any(
+            fetch.stage is ComponentStage.FETCHING for fetch in self.component_pages.fetches
+        )
 
     @property
-    def waits_for_tails(self) -> bool:
+    def waits_for_components(self) -> bool:
         """Whether copies of its components are under way."""
-        return self.tails is not None and self.tails.copies > 0
+        return self.component_pages is not None and self.component_pages.copies > 0
 
     @property
     def fetches(self) -> list[Load]:
@@ -229,8 +231,8 @@ class Stage(enum.Enum):
     FETCHING = "FETCHING"
     COPYING = "COPYING"
     FAILED = "FAILED"
-    FILLING = "FILLING"
-    VOID = "VOID"
+    RECEIVING = "RECEIVING"
+    RECLAIMING = "RECLAIMING"
 
 
 LOAD_CAUSES = {
@@ -434,7 +436,7 @@ class Ahead:
 # --- Components ---
 
 
-class RequestTails:
+class RequestComponents:
     """The tails of one request, or of one that has left while copies into its pages are under way."""
 
     __slots__ = (
@@ -457,15 +459,15 @@ class RequestTails:
         """None: it has left."""
         self.reserved = reserved
         self.boundary = reserved.boundary
-        self.lock: TailReceipt | None = reserved.lock
-        self.pin: TailReceipt | None = reserved.pin
+        self.lock: ComponentReceipt | None = reserved.lock
+        self.pin: ComponentReceipt | None = reserved.pin
         self.copies = 0
         """Copies and fetches under way that the request waits for."""
-        self.fetches: dict[TailFetch, None] = {}
+        self.fetches: dict[ComponentFetch, None] = {}
         """What is to come from storage, and is not on the device."""
         self.fetched_pages = 0
         """Full pages that are to come from storage."""
-        self.own = {name: tail.own for name, tail in reserved.tails.items()}
+        self.own = {name: tail.own for name, tail in reserved.component_pages.items()}
         self.firsts: dict[str, int] = {}
         self.tables: dict[str, PageIds] = {}
         """By component, the pages of its tail at the prompt's end, at positions from `firsts` on."""
@@ -479,12 +481,12 @@ class RequestTails:
         return remote
 
     @property
-    def table(self) -> tuple[TailTable, ...]:
+    def table(self) -> tuple[ComponentTable, ...]:
         """The table of each component for the request's caller."""
-        return tuple(TailTable(name, self.firsts[name], self.tables[name], own) for name, own in self.own.items())
+        return tuple(ComponentTable(name, self.firsts[name], self.tables[name], own) for name, own in self.own.items())
 
 
-class TailStage(enum.Enum):
+class ComponentStage(enum.Enum):
     """Where a tail from storage is on its way."""
 
     RESERVED = "RESERVED"
@@ -492,7 +494,7 @@ class TailStage(enum.Enum):
     COPYING = "COPYING"
 
 
-class TailFetch:
+class ComponentFetch:
     """Pages of one component that a request gets from storage. The host pages are its own, the device pages the
     request's.
     """
@@ -500,22 +502,24 @@ class TailFetch:
     __slots__ = (
         "begun_at_s",
         "component",
+        "component_pages",
         "device_pages",
         "host_pages",
         "op",
         "positions",
         "queued_pages",
         "stage",
-        "tails",
     )
 
-    def __init__(self, tails: RequestTails, component: str, positions: PageIds, device_pages: PageIds) -> None:
-        self.tails = tails
+    def __init__(
+        self, component_pages: RequestComponents, component: str, positions: PageIds, device_pages: PageIds
+    ) -> None:
+        self.component_pages = component_pages
         self.component = component
         self.positions = positions
         self.host_pages: PageIds = page_ids()
         self.device_pages = device_pages
         self.op = 0
-        self.stage = TailStage.RESERVED
+        self.stage = ComponentStage.RESERVED
         self.begun_at_s = 0.0
         self.queued_pages = 0

@@ -16,33 +16,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import Recompute, TellReady
+from tidekv.states.commands import Recompute, ReportReady
 from tidekv.states.events import Recomputed
-from tidekv.states.prefix.node import Match
+from tidekv.states.prefix.node import MatchResult
 from tidekv.states.request.plan import Adoption, Plan, PlanFetches
-from tidekv.states.request.request import Load, Request, RequestTails, Stage
-from tidekv.states.rollback import Undo
+from tidekv.states.request.request import Load, Request, RequestComponents, Stage
+from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
-    from tidekv.states.components.request_components import Tails
+    from tidekv.states.components.request_components import ComponentRestore
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import (
+        ComponentLeft,
         Outcome,
         PlanDue,
         Progressed,
         StorageAnswered,
         StorageDue,
-        TailLeft,
         TransitionRaised,
     )
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
-    from tidekv.states.loads.look_ahead import Lookahead
+    from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.loads.shared_transfers import SharedTransfers
     from tidekv.states.prefix.index import Node, Receipt
-    from tidekv.states.storage.admission import StorageUse
+    from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.types import PageIds
 
 
@@ -69,13 +69,13 @@ class Recomputation:
 class LateRecomputation:
     """Operation: a caller's computation whose request has left. It keeps its device pages until it has ended."""
 
-    __slots__ = ("_rules", "_state", "device_pages", "tails")
+    __slots__ = ("_rules", "_state", "component_pages", "device_pages")
 
-    def __init__(self, state: CoreState, rules: Tails | None, request: Request) -> None:
+    def __init__(self, state: CoreState, rules: ComponentRestore | None, request: Request) -> None:
         self._state = state
         self._rules = rules
         self.device_pages: PageIds = request.own
-        self.tails: RequestTails | None = request.tails
+        self.component_pages: RequestComponents | None = request.component_pages
 
     def ended(self, event: Outcome, error: str) -> None:
         """Nothing writes to the pages any more."""
@@ -88,8 +88,8 @@ class LateRecomputation:
         """Free the pages. Can be called again if it raises."""
         self._state.device.give_back(self.device_pages)
         self.device_pages = page_ids()
-        if self.tails is not None and self._rules is not None:
-            self._rules.give_up(self.tails)
+        if self.component_pages is not None and self._rules is not None:
+            self._rules.give_up(self.component_pages)
         self._state.pages_freed = True
 
 
@@ -99,12 +99,12 @@ class Restore:
     def __init__(
         self,
         state: CoreState,
-        storage: StorageUse,
+        storage: StorageAdmission,
         rooms: Rooms,
         loads: Loads,
         shared: SharedTransfers,
-        lookahead: Lookahead,
-        tails: Tails | None,
+        lookahead: LookAhead,
+        component_pages: ComponentRestore | None,
         backups: Backups,
     ) -> None:
         self._state = state
@@ -114,7 +114,7 @@ class Restore:
         self._fetches = PlanFetches(state, storage, rooms, loads, lookahead, Adoption(state, storage, loads))
         self._rooms = rooms
         self._loads = loads
-        self._tails = tails
+        self._component_pages = component_pages
         self._backups = backups
         self._insertions = 0
 
@@ -128,29 +128,29 @@ class Restore:
     def _ask_storage(self, request: Request) -> None:
         if not self._storage.is_usable or request.restore_limit or request.query_op:
             return
-        if self._tails is None:
+        if self._component_pages is None:
             self._fetches.ask(request)
-        elif not request.tail_limit:
-            self._tails.storage.ask(request)
+        elif not request.component_limit:
+            self._component_pages.storage.ask(request)
 
     def note_answer(self, request: Request, event: StorageAnswered) -> None:
         """Keep what storage has answered; no pages if it is too late with its answer."""
         if event.error:
             self._state.count("l3_queries_failed")
-        request.stored_tails = event.tails
+        request.stored_components = event.component_pages
         request.query_op = 0
         request.stored_found = max(0, min(event.found, request.full_pages - request.stored_first))
         self._state.ahead_due = True
-        if self._tails is not None:
+        if self._component_pages is not None:
             # With components a request is not admitted before the answer.
             self._state.pages_freed = True
 
     def grant(self, request: Request) -> bool:
-        """Match, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
+        """MatchResult, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
         was taken so far.
         """
         state = self._state
-        if self._tails is not None and self._tails.storage.waits_for_answer(request):
+        if self._component_pages is not None and self._component_pages.storage.waits_for_answer(request):
             return False
         available = state.device.free + state.index.device_evictable
         if request.short_version == self._insertions and available < request.short_need:
@@ -159,11 +159,11 @@ class Restore:
         request.lock = state.index.lock(match.device_node)
         needed = request.page_count - match.device_pages + state.settings.growth_reserve_pages
         has_room = state.make_device_room(needed)
-        if not has_room or not (self._tails is None or self._tails.reserve(request, match)):
+        if not has_room or not (self._component_pages is None or self._component_pages.reserve(request, match)):
             state.index.unlock(request.lock)
             request.lock = None
             if has_room:
-                return self._grant_without_tails(request)
+                return self._grant_without_components(request)
             request.short_need, request.short_version = needed, self._insertions
             return False
         pages = state.device.take(needed)
@@ -173,14 +173,14 @@ class Restore:
         request.matched = match.device_pages
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
-        if self._tails is None and match.device_pages + match.host_pages < request.stored_first:
+        if self._component_pages is None and match.device_pages + match.host_pages < request.stored_first:
             self._ask_storage(request)
         return True
 
-    def _grant_without_tails(self, request: Request) -> bool:
+    def _grant_without_components(self, request: Request) -> bool:
         """Pools of components are short. That others give something back is waited for, if there are any."""
-        assert self._tails is not None
-        return self._tails.does_with_less(request) and self.grant(request)
+        assert self._component_pages is not None
+        return self._component_pages.does_with_less(request) and self.grant(request)
 
     # --- MATCH ---
 
@@ -188,7 +188,7 @@ class Restore:
         """Cut the prompt into runs by source, start the loads, and send the promise. A raise leaves all as it was."""
         state = self._state
         match = self._match(request)
-        if self._tails is not None and not self._tails.serves(request, match):
+        if self._component_pages is not None and not self._component_pages.serves(request, match):
             state.preempted[request] = "the caches no longer have what was granted"
             return
         # Others may have extended the match since the grant; what was reserved for that part is given back.
@@ -199,17 +199,17 @@ class Restore:
         request.declined = ("", 0)
         shared = self._loads_on(plan.node)
         said, adopted = len(state.out), 0
-        with Undo() as undo:
+        with Rollback() as undo:
             undo.callback(lambda: state.out.__delitem__(slice(said, None)))
             if request.restore_limit < 2:
                 self._load_from_host(request, plan, undo)
             if request.restore_limit < 1:
                 adopted = self._fetches.adopt_reads(request, plan, undo)
                 self._fetches.load(request, plan, undo)
-            if self._tails is not None:
-                if not self._tails.reaches(request, plan.end):
+            if self._component_pages is not None:
+                if not self._component_pages.reaches(request, plan.end):
                     return
-                self._tails.begin(request, plan.node, undo)
+                self._component_pages.begin(request, plan.node, undo)
             published = self._shared.publish(request, plan, undo)
             lock = state.index.lock(plan.node if published is None else published.nodes[-1])
             undo.callback(state.index.unlock, lock)
@@ -245,10 +245,10 @@ class Restore:
         """Promise to prefill what the plan covers, or ask the caller for the rest; returns the operation of that."""
         state = self._state
         if not request.recomputes:
-            tails = None if self._tails is None else self._tails.promise(request)
-            self._rooms.open(request, promised=plan.end, own=plan.own, tails=tails)
+            component_pages = None if self._component_pages is None else self._component_pages.promise(request)
+            self._rooms.open(request, promised=plan.end, own=plan.own, component_pages=component_pages)
             return 0
-        with Undo() as undo:
+        with Rollback() as undo:
             op = state.start_operation(Recomputation(state, request), deadline_s=float("inf"))
             undo.callback(state.operations.pop, op)
             state.emit(
@@ -258,16 +258,16 @@ class Restore:
                     generation=request.generation,
                     first=plan.end,
                     pages=state.index.device_path(lock.node) + plan.own,
-                    tails=None if request.tails is None else request.tails.table,
+                    component_pages=None if request.component_pages is None else request.component_pages.table,
                 )
             )
             undo.keep()
         return op
 
-    def _match(self, request: Request) -> Match:
+    def _match(self, request: Request) -> MatchResult:
         """What the index has of the prompt. A request that recomputes shares no loads: it cannot extend into them."""
-        if self._tails is not None:
-            return self._tails.match(request)
+        if self._component_pages is not None:
+            return self._component_pages.match(request)
         match = self._state.index.match(request.namespace, request.keys)
         if not request.recomputes:
             return match
@@ -278,7 +278,7 @@ class Restore:
             if node.load is not None:
                 break
             leaf = node
-        return Match(leaf.depth_pages, 0, leaf, leaf)
+        return MatchResult(leaf.depth_pages, 0, leaf, leaf)
 
     def _lock_at(self, request: Request, node: Node) -> None:
         """Move the lock of a request."""
@@ -308,7 +308,7 @@ class Restore:
                 loads[load] = loads.get(load, 0) + node.page_count
         return loads
 
-    def _load_from_host(self, request: Request, plan: Plan, undo: Undo) -> None:
+    def _load_from_host(self, request: Request, plan: Plan, undo: Rollback) -> None:
         """Start copies of the matched host pages, in runs of whole nodes that one tier has brought."""
         run: list[Node] = []
         ahead = request.ahead
@@ -338,7 +338,7 @@ class Restore:
         """All pages are here: the prompt joins the cache, and the caller gets the page table. After a raise, `leave`
         gives everything back.
         """
-        # Before TellReady: a raise after that would give the caller a second end of the same request.
+        # Before ReportReady: a raise after that would give the caller a second end of the same request.
         self._backups.release_retracted(request.request_id)
         state = self._state
         settings = state.settings
@@ -356,19 +356,19 @@ class Restore:
         state.index.note_served(request.lock.node)
         if request.room is not None:
             self._rooms.receive(request.room)
-        tails = None if self._tails is None else self._tails.commit(request)
+        component_pages = None if self._component_pages is None else self._component_pages.commit(request)
         state.emit(
-            TellReady(
+            ReportReady(
                 request_id=request.request_id,
                 generation=request.generation,
                 pages=request.table,
                 sources=sources,
                 reserve=request.reserve,
-                tails=tails,
+                component_pages=component_pages,
             )
         )
 
-    def keep(self, request: Request, keys: bytes, tails: tuple[TailLeft, ...] = ()) -> int:
+    def keep(self, request: Request, keys: bytes, component_pages: tuple[ComponentLeft, ...] = ()) -> int:
         """Insert the request's pages under `keys` (full pages, from the first on) in the cache.
 
         Where the cache has other pages for the same tokens the request goes over to those. Its lock moves to the end
@@ -385,8 +385,8 @@ class Restore:
         state.device.give_back(inserted.duplicates)
         request.own = kept
         self._lock_at(request, inserted.node)
-        if self._tails is not None:
-            self._tails.keep(request, tails, inserted.node)
+        if self._component_pages is not None:
+            self._component_pages.keep(request, component_pages, inserted.node)
         self._insertions += 1
         state.pages_freed = True
         return inserted.inserted_count
@@ -407,8 +407,8 @@ class Restore:
             self._rooms.leave(request.room, settled=settled)
         elif request.recompute_op:
             # The caller's own computation writes to these pages until it says that it has ended.
-            state.operations[request.recompute_op] = LateRecomputation(state, self._tails, request)
-            request.own, request.recompute_op, request.tails = page_ids(), 0, None
+            state.operations[request.recompute_op] = LateRecomputation(state, self._component_pages, request)
+            request.own, request.recompute_op, request.component_pages = page_ids(), 0, None
         else:
             state.device.give_back(request.own)
             request.own = page_ids()
@@ -418,8 +418,8 @@ class Restore:
         if request.pin is not None:
             state.index.unpin(request.pin)
             request.pin = None
-        if self._tails is not None:
-            self._tails.leave(request)
+        if self._component_pages is not None:
+            self._component_pages.leave(request)
         state.device.give_back(request.reserve)
         state.operations.pop(request.query_op, None)
         state.preempted.pop(request, None)

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import ProbeStorage
 from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
-from tidekv.states.rollback import Undo
-from tidekv.states.storage.circuit_breaker import Breaker
-from tidekv.states.storage.source_split import Way
-from tidekv.states.storage.throughput import FetchPace
+from tidekv.states.rollback import Rollback
+from tidekv.states.storage.circuit_breaker import CircuitBreaker
+from tidekv.states.storage.source_split import SourceLoad
+from tidekv.states.storage.throughput import ThroughputEstimator
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
-    from tidekv.states.request.request import Load, Request, TailFetch
+    from tidekv.states.request.request import ComponentFetch, Load, Request
     from tidekv.states.types import PageIds
 
 
@@ -32,7 +32,7 @@ class StorageQuery:
 
     __slots__ = ("_state", "_storage", "request")
 
-    def __init__(self, state: CoreState, storage: StorageUse, request: Request) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, request: Request) -> None:
         self._state = state
         self._storage = storage
         self.request = request
@@ -40,9 +40,9 @@ class StorageQuery:
     def ended(self, event: Outcome, error: str) -> None:
         """Storage has answered, or could not be asked, which counts as an answer without pages."""
         self._storage.call_ended(event)
-        found, tails = (event.found, event.tails) if isinstance(event, StorageAnswered) else (0, ())
+        found, component_pages = (event.found, event.component_pages) if isinstance(event, StorageAnswered) else (0, ())
         self._state.answers[self.request] = StorageAnswered(
-            at_s=event.at_s, op=event.op, found=found, error=error, tails=tails
+            at_s=event.at_s, op=event.op, found=found, error=error, component_pages=component_pages
         )
 
     def late(self) -> None:
@@ -62,7 +62,7 @@ class LateFetch:
 
     __slots__ = ("_state", "_storage", "component", "host_pages")
 
-    def __init__(self, state: CoreState, storage: StorageUse, host_pages: PageIds, component: str) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, host_pages: PageIds, component: str) -> None:
         self._state = state
         self._storage = storage
         self.host_pages = host_pages
@@ -92,7 +92,7 @@ class BreakerWait:
 
     __slots__ = ("_storage",)
 
-    def __init__(self, storage: StorageUse) -> None:
+    def __init__(self, storage: StorageAdmission) -> None:
         self._storage = storage
 
     def ended(self, event: Outcome, error: str) -> None:
@@ -111,7 +111,7 @@ class Probe:
 
     __slots__ = ("_error", "_storage")
 
-    def __init__(self, storage: StorageUse) -> None:
+    def __init__(self, storage: StorageAdmission) -> None:
         self._storage = storage
         self._error = ""
 
@@ -128,18 +128,18 @@ class Probe:
         self._storage.probed(self._error)
 
 
-class StorageUse:
+class StorageAdmission:
     """Decides whether storage is called, and keeps account of the calls."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._breaker = Breaker()
-        self._pace = FetchPace()
+        self._breaker = CircuitBreaker()
+        self._throughput = ThroughputEstimator()
         self._level_pages = 0.0
         self._level_at_s = float("-inf")
         self.op = 0
         """The wait for the next probe, or the probe; 0 while the breaker is closed."""
-        self.fetching: dict[Load | TailFetch, int] = {}
+        self.fetching: dict[Load | ComponentFetch, int] = {}
         """Loads, and tails, that wait for their fetch, and how many pages each fetches."""
         self.pages_in_flight = 0
         """Pages that storage writes to: of loads, of look-ahead, and of fetches that no request waits for any more."""
@@ -165,16 +165,16 @@ class StorageUse:
     # --- Limits ---
 
     @property
-    def way(self) -> Way:
+    def source_load(self) -> SourceLoad:
         """How fast storage brings pages, and how many are under way from there."""
-        return Way(self._pace.page_s(self._state.now_s), self.pages_in_flight)
+        return SourceLoad(self._throughput.page_s(self._state.now_s), self.pages_in_flight)
 
     def allowance(self, wanted: int, deadline_s: float) -> int:
         """How many of `wanted` pages a plan may fetch now, if they may take `deadline_s`."""
         settings = self._state.settings
         if settings.fetch_pages_in_flight_max:
             wanted = min(wanted, max(0, settings.fetch_pages_in_flight_max - self.pages_in_flight))
-        page_s = self._pace.page_s(self._state.now_s)
+        page_s = self._throughput.page_s(self._state.now_s)
         fitting = settings.fetch_deadline_share * deadline_s / page_s if page_s else float("inf")
         if settings.fetch_deadline_share and fitting < wanted + self.pages_in_flight:
             wanted = max(0, int(fitting) - self.pages_in_flight)
@@ -202,7 +202,7 @@ class StorageUse:
         if self.fetching or self.ahead_in_flight:
             return True
         bound_s = self._state.settings.put_fetch_s_max
-        return bound_s > 0 and self._pace.fetch_s(self._state.now_s) > bound_s
+        return bound_s > 0 and self._throughput.fetch_s(self._state.now_s) > bound_s
 
     def may_put_beside(self, others: bool) -> bool:
         """Whether a put, whose host pages are pinned already, may begin. The first one always may."""
@@ -213,12 +213,12 @@ class StorageUse:
         state.count("l3_puts_declined")
         return False
 
-    def fetch_began(self, load: Load | TailFetch, page_count: int) -> None:
+    def fetch_began(self, load: Load | ComponentFetch, page_count: int) -> None:
         """Storage writes to the host pages of a load from now on, which waits for it."""
         self.fetching[load] = page_count
         self.pages_in_flight += page_count
 
-    def fetch_over(self, load: Load | TailFetch) -> None:
+    def fetch_over(self, load: Load | ComponentFetch) -> None:
         """The load waits for no fetch (any more)."""
         self.pages_in_flight -= self.fetching.pop(load, 0)
 
@@ -227,20 +227,20 @@ class StorageUse:
         self._state.operations[op] = LateFetch(self._state, self, host_pages, component)
         self.pages_in_flight += len(host_pages)
 
-    def note_pace(self, *, begun_at_s: float, pages: int) -> None:
+    def note_throughput(self, *, begun_at_s: float, pages: int) -> None:
         """A fetch, at whose begin so many pages were under way, has brought everything, or is late."""
-        self._pace.note(taken_s=self._state.now_s - begun_at_s, pages=pages, now_s=self._state.now_s)
+        self._throughput.note(taken_s=self._state.now_s - begun_at_s, pages=pages, now_s=self._state.now_s)
 
     # --- The breaker ---
 
     def changed(self, event: StorageChanged) -> None:
         """Another storage is attached, or none: what the last one did, and what it holds, is forgotten."""
         # With components, full pages without them are of no use: a request could not go on from there.
-        self._state.storage_available = event.available and (event.tails or self._state.components is None)
+        self._state.storage_available = event.available and (event.component_pages or self._state.components is None)
         self._state.operations.pop(self.op, None)
         self.op = 0
         self._breaker.close()
-        self._pace.forget()
+        self._throughput.forget()
         if event.available:
             self._state.index.forget_stored()
         self._state.renew_write_credit()
@@ -277,7 +277,7 @@ class StorageUse:
         """The back-off is over."""
         state = self._state
         op = state.start_operation(Probe(self), deadline_s=float("inf"))
-        with Undo() as undo:
+        with Rollback() as undo:
             undo.callback(state.operations.pop, op)
             state.emit(ProbeStorage(op=op))
             undo.keep()

@@ -10,7 +10,7 @@ It has no clock and probes nothing: whoever uses it waits for `backoff_s`, probe
 from __future__ import annotations
 
 
-class Breaker:
+class CircuitBreaker:
     """Counts failures in a row; one for each thing that may fail."""
 
     __slots__ = ("_failures", "backoff_s")

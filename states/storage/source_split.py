@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Way(NamedTuple):
+class SourceLoad(NamedTuple):
     """How pages come: seconds that each costs (0: nothing is known), and those that wait before ours."""
 
     page_s: float
     queued_pages: int
 
 
-def pages_to_fetch(count: int, rest: int, *, storage: Way, link: Way) -> int:
+def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad) -> int:
     """Of `count` pages that both have, in front of `rest` that prefill alone has: how many to fetch, from the first on,
     so that the last page of all comes as soon as it can.
     """
@@ -46,7 +46,7 @@ def pages_to_fetch(count: int, rest: int, *, storage: Way, link: Way) -> int:
     )
 
 
-def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: Way) -> int:
+def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -> int:
     """Of fetches under way, in order, each with the seconds until it lands (0: nothing is known) and its pages: how
     many to go on waiting for, while prefill is asked for the pages of the others.
     """

@@ -19,7 +19,7 @@ PACE_FRESH_S = 10.0
 WEIGHT = 7 / 8
 
 
-class FetchPace:
+class ThroughputEstimator:
     """The measure of one storage."""
 
     __slots__ = ("_count", "_noted_at_s", "_pages", "_seconds")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tidekv.backends.completions import Outcome, Outcomes, as_error
+from tidekv.backends.completions import Completions, Outcome, as_error
 from tidekv.states.errors import BrokenInvariant
 
 
@@ -24,7 +24,7 @@ class SlowLoop:
 
 async def test_a_busy_loop_is_woken_once() -> None:
     slow = SlowLoop()
-    outcomes = Outcomes(slow)  # type: ignore[arg-type]  # All that is used of a loop.
+    outcomes = Completions(slow)  # type: ignore[arg-type]  # All that is used of a loop.
     futures = [asyncio.get_running_loop().create_future() for _ in range(4)]
     for future in futures[:3]:
         outcomes.deliver([(future, None)])
@@ -40,7 +40,7 @@ async def test_a_busy_loop_is_woken_once() -> None:
 
 async def test_a_future_that_is_done_is_left_alone_and_the_others_are_settled() -> None:
     slow = SlowLoop()
-    outcomes = Outcomes(slow)  # type: ignore[arg-type]  # As above.
+    outcomes = Completions(slow)  # type: ignore[arg-type]  # As above.
     loop = asyncio.get_running_loop()
     futures = [loop.create_future() for _ in range(3)]
     futures[0].cancel()
@@ -55,7 +55,7 @@ async def test_a_future_that_is_done_is_left_alone_and_the_others_are_settled() 
 
 async def test_many_threads_lose_nothing() -> None:
     loop = asyncio.get_running_loop()
-    outcomes = Outcomes(loop)
+    outcomes = Completions(loop)
     futures = [[loop.create_future() for _ in range(100)] for _ in range(4)]
 
     def deliver(mine: list[asyncio.Future[None]]) -> None:

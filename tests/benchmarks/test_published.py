@@ -99,7 +99,7 @@ def test_bytes_that_are_counted_twice_are_seen(monkeypatch: pytest.MonkeyPatch) 
 def test_a_source_that_is_told_too_much_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = World._ready
 
-    def boasting(world: World, command: commands.TellReady) -> None:
+    def boasting(world: World, command: commands.ReportReady) -> None:
         command.sources["l1"] += 64
         ready(world, command)
 
@@ -111,7 +111,7 @@ def test_a_source_that_is_told_too_much_is_seen(monkeypatch: pytest.MonkeyPatch)
 def test_pages_that_are_sent_and_used_by_nobody_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = World._ready
 
-    def modest(world: World, command: commands.TellReady) -> None:
+    def modest(world: World, command: commands.ReportReady) -> None:
         moved = command.sources["transfer"] // 2
         command.sources["transfer"] -= moved
         command.sources["l1"] += moved

@@ -145,8 +145,8 @@ def test_a_partial_page_has_the_digest_of_its_tail() -> None:
     whole, cut = packed(*range(8)), packed(*range(7))
     assert prompt_digests(whole, PAGE_SIZE) == page_digests(whole, PAGE_SIZE)
     assert prompt_digests(cut, PAGE_SIZE)[0] == prompt_digests(whole, PAGE_SIZE)[0]
-    tails = [prompt_digests(packed(*range(count)), PAGE_SIZE)[-1] for count in range(1, 9)]
-    assert len(set(tails)) == 8
+    component_pages = [prompt_digests(packed(*range(count)), PAGE_SIZE)[-1] for count in range(1, 9)]
+    assert len(set(component_pages)) == 8
     # A short prompt's tail is seeded by the namespace like a full page.
     short = packed(1, 2)
     assert prompt_digests(short, PAGE_SIZE) != prompt_digests(short, PAGE_SIZE, namespace="adapter")

@@ -107,7 +107,7 @@ async def test_an_attach_that_fails_leaves_the_old_storage_in_use(make_pair) -> 
         with pytest.raises(StorageFailed, match="/dev/null/x"):
             await pair.engine.attach_storage("file:/dev/null/x?io=threads")
         with pytest.raises(InvalidRequest, match="attached already"):
-            await pair.engine.attach_storage(pair.engine._parts.storage)
+            await pair.engine.attach_storage(pair.engine._runtime.storage)
         again = await pair.restore("r2", PROMPT)
         assert again.sources["l3"] == 20
         await pair.finish(again, PROMPT, [1])
@@ -156,7 +156,7 @@ async def test_attaching_that_fails_half_way_a_hundred_times_under_traffic_is_un
             with pytest.raises(StorageFailed, match="the last step failed"):
                 await pair.engine.attach_storage(HalfOpen(f"file:{tmp_path}/pages?io=threads&capacity=4MiB"))
 
-        old = pair.engine._parts.storage
+        old = pair.engine._runtime.storage
         # The first request and the first attach leave a connection and the loop's own threads behind.
         await pair.finish(await pair.restore("first", PROMPT), PROMPT, [1])
         for _ in range(3):
@@ -168,7 +168,7 @@ async def test_attaching_that_fails_half_way_a_hundred_times_under_traffic_is_un
                 group.create_task(converse(number))
             for _ in range(100):
                 await fail_to_attach()
-                assert pair.engine._parts.storage is old
+                assert pair.engine._runtime.storage is old
             done.set()
         assert from_storage > 0
         assert own_threads() <= threads
@@ -189,7 +189,7 @@ async def test_a_cancelled_attach_leaves_the_old_storage_in_use(make_pair) -> No
             await attaching
         assert broken.closed == 1
         # And while the calls of the old one are waited for.
-        storage = pair.engine._parts.storage
+        storage = pair.engine._runtime.storage
         release = asyncio.Event()
         put = storage.put_from
 
@@ -200,7 +200,7 @@ async def test_a_cancelled_attach_leaves_the_old_storage_in_use(make_pair) -> No
         storage.put_from = slow_put
         ready = await pair.restore("r1", PROMPT)
         await pair.finish(ready, PROMPT, [1])
-        await pair.engine._calls.wait_until(lambda: pair.engine._parts.effects.storage_calls == 1)
+        await pair.engine._calls.wait_until(lambda: pair.engine._runtime.executor.storage_calls == 1)
         new = open_storage("memory:?capacity=1MiB")
         attaching = asyncio.create_task(pair.engine.attach_storage(new))
         await pair.engine._calls.wait_until(lambda: not pair.engine._core.state.storage_available)
@@ -297,7 +297,7 @@ async def test_a_store_that_hangs_is_replaced_and_its_calls_keep_their_pages_unt
             await pair.engine.attach_storage("memory:?capacity=1MiB", timeout_s=0.05)
             assert pair.engine.statistics()["storage"]["uri"].startswith("memory:")
             assert pair.engine._core.operations_in_flight == 1
-            assert pair.engine._parts.storage_in_use.retired == [hung]
+            assert pair.engine._runtime.storage_in_use.retired == [hung]
             # The new one is used, and has what is put from now on.
             other = [token + 500 for token in PROMPT]
             await pair.finish(await pair.restore("r2", other), other, [1])
@@ -312,7 +312,7 @@ async def test_a_store_that_hangs_is_replaced_and_its_calls_keep_their_pages_unt
             again = await pair.restore("r4", other)
             assert again.sources["l3"] == 20
             await pair.finish(again, other, [1])
-            assert pair.engine._parts.storage_in_use.retired == []
+            assert pair.engine._runtime.storage_in_use.retired == []
             await pair.assert_nothing_held()
 
 
@@ -334,10 +334,10 @@ async def test_a_store_that_does_not_open_in_time_leaves_the_old_one_in_use(make
     hung = Hung("memory:?capacity=1MiB", "register")
     async with make_pair(storage=open_storage("memory:?capacity=1MiB")) as pair:
         with hung:
-            old = pair.engine._parts.storage
+            old = pair.engine._runtime.storage
             with pytest.raises(StorageFailed, match="not open in time"):
                 await pair.engine.attach_storage(hung, timeout_s=0.05)
-            assert pair.engine._parts.storage is old
+            assert pair.engine._runtime.storage is old
             ready = await pair.restore("r1", PROMPT)
             await pair.finish(ready, PROMPT, [1])
             await pair.engine.wait_settled()
@@ -356,7 +356,7 @@ async def test_a_second_exchange_waits_for_the_first_one_until_its_deadline(make
                 await pair.engine.attach_storage("memory:", timeout_s=0.05)
             hung.release.set()
             await first
-            assert pair.engine._parts.storage is hung
+            assert pair.engine._runtime.storage is hung
 
 
 async def test_a_store_that_hangs_while_it_is_cleared_ends_the_call_at_its_deadline(make_pair) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tidekv import DecodeEngine, InvalidRequest, ReadyRequest, RequestFailed
-from tidekv.states.commands import TellReady
+from tidekv.states.commands import ReportReady
 
 PROMPT = list(range(100, 122))
 
@@ -136,7 +136,7 @@ async def test_an_abort_in_the_turn_in_which_a_request_becomes_ready_is_what_its
         aborting: list[asyncio.Task[bool]] = []
 
         def abort_and_tell(command: object) -> None:
-            if isinstance(command, TellReady):
+            if isinstance(command, ReportReady):
                 abort = pair.engine.abort(command.request_id)
                 # Up to its first suspension now: the abort is posted, and the core has not taken it.
                 aborting.append(asyncio.ensure_future(abort))

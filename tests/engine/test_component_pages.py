@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv import InvalidRequest
-from tidekv.engine.decode.component_pages import LeftTails, ReadyTail, WindowPages, ready_tails, tails_left
-from tidekv.states.components.specs import Component, TailTable
-from tidekv.states.events import TailLeft
+from tidekv.engine.decode.component_pages import (
+    LeftComponents,
+    ReadyComponent,
+    WindowPages,
+    component_pages_left,
+    ready_component_pages,
+)
+from tidekv.states.components.specs import Component, ComponentTable
+from tidekv.states.events import ComponentLeft
 from tidekv.states.types import page_ids
 
 
-def tail(first: int, pages: list[int], own: list[int]) -> ReadyTail:
-    return ReadyTail(first, np.array(pages, dtype=np.int32), np.array(own, dtype=np.int32))
+def tail(first: int, pages: list[int], own: list[int]) -> ReadyComponent:
+    return ReadyComponent(first, np.array(pages, dtype=np.int32), np.array(own, dtype=np.int32))
 
 
 @given(
@@ -30,7 +36,7 @@ def test_a_window_always_has_its_tail_and_the_page_that_is_written(
 ) -> None:
     component = Component(name="w", kind="window", window_tokens=window, device_pages=99)
     first, end = component.needed_from(prompt, page_size), -(-prompt // page_size)
-    live, tail_pages = component.live_pages(page_size), component.tail_pages(page_size)
+    live, trailing_pages = component.live_pages(page_size), component.trailing_pages(page_size)
     # The first of them are shared, up to the last full page; the others are own, and so are all that are left.
     shared = min(shared_pages, prompt // page_size - first) if prompt // page_size > first else 0
     own = list(range(100, 100 + live))
@@ -50,7 +56,7 @@ def test_a_window_always_has_its_tail_and_the_page_that_is_written(
         boundary = tokens // page_size
         begin, left = pages.left(tokens)
         if boundary > first:
-            assert begin == max(first, boundary - tail_pages)
+            assert begin == max(first, boundary - trailing_pages)
             assert [content[page] for page in left] == list(range(begin, boundary))
         else:
             assert not left
@@ -65,20 +71,24 @@ def test_a_window_that_would_skip_a_page_is_told_so() -> None:
 
 
 def test_the_cores_words_become_a_callers() -> None:
-    assert ready_tails(None) == {}
-    tails = ready_tails((TailTable("s", 3, page_ids([7]), page_ids([7])),))
-    assert tails["s"].record == 7 and tails["s"].first == 3 and tails["s"].own.tolist() == [7]
+    assert ready_component_pages(None) == {}
+    component_pages = ready_component_pages((ComponentTable("s", 3, page_ids([7]), page_ids([7])),))
+    assert (
+        component_pages["s"].record == 7
+        and component_pages["s"].first == 3
+        and component_pages["s"].own.tolist() == [7]
+    )
 
 
 GIVEN = {"w": tail(2, [5, 6, 7], [7, 8]), "s": tail(4, [3], [3])}
 
 
 def test_own_pages_anywhere_and_shared_ones_at_their_place_can_be_left() -> None:
-    left = tails_left("r", GIVEN, {"w": (3, np.array([6, 8], dtype=np.int32)), "s": (4, (3,))}, full_pages=5)
-    assert left == (TailLeft("w", 3, (6, 8)), TailLeft("s", 4, (3,)))
+    left = component_pages_left("r", GIVEN, {"w": (3, np.array([6, 8], dtype=np.int32)), "s": (4, (3,))}, full_pages=5)
+    assert left == (ComponentLeft("w", 3, (6, 8)), ComponentLeft("s", 4, (3,)))
     assert all(type(page) is int for each in left for page in each.pages)
-    assert tails_left("r", GIVEN, {"w": (2, [])}, full_pages=5) == ()
-    assert tails_left("r", GIVEN, None, full_pages=5) == ()
+    assert component_pages_left("r", GIVEN, {"w": (2, [])}, full_pages=5) == ()
+    assert component_pages_left("r", GIVEN, None, full_pages=5) == ()
 
 
 @pytest.mark.parametrize(
@@ -97,11 +107,11 @@ def test_own_pages_anywhere_and_shared_ones_at_their_place_can_be_left() -> None
         ({"w": 5}, "no position with page ids"),
     ],
 )
-def test_what_is_not_the_requests_is_named(left: LeftTails, words: str) -> None:
+def test_what_is_not_the_requests_is_named(left: LeftComponents, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        tails_left("r", GIVEN, left, full_pages=5)
+        component_pages_left("r", GIVEN, left, full_pages=5)
 
 
 def test_without_components_there_is_nothing_to_leave() -> None:
     with pytest.raises(InvalidRequest, match="leaves component 'w'; there are none"):
-        tails_left("r", {}, {"w": (0, [1])}, full_pages=5)
+        component_pages_left("r", {}, {"w": (0, [1])}, full_pages=5)

@@ -293,9 +293,9 @@ class ReadyCore(ScriptedCore):
         return [*given, ready(event.call), commands.ForgetTokens(serial=-event.call)]
 
 
-def ready(call: int) -> commands.TellReady:
-    return commands.TellReady(
-        request_id=f"r{call}", generation=1, pages=page_ids(), sources={}, reserve=page_ids(), tails=None
+def ready(call: int) -> commands.ReportReady:
+    return commands.ReportReady(
+        request_id=f"r{call}", generation=1, pages=page_ids(), sources={}, reserve=page_ids(), component_pages=None
     )
 
 
@@ -304,7 +304,7 @@ def ready_rig(happened: list[str], raised: BaseException | None = None) -> Rig:
 
     def perform(command: Command) -> None:
         happened.append(type(command).__name__)
-        if isinstance(command, commands.TellReady):
+        if isinstance(command, commands.ReportReady):
             asyncio.get_running_loop().call_soon(happened.append, f"caller of {command.request_id}")
             if raised is not None:
                 raise raised
@@ -312,7 +312,7 @@ def ready_rig(happened: list[str], raised: BaseException | None = None) -> Rig:
     return Rig(ReadyCore(), perform)
 
 
-STEP = ["TellReady", "ForgetTokens", "ForgetTokens"]
+STEP = ["ReportReady", "ForgetTokens", "ForgetTokens"]
 
 
 async def test_who_is_ready_runs_before_the_rest_of_the_step_and_that_before_the_next_one() -> None:
@@ -326,7 +326,7 @@ async def test_who_is_ready_runs_before_the_rest_of_the_step_and_that_before_the
     await asyncio.sleep(0)
     assert (rig.core.taken, rig.watcher.told) == ([1, 2], [(1, 3, "")])
     await rig.caught_up()
-    assert happened == ["TellReady", "caller of r1", *STEP[1:], "TellReady", "caller of r2", *STEP[1:]]
+    assert happened == ["ReportReady", "caller of r1", *STEP[1:], "ReportReady", "caller of r2", *STEP[1:]]
     assert rig.watcher.told == [(1, 3, ""), (2, 3, "")]
     rig.driver.stop()
 

@@ -73,7 +73,7 @@ async def test_calls_outside_of_the_block_say_so() -> None:
         for call in calls:
             with pytest.raises(EngineClosed):
                 await call()
-        if engine._parts.loop is None:
+        if engine._runtime.loop is None:
             with pytest.raises(EngineClosed, match="not started"):
                 engine.statistics()
             async with engine:
@@ -194,7 +194,7 @@ async def test_a_store_whose_index_another_process_keeps_locked_does_not_hold_up
         other = sqlite3.connect(tmp_path / "pages" / "index.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         await pair.finish(ready, list(range(20)), [1])
-        await pair.engine._calls.wait_until(lambda: pair.engine._parts.effects.storage_calls == 1)
+        await pair.engine._calls.wait_until(lambda: pair.engine._runtime.executor.storage_calls == 1)
         engine = stack.pop_all()
         # Far less than what one change of the index may wait.
         async with asyncio.timeout(40):
@@ -234,7 +234,7 @@ async def test_a_prefill_peer_is_entered_once_too(make_pair) -> None:
 async def test_a_broken_engine_tells_every_later_call_what_broke_it(make_pair) -> None:
     with pytest.raises(BrokenInvariant, match="planted"):
         async with make_pair() as pair:
-            pair.engine._parts._break(BrokenInvariant("planted"))
+            pair.engine._runtime._break(BrokenInvariant("planted"))
             for _ in range(2):
                 with pytest.raises(EngineClosed, match="the engine broke: BrokenInvariant: planted"):
                     await pair.restore("r1", [1] * 9)

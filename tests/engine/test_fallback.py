@@ -94,7 +94,7 @@ async def test_a_failed_copy_to_the_device_is_made_good_by_prefill(make_pair, mo
         await pair.finish(ready, PROMPT, [1])
         await pair.engine.wait_settled()
         await pair.engine.flush(("l1",))
-        copier = pair.engine._parts.copier
+        copier = pair.engine._runtime.copier
 
         def fail(host_pages: object, device_pages: object) -> asyncio.Future[None]:
             copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -119,7 +119,7 @@ async def test_a_command_that_cannot_be_started_is_made_good_by_prefill(make_pai
         def refuse(host_pages: object, device_pages: object) -> asyncio.Future[None]:
             raise RuntimeError("no thread can be started")
 
-        monkeypatch.setattr(pair.engine._parts.copier, "to_device", refuse)
+        monkeypatch.setattr(pair.engine._runtime.copier, "to_device", refuse)
         ready = await pair.restore("r1", PROMPT)
         assert ready.sources["transfer"] == 42
         await pair.finish(ready, PROMPT, [1])

@@ -24,7 +24,7 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import prompt_digests
-from tidekv.engine.demo.synthetic_components import tail_digest
+from tidekv.engine.demo.synthetic_components import component_digest
 from tidekv.engine.ranks.group import RankGroup
 from tidekv.states.types import page_ids
 
@@ -107,8 +107,8 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
                 assert decode.pages_of(rank, pool).wrong(pages, digests) == []
                 assert ready.sources == readies[0].sources
                 for component in windows[rank]:
-                    tail = ready.tails[component.name]
-                    wanted = [tail_digest(component.name, digest) for digest in digests[tail.first :]]
+                    tail = ready.component_pages[component.name]
+                    wanted = [component_digest(component.name, digest) for digest in digests[tail.first :]]
                     assert decode.pages_of(rank, component.device).wrong(tail.pages.tolist(), wanted) == []
                     assert tail.first + len(tail.pages) == len(digests)
             # What a window is left of the first prompt ends behind the page where the second one goes another way.

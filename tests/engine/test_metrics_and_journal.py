@@ -95,7 +95,7 @@ async def run_with_faults(pair: Any, storage: MoodyStorage) -> None:
     await engine._calls.wait_until(lambda: not engine._core.storage.is_open)
     await engine.wait_settled()
     await engine.flush(("l1",))
-    copier = engine._parts.copier
+    copier = engine._runtime.copier
     to_device = copier.to_device
 
     def fail_once(host_pages: object, device_pages: object) -> asyncio.Future[None]:

@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[Callable, str]] = {
     "finish None": (lambda engine, ready: engine.finish(ready, None), "tokens must be a sequence of ints"),
     "finish 5": (lambda engine, ready: engine.finish(ready, 5), "tokens must be a sequence of ints"),
     "finish floats": (lambda engine, ready: engine.finish(ready, [1.5]), "token 1.5 at position 0 is not an int"),
-    "finish tails": (lambda engine, ready: engine.finish(ready, [], tails=[1]), "tails must be a mapping"),
+    "finish tails": (lambda engine, ready: engine.finish(ready, [], component_pages=[1]), "tails must be a mapping"),
     "retract None": (lambda engine, ready: engine.retract(ready, None), "tokens must be a sequence of ints"),
     "resume": (lambda engine, ready: engine.resume(ready), "retracted must be a RetractedRequest"),
     "drop": (lambda engine, ready: engine.drop(None), "retracted must be a RetractedRequest, not None"),
@@ -144,7 +144,7 @@ async def test_a_call_with_a_wrong_argument_is_refused_and_changes_nothing(make_
     call, words = CALLS[name]
     async with make_pair() as pair:
         ready = await pair.restore("r1", PROMPT)
-        driver, calls = pair.engine._parts.driver, pair.engine._calls
+        driver, calls = pair.engine._runtime.driver, pair.engine._calls
         await pair.engine._calls.wait_until(lambda: driver.is_caught_up)
         before = (driver.events_taken, pair.core(), ready.length, ready.pages.tolist(), calls.live_ids())
         with pytest.raises(InvalidRequest) as refused:
@@ -154,7 +154,7 @@ async def test_a_call_with_a_wrong_argument_is_refused_and_changes_nothing(make_
         assert words in str(refused.value)
         assert driver.is_caught_up
         assert before == (driver.events_taken, pair.core(), ready.length, ready.pages.tolist(), calls.live_ids())
-        assert not pair.engine._parts.is_draining
+        assert not pair.engine._runtime.is_draining
         assert not calls._ends and not calls._flushes and not calls._tokens_left
         await pair.finish(ready, PROMPT, [1, 2])
         await pair.assert_nothing_held()

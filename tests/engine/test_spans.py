@@ -97,7 +97,7 @@ async def test_fallbacks_are_events_with_their_cause(make_pair, exporter, provid
             copied.set_exception(CopyFailed("the copy engine is gone"))
             return copied
 
-        monkeypatch.setattr(pair.engine._parts.copier, "to_device", fail)
+        monkeypatch.setattr(pair.engine._runtime.copier, "to_device", fail)
         await pair.engine.finish(await pair.restore("r1", PROMPT))
     span = named(exporter, "r1")
     (fallback,) = [event for event in span.events if event.name == "fallback"]
@@ -162,15 +162,24 @@ async def test_nothing_is_kept_of_requests_that_are_over(make_pair, provider) ->
                 else:
                     pair.engine.drop(await pair.engine.retract(ready))
         await pair.engine.wait_settled()
-    stories = spans._stories
-    assert not any((stories.all, stories._live, stories._by_serial, stories._open, stories._spans, stories._kept))
-    assert not any((stories._given_away, spans._parents))
+    request_traces = spans._request_traces
+    assert not any(
+        (
+            request_traces.all,
+            request_traces._live,
+            request_traces._by_serial,
+            request_traces._open,
+            request_traces._spans,
+            request_traces._kept,
+        )
+    )
+    assert not any((request_traces._given_away, spans._parents))
 
 
 async def test_without_tracing_nobody_watches(make_pair) -> None:
     async with make_pair() as pair:
-        assert pair.engine._parts.calls.on_begin is None
-        assert pair.engine._parts.driver._watchers == ()
+        assert pair.engine._runtime.calls.on_begin is None
+        assert pair.engine._runtime.driver._watchers == ()
 
 
 async def test_tracing_begins_before_the_first_request(make_pair, provider) -> None:

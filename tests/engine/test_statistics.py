@@ -55,6 +55,6 @@ async def test_an_orderly_close_is_no_lost_link_and_a_cut_one_is(make_pair) -> N
         await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
         await until(lambda: pair.peer.statistics()["peers"] == 1)
         assert pair.peer.statistics()["links_lost"] == 0
-        pair.network.cut(pair.engine._parts.transport.instance)
+        pair.network.cut(pair.engine._runtime.transport.instance)
         await until(lambda: pair.peer.statistics()["links_lost"] > 0)
         assert pair.peer.statistics()["links_lost"] == 1

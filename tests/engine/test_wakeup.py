@@ -5,27 +5,27 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from tidekv.engine.poller import Bell
+from tidekv.engine.poller import Wakeup
 
 
 def test_a_ring_before_the_wait_is_kept_once() -> None:
-    bell = Bell()
-    bell.ring()
-    bell.ring()
-    bell.wait()
-    bell.wait(0)
-    bell.ring()
-    bell.wait()
+    wakeup = Wakeup()
+    wakeup.ring()
+    wakeup.ring()
+    wakeup.wait()
+    wakeup.wait(0)
+    wakeup.ring()
+    wakeup.wait()
 
 
 def test_nothing_that_was_put_before_a_ring_is_missed() -> None:
-    bell, put = Bell(), deque[int]()
+    wakeup, put = Wakeup(), deque[int]()
     taken: list[int] = []
 
     def take() -> None:
         while len(taken) < 20_000:
             if not put:
-                bell.wait()
+                wakeup.wait()
             while put:
                 taken.append(put.popleft())
 
@@ -33,6 +33,6 @@ def test_nothing_that_was_put_before_a_ring_is_missed() -> None:
     thread.start()
     for number in range(20_000):
         put.append(number)
-        bell.ring()
+        wakeup.ring()
     thread.join()
     assert taken == list(range(20_000))

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from tidekv.engine.poller import Bell, PollerThread, _Flight
+from tidekv.engine.poller import PollerThread, Wakeup, _Flight
 
 RUNS_MAX = 20_000
 TIMEOUTS_MAX = 2
@@ -145,19 +145,19 @@ class Nothing:
 
 
 def one_run(
-    order: list[int], *, items: int, pause_s: float, ring: Callable[[Bell, Callable[[], None]], None]
+    order: list[int], *, items: int, pause_s: float, ring: Callable[[Wakeup, Callable[[], None]], None]
 ) -> Schedule:
     """The loop's thread submits so many, the polling thread takes them, in this order and however it goes on."""
     schedule = Schedule(order)
     poller = PollerThread()
     queue = poller._new = StepQueue()
     queue.schedule = schedule
-    poller._bell._silence = cast("threading.Lock", StepLock(schedule))
+    poller._wakeup._silence = cast("threading.Lock", StepLock(schedule))
 
     def submit() -> None:
         for _ in range(items):
             flight = _Flight(cast("Any", Nothing()), cast("Any", None), 0)
-            ring(poller._bell, lambda flight=flight: queue.append(flight))  # type: ignore[misc]  # A default to bind it.
+            ring(poller._wakeup, lambda flight=flight: queue.append(flight))  # type: ignore[misc]  # A default to bind it.
 
     def take() -> None:
         while poller._posted < items:
@@ -167,20 +167,20 @@ def one_run(
     return schedule
 
 
-def put_and_ring(bell: Bell, put: Callable[[], None]) -> None:
+def put_and_ring(wakeup: Wakeup, put: Callable[[], None]) -> None:
     """As `PollerThread.submit` does."""
     put()
-    bell.ring()
+    wakeup.ring()
 
 
-def ring_and_put(bell: Bell, put: Callable[[], None]) -> None:
+def ring_and_put(wakeup: Wakeup, put: Callable[[], None]) -> None:
     """What would lose one."""
-    bell.ring()
+    wakeup.ring()
     put()
 
 
 def all_runs(
-    *, items: int, pause_s: float, ring: Callable[[Bell, Callable[[], None]], None] = put_and_ring
+    *, items: int, pause_s: float, ring: Callable[[Wakeup, Callable[[], None]], None] = put_and_ring
 ) -> tuple[int, int]:
     """Go through every order; how many there are, and in how many neither thread could go on."""
     order: list[int] = []

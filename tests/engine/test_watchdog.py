@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from tidekv.engine.watchdog import HoldUp, Watchdog
+from tidekv.engine.watchdog import LoopStall, Watchdog
 
 
 def hold_the_loop_up(until: threading.Event) -> None:
@@ -14,9 +14,9 @@ def hold_the_loop_up(until: threading.Event) -> None:
 
 async def test_a_callback_that_holds_the_loop_up_is_named() -> None:
     seen = threading.Event()
-    reports: list[HoldUp] = []
+    reports: list[LoopStall] = []
 
-    def report(hold_up: HoldUp) -> None:
+    def report(hold_up: LoopStall) -> None:
         reports.append(hold_up)
         seen.set()
 

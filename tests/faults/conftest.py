@@ -34,7 +34,7 @@ from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import wrong_tails
+from tidekv.engine.demo.synthetic_components import wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.poller import PollerThread
 from tidekv.transports.nixl import transport
@@ -74,7 +74,7 @@ class Decode:
     def wrong(self, ready: ReadyRequest, tokens: Sequence[int]) -> list[int]:
         """Pages of the prompt, by place, whose bytes are not what they must be; those of components are never."""
         digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
-        assert wrong_tails(self.components, ready.tails, digests) == {}
+        assert wrong_components(self.components, ready.component_pages, digests) == {}
         return self.kv.verify(ready.pages[: len(digests)].tolist(), digests)
 
     async def serve(self, request_id: str, tokens: list[int], output: Sequence[int] = (1,), **options: Any) -> dict:

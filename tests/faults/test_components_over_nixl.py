@@ -105,7 +105,7 @@ async def test_what_a_stopped_prefill_writes_of_a_tail_is_nobodys_until_it_has_e
         await first.ask(Halt(after_checks=TAIL // 2, skips=1, stops=True), Done)
         aborted = decode.start("aborted", tokens, prefill=first.ready.address)
         await first.wait_stopped()
-        targets = decode.engine._core.request("aborted").tails.remote["swa"]
+        targets = decode.engine._core.request("aborted").component_pages.remote["swa"]
         assert len(targets) == TAIL
         await decode.engine.abort("aborted")
         with pytest.raises(RequestFailed, match="aborted"):
@@ -154,10 +154,12 @@ async def test_aborts_at_random_points_leave_no_page_of_any_pool_behind(
         async def check_and_finish(tokens: list[int], ready: ReadyRequest) -> None:
             assert decode.wrong(ready, tokens) == []
             boundary = len(tokens) // SIZE
-            left = {name: (tail.first, tail.pages[: boundary - tail.first]) for name, tail in ready.tails.items()}
+            left = {
+                name: (tail.first, tail.pages[: boundary - tail.first]) for name, tail in ready.component_pages.items()
+            }
             if len(tokens) % SIZE:
                 del left["ssm"]
-            await decode.engine.finish(ready, tails=left)
+            await decode.engine.finish(ready, component_pages=left)
 
         async def lane(lane: int) -> None:
             for _ in range(40):

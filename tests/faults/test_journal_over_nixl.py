@@ -17,7 +17,7 @@ from tidekv.engine.demo import main_job
 from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.journal.final import final_state
 from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.request_traces import Stories
+from tidekv.engine.trace.request_traces import RequestTraces
 
 pytestmark = pytest.mark.nixl
 
@@ -40,13 +40,13 @@ async def test_run_with_a_killed_prefill_worker_replays_and_is_explained(
             await decode.engine.finish(await restore, [number])
         await decode.assert_nothing_held()
     replayer = Replayer(path)
-    stories = Stories(replayer.header.core.page_size)
+    request_traces = RequestTraces(replayer.header.core.page_size)
     for step in replayer.steps():
-        stories.take(step, replayer.core)
+        request_traces.take(step, replayer.core)
     assert replayer.torn is None
     assert final_state(replayer.core) == final_state(decode.engine._core)
     for number in range(3):
-        words = explain(stories.named(f"r{number}")[0], now_s=stories.last_at_s)
+        words = explain(request_traces.named(f"r{number}")[0], now_s=request_traces.last_at_s)
         assert any(cause.value in words for cause in PrefillCause), words
         assert "READY" in words
 

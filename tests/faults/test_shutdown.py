@@ -115,7 +115,7 @@ async def enter_state(engine: DecodeEngine, held: Held) -> asyncio.Task[Any]:
     if held.state == "PREALLOC":
         await engine.restore(request("first", range(1000, 1080)))
     held.is_on = True
-    held.hold_copies(engine._parts.copier)
+    held.hold_copies(engine._runtime.copier)
     tokens = PROMPT if held.state != "TRANSFER" else range(2000, 2040)
     waiting = asyncio.create_task(engine.restore(request("held", tokens)))
 
@@ -192,5 +192,5 @@ def test_shutting_the_loop_down_ends_the_engine(state: str, new_loop: Callable[[
     with asyncio.Runner(loop_factory=new_loop) as runner:
         serving = runner.run(main())
     assert serving.cancelled()
-    assert not engines[0]._parts.is_open
+    assert not engines[0]._runtime.is_open
     assert not engines[0]._calls.live_ids()

@@ -19,7 +19,7 @@ from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.components.specs import Component
 from tidekv.states.core import Core
-from tidekv.states.inspect.step_record import Noted
+from tidekv.states.inspect.step_record import StepNotes
 from tidekv.states.request.request import State
 from tidekv.states.settings import CoreSettings
 from tidekv.states.storage.policy import changed_policy, policy_of
@@ -37,7 +37,7 @@ class Tape:
         self._core = core
         self._recorder = Recorder(core)
         self._lines = [self._recorder.run_line()]
-        self._noted: list[Noted] = []
+        self._noted: list[StepNotes] = []
         self.fold = MetricsFold(core)
         """What a running engine would serve to Prometheus."""
         self.steps: list[tuple[events.Event, str]] = []

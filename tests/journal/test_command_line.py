@@ -10,7 +10,7 @@ import pytest
 from tidekv.engine.cli import main
 from tidekv.engine.journal import lines as journal_lines
 from tidekv.engine.journal.lines import seal
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 
 
 def run(
@@ -153,9 +153,9 @@ def test_identical_journal_exits_0(simulate, monkeypatch, capsys) -> None:
 
 def test_divergence_exits_1_and_shows_both_sides(simulate, monkeypatch, capsys) -> None:
     path = simulate(1, 30).path
-    take = PageAccount.take
+    take = PagePool.take
     with monkeypatch.context() as patch:
-        patch.setattr(PageAccount, "take", lambda self, count: take(self, count)[::-1])
+        patch.setattr(PagePool, "take", lambda self, count: take(self, count)[::-1])
         code, _, err = run(patch, capsys, "replay", path)
     assert code == 1
     assert "recorded: {" in err

@@ -15,7 +15,7 @@ from tidekv import Replayer
 from tidekv.engine.simulation.faults import FAULTS
 from tidekv.engine.trace import causes
 from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.request_traces import read_stories
+from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states import core, events
 from tidekv.states.loads import loads
 from tidekv.states.request import guards_and_actions
@@ -29,8 +29,10 @@ CASES = {**explained_tiers.CASES, **explained_components.CASES, **explained_requ
 
 
 def words_for(path: Path, request_id: str = "r1") -> str:
-    stories = read_stories(Replayer(path))
-    return "\n".join(explain(story, now_s=stories.last_at_s) for story in stories.named(request_id))
+    request_traces = read_request_traces(Replayer(path))
+    return "\n".join(
+        explain(request_trace, now_s=request_traces.last_at_s) for request_trace in request_traces.named(request_id)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,7 +53,7 @@ NO_CAUSE = {
     # Storage is asked again: nothing went wrong any more.
     "l3_breaker_closed",
     # What is written back or dropped belongs to nobody who is served, and what was fetched ahead is no trouble.
-    "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "tail_pages_stored",
+    "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "component_pages_stored",
     # Nor is what several requests are sent once.
     "shared_transfer_pages",
 }  # fmt: skip
@@ -125,10 +127,10 @@ FAULT_ROWS = {
     "copy_out_fails": "backup_fails",
     "copy_out_raises": "backup_raises",
     "copy_out_is_late": "backup_is_late",
-    "tail_copy_fails": "tail_copy_fails",
-    "tail_copy_raises": "tail_copy_raises",
-    "tail_copy_is_late": "tail_copy_is_late",
-    "tail_copy_is_stuck": "tail_copy_is_late",
+    "component_copy_fails": "component_copy_fails",
+    "component_copy_raises": "component_copy_raises",
+    "component_copy_is_late": "component_copy_is_late",
+    "component_copy_is_stuck": "component_copy_is_late",
     "connect_fails": "promise_cannot_be_sent",
     "room_is_refused": "prefill refuses in TRANSFER, and there is another",
     "extend_is_refused": "extend_is_refused",
@@ -148,10 +150,10 @@ FAULT_ROWS = {
 FAULTS_WITHOUT_CAUSE = {
     # Nothing goes another way than planned: it only takes longer, and the times say so.
     "promise_is_slow", "write_is_slow", "aux_is_slow", "drain_is_slow", "recompute_is_slow", "clock_is_late",
-    "tail_write_is_slow",
+    "component_write_is_slow",
     # A miss is a miss, whatever made it.
     "query_promises_too_little", "storage_forgets", "flush", "no_cache", "output_is_dropped", "retracted_is_dropped",
-    "tail_is_not_left",
+    "component_is_not_left",
     # It is not believed, and nothing follows from it.
     "query_is_nonsense", "fetch_reports_nonsense", "outcome_repeats", "frame_repeats", "frame_is_foreign",
     "frame_is_of_old_generation", "frame_of_wrong_rank", "frame_of_wrong_span", "chunk_skips_pages",

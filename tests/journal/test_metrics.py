@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.recount import counters_of, recount, scraped
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
-from tidekv.engine.trace.request_traces import Stories
+from tidekv.engine.trace.request_traces import RequestTraces
 from tidekv.states.request.request import DECLINED, LOAD_CAUSES
 
 PAGE_BYTES = 1024
@@ -40,13 +40,18 @@ def test_live_replayed_and_recounted_metrics_are_the_same(simulate, seed: int) -
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_cuts_by_cause_are_those_that_stories_tell(simulate, seed: int) -> None:
     replayer = Replayer(simulate(seed, 80).path)
-    fold, stories = MetricsFold(replayer.core), Stories(replayer.header.core.page_size)
+    fold, request_traces = MetricsFold(replayer.core), RequestTraces(replayer.header.core.page_size)
     for step in replayer.steps():
         fold.stepped(step.event, step.commands, step.error)
-        stories.take(step, replayer.core)
-    told = Counter(work.cause for story in stories.all for work in story.works if work.kind == "span" and work.span)
+        request_traces.take(step, replayer.core)
+    told = Counter(
+        work.cause
+        for request_trace in request_traces.all
+        for work in request_trace.works
+        if work.kind == "span" and work.span
+    )
     assert sum(fold.cuts.values()) == sum(told.values()) == replayer.core.state.counters.get("extends", 0)
     assert set(fold.cuts) <= {*LOAD_CAUSES, "fetch_failed", "start_raised"}
-    declined = sum(plan.declined_pages for story in stories.all for plan in story.plans)
+    declined = sum(plan.declined_pages for request_trace in request_traces.all for plan in request_trace.plans)
     assert sum(fold.declined.values()) == declined
     assert set(fold.declined) <= set(DECLINED)

@@ -14,7 +14,7 @@ from tidekv.states.core import Core
 from tidekv.states.events import StorageAnswered
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.request import Request
@@ -72,8 +72,8 @@ def _distrust_storage(patch: pytest.MonkeyPatch) -> None:
 
 
 def _change_allocator(patch: pytest.MonkeyPatch) -> None:
-    give_back = PageAccount.give_back
-    patch.setattr(PageAccount, "give_back", lambda self, pages: give_back(self, pages[::-1]))
+    give_back = PagePool.give_back
+    patch.setattr(PagePool, "give_back", lambda self, pages: give_back(self, pages[::-1]))
 
 
 def _leak_a_lock(patch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,12 @@
-"""Stories of simulated runs with every fault: nothing goes another way than planned without a cause that is told."""
+"""RequestTraces of simulated runs with every fault: nothing goes another way than planned without a cause that is told."""
 
 from __future__ import annotations
 
 from tidekv import Replayer
 from tidekv.engine.trace.causes import EXTENDED
 from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.request_trace import Story
-from tidekv.engine.trace.request_traces import read_stories
+from tidekv.engine.trace.request_trace import RequestTrace
+from tidekv.engine.trace.request_traces import read_request_traces
 
 SEEDS = range(1, 6)
 
@@ -14,24 +14,26 @@ SEEDS = range(1, 6)
 def test_whatever_fails_in_a_run_has_a_cause(simulate) -> None:
     extends = fallbacks = 0
     for seed in SEEDS:
-        told = read_stories(Replayer(simulate(seed, 80).path))
+        told = read_request_traces(Replayer(simulate(seed, 80).path))
         assert len(told.all) >= 80
-        for story in told.all:
-            check_causes(story, explain(story, now_s=told.last_at_s))
-            extends += sum(work.span > 0 for work in story.works)
-            fallbacks += len(story.fallbacks)
+        for request_trace in told.all:
+            check_causes(request_trace, explain(request_trace, now_s=told.last_at_s))
+            extends += sum(work.span > 0 for work in request_trace.works)
+            fallbacks += len(request_trace.fallbacks)
     assert extends > 10
     assert fallbacks > 100
 
 
-def check_causes(story: Story, words: str) -> None:
-    taken_back = [work for work in story.works if work.kind == "span" and work.span]
+def check_causes(request_trace: RequestTrace, words: str) -> None:
+    taken_back = [work for work in request_trace.works if work.kind == "span" and work.span]
     assert all(work.cause and work.cause != EXTENDED["other"] for work in taken_back), words
-    went_back = [state for _, state in story.states].count("PREALLOC") - 1
-    assert len([note for note in story.fallbacks if "back to the queue" in note.consequence]) == went_back, words
-    assert all(note.cause and note.consequence for note in story.fallbacks), words
-    assert all(f"{note.cause}; {note.consequence}" in words for note in story.fallbacks)
-    if story.ended == "FAILED":
-        assert story.cause and f": {story.cause}" in words, words
-    if taken_back and story.ended == "READY":
-        assert story.fallbacks, words
+    went_back = [state for _, state in request_trace.states].count("PREALLOC") - 1
+    assert len([note for note in request_trace.fallbacks if "back to the queue" in note.consequence]) == went_back, (
+        words
+    )
+    assert all(note.cause and note.consequence for note in request_trace.fallbacks), words
+    assert all(f"{note.cause}; {note.consequence}" in words for note in request_trace.fallbacks)
+    if request_trace.ended == "FAILED":
+        assert request_trace.cause and f": {request_trace.cause}" in words, words
+    if taken_back and request_trace.ended == "READY":
+        assert request_trace.fallbacks, words

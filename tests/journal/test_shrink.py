@@ -12,7 +12,7 @@ from tidekv import InvalidRequest, JournalDamaged, ReplayDiverged, Replayer
 from tidekv.engine.journal.shrink import shrink
 from tidekv.engine.simulation.simulate import SimulationFailed, draw_settings, with_components
 from tidekv.states.backup.backups import Backups
-from tidekv.states.components.request_components import Tails
+from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.handover.rooms import Rooms
 
@@ -49,15 +49,15 @@ def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(sim
 
 
 def test_what_is_left_of_components_is_left_in_the_short_journal_too(simulate, monkeypatch, tmp_path) -> None:
-    keep, planted = Tails.keep, []
+    keep, planted = ComponentRestore.keep, []
 
-    def broken(self: Tails, request, left, node) -> None:  # type: ignore[no-untyped-def]
+    def broken(self: ComponentRestore, request, left, node) -> None:  # type: ignore[no-untyped-def]
         if left and request.request_id.endswith("7"):
             planted.append(left)
             raise BrokenInvariant("planted")
         keep(self, request, left, node)
 
-    monkeypatch.setattr(Tails, "keep", broken)
+    monkeypatch.setattr(ComponentRestore, "keep", broken)
 
     def settings(seed: int) -> object:
         return with_components(draw_settings(Random(seed)), seed)

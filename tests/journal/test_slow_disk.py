@@ -221,7 +221,7 @@ async def test_engine_serves_and_closes_while_its_journal_hangs(
     close = Journal.close
     monkeypatch.setattr(Journal, "close", lambda self: close(self, timeout_s=0.05))
     async with asyncio.timeout(LIMIT_S), make_pair(journal_path=str(tmp_path / "j")) as pair:
-        journal = pair.engine._parts.journal
+        journal = pair.engine._runtime.journal
         disk = HangingDisk(journal)
         for number in range(200):
             prompt = [number, *range(40)]

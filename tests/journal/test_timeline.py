@@ -16,7 +16,7 @@ from tidekv import Replayer
 from tidekv.engine.trace.bars import all_bars, one_request
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.page import html_page
-from tidekv.engine.trace.request_traces import Stories, read_stories
+from tidekv.engine.trace.request_traces import RequestTraces, read_request_traces
 from tidekv.engine.trace.trace_events import trace_events
 from tidekv.states import events
 from tidekv.states.errors import InvalidRequest
@@ -40,19 +40,19 @@ ROW = "({x: chart.getBoundingClientRect().left, y: chart.getBoundingClientRect()
 
 
 @pytest.fixture
-def stories(simulate) -> Stories:
-    return read_stories(Replayer(simulate(3, 30).path))
+def request_traces(simulate) -> RequestTraces:
+    return read_request_traces(Replayer(simulate(3, 30).path))
 
 
 @pytest.fixture
-def written(stories: Stories, tmp_path: Path) -> Path:
+def written(request_traces: RequestTraces, tmp_path: Path) -> Path:
     path = tmp_path / "t.html"
-    path.write_text(html_page(stories.all, now_s=stories.last_at_s, title="a run"))
+    path.write_text(html_page(request_traces.all, now_s=request_traces.last_at_s, title="a run"))
     return path
 
 
 @needs_browser
-def test_a_mouse_sees_opens_zooms_moves_and_closes(stories: Stories, written: Path) -> None:
+def test_a_mouse_sees_opens_zooms_moves_and_closes(request_traces: RequestTraces, written: Path) -> None:
     with opened_page(written.as_uri()) as page:
         seen = page.evaluate(PIXELS)
         # Teal for transfer, and no band before a request is chosen.
@@ -61,15 +61,15 @@ def test_a_mouse_sees_opens_zooms_moves_and_closes(stories: Stories, written: Pa
         # What is under the mouse is told.
         row = page.evaluate(ROW % 1)
         page.move(row["x"] + 40, row["y"])
-        assert page.evaluate("[tip.style.display, tip.textContent]") == ["block", stories.all[1].request_id]
+        assert page.evaluate("[tip.style.display, tip.textContent]") == ["block", request_traces.all[1].request_id]
         at_x = page.evaluate("chart.getBoundingClientRect().left + x(rows[1].request.states[0][0])")
         page.move(at_x, row["y"])
-        assert page.evaluate("tip.textContent").startswith(f"{stories.all[1].request_id}: ")
+        assert page.evaluate("tip.textContent").startswith(f"{request_traces.all[1].request_id}: ")
         # A click opens the story of a request, another one closes it.
         page.click(row["x"] + 40, row["y"])
         words = page.evaluate("panel.innerText")
-        assert words.startswith(stories.all[1].request_id)
-        told = explain(stories.all[1], now_s=stories.last_at_s)
+        assert words.startswith(request_traces.all[1].request_id)
+        told = explain(request_traces.all[1], now_s=request_traces.last_at_s)
         assert page.evaluate("[...panel.querySelectorAll('p')].map((line) => line.textContent).join('\\n')") == told
         assert page.evaluate(PIXELS).get("#eaf1ff", 0) > 200
         picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
@@ -93,25 +93,27 @@ def test_a_mouse_sees_opens_zooms_moves_and_closes(stories: Stories, written: Pa
 
 
 @needs_browser
-def test_search_and_filter_choose_requests(stories: Stories, written: Path) -> None:
+def test_search_and_filter_choose_requests(request_traces: RequestTraces, written: Path) -> None:
     with opened_page(written.as_uri()) as page:
         page.click(*page.evaluate("(({x, y}) => [x + 20, y + 10])(search.getBoundingClientRect())"))
         page.type_text("r2")
-        named = [story for story in stories.all if "r2" in story.request_id]
+        named = [request_trace for request_trace in request_traces.all if "r2" in request_trace.request_id]
         count = "document.getElementById('count').textContent"
-        assert page.evaluate(count) == f"{len(named)} of {len(stories.all)} requests"
-        assert page.evaluate("rows.map((row) => row.request.id)") == [story.request_id for story in named]
+        assert page.evaluate(count) == f"{len(named)} of {len(request_traces.all)} requests"
+        assert page.evaluate("rows.map((row) => row.request.id)") == [
+            request_trace.request_id for request_trace in named
+        ]
         page.evaluate("search.value = ''")
         page.click(*page.evaluate("(({x, y}) => [x + 5, y + 5])(troubled.getBoundingClientRect())"))
-        troubled = [story.request_id for story in stories.all if story.fallbacks]
+        troubled = [request_trace.request_id for request_trace in request_traces.all if request_trace.fallbacks]
         assert page.evaluate("rows.map((row) => row.request.id)") == troubled
-        assert 0 < len(troubled) < len(stories.all)
+        assert 0 < len(troubled) < len(request_traces.all)
 
 
 @needs_browser
-def test_address_with_the_id_of_a_request_opens_it(stories: Stories, written: Path) -> None:
-    with opened_page(f"{written.as_uri()}#{stories.all[2].request_id}") as page:
-        assert page.evaluate("panel.innerText").startswith(stories.all[2].request_id)
+def test_address_with_the_id_of_a_request_opens_it(request_traces: RequestTraces, written: Path) -> None:
+    with opened_page(f"{written.as_uri()}#{request_traces.all[2].request_id}") as page:
+        assert page.evaluate("panel.innerText").startswith(request_traces.all[2].request_id)
 
 
 @needs_browser
@@ -135,9 +137,9 @@ def test_pictures_in_the_docs_are_small() -> None:
         Image.open(picture).verify()
 
 
-def test_page_needs_nothing_from_elsewhere_and_no_name_can_break_out_of_it(stories: Stories) -> None:
-    stories.all[0].request_id = "</script><img src=x onerror=alert(1)>"
-    page = html_page(stories.all, now_s=stories.last_at_s, title="a run")
+def test_page_needs_nothing_from_elsewhere_and_no_name_can_break_out_of_it(request_traces: RequestTraces) -> None:
+    request_traces.all[0].request_id = "</script><img src=x onerror=alert(1)>"
+    page = html_page(request_traces.all, now_s=request_traces.last_at_s, title="a run")
     assert not re.search(r"https?://|<link|<img|@import|src=\"", page)
     assert page.count("</script>") == 1
 
@@ -146,38 +148,40 @@ def test_page_of_no_requests_is_a_page() -> None:
     assert "<canvas" in html_page([], now_s=0.0, title="nothing")
 
 
-def test_trace_events_are_balanced_and_cover_the_states(stories: Stories) -> None:
-    trace = json.loads(trace_events(stories.all, now_s=stories.last_at_s))["traceEvents"]
+def test_trace_events_are_balanced_and_cover_the_states(request_traces: RequestTraces) -> None:
+    trace = json.loads(trace_events(request_traces.all, now_s=request_traces.last_at_s))["traceEvents"]
     phases = Counter(event["ph"] for event in trace)
-    assert phases["b"] == phases["e"] == sum(len(story.works) for story in stories.all)
-    assert phases["X"] == sum(len(story.states) for story in stories.all)
+    assert phases["b"] == phases["e"] == sum(len(request_trace.works) for request_trace in request_traces.all)
+    assert phases["X"] == sum(len(request_trace.states) for request_trace in request_traces.all)
     assert all(event.get("dur", 0) >= 0 and event.get("ts", 0) >= 0 for event in trace)
 
 
-def test_terminal_shows_every_request_and_the_lanes_of_one(stories: Stories) -> None:
+def test_terminal_shows_every_request_and_the_lanes_of_one(request_traces: RequestTraces) -> None:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - closed with the console.
-    console.print(all_bars(stories.all, now_s=stories.last_at_s, width=60))
-    busiest = max(stories.all, key=lambda story: len(story.works))
-    console.print(one_request(busiest, now_s=stories.last_at_s, width=60))
+    console.print(all_bars(request_traces.all, now_s=request_traces.last_at_s, width=60))
+    busiest = max(request_traces.all, key=lambda request_trace: len(request_trace.works))
+    console.print(one_request(busiest, now_s=request_traces.last_at_s, width=60))
     console.file.close()
     text = console.export_text()
-    for story in stories.all:
-        assert story.request_id in text
+    for request_trace in request_traces.all:
+        assert request_trace.request_id in text
     for work in busiest.works:
         assert f"{work.kind} [{work.first}, {work.first + work.count})" in text
 
 
 def test_stories_agree_with_what_the_core_told(simulate) -> None:
     tape = simulate(4, 60)
-    told = read_stories(Replayer(tape.path))
+    told = read_request_traces(Replayer(tape.path))
     arrived = [event for event, _ in tape.steps if isinstance(event, events.RequestArrived)]
-    assert [story.request_id for story in told.all] == [event.request_id for event in arrived]
+    assert [request_trace.request_id for request_trace in told.all] == [event.request_id for event in arrived]
     words = "".join(given for _, given in tape.steps)
-    assert sum(story.ended == "READY" for story in told.all) == words.count("TellReady(")
-    assert sum(story.ended == "FAILED" for story in told.all) == words.count("TellFailed(")
-    for story in told.all:
-        if story.ended == "READY":
-            assert sum(story.sources.values()) == story.prompt_tokens
-            assert story.states[-1][1] == "READY"
-            assert story.ended_at_s is not None
-            assert sum(story.time_in(0.0).values()) == pytest.approx(story.ended_at_s - story.arrived_at_s)
+    assert sum(request_trace.ended == "READY" for request_trace in told.all) == words.count("ReportReady(")
+    assert sum(request_trace.ended == "FAILED" for request_trace in told.all) == words.count("ReportFailed(")
+    for request_trace in told.all:
+        if request_trace.ended == "READY":
+            assert sum(request_trace.sources.values()) == request_trace.prompt_tokens
+            assert request_trace.states[-1][1] == "READY"
+            assert request_trace.ended_at_s is not None
+            assert sum(request_trace.time_in(0.0).values()) == pytest.approx(
+                request_trace.ended_at_s - request_trace.arrived_at_s
+            )

@@ -55,7 +55,7 @@ async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> Non
         PrefillPeer(device=prefill_pool, transport=NixlTransport("prefill-0"), on_room=synthetic.serve) as peer,
         engine,
     ):
-        publisher = engine._parts.kv_events
+        publisher = engine._runtime.kv_events
         assert publisher is not None
         context = zmq_asyncio.Context()
         asker = context.socket(zmq.DEALER)

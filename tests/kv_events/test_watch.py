@@ -164,9 +164,9 @@ def test_tokens_are_named_by_the_keys_that_storage_has() -> None:
 
 def test_nothing_is_noted_where_nobody_watches() -> None:
     index = Rig().core.state.index
-    assert index.tree.touched is None
-    assert index.device_tier.touched is None
-    assert index.host_tier.touched is None
+    assert index.tree.dirty_nodes is None
+    assert index.device_tier.dirty_nodes is None
+    assert index.host_tier.dirty_nodes is None
 
 
 class Desk:
@@ -260,7 +260,7 @@ def test_pages_that_drain_are_not_there_and_pages_under_a_load_not_yet() -> None
     desk = Desk()
     node = desk.put(1, 2, 3, 4)
     desk.told()
-    desk.index.set_void(node)
+    desk.index.set_reclaiming(node)
     assert desk.told() == [BlockRemoved(hashes(1, 2, 3, 4), "GPU")]
     other = Desk()
     node = other.put(1, 2)

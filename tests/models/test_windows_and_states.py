@@ -32,7 +32,7 @@ from tidekv import (
     ReadyRequest,
     open_storage,
 )
-from tidekv.engine.decode.component_pages import LeftTails, WindowPages
+from tidekv.engine.decode.component_pages import LeftComponents, WindowPages
 from tidekv.engine.demo.model import generate_in_one_process
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room
@@ -189,25 +189,27 @@ class Decode:
         )
         if zero:
             for row in self.components[zero].device.rows:
-                row[ready.tails[zero].pages.tolist()] = 0
+                row[ready.component_pages[zero].pages.tolist()] = 0
         self.engine.grow(ready, output)
         answer, left = await asyncio.to_thread(self._answer, ready, len(prompt), output)
         if zero:
             await self.engine.abort(request_id)
         else:
-            await self.engine.finish(ready, answer, tails={name: left[name] for name in left if name in leaves})
+            await self.engine.finish(
+                ready, answer, component_pages={name: left[name] for name in left if name in leaves}
+            )
         await self.engine.wait_settled()
         return {tier: tokens for tier, tokens in ready.sources.items() if tokens}, answer
 
-    def _answer(self, ready: ReadyRequest, start: int, count: int) -> tuple[list[int], LeftTails]:
+    def _answer(self, ready: ReadyRequest, start: int, count: int) -> tuple[list[int], LeftComponents]:
         """Go on from what was restored; returns the tokens, and what can be left."""
         window = record = None
         held = Held(ready.pages.tolist())
-        if "window" in ready.tails:
+        if "window" in ready.component_pages:
             tokens = self.components["window"].window_tokens
-            window = WindowPages(ready.tails["window"], window_tokens=tokens, page_size=SIZE)
-        if "state" in ready.tails:
-            record = held.record = ready.tails["state"].record
+            window = WindowPages(ready.component_pages["window"], window_tokens=tokens, page_size=SIZE)
+        if "state" in ready.component_pages:
+            record = held.record = ready.component_pages["state"].record
         snapshots = {}
         answer = [ready.first_token]
         for position in range(start, start + count):
@@ -243,7 +245,7 @@ async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterato
     async def serve(room: Room) -> None:
         prompt = memoryview(room.tokens).cast("I").tolist()
         pages = list(range(-(-len(prompt) // SIZE)))
-        window = room.tails.get("window")
+        window = room.component_pages.get("window")
         held = Held(pages)
         if window is not None:
             # It computes all of the window, whatever decode asks for: the layers need it.
@@ -251,9 +253,9 @@ async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterato
             held.window_first, held.window = first, range(len(pages) - first)
         logits = await asyncio.to_thread(prefill_model.forward, prompt, 0, held)
         await room.send(pages, start_token=0)
-        for name, asked in room.tails.items():
+        for name, asked in room.component_pages.items():
             tail = held.window[asked.first - held.window_first :] if name == "window" else [held.record]
-            await room.send_tail(name, list(tail)[: asked.page_count])
+            await room.send_component_pages(name, list(tail)[: asked.page_count])
         await room.finish(first_token=choices(logits[-1:])[0])
         await room.received()
 

@@ -35,9 +35,9 @@ def test_each_state_ends_at_the_callers_deadline_and_says_where_it_was(state: St
     rig = Rig(query_deadline_s=50, prefetch_base_s=50)
     rig.bring(state, "a", deadline_at_s=2.0)
     assert rig.state("a") == state.value
-    assert not any(isinstance(wish, commands.TellFailed) for wish in rig.wait_until(1.9))
+    assert not any(isinstance(wish, commands.ReportFailed) for wish in rig.wait_until(1.9))
     rig.wait_until(2.0)
-    failed = rig.take(commands.TellFailed)
+    failed = rig.take(commands.ReportFailed)
     assert (failed.request_id, failed.cause, failed.detail) == ("a", "deadline", f"in {state.value}")
     settle_all(rig)
     rig.expect_nothing_held()
@@ -48,7 +48,7 @@ def test_an_abort_in_each_state_leaves_nothing_behind(state: State) -> None:
     rig = Rig()
     rig.bring(state, "a")
     rig.abort("a")
-    told = rig.take(commands.TellDropped if state is State.READY else commands.TellFailed)
+    told = rig.take(commands.ReportDropped if state is State.READY else commands.ReportFailed)
     assert told.request_id == "a"
     assert rig.core.request("a") is None
     settle_all(rig)
@@ -65,7 +65,7 @@ def test_outcomes_that_come_after_an_abort_only_give_pages_back(state: State) ->
     promise = rig.take(commands.SendPromise)
     rig.promised(promise)
     rig.abort("a")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.drained(rig.take(commands.SendAbort))
     held = rig.core.statistics()
     assert held["host_owned"] + held["host_protected"] + held["device_protected"] > 0
@@ -86,7 +86,7 @@ def test_pages_of_an_aborted_room_have_no_new_owner_before_the_writer_has_confir
     in_transfer(rig)
     rig.abort("a")
     abort = rig.take(commands.SendAbort)
-    assert rig.take(commands.TellFailed).cause == "aborted"
+    assert rig.take(commands.ReportFailed).cause == "aborted"
     rig.arrive("b", b"ABCDEFGH")
     rig.wait_until(1000.0)
     assert rig.state("b") == "PREALLOC"
@@ -99,7 +99,7 @@ def test_a_room_that_one_rank_fails_waits_for_its_siblings() -> None:
     rig = Rig()
     promise = in_transfer(rig, ranks=3)
     rig.step(events.RoomFailed, request_id="a", generation=promise.generation, cause="rank 0 is ill", settled=False)
-    assert rig.take(commands.TellFailed).detail == "rank 0 is ill"
+    assert rig.take(commands.ReportFailed).detail == "rank 0 is ill"
     abort = rig.take(commands.SendAbort)
     for rank, draining in ((0, 8), (0, 8), (7, 8), (1, 8), (2, 0)):
         rig.drained(abort, rank)
@@ -120,7 +120,7 @@ def test_a_confirmation_of_a_former_generation_frees_nothing_of_the_next_one() -
     rig.drained(old)
     assert rig.core.statistics()["device_draining"] == 8
     rig.drained(new)
-    rig.take_all(commands.TellFailed)
+    rig.take_all(commands.ReportFailed)
     rig.expect_nothing_held()
 
 
@@ -141,7 +141,7 @@ def test_a_writer_that_never_answers_keeps_its_pages_until_its_death_is_proven()
     rig = Rig()
     in_transfer(rig)
     rig.step(events.WriterLost, writer="prefill.1", cause="not heard of")
-    assert rig.take(commands.TellFailed).cause == "prefill lost"
+    assert rig.take(commands.ReportFailed).cause == "prefill lost"
     rig.wait_until(10_000.0)
     assert rig.core.statistics()["device_draining"] == 8
     rig.step(events.WriterDead, writer="prefill.2")
@@ -163,7 +163,7 @@ def test_an_exception_of_one_request_touches_no_other(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(rig.core.restore, "fix_plan", raise_for_bad)
     rig.arrive("bad", b"ABCDEFGH")
-    failed = rig.take(commands.TellFailed)
+    failed = rig.take(commands.ReportFailed)
     assert (failed.request_id, failed.cause) == ("bad", "internal error")
     assert "ZeroDivisionError: a bug" in failed.detail
     rig.chunk(good)

@@ -27,13 +27,13 @@ def stored_only(**settings: int | float) -> Rig:
     return rig
 
 
-def become_ready(rig: Rig, promise: commands.SendPromise) -> commands.TellReady:
+def become_ready(rig: Rig, promise: commands.SendPromise) -> commands.ReportReady:
     """Prefill does what the promise and every extend of it ask for."""
     rig.serve(promise)
     for extend in rig.take_all(commands.SendExtend):
         rig.chunk(extend)
     rig.take(commands.SendReceived)
-    return rig.take(commands.TellReady)
+    return rig.take(commands.ReportReady)
 
 
 def over(rig: Rig, request_id: str, tokens: bytes) -> None:
@@ -62,9 +62,9 @@ def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l
             rig.copied(copy)
         rig.serve(rig.take(commands.SendPromise))
         rig.take(commands.SendReceived)
-        rig.take(commands.TellReady)
+        rig.take(commands.ReportReady)
         over(rig, "shallow", TEN[:l1])
-        rig.take(commands.TellFinished)
+        rig.take(commands.ReportFinished)
         rig.take_all(commands.ForgetTokens)
     device, host = rig.core.state.index.probe_prefix("", TEN)
     rig.arrive("a", TEN)
@@ -131,7 +131,7 @@ def test_a_short_read_is_extended_by_what_is_missing_and_no_more(good: int) -> N
     assert rig.state("a") == "TRANSFER"
     rig.chunk(promise)
     rig.take(commands.SendReceived)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 5 + good, "transfer": 5 - good}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 5 + good, "transfer": 5 - good}
 
 
 def test_at_the_deadline_each_run_that_has_not_landed_is_asked_of_prefill_and_no_other() -> None:
@@ -154,7 +154,7 @@ def test_at_the_deadline_each_run_that_has_not_landed_is_asked_of_prefill_and_no
     rig.chunk(promise)
     rig.chunk(extend)
     rig.take(commands.SendReceived)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 6, "transfer": 4}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 6, "transfer": 4}
     # The late read still writes to its host pages: they are its own until it says that it has ended.
     assert rig.core.statistics()["host_owned"] == 4
     rig.fetched(late)
@@ -195,7 +195,7 @@ def test_done_is_usable_in_the_same_step_with_five_hundred_requests_in_the_queue
     assert rig.core.statistics()["queue"] == 500
     rig.promised(promise)
     rig.chunk(promise)
-    assert commands.TellReady in [type(wish) for wish in rig.aux(promise)]
+    assert commands.ReportReady in [type(wish) for wish in rig.aux(promise)]
 
 
 def test_promised_host_pages_are_pinned_against_whoever_needs_host_memory() -> None:
@@ -231,5 +231,5 @@ def test_an_answer_that_comes_when_the_tree_has_grown_promises_what_is_there_now
     assert become_ready(rig, promise).sources == {"l1": 7, "l2": 0, "l3": 0, "transfer": 3}
     rig.abort("fast")
     rig.abort("slow")
-    rig.take_all(commands.TellDropped)
+    rig.take_all(commands.ReportDropped)
     rig.expect_nothing_held()

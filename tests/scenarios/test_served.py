@@ -117,7 +117,7 @@ async def test_a_write_that_lands_behind_an_abort_hits_no_page_of_the_next_owner
         ready = await pair.restore("r2", other)
         assert pair.core()["device_free"] == 0
         may_land.set()
-        await pair.engine._parts.calls.wait_until(lambda: not pair.core()["device_draining"])
+        await pair.engine._runtime.calls.wait_until(lambda: not pair.core()["device_draining"])
         digests = prompt_digests(pack_tokens(other), PAGE_SIZE)
         assert pair.kv.verify(ready.pages.tolist(), digests) == []
         await pair.finish(ready, other, [1])

@@ -47,7 +47,7 @@ def test_two_that_bring_the_same_prompt_share_one_copy_of_it_and_account_for_bot
     of_a, of_b = rig.take_all(commands.SendPromise)
     rig.serve(of_a)
     rig.serve(of_b)
-    ready_a, ready_b = rig.take_all(commands.TellReady)
+    ready_a, ready_b = rig.take_all(commands.ReportReady)
     assert ids(ready_a.pages) == ids(ready_b.pages)
     statistics = rig.core.statistics()
     assert (statistics["device_free"], statistics["device_cached"], statistics["device_owned"]) == (8, 8, 0)

@@ -23,7 +23,7 @@ from tidekv import (
     NixlTransport,
     PrefillPeer,
 )
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.transports.loopback import LoopbackNetwork
 
 pytestmark = pytest.mark.nixl
@@ -51,7 +51,7 @@ def guide() -> dict[str, Any]:
 def prefill(guide: dict[str, Any]) -> Iterator[str]:
     """The address of a prefill worker on a loop of its own, whose rooms are served by the page's `answer`."""
     pool = guide["parts"]("unused")["device"]
-    account = PageAccount("prefill", pool.num_pages)
+    account = PagePool("prefill", pool.num_pages)
 
     async def compute_chunk(tokens: memoryview, start: int, pages: list[int]) -> int:
         return next_token(start + len(tokens) - 1)
@@ -167,8 +167,8 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
 
     async def serve(room: Any) -> None:
         await room.send(range(9), start_token=0)
-        sent.append({name: (asked.first, asked.page_count) for name, asked in room.tails.items()})
-        await guide["send_tails"](room, {at: 100 + at for at in range(2, 9)}, 7)
+        sent.append({name: (asked.first, asked.page_count) for name, asked in room.component_pages.items()})
+        await guide["send_components"](room, {at: 100 + at for at in range(2, 9)}, 7)
         await room.finish(first_token=3)
         await room.received()
 
@@ -178,11 +178,11 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
         prompt = list(range(9 * 16))
         for number in range(2):
             ready = await engine.restore(DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill="prefill"))
-            window, state = ready.tails["swa"], ready.tails["ssm"]
+            window, state = ready.component_pages["swa"], ready.component_pages["ssm"]
             assert theirs[0].device.k[0][window.pages.tolist(), 0, 0, 0].tolist() == [float(at) for at in range(2, 9)]
             assert (theirs[1].device.group("convolution").k[5][state.record] == 5.0).all()
-            left = {name: (tail.first, tail.pages) for name, tail in ready.tails.items()}
-            await engine.finish(ready, tails=left)
+            left = {name: (tail.first, tail.pages) for name, tail in ready.component_pages.items()}
+            await engine.finish(ready, component_pages=left)
     assert sent == [{"swa": (2, 7), "ssm": (8, 1)}, {"swa": (9, 0), "ssm": (9, 0)}]
 
 
@@ -197,7 +197,7 @@ async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
 
     async def serve(room: Any) -> None:
         await room.send(range(-(-len(room.tokens) // 4 // 16)), start_token=0)
-        await guide["send_tails"](room, {at: at for at in range(20)}, 7)
+        await guide["send_components"](room, {at: at for at in range(20)}, 7)
         await room.finish(first_token=1)
         await room.received()
 
@@ -210,7 +210,7 @@ async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
     async def step(token: int, position: int, ready: Any, window: Any, record: int) -> int:
         assert len(ready.pages) * 16 > position
         page = window.pages[position // 16 - window.first]
-        assert page in ready.tails["swa"].own and record in ready.tails["ssm"].own
+        assert page in ready.component_pages["swa"].own and record in ready.component_pages["ssm"].own
         window_pool.k[0][page, position % 16] = position
         record_pool.k[0][record] += token
         return token + 1
@@ -224,9 +224,9 @@ async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
         ready = await engine.restore(longer)
         assert ready.sources["l1"] == cached_tokens
         seen = cached_tokens - len(prompt)
-        assert record_pool.k[0][ready.tails["ssm"].record, 0, 0, 0] == sum(said[:seen])
+        assert record_pool.k[0][ready.component_pages["ssm"].record, 0, 0, 0] == sum(said[:seen])
         if seen:
-            page = ready.tails["swa"].pages[-1]
+            page = ready.component_pages["swa"].pages[-1]
             assert window_pool.k[0][page, :, 0, 0].tolist() == list(range(cached_tokens - 16, cached_tokens))
         await engine.abort("r2")
 

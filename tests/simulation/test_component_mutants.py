@@ -12,15 +12,15 @@ import pytest
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.components import draw_components
 from tidekv.states.components import index as component_index
-from tidekv.states.components.backups import TailBackups
-from tidekv.states.components.component_tier import TailTier
+from tidekv.states.components.backups import ComponentBackups
+from tidekv.states.components.component_tier import ComponentTier
 from tidekv.states.components.index import ComponentIndex
-from tidekv.states.components.request_components import Tails
+from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.components.specs import Ranges
-from tidekv.states.components.storage import TailStorage
+from tidekv.states.components.storage import ComponentStorage
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.prefix.node import Node, TierName
-from tidekv.states.request.request import Request, RequestTails, Room, TailFetch
+from tidekv.states.request.request import ComponentFetch, Request, RequestComponents, Room
 from tidekv.states.types import page_ids
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -40,14 +40,14 @@ def mutant(words: str, *, first_seed: int = 1) -> Callable[[Mutant], Mutant]:
 
 
 @mutant(r"to which room .* still writes|which is being written|is free|is being written by")
-def tails_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
+def components_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
     def leave(self: Rooms, room: Room, *, settled: bool) -> None:
         original(self, room, settled=settled)
         for draining in self.quarantine:
             components = self._state.components
             if components is not None:
-                components.settle(draining.tails)
-                draining.tails = {name: page_ids() for name in draining.tails}
+                components.settle(draining.component_pages)
+                draining.component_pages = {name: page_ids() for name in draining.component_pages}
 
     original = Rooms.leave
     patch.setattr(Rooms, "leave", leave)
@@ -55,29 +55,31 @@ def tails_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(r"holds \d+ instead of", first_seed=16)
 def a_shared_record_is_not_cloned(patch: pytest.MonkeyPatch) -> None:
-    original = Tails._copy
+    original = ComponentRestore._copy
 
-    def copy(self: Tails, tails: RequestTails, name: str, source: TierName, *rest: Any) -> None:  # Any: handed on.
+    def copy(
+        self: ComponentRestore, component_pages: RequestComponents, name: str, source: TierName, *rest: Any
+    ) -> None:  # Any: handed on.
         if source == "host":
-            original(self, tails, name, source, *rest)
+            original(self, component_pages, name, source, *rest)
 
-    patch.setattr(Tails, "_copy", copy)
+    patch.setattr(ComponentRestore, "_copy", copy)
 
 
 @mutant(r"is free|to which .* still writes|waits for|is being written", first_seed=28)
 def pages_are_freed_while_a_copy_writes_to_them(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: Tails, request: Request) -> None:
-        if request.tails is not None:
-            self.give_up(request.tails)
-            request.tails.request = None
-            request.tails = None
+    def leave(self: ComponentRestore, request: Request) -> None:
+        if request.component_pages is not None:
+            self.give_up(request.component_pages)
+            request.component_pages.request = None
+            request.component_pages = None
 
-    patch.setattr(Tails, "leave", leave)
+    patch.setattr(ComponentRestore, "leave", leave)
 
 
 @mutant(r"KeyError|holds|needs positions")
 def a_boundary_with_a_hole_is_served(patch: pytest.MonkeyPatch) -> None:
-    def served(positions: list[int], tail_pages: int) -> Ranges:
+    def served(positions: list[int], trailing_pages: int) -> Ranges:
         return [(position + 1, position + 1) for position in positions]
 
     patch.setattr(component_index, "served_boundaries", served)
@@ -85,9 +87,9 @@ def a_boundary_with_a_hole_is_served(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(r"which holds garbage|holds 0 instead of|is free|is being read|changed while")
 def the_source_of_a_tail_backup_is_not_locked(patch: pytest.MonkeyPatch) -> None:
-    original = TailBackups.begin
+    original = ComponentBackups.begin
 
-    def begin(self: TailBackups, leaf: Node) -> None:
+    def begin(self: ComponentBackups, leaf: Node) -> None:
         before = set(self._state.operations)
         original(self, leaf)
         for op in set(self._state.operations) - before:
@@ -95,23 +97,23 @@ def the_source_of_a_tail_backup_is_not_locked(patch: pytest.MonkeyPatch) -> None
             self._index.unlock(backup.lock)
             backup.lock = None
 
-    patch.setattr(TailBackups, "begin", begin)
+    patch.setattr(ComponentBackups, "begin", begin)
 
 
 @mutant(r"holds \d+ instead of|holds garbage", first_seed=51)
 def a_failed_copy_of_a_tail_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
-    original = Tails.copied
-    patch.setattr(Tails, "copied", lambda self, tails, error: original(self, tails, ""))
+    original = ComponentRestore.copied
+    patch.setattr(ComponentRestore, "copied", lambda self, component_pages, error: original(self, component_pages, ""))
 
 
 @mutant(r"holds 0 instead of|is being written by", first_seed=44)
 def a_request_is_ready_before_its_tails_are_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Request, "waits_for_tails", property(lambda self: False))
+    patch.setattr(Request, "waits_for_components", property(lambda self: False))
 
 
 @mutant(r"is not guarded by|has pages of others|pages kept|counted|is not such a receipt")
 def a_split_forgets_the_tails_above_it(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TailTier, "split", lambda self, upper, lower: None)
+    patch.setattr(ComponentTier, "split", lambda self, upper, lower: None)
 
 
 @mutant(r"has no full pages in this tier")
@@ -127,19 +129,19 @@ def a_page_that_is_evicted_leaves_its_components(patch: pytest.MonkeyPatch) -> N
 
 @mutant(r"holds garbage|holds 0 instead of", first_seed=51)
 def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
-    original = TailStorage.fetched
-    patch.setattr(TailStorage, "fetched", lambda self, fetch, good: original(self, fetch, len(fetch.positions)))
+    original = ComponentStorage.fetched
+    patch.setattr(ComponentStorage, "fetched", lambda self, fetch, good: original(self, fetch, len(fetch.positions)))
 
 
 @mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=270)
 def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch) -> None:
-    def give_up(self: TailStorage, fetch: TailFetch) -> None:
+    def give_up(self: ComponentStorage, fetch: ComponentFetch) -> None:
         self._storage.fetch_over(fetch)
         self._state.operations.pop(fetch.op)
         self.copied(fetch)
-        fetch.tails.copies -= 1
+        fetch.component_pages.copies -= 1
 
-    patch.setattr(TailStorage, "_give_up", give_up)
+    patch.setattr(ComponentStorage, "_give_up", give_up)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

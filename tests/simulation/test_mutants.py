@@ -12,7 +12,7 @@ from tidekv.states.backup.backups import Backup, Backups
 from tidekv.states.core_state import CoreState
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
-from tidekv.states.loads.look_ahead import Lookahead
+from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.prefix.index import Node
 from tidekv.states.request.request import Ahead, Load, Request, Room, Stage
 from tidekv.states.request.restore import Restore
@@ -177,7 +177,7 @@ def a_chunk_of_a_foreign_rank_counts(patch: pytest.MonkeyPatch) -> None:
 def a_failed_load_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
     original = Loads.copied
     patch.setattr(
-        Loads, "copied", lambda self, load, error: original(self, load, error if load.stage is Stage.VOID else "")
+        Loads, "copied", lambda self, load, error: original(self, load, error if load.stage is Stage.RECLAIMING else "")
     )
 
 
@@ -228,31 +228,31 @@ def write_back_names_its_pages_by_the_leaf_alone(patch: pytest.MonkeyPatch) -> N
 
 @mutant
 def look_ahead_forgets_its_host_pages(patch: pytest.MonkeyPatch) -> None:
-    def cut(self: Lookahead, ahead: Ahead, at: int) -> None:
+    def cut(self: LookAhead, ahead: Ahead, at: int) -> None:
         for run in ahead.runs[at:]:
             if not run.is_landed and self._state.operations.pop(run.op, None) is not None:
                 self._is_over(run)
         del ahead.runs[at:]
 
-    patch.setattr(Lookahead, "_cut", cut)
+    patch.setattr(LookAhead, "_cut", cut)
 
 
 @mutant
 def look_ahead_frees_host_pages_that_are_still_written(patch: pytest.MonkeyPatch) -> None:
-    def cut(self: Lookahead, ahead: Ahead, at: int) -> None:
+    def cut(self: LookAhead, ahead: Ahead, at: int) -> None:
         for run in ahead.runs[at:]:
             if not run.is_landed and self._state.operations.pop(run.op, None) is not None:
                 self._is_over(run)
             self._state.host.give_back(run.host_pages)
         del ahead.runs[at:]
 
-    patch.setattr(Lookahead, "_cut", cut)
+    patch.setattr(LookAhead, "_cut", cut)
 
 
 @mutant
 def look_ahead_shows_pages_whose_read_failed(patch: pytest.MonkeyPatch) -> None:
-    original = Lookahead.landed
-    patch.setattr(Lookahead, "landed", lambda self, run, good: original(self, run, len(run.host_pages)))
+    original = LookAhead.landed
+    patch.setattr(LookAhead, "landed", lambda self, run, good: original(self, run, len(run.host_pages)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -14,8 +14,8 @@ from tidekv.states import events
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import RanksDiverged
 from tidekv.states.ranks.agreement import Agreement
-from tidekv.states.ranks.component_votes import TailQuestion
-from tidekv.states.ranks.votes import Ballot
+from tidekv.states.ranks.component_votes import ComponentVote
+from tidekv.states.ranks.votes import VoteVector
 from tidekv.states.settings import CoreSettings
 
 COMPONENTS = (
@@ -37,11 +37,11 @@ def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() ->
     done, faults, ends = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(20, 26):
         report = simulate_ranks(seed, 3, 40, settings=SETTINGS)
-        done.update(report.tails)
+        done.update(report.component_pages)
         faults.update(report.faults)
         ends.update(report.ends)
     assert faults["copy_fails"] and faults["copy_is_late"] and faults["command_raises"]
-    for name in ("boundaries_served", "tails_left", "copies_device_to_host", "copies_device_to_device"):
+    for name in ("boundaries_served", "component_pages_left", "copies_device_to_host", "copies_device_to_device"):
         assert done[name], done
     assert not any("copy" in end or end == "internal error" for end in ends), ends
 
@@ -106,20 +106,23 @@ def test_tails_come_from_storage_where_every_rank_has_them() -> None:
         assert sum(world.ends.values()) == 40
         faults.update(world.counts)
         for rank in world.ranks:
-            done.update(rank.tails.counts)
-    assert done["tails_stored"] and done["tails_fetched"] > 10, done
+            done.update(rank.component_pages.counts)
+    assert done["components_stored"] and done["components_fetched"] > 10, done
     assert faults["storage_is_short"] and faults["storage_is_late"] and faults["outcome_repeats"], faults
 
 
 def test_a_boundary_that_one_rank_proposes_alone_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = TailQuestion.decide
+    honest = ComponentVote.decide
 
-    def decide(self: TailQuestion, ballot: Ballot, at_s: float) -> list[events.Event]:
-        told = honest(self, ballot, at_s)
+    def decide(self: ComponentVote, vote_vector: VoteVector, at_s: float) -> list[events.Event]:
+        told = honest(self, vote_vector, at_s)
         # Each rank takes what it has itself.
-        return [msgspec.structs.replace(event, tails=self._tails_of(self._longest(self._end))) for event in told]
+        return [
+            msgspec.structs.replace(event, component_pages=self._component_pages_of(self._longest(self._end)))
+            for event in told
+        ]
 
-    monkeypatch.setattr(TailQuestion, "decide", decide)
+    monkeypatch.setattr(ComponentVote, "decide", decide)
     with pytest.raises((Violation, RanksDiverged)):
         for seed in range(30, 50):
             in_storage(seed, 3, 40)

@@ -18,11 +18,11 @@ from tidekv.engine.simulation.faults import OF_COMPONENTS, Faults
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
 from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.request_traces import read_stories
+from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.commands import Command
 from tidekv.states.components.specs import Component
 from tidekv.states.events import Event
-from tidekv.states.inspect.step_record import Noted
+from tidekv.states.inspect.step_record import StepNotes
 from tidekv.states.settings import CoreSettings
 
 OF_STORAGE = [name for name in FAULTS if name.startswith(("query_", "fetch_", "store_", "storage_", "page_"))]
@@ -84,9 +84,15 @@ def test_everything_that_can_be_done_with_a_tail_is_done() -> None:
     done, counters = Counter[str](), Counter[str]()
     for seed in range(4):
         report: Report = simulate(seed, 120, ["flush", "retract"], settings=settings_with(MIXTURES["both"]))
-        done.update(report.tails)
+        done.update(report.component_pages)
         counters.update(report.counters)
-    for name in ("boundaries_served", "tails_shared", "tails_left", "copies_device_to_device", "copies_host_to_device"):
+    for name in (
+        "boundaries_served",
+        "components_shared",
+        "component_pages_left",
+        "copies_device_to_device",
+        "copies_host_to_device",
+    ):
         assert done[name] > 5, done
     assert done["copies_device_to_host"] > 50, done
 
@@ -100,9 +106,9 @@ def test_tails_go_to_storage_and_come_from_there_whatever_happens() -> None:
     for seed in range(5):
         report: Report = simulate(seed, 120, [*OF_STORAGE, "flush"], settings=settings)
         assert set(report.ends) == {"READY"}
-        done.update(report.tails)
+        done.update(report.component_pages)
         counters.update(report.counters)
-    assert done["tails_stored"] > 80 and done["tails_fetched"] > 8, done
+    assert done["components_stored"] > 80 and done["components_fetched"] > 8, done
     for name in ("l3_fetches_late", "l3_pages_short", "sent_back", "l3_queries_failed"):
         assert counters[name], counters
 
@@ -119,7 +125,7 @@ class Tape:
     def __init__(self, world: World, *, with_tokens: bool) -> None:
         self.core = world.core
         self._recorder = Recorder(world.core, with_tokens=with_tokens)
-        self._noted: list[Noted] = []
+        self._noted: list[StepNotes] = []
         self._step, world.core.step = world.core.step, self.step  # type: ignore[method-assign]  # What it tapes.
 
     def step(self, event: Event) -> list[Command]:
@@ -148,8 +154,8 @@ def test_the_journal_of_a_run_replays_and_explains_every_request(seed: int, with
     replayed = replayer.run()
     assert (replayed.events, replayed.complete) == (report.events, True)
     assert final_state(replayer.core) == final_state(tapes[0].core)
-    stories = read_stories(Replayer(path))
-    words = [explain(story, now_s=stories.last_at_s) for story in stories.named("r1")]
+    stories = read_request_traces(Replayer(path))
+    words = [explain(request_trace, now_s=stories.last_at_s) for request_trace in stories.named("r1")]
     assert words and all("None" not in text for text in words)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import KEPT_MAX, Keys, part_of
 from tidekv.states.prefix.policies import LRU, EvictionQueue
@@ -27,15 +27,15 @@ def test_part_of_a_part_is_what_slices_are_and_keeps_little_else(keys: bytes, cu
         assert kept_bytes(part) <= max(len(plain), KEPT_MAX * len(plain))
 
 
-def enter(index: PrefixIndex, device: PageAccount, prompt: bytes) -> Node:
+def enter(index: PrefixIndex, device: PagePool, prompt: bytes) -> Node:
     match = index.match("", prompt)
     pages = index.device_path(match.device_node) + device.take(len(prompt) - match.device_pages)
     return index.insert("", prompt, pages).node
 
 
 def test_a_long_rest_shares_its_prompt_and_a_short_one_does_not() -> None:
-    device = PageAccount("device", 48)
-    index = PrefixIndex(key_bytes=1, device=device, host=PageAccount("host", 0))
+    device = PagePool("device", 48)
+    index = PrefixIndex(key_bytes=1, device=device, host=PagePool("host", 0))
     enter(index, device, b"abcd")
     prompt = b"abcdefghijklmnop"
     node = enter(index, device, prompt)
@@ -53,7 +53,7 @@ def test_a_long_rest_shares_its_prompt_and_a_short_one_does_not() -> None:
 
 
 def test_a_rest_that_stays_in_host_memory_keeps_no_more_keys_than_it_may() -> None:
-    device, host = PageAccount("device", 16), PageAccount("host", 16)
+    device, host = PagePool("device", 16), PagePool("host", 16)
     index = PrefixIndex(key_bytes=1, device=device, host=host)
     node = enter(index, device, b"abcdefghijklmnop")
     index.give_host(node, host.take(16))

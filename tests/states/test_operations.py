@@ -13,7 +13,7 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.core import CONSEQUENCES, consequences_table
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.storage.admission import StorageUse
+from tidekv.states.storage.admission import StorageAdmission
 
 
 class Recorder:
@@ -87,14 +87,14 @@ def test_the_answer_to_a_probe_is_taken_again_if_taking_it_raises(monkeypatch: p
     rig.arrive("a", b"abcd")
     rig.answer(rig.take(commands.QueryStorage), 0, error="out of order")
     rig.wait_until(rig.core.next_deadline_s() or 0.0)
-    probed, raised = StorageUse.probed, [RuntimeError("a bug")]
+    probed, raised = StorageAdmission.probed, [RuntimeError("a bug")]
 
-    def probed_with_a_bug(self: StorageUse, error: str) -> None:
+    def probed_with_a_bug(self: StorageAdmission, error: str) -> None:
         if raised:
             raise raised.pop()
         probed(self, error)
 
-    monkeypatch.setattr(StorageUse, "probed", probed_with_a_bug)
+    monkeypatch.setattr(StorageAdmission, "probed", probed_with_a_bug)
     rig.step(events.StorageProbed, op=rig.take(commands.ProbeStorage).op)
     assert not raised and not rig.core.storage.is_open
 

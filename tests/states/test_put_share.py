@@ -23,7 +23,7 @@ def finish_and_back_up(rig: Rig, name: str, tokens: bytes) -> list[commands.Stor
     rig.make_ready(name, tokens)
     rig.finish(name, tokens)
     rig.copied(rig.take(commands.CopyToHost))
-    rig.take(commands.TellFinished)
+    rig.take(commands.ReportFinished)
     return rig.take_all(commands.StorePages)
 
 

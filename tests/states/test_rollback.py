@@ -1,4 +1,4 @@
-"""`Undo` beside the standard library's `ExitStack`: the same callbacks run, in the same order, with the same errors."""
+"""`Rollback` beside the standard library's `ExitStack`: the same callbacks run, in the same order, with the same errors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from contextlib import ExitStack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.states.rollback import Undo
+from tidekv.states.rollback import Rollback
 
 
 class Broken(Exception):
     """What a callback, or the block, raises."""
 
 
-def run(stack: Undo | ExitStack, raising: list[bool], *, keeps: bool, ends: str) -> tuple[list[int], list[str] | None]:
+def run(
+    stack: Rollback | ExitStack, raising: list[bool], *, keeps: bool, ends: str
+) -> tuple[list[int], list[str] | None]:
     """Run a block with callbacks of which some raise; those that ran, and the words of its error and its contexts."""
     ran: list[int] = []
 
@@ -28,7 +30,7 @@ def run(stack: Undo | ExitStack, raising: list[bool], *, keeps: bool, ends: str)
             for number, raises in enumerate(raising):
                 undo.callback(take_back, number, raises)
             if keeps:
-                undo.keep() if isinstance(undo, Undo) else undo.pop_all()
+                undo.keep() if isinstance(undo, Rollback) else undo.pop_all()
             if ends == "raises":
                 raise Broken("block")
             if ends == "returns":
@@ -47,13 +49,13 @@ def _contexts(error: BaseException | None) -> list[str]:
 
 @given(st.lists(st.booleans(), max_size=5), st.booleans(), st.sampled_from(["raises", "returns", "ends"]))
 def test_it_takes_back_what_an_exit_stack_would(raising: list[bool], keeps: bool, ends: str) -> None:
-    found = run(Undo(), raising, keeps=keeps, ends=ends)
+    found = run(Rollback(), raising, keeps=keeps, ends=ends)
     assert found == run(ExitStack(), raising, keeps=keeps, ends=ends)
 
 
 def test_what_was_kept_stays_and_what_comes_after_it_does_not() -> None:
     taken_back: list[str] = []
-    with Undo() as undo:
+    with Rollback() as undo:
         undo.callback(taken_back.append, "before")
         undo.keep()
         undo.callback(taken_back.append, "after")

@@ -22,52 +22,54 @@ def state(device: int = 8, host: int = 8) -> Component:
 def rig_with(*components: Component, storage: bool = True, **fields: object) -> Rig:
     rig = Rig(components=components or (window(), state()), **fields)  # type: ignore[arg-type]  # Not a number.
     if storage:
-        rig.attach_storage(tails=True)
+        rig.attach_storage(component_pages=True)
     return rig
 
 
-def left_by(ready: commands.TellReady, end: int) -> tuple[events.TailLeft, ...]:
+def left_by(ready: commands.ReportReady, end: int) -> tuple[events.ComponentLeft, ...]:
     """What a request that generated nothing leaves at the end of its prompt."""
-    assert ready.tails is not None
-    assert all(table.first + len(table.pages) == end for table in ready.tails)
-    return tuple(events.TailLeft(table.component, table.first, tuple(table.pages)) for table in ready.tails)
+    assert ready.component_pages is not None
+    assert all(table.first + len(table.pages) == end for table in ready.component_pages)
+    return tuple(
+        events.ComponentLeft(table.component, table.first, tuple(table.pages)) for table in ready.component_pages
+    )
 
 
 def finish(
     rig: Rig,
-    ready: commands.TellReady,
+    ready: commands.ReportReady,
     tokens: bytes,
     kind: type[events.Event] = events.FinishRequested,
     **fields: object,
 ) -> None:
     """The caller has generated nothing, and leaves all tails at the end of its prompt."""
-    fields = {"tails": left_by(ready, len(tokens)), **fields}
+    fields = {"component_pages": left_by(ready, len(tokens)), **fields}
     rig.step(kind, request_id=ready.request_id, keys=tokens, tokens=len(tokens), **fields)
 
 
-def ready_with(rig: Rig, request_id: str, tokens: bytes) -> commands.TellReady:
+def ready_with(rig: Rig, request_id: str, tokens: bytes) -> commands.ReportReady:
     """A prompt that prefill brings, since storage has nothing."""
     rig.arrive(request_id, tokens)
-    for query in rig.take_all(commands.QueryTails):
+    for query in rig.take_all(commands.QueryComponents):
         rig.answer(query, 0)
     rig.serve(rig.take(commands.SendPromise))
     rig.take(commands.SendReceived)
-    return rig.take(commands.TellReady)
+    return rig.take(commands.ReportReady)
 
 
-def cached(rig: Rig, tokens: bytes, name: str = "past") -> commands.TellReady:
+def cached(rig: Rig, tokens: bytes, name: str = "past") -> commands.ReportReady:
     """Bring tokens and their tails into every tier there is."""
     ready = ready_with(rig, name, tokens)
     finish(rig, ready, tokens)
-    for kind in (commands.CopyToHost, commands.CopyTail):
+    for kind in (commands.CopyToHost, commands.CopyComponent):
         for copy in rig.take_all(kind):
             rig.copied(copy)
     puts = rig.take_all(commands.StorePages)
     while puts:
         for put in puts:
             rig.stored(put)
-        puts = [*rig.take_all(commands.StorePages), *rig.take_all(commands.StoreTail)]
-    rig.take(commands.TellFinished)
+        puts = [*rig.take_all(commands.StorePages), *rig.take_all(commands.StoreComponent)]
+    rig.take(commands.ReportFinished)
     rig.take(commands.ForgetTokens)
     rig.nothing_else()
     return ready
@@ -79,22 +81,22 @@ def only_in_storage(rig: Rig, tokens: bytes = PROMPT) -> None:
     rig.flush("l2")
 
 
-def tail(name: str, *ranges: tuple[int, int]) -> events.StoredTail:
-    return events.StoredTail(name, ranges)
+def tail(name: str, *ranges: tuple[int, int]) -> events.StoredComponent:
+    return events.StoredComponent(name, ranges)
 
 
 ALL = (tail("window", (5, 8)), tail("state", (7, 8)))
 
 
-def asked(rig: Rig, tokens: bytes = PROMPT, request_id: str = "a", **fields: object) -> commands.QueryTails:
+def asked(rig: Rig, tokens: bytes = PROMPT, request_id: str = "a", **fields: object) -> commands.QueryComponents:
     rig.arrive(request_id, tokens, **fields)
-    return rig.take(commands.QueryTails)
+    return rig.take(commands.QueryComponents)
 
 
-def fetching(rig: Rig, tokens: bytes = PROMPT, **fields: object) -> list[commands.FetchTail]:
+def fetching(rig: Rig, tokens: bytes = PROMPT, **fields: object) -> list[commands.FetchComponent]:
     """A request whose plan takes everything from storage."""
-    rig.answer(asked(rig, tokens, **fields), 8, tails=ALL)
-    return rig.take_all(commands.FetchTail)
+    rig.answer(asked(rig, tokens, **fields), 8, component_pages=ALL)
+    return rig.take_all(commands.FetchComponent)
 
 
 def pages(rig: Rig, name: str) -> tuple[int, int]:

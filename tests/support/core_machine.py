@@ -63,7 +63,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.fetched_tokens: dict[int, bytes] = {}
         self.prompts: dict[str, bytes] = {}
         self.left: dict[int, bytes] = {}
-        self.ready: dict[str, commands.TellReady] = {}
+        self.ready: dict[str, commands.ReportReady] = {}
         self.reading: dict[int, tuple[SimulatedPool, PageIds, list[int]]] = {}
         self.operations: list[commands.Operation] = []
         self.sendings: list[Sending] = []
@@ -112,11 +112,11 @@ class CoreMachine(RuleBasedStateMachine):
                     room = self.room((wish.request_id, wish.generation))
                     assert not room.in_flight
                     self.sendings.remove(room)
-                case commands.TellReady():
+                case commands.ReportReady():
                     self.device.expect(wish.pages, self.tags(self.prompts[wish.request_id]), wish.request_id)
                     assert sum(wish.sources.values()) == len(self.prompts[wish.request_id])
                     self.ready[wish.request_id] = wish
-                case commands.TellFailed():
+                case commands.ReportFailed():
                     del self.prompts[wish.request_id]
                 case commands.ForgetTokens():
                     del self.left[wish.serial]

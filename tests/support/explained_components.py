@@ -29,51 +29,51 @@ def leave(play: Play, request_id: str, tokens: bytes) -> None:
     """A request is restored and finished, and leaves its window on the device and on the host."""
     play.arrive(request_id, tokens)
     play.bring_everything(request_id)
-    tails = tuple(
-        events.TailLeft(table.component, table.first, tuple(table.pages))
-        for table in play.last(commands.TellReady).tails
+    component_pages = tuple(
+        events.ComponentLeft(table.component, table.first, tuple(table.pages))
+        for table in play.last(commands.ReportReady).component_pages
     )
-    kept = {"request_id": request_id, "keys": tokens, "tokens": len(tokens), "tails": tails}
+    kept = {"request_id": request_id, "keys": tokens, "tokens": len(tokens), "component_pages": component_pages}
     play.take(events.FinishRequested, **kept)
     play.take(events.CopyEnded, op=play.last(commands.CopyToHost).op)
-    play.take(events.CopyEnded, op=play.last(commands.CopyTail).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
 
 
-def window_on_the_host(play: Play) -> commands.CopyTail:
+def window_on_the_host(play: Play) -> commands.CopyComponent:
     """The window of r1 is being copied from the host."""
     play.begin_with(COMPONENTS)
     leave(play, "before", b"aabbccdd")
     play.take(events.FlushRequested, call=1, tiers=("l1",))
     play.arrive("r1")
-    copy: commands.CopyTail = play.last(commands.CopyTail)
+    copy: commands.CopyComponent = play.last(commands.CopyComponent)
     return copy
 
 
-def window_in_storage(play: Play, *ranges: tuple[int, int]) -> commands.FetchTail:
+def window_in_storage(play: Play, *ranges: tuple[int, int]) -> commands.FetchComponent:
     """The window of r1 is being fetched."""
     play.begin_with(COMPONENTS)
-    play.take(events.StorageChanged, available=True, tails=True)
+    play.take(events.StorageChanged, available=True, component_pages=True)
     play.arrive("r1")
-    stored = (events.StoredTail("window", ranges or ((2, 4),)),)
-    play.take(events.StorageAnswered, op=play.last(commands.QueryTails).op, found=4, tails=stored)
-    fetch: commands.FetchTail = play.last(commands.FetchTail)
+    stored = (events.StoredComponent("window", ranges or ((2, 4),)),)
+    play.take(events.StorageAnswered, op=play.last(commands.QueryComponents).op, found=4, component_pages=stored)
+    fetch: commands.FetchComponent = play.last(commands.FetchComponent)
     return fetch
 
 
 @says("the copy of a component failed: CopyFailed: bus error", causes.CONSEQUENCES["tail"], BACK, "READY")
-def tail_copy_fails(play: Play) -> None:
+def component_copy_fails(play: Play) -> None:
     play.take(events.CopyEnded, op=window_on_the_host(play).op, error="CopyFailed: bus error")
     play.bring_everything("r1")
 
 
 @says("starting the copy of a component raised: RuntimeError: no thread", causes.CONSEQUENCES["tail"], BACK, "READY")
-def tail_copy_raises(play: Play) -> None:
+def component_copy_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=window_on_the_host(play).op, detail="RuntimeError: no thread")
     play.bring_everything("r1")
 
 
 @says(causes.LATE["tail"], BACK, "READY", counts="copies_late sent_back")
-def tail_copy_is_late(play: Play) -> None:
+def component_copy_is_late(play: Play) -> None:
     copy = window_on_the_host(play)
     play.take(events.CopyEnded, op=play.last(commands.CopyToDevice).op)
     play.wait_for_clock()
@@ -85,7 +85,7 @@ def tail_copy_is_late(play: Play) -> None:
 def window_comes_from_storage(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=2)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
-    play.take(events.CopyEnded, op=play.last(commands.CopyTail).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
     play.bring_everything("r1")
 
 
@@ -93,25 +93,25 @@ def window_comes_from_storage(play: Play) -> None:
     "the fetch of a component from storage failed: disk on fire", causes.CONSEQUENCES["tail fetch"], BACK, "READY",
     counts="l3_pages_short sent_back",
 )  # fmt: skip
-def tail_fetch_fails(play: Play) -> None:
+def component_fetch_fails(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=0, error="disk on fire")
     play.bring_everything("r1")
 
 
 @says("starting the fetch of a component from storage raised: OSError: no file left", BACK, "READY")
-def tail_fetch_raises(play: Play) -> None:
+def component_fetch_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=window_in_storage(play).op, detail="OSError: no file left")
     play.bring_everything("r1")
 
 
 @says("storage brought 1 of 2 pages", "lost or corrupt", BACK, "READY")
-def tail_fetch_is_short(play: Play) -> None:
+def component_fetch_is_short(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=1)
     play.bring_everything("r1")
 
 
 @says(causes.LATE["tail fetch"], causes.CONSEQUENCES["tail fetch"], BACK, "READY", counts="l3_fetches_late")
-def tail_fetch_is_late(play: Play) -> None:
+def component_fetch_is_late(play: Play) -> None:
     fetch = window_in_storage(play)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
     play.take(events.CopyEnded, op=play.last(commands.CopyToDevice).op)
@@ -120,9 +120,9 @@ def tail_fetch_is_late(play: Play) -> None:
     play.take(events.PagesFetched, op=fetch.op, good=2)
 
 
-@says("1 pages that storage has were declined", DECLINED["no_tail"], "READY", counts="l3_declined_pages")
+@says("1 pages that storage has were declined", DECLINED["no_component"], "READY", counts="l3_declined_pages")
 def there_is_no_tail_to_go_on_from(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play, (1, 3)).op, good=1)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=3)
-    play.take(events.CopyEnded, op=play.last(commands.CopyTail).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
     play.bring_everything("r1")

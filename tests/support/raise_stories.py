@@ -22,7 +22,7 @@ def three_tiers(rig: Rig) -> commands.QueryStorage:
     return rig.take(commands.QueryStorage)
 
 
-class Story:
+class RequestTrace:
     """A core that is ready for one step, and that step."""
 
     def __init__(self, name: str, prepare: Callable[[Rig], Step], *, ends: tuple[str, ...]) -> None:
@@ -148,7 +148,7 @@ def resumed(rig: Rig) -> Step:
     rig.bring(State.READY)
     rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
     rig.copied(rig.take(commands.CopyToHost))
-    rig.take(commands.TellRetracted)
+    rig.take(commands.ReportRetracted)
     rig.settle()
     rig.arrive("a", EIGHT + b"i")
     query = rig.take_all(commands.QueryStorage)
@@ -164,26 +164,26 @@ def flush(rig: Rig) -> Step:
     return lambda rig: rig.step(events.FlushRequested, call=1, tiers=("l1", "l2"))
 
 
-READY, FAILED = "TellReady", "TellFailed"
+READY, FAILED = "ReportReady", "ReportFailed"
 STORIES = [
-    Story("arrival", arrival, ends=(FAILED, READY)),
-    Story("admission", admission, ends=(FAILED, READY)),
-    Story("plan", plan, ends=(READY,)),
-    Story("landing", landing, ends=(READY,)),
-    Story("copy end", copy_end, ends=(READY,)),
-    Story("copy failure", copy_failure, ends=(READY,)),
-    Story("late copy", late_copy, ends=(READY, FAILED)),
-    Story("extended chunk", extended_chunk, ends=(FAILED, READY)),
-    Story("last chunk", last_chunk, ends=(FAILED, READY)),
-    Story("lost room", lost_room, ends=(READY, FAILED)),
-    Story("abort", abort, ends=(FAILED,)),
-    Story("abort of a filler", abort_of_a_filler, ends=(FAILED,)),
-    Story("drained", drained, ends=(FAILED,)),
-    Story("growth", growth, ends=(FAILED, "")),
-    Story("finish", finish, ends=("TellFinished", FAILED)),
-    Story("retract", retract, ends=("TellRetracted", FAILED)),
-    Story("backup copied", backup_copied, ends=("TellRetracted",)),
-    Story("backup stored", backup_stored, ends=("TellFinished",)),
-    Story("resumed", resumed, ends=(READY, FAILED)),
-    Story("flush", flush, ends=("",)),
+    RequestTrace("arrival", arrival, ends=(FAILED, READY)),
+    RequestTrace("admission", admission, ends=(FAILED, READY)),
+    RequestTrace("plan", plan, ends=(READY,)),
+    RequestTrace("landing", landing, ends=(READY,)),
+    RequestTrace("copy end", copy_end, ends=(READY,)),
+    RequestTrace("copy failure", copy_failure, ends=(READY,)),
+    RequestTrace("late copy", late_copy, ends=(READY, FAILED)),
+    RequestTrace("extended chunk", extended_chunk, ends=(FAILED, READY)),
+    RequestTrace("last chunk", last_chunk, ends=(FAILED, READY)),
+    RequestTrace("lost room", lost_room, ends=(READY, FAILED)),
+    RequestTrace("abort", abort, ends=(FAILED,)),
+    RequestTrace("abort of a filler", abort_of_a_filler, ends=(FAILED,)),
+    RequestTrace("drained", drained, ends=(FAILED,)),
+    RequestTrace("growth", growth, ends=(FAILED, "")),
+    RequestTrace("finish", finish, ends=("ReportFinished", FAILED)),
+    RequestTrace("retract", retract, ends=("ReportRetracted", FAILED)),
+    RequestTrace("backup copied", backup_copied, ends=("ReportRetracted",)),
+    RequestTrace("backup stored", backup_stored, ends=("ReportFinished",)),
+    RequestTrace("resumed", resumed, ends=(READY, FAILED)),
+    RequestTrace("flush", flush, ends=("",)),
 ]

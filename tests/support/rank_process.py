@@ -173,10 +173,10 @@ class RankWorker:
 
     def inject(self) -> None:
         """Make copies of the running engine fail occasionally."""
-        effects = self.engine._parts.effects
-        assert effects._copier is not None
-        failing = FailingCopier(effects._copier, self._faults)
-        effects._copier = failing  # type: ignore[assignment]  # It passes everything else on to the real one.
+        executor = self.engine._runtime.executor
+        assert executor._copier is not None
+        failing = FailingCopier(executor._copier, self._faults)
+        executor._copier = failing  # type: ignore[assignment]  # It passes everything else on to the real one.
 
     def plant(self, part: Divergence) -> None:
         """Corrupt a part of this rank's state."""
@@ -190,7 +190,7 @@ class RankWorker:
 
     async def serve(self, work: Serve, tell: Callable[[object], None]) -> Served:
         """Serve the requests of a seed or of a recording."""
-        if (driver := self.engine._parts.ranks) is not None:
+        if (driver := self.engine._runtime.ranks) is not None:
             await driver.wait_formed()
         prompts = prompts_of(work)
         ends: dict[str, int] = {}

@@ -39,12 +39,12 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
     names = {
         commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
         commands.ProbeStorage: "probe", commands.CopyToDevice: "copy_to_device", commands.CopyToHost: "copy_to_host",
-        commands.Recompute: "recompute", commands.CopyTail: "copy_tail", commands.QueryTails: "query",
-        commands.FetchTail: "fetch_tail", commands.StoreTail: "store_tail",
+        commands.Recompute: "recompute", commands.CopyComponent: "copy_component", commands.QueryComponents: "query",
+        commands.FetchComponent: "fetch_component", commands.StoreComponent: "store_component",
     }  # fmt: skip
     counts: Counter[tuple[str, str]] = Counter({("tidekv_requests_arrived_total", ""): 0})
     begun: dict[int, tuple[str, float]] = {}
-    tails: dict[int, tuple[str, int]] = {}
+    component_pages: dict[int, tuple[str, int]] = {}
     states: dict[str, tuple[str, float]] = {}
     arrived: dict[str, float] = {}
     landed: dict[str, int] = defaultdict(int)
@@ -62,7 +62,7 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
         if isinstance(event, events.RequestArrived) and not step.error:
             add("requests_arrived_total", "")
         if isinstance(event, events.FinishRequested | events.RetractRequested) and not step.error:
-            for left in event.tails:
+            for left in event.component_pages:
                 add("component_pages_total", f"{left.component} left", len(left.pages))
         if isinstance(event, events.ChunkLanded):
             add("pages_total", "delivered", event.count)
@@ -79,9 +79,9 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             elif name in ("fetch", "store"):
                 good = max(event.good if name == "fetch" else event.stored, 0)
                 add("pages_total", "fetched" if name == "fetch" else "stored", good)
-            elif event.op in tails:
-                label, count = tails[event.op]
-                said = {"fetch_tail": "good", "store_tail": "stored"}.get(name)
+            elif event.op in component_pages:
+                label, count = component_pages[event.op]
+                said = {"fetch_component": "good", "store_component": "stored"}.get(name)
                 add("component_pages_total", label, max(getattr(event, said), 0) if said else count)
         for request_id, state in step.moves:
             if request_id in states:
@@ -101,29 +101,29 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             if state in (State.FAILED, State.PREALLOC) and request_id in landed:
                 add("pages_total", "wasted", landed.pop(request_id))
         for command in step.commands:
-            if isinstance(command, commands.CopyTail):
+            if isinstance(command, commands.CopyComponent):
                 way = {("host", "device"): "loaded", ("device", "host"): "backed_up", ("device", "device"): "cloned"}
                 what = way[command.source, command.target]
-                tails[command.op] = (f"{command.component} {what}", len(command.source_pages))
-            elif isinstance(command, commands.FetchTail | commands.StoreTail):
-                what = "fetched" if isinstance(command, commands.FetchTail) else "stored"
-                tails[command.op] = (f"{command.component} {what}", 0)
+                component_pages[command.op] = (f"{command.component} {what}", len(command.source_pages))
+            elif isinstance(command, commands.FetchComponent | commands.StoreComponent):
+                what = "fetched" if isinstance(command, commands.FetchComponent) else "stored"
+                component_pages[command.op] = (f"{command.component} {what}", 0)
             if type(command) in names:
                 begun[command.op] = (names[type(command)], event.at_s)
             elif isinstance(command, commands.SendPromise):
                 rooms[command.request_id] = command.generation
                 add("pages_total", "promised", -(-command.promised_tokens // sizes))
                 add("pages_total", "asked", len(command.pages))
-                for tail in command.tails or ():
+                for tail in command.component_pages or ():
                     add("component_pages_total", f"{tail.component} asked", len(tail.pages))
             elif isinstance(command, commands.SendExtend):
                 add("pages_total", "extended", len(command.pages))
-            elif isinstance(command, commands.TellReady):
+            elif isinstance(command, commands.ReportReady):
                 add("requests_ended_total", "ready")
                 for source, tokens in command.sources.items():
                     add("tokens_total", source, tokens)
                     add("bytes_total", source, tokens * page_bytes / sizes)
-            elif isinstance(command, commands.TellFailed):
+            elif isinstance(command, commands.ReportFailed):
                 add("requests_ended_total", command.cause)
     for name, value in replayer.core.state.counters.items():
         add("core_total", name, value)

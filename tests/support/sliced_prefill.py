@@ -20,10 +20,10 @@ from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.demo.synthetic import prompt_digests
-from tidekv.engine.demo.synthetic_components import tail_digest
+from tidekv.engine.demo.synthetic_components import component_digest
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.head_slices import holding_of
+from tidekv.states.handover.head_slices import partition_of
 from tidekv.states.types import page_ids
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import Room
@@ -74,7 +74,7 @@ class Instance(msgspec.Struct, frozen=True):
 
     def pages_of(self, rank: int, pool: DevicePool) -> HeadPages:
         """Return the expected content of a rank's pool, for its pages or its window."""
-        held = holding_of(ranks=self.ranks, heads=self.heads, kind=self.kind, total=self.total)
+        held = partition_of(ranks=self.ranks, heads=self.heads, kind=self.kind, total=self.total)
         return HeadPages(pool, pool.groups[0].layout, first=held.first(rank), total=self.total)
 
 
@@ -99,11 +99,11 @@ class SlicedPrefill:
             self._pages.fill(pages, digests)
             for first in range(0, len(pages), CHUNK_PAGES):
                 await room.send(pages[first : first + CHUNK_PAGES], start_token=first * self._page_size)
-            for name, asked in room.tails.items():
+            for name, asked in room.component_pages.items():
                 tail = page_ids(range(asked.first, asked.first + asked.page_count))
                 if tail:
-                    self._windows[name].fill(tail, [tail_digest(name, digests[at]) for at in tail])
-                await room.send_tail(name, tail)
+                    self._windows[name].fill(tail, [component_digest(name, digests[at]) for at in tail])
+                await room.send_component_pages(name, tail)
             await room.finish(first_token=FIRST_TOKEN, aux={"sends_nothing": room.sends_nothing})
             await room.received()
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
-from tidekv.states.components.specs import TailPages
+from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import EngineClosed
 from tidekv.states.types import page_ids
 
@@ -33,7 +33,7 @@ class Asked:
         self.want = {page: first_page + page for page in range(promised, PAGES)}
         self.pages = list(range(first_page, first_page + PAGES))
         # Of components the same page ids, in pools of their own: where a tail begins, of what is not promised.
-        self.tails = {"swa": max(promised, PAGES - 2), "ssm": max(promised, PAGES - 1)}
+        self.component_pages = {"swa": max(promised, PAGES - 2), "ssm": max(promised, PAGES - 1)}
         self.spans = {0}
         self.writer = ""
         self.lasts: set[int] = set()
@@ -90,8 +90,8 @@ class Chaos:
             at += count
             for _ in range(self.random.randint(0, 8)):
                 await asyncio.sleep(0)
-        for name in self.random.sample(sorted(room.tails), len(room.tails)):
-            await room.send_tail(name, mine[PAGES - room.tails[name].page_count :])
+        for name in self.random.sample(sorted(room.component_pages), len(room.component_pages)):
+            await room.send_component_pages(name, mine[PAGES - room.component_pages[name].page_count :])
             for _ in range(self.random.choice([0, 0, 3])):
                 await asyncio.sleep(0)
         if self.random.random() < 0.1:
@@ -112,13 +112,15 @@ class Chaos:
             prompt_tokens=PAGES * self.world.PAGE_SIZE,
             promised_tokens=promised * self.world.PAGE_SIZE,
             pages=page_ids(asked.pages[promised:]),
-            tails=self.tails_of(asked),
+            component_pages=self.component_pages_of(asked),
         )
 
-    def tails_of(self, asked: Asked) -> list[TailPages] | None:
+    def component_pages_of(self, asked: Asked) -> list[ComponentPages] | None:
         if not self.components:
             return None
-        return [TailPages(name, first, page_ids(asked.pages[first:])) for name, first in asked.tails.items()]
+        return [
+            ComponentPages(name, first, page_ids(asked.pages[first:])) for name, first in asked.component_pages.items()
+        ]
 
     def extend(self, asked: Asked) -> None:
         if asked.spans == {0} and asked.promised and not asked.is_complete:
@@ -164,7 +166,7 @@ class Chaos:
         for page, ours in asked.want.items():
             assert self.decode.pool.page(ours) == self.prefill.pool.page((number * PAGES + page) % 64)
         for name, pool in self.decode.components.items():
-            for page in range(asked.tails[name], PAGES):
+            for page in range(asked.component_pages[name], PAGES):
                 theirs = self.prefill.components[name].page((number * PAGES + page) % 64)
                 assert pool.page(asked.pages[page]) == theirs
 

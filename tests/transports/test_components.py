@@ -9,18 +9,18 @@ import msgspec
 import pytest
 
 from tidekv.states import events
-from tidekv.states.components.specs import TailPages
+from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.sender import SenderTails, TailAsked
+from tidekv.states.handover.sender import ComponentAsked, SenderComponents
 from tidekv.states.types import page_ids
 from tidekv.transports.control import handshake, wire
 
 # A prompt of 5 pages, the last one in part. Its window of 6 tokens reaches back into page 3.
 TOKENS = 18
-WINDOW = [TailPages("swa", 3, page_ids([10, 11]))]
-STATE = [TailPages("ssm", 4, page_ids([3]))]
-NO_WINDOW = [TailPages("swa", 5, page_ids())]
-NO_STATE = [TailPages("ssm", 5, page_ids())]
+WINDOW = [ComponentPages("swa", 3, page_ids([10, 11]))]
+STATE = [ComponentPages("ssm", 4, page_ids([3]))]
+NO_WINDOW = [ComponentPages("swa", 5, page_ids())]
+NO_STATE = [ComponentPages("ssm", 5, page_ids())]
 OURS = {"swa": [40, 30], "ssm": [20]}
 
 
@@ -36,14 +36,18 @@ def check(decode, prefill, name: str, written: dict[int, int]) -> None:
             assert theirs[page].tobytes() == expected
 
 
-def promise(decode, address: str, tails: Iterable[TailPages] | None, *, request_id: str = "r1", **more: object) -> None:
-    decode.promise(address, request_id, tokens=TOKENS, promised=8, pages=[1, 2, 3], tails=tails, **more)
+def promise(
+    decode, address: str, component_pages: Iterable[ComponentPages] | None, *, request_id: str = "r1", **more: object
+) -> None:
+    decode.promise(
+        address, request_id, tokens=TOKENS, promised=8, pages=[1, 2, 3], component_pages=component_pages, **more
+    )
 
 
-async def computed(world, *components, tails: Iterable[TailPages], **of_prefill: object) -> tuple:
+async def computed(world, *components, component_pages: Iterable[ComponentPages], **of_prefill: object) -> tuple:
     """Both workers, and a room that asks for these tails, whose pages are all sent."""
     decode, prefill = await pair(world, *components, **of_prefill)
-    promise(decode, prefill.address, tails)
+    promise(decode, prefill.address, component_pages)
     room = await prefill.room("r1")
     await room.send(range(5), start_token=0)
     return decode, prefill, room
@@ -51,49 +55,53 @@ async def computed(world, *components, tails: Iterable[TailPages], **of_prefill:
 
 async def held_in_its_tail(world) -> tuple:
     """The same of a room whose record is being written until the gate opens, which comes last; its pages are there."""
-    decode, prefill, room = await computed(world, world.STATE, tails=STATE)
+    decode, prefill, room = await computed(world, world.STATE, component_pages=STATE)
     await decode.wait(events.ChunkLanded)
     gate = world.Gate(world.network)
-    await room.send_tail("ssm", OURS["ssm"])
+    await room.send_component_pages("ssm", OURS["ssm"])
     await gate.reached.wait()
     return decode, prefill, room, gate
 
 
 @pytest.mark.parametrize(
-    "tails",
+    "component_pages",
     [WINDOW + STATE, WINDOW + NO_STATE, NO_WINDOW + STATE, NO_WINDOW + NO_STATE],
     ids=["both", "the window alone", "the state alone", "none of it"],
 )
-async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(world, tails: list[TailPages]) -> None:
-    decode, prefill, room = await computed(world, world.STATE, world.WINDOW, tails=tails)
-    assert room.tails == {tail.component: TailAsked(tail.component, tail.first, len(tail.pages)) for tail in tails}
+async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(
+    world, component_pages: list[ComponentPages]
+) -> None:
+    decode, prefill, room = await computed(world, world.STATE, world.WINDOW, component_pages=component_pages)
+    assert room.component_pages == {
+        tail.component: ComponentAsked(tail.component, tail.first, len(tail.pages)) for tail in component_pages
+    }
     for name, pages in OURS.items():
         # What decode did not ask for may be handed over all the same.
-        await room.send_tail(name, pages)
+        await room.send_component_pages(name, pages)
     await room.finish(first_token=1)
     await decode.wait(events.ChunkLanded, last=True)
     assert world.same(decode, prefill, [(1, 2), (2, 3), (3, 4)])
-    for tail in tails:
+    for tail in component_pages:
         check(decode, prefill, tail.component, dict(zip(tail.pages, OURS[tail.component], strict=False)))
     decode.receiver.received("r1", 0)
     assert await room.received() == "received"
     assert not any(decode.receiver.counts.values())
-    assert prefill.sender.statistics()["pages_sent"] == 3 + sum(len(tail.pages) for tail in tails)
+    assert prefill.sender.statistics()["pages_sent"] == 3 + sum(len(tail.pages) for tail in component_pages)
 
 
 async def test_a_window_is_written_in_parts_and_told_once(world) -> None:
     window = msgspec.structs.replace(world.WINDOW, window_tokens=16)
     settings = world.RoomSettings(writes_in_flight_max=1, pages_per_write_max=1)
     told = []
-    world.watch(lambda _, message: isinstance(message, wire.TailSent | wire.Chunk) and bool(told.append(message)))
-    tails = [TailPages("swa", 1, page_ids([9, 2, 7, 5]))]
-    decode, prefill, room = await computed(world, window, tails=tails, settings=settings)
-    await room.send_tail("swa", [1, 8, 3, 4])
+    world.watch(lambda _, message: isinstance(message, wire.ComponentSent | wire.Chunk) and bool(told.append(message)))
+    component_pages = [ComponentPages("swa", 1, page_ids([9, 2, 7, 5]))]
+    decode, prefill, room = await computed(world, window, component_pages=component_pages, settings=settings)
+    await room.send_component_pages("swa", [1, 8, 3, 4])
     await room.finish(first_token=1)
     await decode.wait(events.ChunkLanded, last=True)
     check(decode, prefill, "swa", {9: 1, 2: 8, 7: 3, 5: 4})
-    assert [type(message).__name__ for message in told[-2:]] == ["TailSent", "Chunk"]
-    assert sum(isinstance(message, wire.TailSent) for message in told) == 1
+    assert [type(message).__name__ for message in told[-2:]] == ["ComponentSent", "Chunk"]
+    assert sum(isinstance(message, wire.ComponentSent) for message in told) == 1
 
 
 async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) -> None:
@@ -107,15 +115,15 @@ async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) ->
 
 
 async def test_a_room_does_not_finish_without_a_tail_that_was_asked_for(world) -> None:
-    decode, _, room = await computed(world, world.STATE, world.WINDOW, tails=WINDOW + STATE)
-    await room.send_tail("swa", OURS["swa"])
+    decode, _, room = await computed(world, world.STATE, world.WINDOW, component_pages=WINDOW + STATE)
+    await room.send_component_pages("swa", OURS["swa"])
     with pytest.raises(InvalidRequest, match="the tail of component 'ssm' was never sent"):
         await room.finish(first_token=1)
     with pytest.raises(InvalidRequest, match="there is no component 'full'"):
-        await room.send_tail("full", [1])
+        await room.send_component_pages("full", [1])
     with pytest.raises(InvalidRequest, match="64 of component 'ssm' are not all in the pool of 64"):
-        await room.send_tail("ssm", [64])
-    await room.send_tail("ssm", OURS["ssm"])
+        await room.send_component_pages("ssm", [64])
+    await room.send_component_pages("ssm", OURS["ssm"])
     await room.finish(first_token=1)
     await decode.wait(events.ChunkLanded, last=True)
 
@@ -124,27 +132,35 @@ async def test_without_components_nothing_is_asked_for(world) -> None:
     decode, prefill = await pair(world)
     promise(decode, prefill.address, None)
     room = await prefill.serve("r1", range(5))
-    assert room.tails == {}
+    assert room.component_pages == {}
     await decode.wait(events.ChunkLanded, last=True)
 
 
 @pytest.mark.parametrize(
-    ("tails", "words"),
+    ("component_pages", "words"),
     [
         (None, r"decode's promise says nothing of components; both ends have \['ssm', 'swa'\]"),
         ([], r"says \[\] of components"),
         (WINDOW, r"says \['swa'\] of components"),
         ([*STATE, *STATE], r"says \['ssm', 'ssm'\] of components"),
-        ([TailPages("swa", 3, page_ids([10])), *STATE], "does not end with the prompt of 5 pages"),
-        ([TailPages("swa", 2, page_ids([10, 11, 12])), *STATE], "which is more than its tail"),
-        ([*WINDOW, TailPages("ssm", 3, page_ids([1, 2]))], "asks for 2 pages of component 'ssm', which is more than"),
-        ([TailPages("swa", 3, page_ids([10, 10])), *STATE], "names a page of component 'swa' twice"),
-        ([TailPages("swa", 3, page_ids([10, 64])), *STATE], "decode's 'swa' page ids reach 10 to 64, the pool has 64"),
+        ([ComponentPages("swa", 3, page_ids([10])), *STATE], "does not end with the prompt of 5 pages"),
+        ([ComponentPages("swa", 2, page_ids([10, 11, 12])), *STATE], "which is more than its tail"),
+        (
+            [*WINDOW, ComponentPages("ssm", 3, page_ids([1, 2]))],
+            "asks for 2 pages of component 'ssm', which is more than",
+        ),
+        ([ComponentPages("swa", 3, page_ids([10, 10])), *STATE], "names a page of component 'swa' twice"),
+        (
+            [ComponentPages("swa", 3, page_ids([10, 64])), *STATE],
+            "decode's 'swa' page ids reach 10 to 64, the pool has 64",
+        ),
     ],
 )
-async def test_a_promise_that_does_not_go_with_the_components_fails_its_room(world, tails, words: str) -> None:
+async def test_a_promise_that_does_not_go_with_the_components_fails_its_room(
+    world, component_pages, words: str
+) -> None:
     decode, prefill = await pair(world, world.STATE, world.WINDOW)
-    promise(decode, prefill.address, tails)
+    promise(decode, prefill.address, component_pages)
     failed = await decode.wait(events.RoomFailed)
     assert (await decode.wait(events.RoomDrained)).request_id == "r1"
     with pytest.raises(AssertionError, match=words):
@@ -159,7 +175,7 @@ async def test_an_abort_waits_for_the_tail_that_is_being_written(world) -> None:
     drained = world.watch(lambda _, message: isinstance(message, wire.Drained))
     decode.receiver.abort("r1", 0)
     await room.aborted.wait()
-    await room.send_tail("ssm", [1])
+    await room.send_component_pages("ssm", [1])
     assert room.writes_in_flight == 1
     assert not drained.is_set()
     gate.open.set()
@@ -244,13 +260,13 @@ class Liar:
         while not isinstance(promised := await link.receive(), wire.Promise):
             pass
         for component in self.said:
-            link.send(wire.TailSent(room=promised.room, rank=0, component=component))
+            link.send(wire.ComponentSent(room=promised.room, rank=0, component=component))
         link.send(wire.Chunk(room=promised.room, rank=0, span=0, first=2, count=3, last=True))
         await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize(
-    ("said", "tails", "words"),
+    ("said", "component_pages", "words"),
     [
         ([], STATE, "is said to be the last; the tail of 'ssm' was not sent"),
         (["swa"], STATE, "the tail of component 'swa' was not asked for"),
@@ -258,12 +274,12 @@ class Liar:
         (["ssm"], NO_STATE, "the tail of component 'ssm' was not asked for"),
     ],
 )
-async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, tails, words: str) -> None:
+async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, component_pages, words: str) -> None:
     decode, liar = await world.decode(components=[world.STATE]), Liar(world, said)
     await liar.transport.start(poller=None)
     await liar.transport.register(*(pool.memory for pool in liar.pools))
     listener = await liar.transport.listen("liar:1", liar.serve)
-    promise(decode, "liar:1", tails)
+    promise(decode, "liar:1", component_pages)
     assert words in (await decode.wait(events.RoomFailed)).cause
     assert not decode.of(events.ChunkLanded)
     await listener.close()
@@ -272,7 +288,7 @@ async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, ta
 
 async def test_a_sender_that_does_not_wait_for_its_tails_would_be_seen(world, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of this side, taken away: decode sees that what it asked for is not here, and does not go on."""
-    monkeypatch.setattr(SenderTails, "are_here", property(lambda self: True))
+    monkeypatch.setattr(SenderComponents, "are_here", property(lambda self: True))
     decode, _, room, gate = await held_in_its_tail(world)
     await room.finish(first_token=1)
     assert "the tail of 'ssm' was not sent" in (await decode.wait(events.RoomFailed)).cause

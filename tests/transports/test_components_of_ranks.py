@@ -6,24 +6,24 @@ import pytest
 from msgspec.structs import replace as changed
 
 from tidekv.states import events
-from tidekv.states.components.specs import TailPages
-from tidekv.states.handover.sender import TailAsked
+from tidekv.states.components.specs import ComponentPages
+from tidekv.states.handover.sender import ComponentAsked
 from tidekv.states.types import page_ids
 
 # A prompt of 5 pages, the last one in part. Its window of 6 tokens reaches back into page 3.
-WINDOW = [TailPages("swa", 3, page_ids([10, 11]))]
-STATE = [TailPages("ssm", 4, page_ids([3]))]
+WINDOW = [ComponentPages("swa", 3, page_ids([10, 11]))]
+STATE = [ComponentPages("ssm", 4, page_ids([3]))]
 OURS = {"swa": [40, 30], "ssm": [20]}
 
 
-def promise(decode, address: str, tails: list[TailPages]) -> None:
-    decode.promise(address, "r1", tokens=18, promised=8, pages=[1, 2, 3], tails=tails)
+def promise(decode, address: str, component_pages: list[ComponentPages]) -> None:
+    decode.promise(address, "r1", tokens=18, promised=8, pages=[1, 2, 3], component_pages=component_pages)
 
 
 async def serve(prefill, name: str, pages: list[int]):
     room = await prefill.room("r1")
     await room.send(range(5), start_token=0)
-    await room.send_tail(name, pages)
+    await room.send_component_pages(name, pages)
     await room.finish(first_token=1)
     return room
 
@@ -105,7 +105,7 @@ async def test_between_as_many_ranks_each_is_sent_its_own_record(world) -> None:
 async def test_ranks_that_ask_for_different_tails_are_refused_on_all(world) -> None:
     of_decode, of_prefill, address = await ranks(world, 2, 2, components=window_of(world))
     promise(of_decode[0], address, WINDOW)
-    promise(of_decode[1], address, [TailPages("swa", 4, page_ids([10]))])
+    promise(of_decode[1], address, [ComponentPages("swa", 4, page_ids([10]))])
     for decode in of_decode:
         refused = await decode.wait(events.RoomRefused)
         assert "asks for tails of components from positions" in refused.cause
@@ -127,7 +127,7 @@ async def test_copies_of_the_same_heads_are_handed_tails_and_write_none(world) -
     ]
     promise(decode, ",".join(prefill.address for prefill in prefills), WINDOW)
     rooms = [await serve(prefill, "swa", OURS["swa"]) for prefill in prefills]
-    assert [room.tails for room in rooms] == [{"swa": TailAsked("swa", 3, 2)}] * 2
+    assert [room.component_pages for room in rooms] == [{"swa": ComponentAsked("swa", 3, 2)}] * 2
     await decode.wait(events.ChunkLanded, last=True)
     for theirs, ours in zip(WINDOW[0].pages, OURS["swa"], strict=True):
         assert decode.components["swa"].page(theirs) == prefills[0].components["swa"].page(ours)

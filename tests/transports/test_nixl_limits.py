@@ -8,7 +8,7 @@ import pytest
 
 from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.transports.base import Link
-from tidekv.transports.control.peer_backoff import OffenceLimits
+from tidekv.transports.control.peer_backoff import BackoffLimits
 from tidekv.transports.nixl.transport import NixlTransport
 
 
@@ -30,7 +30,7 @@ async def test_as_many_links_are_taken_as_was_said() -> None:
 
 
 async def test_whoever_offends_more_often_than_was_said_is_kept_away() -> None:
-    limits = OffenceLimits(forgiven=0, pause_s=100.0, pause_s_max=100.0)
+    limits = BackoffLimits(forgiven=0, pause_s=100.0, pause_s_max=100.0)
     listening = NixlTransport("prefill", secret="right", offences=limits)
     listener = await listening.listen("127.0.0.1:0", stay)
     for secret in ("wrong", "right"):

@@ -15,10 +15,10 @@ from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, Remote
 from tidekv.transports.base import Link
 from tidekv.transports.control import connection, wire
 from tidekv.transports.control.connection import ControlOptions
-from tidekv.transports.control.peer_backoff import OffenceLimits, Offenders, is_offence, whose
+from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, whose
 
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
-STRICT = OffenceLimits(forgiven=1, pause_s=50.0, pause_s_max=100.0)
+STRICT = BackoffLimits(forgiven=1, pause_s=50.0, pause_s_max=100.0)
 PING = wire.Ping(sent_at=1.0)
 
 
@@ -34,50 +34,52 @@ class Clock:
 
 def test_pauses_begin_behind_what_is_forgiven_and_double_to_their_bound() -> None:
     clock = Clock()
-    offenders = Offenders(clock=clock, limits=OffenceLimits(forgiven=2, pause_s=1.0, pause_s_max=6.0))
+    peer_backoff = PeerBackoff(clock=clock, limits=BackoffLimits(forgiven=2, pause_s=1.0, pause_s_max=6.0))
     pauses = []
     for _ in range(6):
-        offenders.note("a")
-        pauses.append(offenders.pause_left_s("a"))
+        peer_backoff.note("a")
+        pauses.append(peer_backoff.pause_left_s("a"))
     assert pauses == [0, 0, 1, 2, 4, 6]
-    assert offenders.pause_left_s("b") == 0
+    assert peer_backoff.pause_left_s("b") == 0
     clock.now_s = 5.5
-    assert offenders.pause_left_s("a") == 0.5
+    assert peer_backoff.pause_left_s("a") == 0.5
     clock.now_s = 6.0
-    assert offenders.pause_left_s("a") == 0
-    offenders.note("a")
-    assert offenders.pause_left_s("a") == 6
-    assert offenders.offences == 7
+    assert peer_backoff.pause_left_s("a") == 0
+    peer_backoff.note("a")
+    assert peer_backoff.pause_left_s("a") == 6
+    assert peer_backoff.offences == 7
 
 
 def test_asking_during_a_pause_does_not_prolong_it_and_quiet_time_is_rewarded() -> None:
     clock = Clock()
-    offenders = Offenders(clock=clock, limits=OffenceLimits(forgiven=0, pause_s=4.0, pause_s_max=64.0, memory_s=100.0))
-    offenders.note("a")
+    peer_backoff = PeerBackoff(
+        clock=clock, limits=BackoffLimits(forgiven=0, pause_s=4.0, pause_s_max=64.0, memory_s=100.0)
+    )
+    peer_backoff.note("a")
     for _ in range(10):
-        offenders.pause_left_s("a")
-    assert offenders.pause_left_s("a") == 4
+        peer_backoff.pause_left_s("a")
+    assert peer_backoff.pause_left_s("a") == 4
     clock.now_s = 100.0
-    offenders.note("a")
-    assert offenders.pause_left_s("a") == 8
+    peer_backoff.note("a")
+    assert peer_backoff.pause_left_s("a") == 8
     clock.now_s = 201.0
-    offenders.note("a")
-    assert offenders.pause_left_s("a") == 4
+    peer_backoff.note("a")
+    assert peer_backoff.pause_left_s("a") == 4
 
 
 def test_memory_is_bounded_and_who_offended_last_is_kept() -> None:
-    offenders = Offenders(clock=Clock(), limits=OffenceLimits(forgiven=0, addresses_max=3))
+    peer_backoff = PeerBackoff(clock=Clock(), limits=BackoffLimits(forgiven=0, addresses_max=3))
     for address in ("a", "b", "c", "a", "d"):
-        offenders.note(address)
-    assert len(offenders) == 3
-    assert [address for address in "abcd" if offenders.pause_left_s(address) > 0] == ["a", "c", "d"]
+        peer_backoff.note(address)
+    assert len(peer_backoff) == 3
+    assert [address for address in "abcd" if peer_backoff.pause_left_s(address) > 0] == ["a", "c", "d"]
 
 
 def test_an_offender_of_many_years_overflows_nothing() -> None:
-    offenders = Offenders(clock=Clock(), limits=OffenceLimits(forgiven=0))
+    peer_backoff = PeerBackoff(clock=Clock(), limits=BackoffLimits(forgiven=0))
     for _ in range(5000):
-        offenders.note("a")
-    assert offenders.pause_left_s("a") == 30
+        peer_backoff.note("a")
+    assert peer_backoff.pause_left_s("a") == 30
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_an_offender_of_many_years_overflows_nothing() -> None:
 )
 def test_limits_must_make_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidConfig, match="do not all hold"):
-        OffenceLimits(**wrong)
+        BackoffLimits(**wrong)
 
 
 def test_a_host_with_one_ipv6_address_has_all_of_its_network() -> None:

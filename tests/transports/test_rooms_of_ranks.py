@@ -32,7 +32,7 @@ class Ranks:
         await asyncio.gather(*(decode.wait(kind, **match) for decode in self.decodes))
 
 
-async def gathering(prefills: list, count: int) -> None:
+async def pending_room(prefills: list, count: int) -> None:
     """Return when so many promises wait for others at each of these; frames take a few turns of the loop."""
     for _ in range(1000):
         if all(prefill.sender.statistics()["rooms_gathering"] == count for prefill in prefills):
@@ -68,7 +68,7 @@ async def test_a_room_opens_when_every_rank_has_promised_it(make_ranks) -> None:
     ranks.decodes[0].promise(ranks.address, "r1", tokens=8, promised=4, pages=[10])
     opening = [asyncio.ensure_future(prefill.sender.room("r1")) for prefill in ranks.prefills]
     await ranks.decodes[0].wait(events.PromiseSent)
-    await gathering(ranks.prefills, 1)
+    await pending_room(ranks.prefills, 1)
     assert not any(room.done() for room in opening)
     ranks.decodes[1].promise(ranks.address, "r1", tokens=8, promised=4, pages=[10])
     rooms = await asyncio.gather(*opening)
@@ -108,7 +108,7 @@ async def test_groups_of_one_request_id_do_not_meet(make_ranks, world) -> None:
     other.promise(ranks.address, "r1", tokens=8, promised=0, pages=[10, 11])
     await ranks.decodes[0].wait(events.PromiseSent)
     await other.wait(events.PromiseSent)
-    await gathering(ranks.prefills, 2)
+    await pending_room(ranks.prefills, 2)
     assert not other.of(events.RoomRefused)
 
 
@@ -246,10 +246,10 @@ async def test_a_link_that_breaks_before_all_have_promised_refuses_the_room(make
     ranks = await make_ranks(2, 1)
     ranks.decodes[0].promise(ranks.address, "r1", tokens=8, promised=0, pages=[10, 11])
     ranks.decodes[1].promise(ranks.address, "r2", tokens=8, promised=0, pages=[10, 11])
-    await gathering(ranks.prefills, 2)
+    await pending_room(ranks.prefills, 2)
     world.network.cut(ranks.decodes[1].transport.instance)
     await ranks.decodes[1].wait(events.WriterLost)
-    await gathering(ranks.prefills, 1)
+    await pending_room(ranks.prefills, 1)
     # The other rank's own room still waits; it gives it up.
     ranks.decodes[0].receiver.abort("r1", 0)
     await ranks.decodes[0].wait(events.RoomDrained)

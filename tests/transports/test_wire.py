@@ -31,9 +31,9 @@ GOLDEN = {
             prompt_tokens=2,
             decode_prefix_len=0,
             pages=b"\x07\0\0\0",
-            tails=(
-                wire.Tail(component="s", first=0, pages=b"\x01\0\0\0"),
-                wire.Tail(component="w", first=1, pages=b""),
+            component_pages=(
+                wire.ComponentRequest(component="s", first=0, pages=b"\x01\0\0\0"),
+                wire.ComponentRequest(component="w", first=1, pages=b""),
             ),
         ),
         "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 9293a17300c4040100000093a17701c400 c0 00 01 a0",
@@ -44,7 +44,7 @@ GOLDEN = {
             prompt_tokens=2,
             decode_prefix_len=0,
             pages=None,
-            tails=(wire.Tail(component="s", first=0, pages=None),),
+            component_pages=(wire.ComponentRequest(component="s", first=0, pages=None),),
             rank=1,
             ranks=2,
             group="g",
@@ -52,7 +52,7 @@ GOLDEN = {
         "a770726f6d697365 94a164a165a17203 02 00 c0 c0 9193a17300c0 c0 01 02 a167",
     ),
     "promise of no component": (
-        wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"", tails=()),
+        wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"", component_pages=()),
         "a770726f6d697365 94a164a165a17203 02 00 c400 c0 90 c0 00 01 a0",
     ),
     "extend": (
@@ -63,8 +63,8 @@ GOLDEN = {
         wire.Chunk(room=ROOM, rank=0, span=1, first=2, count=300, last=True),
         "a56368756e6b 94a164a165a17203 00 01 02 cd012c c3",
     ),
-    "tail_sent": (
-        wire.TailSent(room=ROOM, rank=0, component="w"),
+    "component_sent": (
+        wire.ComponentSent(room=ROOM, rank=0, component="w"),
         "a97461696c5f73656e74 94a164a165a17203 00 a177",
     ),
     "aux": (
@@ -189,7 +189,7 @@ def test_a_promise_gives_pages_of_everything_or_of_nothing(pages: bytes | None, 
             prompt_tokens=2,
             decode_prefix_len=0,
             pages=pages,
-            tails=(wire.Tail(component="w", first=0, pages=tail),),
+            component_pages=(wire.ComponentRequest(component="w", first=0, pages=tail),),
         )
 
 
@@ -203,26 +203,27 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 PROMISES = st.builds(
-    lambda room, tokens, prefix, pages, packed, tails: wire.Promise(
+    lambda room, tokens, prefix, pages, packed, component_pages: wire.Promise(
         room=room,
         prompt_tokens=tokens,
         decode_prefix_len=prefix,
         pages=pages,
         tokens=bytes(4 * tokens) if packed else None,
-        tails=tails,
+        component_pages=component_pages,
     ),
     ROOMS,
     st.integers(1, 50),
     COUNTS,
     PAGES,
     st.booleans(),
-    st.none() | st.lists(st.builds(wire.Tail, component=NAMES, first=COUNTS, pages=PAGES), max_size=2).map(tuple),
+    st.none()
+    | st.lists(st.builds(wire.ComponentRequest, component=NAMES, first=COUNTS, pages=PAGES), max_size=2).map(tuple),
 )
 MESSAGES = st.one_of(
     PROMISES,
     st.builds(wire.Extend, room=ROOMS, span=st.integers(1, 2**31 - 1), first=COUNTS, pages=PAGES),
     st.builds(wire.Chunk, room=ROOMS, rank=COUNTS, span=COUNTS, first=COUNTS, count=COUNTS, last=st.booleans()),
-    st.builds(wire.TailSent, room=ROOMS, rank=COUNTS, component=NAMES),
+    st.builds(wire.ComponentSent, room=ROOMS, rank=COUNTS, component=NAMES),
     st.builds(
         wire.Aux,
         room=ROOMS,

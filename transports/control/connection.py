@@ -44,7 +44,7 @@ from tidekv.states.errors import (
 from tidekv.states.validation import host_and_port
 from tidekv.transports.base import DialFailed, Link
 from tidekv.transports.control import wire
-from tidekv.transports.control.peer_backoff import OffenceLimits, Offenders, is_offence, whose
+from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, whose
 from tidekv.transports.tasks import OwnedTasks
 
 PATIENCE_S = 0.002
@@ -127,7 +127,7 @@ class ControlOptions:
     greeting_bytes_max: int = 16 * wire.HELLO_BYTES_MAX
     unfinished_bytes_max: int = 16 * wire.FRAME_BYTES_MAX
     allow_no_secret: bool = False
-    offences: OffenceLimits = field(default_factory=OffenceLimits)
+    offences: BackoffLimits = field(default_factory=BackoffLimits)
     dial_tls: ssl.SSLContext | None = None
     listen_tls: ssl.SSLContext | None = None
 
@@ -297,7 +297,7 @@ class ControlListener:
         self._counts: Counter[str] = Counter(links_refused=0, links_over_limit=0, links_over_quota=0, links_in_pause=0)
         self._links_by_address: Counter[str] = Counter()
         self._budgets = FrameBudgets(options)
-        self._offenders = Offenders(clock=time.monotonic, limits=options.offences)
+        self._peer_backoff = PeerBackoff(clock=time.monotonic, limits=options.offences)
         self._tasks = OwnedTasks("control listener")
         self._sockets: list[socket.socket] = []
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
@@ -336,7 +336,7 @@ class ControlListener:
 
     def statistics(self) -> dict[str, int | float]:
         """See `Listener.statistics`."""
-        return {**self._counts, "offences": self._offenders.offences}
+        return {**self._counts, "offences": self._peer_backoff.offences}
 
     def _check_authentication(self, address: str, hosts: list[str]) -> None:
         tls = self._options.listen_tls
@@ -374,7 +374,7 @@ class ControlListener:
         address = whose(host)
         if len(self._tasks) >= self._options.links_max:
             self._counts["links_over_limit"] += 1
-        elif self._offenders.pause_left_s(address) > 0:
+        elif self._peer_backoff.pause_left_s(address) > 0:
             self._counts["links_in_pause"] += 1
         elif self._links_by_address[address] >= self._options.links_per_address_max:
             self._counts["links_over_quota"] += 1
@@ -405,7 +405,7 @@ class ControlListener:
                 # A stranger: port scanners and wrong secrets are counted, and get no word beyond our greeting.
                 self._counts["links_refused"] += 1
                 if _is_failed_challenge(error):
-                    self._offenders.note(whose(host))
+                    self._peer_backoff.note(whose(host))
                 return
             raise
         link = ControlLink(
@@ -413,7 +413,7 @@ class ControlListener:
             writer,
             peer_label=format_address(host, port),
             options=self._options,
-            on_offence=partial(self._offenders.note, whose(host)),
+            on_offence=partial(self._peer_backoff.note, whose(host)),
             budgets=self._budgets,
         )
         try:

@@ -16,7 +16,7 @@ from tidekv.states.errors import InvalidConfig, PeerMismatch, RemoteProtocolErro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffenceLimits:
+class BackoffLimits:
     """What offences cost: the pauses begin at `pause_s`, behind `forgiven` offences, and double up to `pause_s_max`.
 
     An address that was quiet for `memory_s` begins anew. At most `addresses_max` addresses are remembered.
@@ -42,13 +42,13 @@ class _Offender:
     refused_until_s: float
 
 
-class Offenders:
+class PeerBackoff:
     """The addresses that offended lately. `offences` counts all there were."""
 
-    def __init__(self, *, clock: Callable[[], float], limits: OffenceLimits | None = None) -> None:
+    def __init__(self, *, clock: Callable[[], float], limits: BackoffLimits | None = None) -> None:
         self.offences = 0
         self._clock = clock
-        self._limits = limits or OffenceLimits()
+        self._limits = limits or BackoffLimits()
         # In the order of their last offence.
         self._known: dict[str, _Offender] = {}
 

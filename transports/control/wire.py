@@ -68,7 +68,7 @@ class ProcessMark(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
     started: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Tail(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+class ComponentRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """What decode asks for of one component: pages at positions from `first` on, up to the prompt's end.
 
     `pages` are their destinations, in decode's pool of this component. Empty: decode has all that it needs of it. None:
@@ -118,7 +118,7 @@ class Promise(Message, frozen=True, tag="promise"):
 
     Every rank of a decode instance promises the room to every prefill rank, under the name of their `group`; the room
     opens when all have promised the same. `pages` is None where this prefill rank writes nothing to that decode rank,
-    and only compares; empty, it is a full hit. `tails` names every component once, of each what is asked for beside the
+    and only compares; empty, it is a full hit. `component_pages` names every component once, of each what is asked for beside the
     pages, to be in place before the last chunk of span 0. None: the worker has no components.
     `tokens` is None where prefill has them from elsewhere; empty bytes are a different thing, and wrong here.
     `key_seed` is what the storage keys of the prompt's pages begin with: empty, or 32 bytes of its namespace; None: the
@@ -130,7 +130,7 @@ class Promise(Message, frozen=True, tag="promise"):
     decode_prefix_len: Count
     pages: PackedPages | None
     tokens: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)] | None = None
-    tails: tuple[Tail, ...] | None = None
+    component_pages: tuple[ComponentRequest, ...] | None = None
     key_seed: Annotated[bytes, msgspec.Meta(max_length=32)] | None = None
     rank: Count = 0
     ranks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
@@ -140,7 +140,7 @@ class Promise(Message, frozen=True, tag="promise"):
         _check_packed(self.pages or b"")
         if not self.rank < self.ranks:
             raise ValueError(f"there is no rank {self.rank} of {self.ranks}")
-        for tail in self.tails or ():
+        for tail in self.component_pages or ():
             if (tail.pages is None) != (self.pages is None):
                 raise ValueError(f"pages are given of the prompt, or of component {tail.component!r}, and not of both")
         if self.tokens is not None and len(self.tokens) != 4 * self.prompt_tokens:
@@ -172,7 +172,7 @@ class Chunk(Message, frozen=True, tag="chunk"):
     last: bool
 
 
-class TailSent(Message, frozen=True, tag="tail_sent"):
+class ComponentSent(Message, frozen=True, tag="component_sent"):
     """The tail of this component that was asked for is in place, as far as this rank writes it."""
 
     room: Room
@@ -249,7 +249,7 @@ class Bye(Message, frozen=True, tag="bye"):
 
 
 AnyMessage = (
-    Hello | Promise | Extend | Chunk | TailSent | Aux | Refused | Failed | Abort | Drained | Received | Ping | Bye
+    Hello | Promise | Extend | Chunk | ComponentSent | Aux | Refused | Failed | Abort | Drained | Received | Ping | Bye
 )
 
 _encoder = msgspec.msgpack.Encoder()

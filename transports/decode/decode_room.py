@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable, Sequence
 
-    from tidekv.states.components.specs import TailPages
+    from tidekv.states.components.specs import ComponentPages
     from tidekv.transports.decode.prefill_link import PrefillLink
 
 RoomKey: TypeAlias = tuple[str, int]
 FrameOfRoom: TypeAlias = "wire.Chunk | wire.TailSent | wire.Aux | wire.Refused | wire.Failed"
 
 
-class IncomingRoom:
+class DecodeRoom:
     """One room, and its legs."""
 
     def __init__(
-        self, promise: wire.Promise, links: Sequence[PrefillLink[Leg]], writers: Sequence[int], *, page_size: int
+        self, promise: wire.Promise, links: Sequence[PrefillLink[RankLink]], writers: Sequence[int], *, page_size: int
     ) -> None:
         """`links` are those to all prefill ranks, in order; `writers` says which of these write to us, in the order of
         the heads.
@@ -45,15 +45,15 @@ class IncomingRoom:
         """Ends the wait for links that are not open."""
         first = promise.decode_prefix_len // page_size
         count = len(promise.pages or b"") // 4
-        self.legs: list[Leg] = []
+        self.rank_links: list[RankLink] = []
         for at, link in enumerate(links):
             number = writers.index(at) if at in writers else None
-            leg = Leg(self, link, place=(at, len(links)), number=number)
-            asked = [tail.component for tail in promise.tails or () if tail.pages]
-            leg.state = ReceiverRoom(first=first, count=count, tails=asked)
+            rank_link = RankLink(self, link, place=(at, len(links)), number=number)
+            asked = [tail.component for tail in promise.component_pages or () if tail.pages]
+            rank_link.state = ReceiverRoom(first=first, count=count, component_pages=asked)
             # Whoever does not write to us only compares.
-            leg.waiting.append(promise if at in writers else _without_pages(promise))
-            self.legs.append(leg)
+            rank_link.waiting.append(promise if at in writers else _without_pages(promise))
+            self.rank_links.append(rank_link)
 
     @property
     def room_key(self) -> RoomKey:
@@ -61,9 +61,9 @@ class IncomingRoom:
         return (self.key.request_id, self.key.generation)
 
     @property
-    def unconnected_legs(self) -> list[Leg]:
+    def unconnected_legs(self) -> list[RankLink]:
         """Its legs whose links have not been opened yet."""
-        return [leg for leg in self.legs if leg.link.theirs is None]
+        return [rank_link for rank_link in self.rank_links if rank_link.link.theirs is None]
 
     def end_patience(self) -> None:
         """Stop the wait for links."""
@@ -77,27 +77,30 @@ class IncomingRoom:
         return self.writers == 1
 
 
-def packed_tails(tails: Iterable[TailPages] | None) -> tuple[wire.Tail, ...] | None:
+def packed_components(component_pages: Iterable[ComponentPages] | None) -> tuple[wire.ComponentRequest, ...] | None:
     """What is asked of components, as it travels."""
-    if tails is None:
+    if component_pages is None:
         return None
-    return tuple(wire.Tail(component=t.component, first=t.first, pages=wire.pack_pages(t.pages)) for t in tails)
+    return tuple(
+        wire.ComponentRequest(component=t.component, first=t.first, pages=wire.pack_pages(t.pages))
+        for t in component_pages
+    )
 
 
 def _without_pages(promise: wire.Promise) -> wire.Promise:
-    tails = promise.tails
-    if tails is not None:
-        tails = tuple(msgspec.structs.replace(tail, pages=None) for tail in tails)
-    return msgspec.structs.replace(promise, pages=None, tails=tails)
+    component_pages = promise.component_pages
+    if component_pages is not None:
+        component_pages = tuple(msgspec.structs.replace(tail, pages=None) for tail in component_pages)
+    return msgspec.structs.replace(promise, pages=None, component_pages=component_pages)
 
 
-class Leg:
+class RankLink:
     """One room's part at one prefill rank. `waiting` are its frames while the link is being opened."""
 
     state: ReceiverRoom
 
     def __init__(
-        self, room: IncomingRoom, link: PrefillLink[Leg], *, place: tuple[int, int], number: int | None
+        self, room: DecodeRoom, link: PrefillLink[RankLink], *, place: tuple[int, int], number: int | None
     ) -> None:
         """`place`: the rank, and of how many, that must be at the other end. `number`: which of the writers it is, None
         where it writes nothing.
@@ -117,7 +120,7 @@ class Told:
         self._deliver = deliver
         self._clock = clock
 
-    def sent(self, room: IncomingRoom, writer: str) -> None:
+    def sent(self, room: DecodeRoom, writer: str) -> None:
         """The promise is on its way; told once. Where several write, a loss is never told as that of a writer."""
         if room.is_told_sent:
             return
@@ -133,7 +136,7 @@ class Told:
             )
         )
 
-    def failed(self, room: IncomingRoom, cause: str) -> None:
+    def failed(self, room: DecodeRoom, cause: str) -> None:
         """The room will not be completed, and ranks may still be writing; told once."""
         if not room.is_told_failed:
             room.is_told_failed = True
@@ -157,18 +160,18 @@ class Told:
         )
 
 
-def event_of(leg: Leg, message: FrameOfRoom, at_s: float) -> events.AnyEvent | None:
+def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.AnyEvent | None:
     """What a frame means to the core, which knows the writers of a room by numbers from 0 on; None: nothing, since it
     is late, or the word about a tail, which is judged here. Raises RemoteProtocolError.
     """
-    (request_id, generation), number = leg.room.room_key, leg.number or 0
-    if isinstance(message, wire.Chunk | wire.TailSent | wire.Aux) and (
-        message.rank != leg.place[0] or leg.number is None
+    (request_id, generation), number = rank_link.room.room_key, rank_link.number or 0
+    if isinstance(message, wire.Chunk | wire.ComponentSent | wire.Aux) and (
+        message.rank != rank_link.place[0] or rank_link.number is None
     ):
-        raise RemoteProtocolError(f"rank {message.rank} speaks on the link of rank {leg.place[0]}")
+        raise RemoteProtocolError(f"rank {message.rank} speaks on the link of rank {rank_link.place[0]}")
     match message:
         case wire.Chunk(span=span, first=first, count=count, last=last):
-            leg.state.land(span=span, first=first, count=count, last=last)
+            rank_link.state.land(span=span, first=first, count=count, last=last)
             return events.ChunkLanded(
                 at_s=at_s,
                 request_id=request_id,
@@ -179,21 +182,21 @@ def event_of(leg: Leg, message: FrameOfRoom, at_s: float) -> events.AnyEvent | N
                 count=count,
                 last=last,
             )
-        case wire.TailSent(component=component):
-            leg.state.land_tail(component)
+        case wire.ComponentSent(component=component):
+            rank_link.state.land_component(component)
             return None
         case wire.Aux():
-            if leg.state.has_aux:
+            if rank_link.state.has_aux:
                 return None
-            leg.state.has_aux = True
+            rank_link.state.has_aux = True
             return events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=number)
         case wire.Refused(span=span, cause=cause):
-            leg.state.refuse(span)
+            rank_link.state.refuse(span)
             return events.RoomRefused(at_s=at_s, request_id=request_id, generation=generation, span=span, cause=cause)
         case wire.Failed(cause=cause):
-            if leg.room.is_told_failed:
+            if rank_link.room.is_told_failed:
                 return None
-            leg.room.is_told_failed = True
+            rank_link.room.is_told_failed = True
             return events.RoomFailed(
                 at_s=at_s, request_id=request_id, generation=generation, cause=cause, settled=False
             )

@@ -72,7 +72,7 @@ class PrefillLink(Generic[Part]):
     ) -> None:
         self.address = address
         self.theirs: wire.Hello | None = None
-        self.legs: dict[Part, None] = {}
+        self.rank_links: dict[Part, None] = {}
         """Parts of rooms at this link, in the order of their promises. The owner keeps them."""
         self._owner = owner
         self._clock = clock

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 
 from tidekv.states import events
-from tidekv.states.components.specs import TailPages
+from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import (
     InvalidConfig,
     LocalProtocolError,
@@ -40,8 +40,16 @@ from tidekv.states.errors import (
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports import base, slices
 from tidekv.transports.control import handshake, wire
-from tidekv.transports.control.peer_backoff import Offenders
-from tidekv.transports.decode.decode_room import FrameOfRoom, IncomingRoom, Leg, RoomKey, Told, event_of, packed_tails
+from tidekv.transports.control.peer_backoff import PeerBackoff
+from tidekv.transports.decode.decode_room import (
+    DecodeRoom,
+    FrameOfRoom,
+    RankLink,
+    RoomKey,
+    Told,
+    event_of,
+    packed_components,
+)
 from tidekv.transports.decode.prefill_link import PrefillLink, cause_of
 from tidekv.transports.tasks import OwnedTasks
 
@@ -108,13 +116,13 @@ class Receiver:
         holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
         self._writers = cache(partial(slices.expected_writers, holding, rank=rank, stages=stages))
         self._group = group
-        self._links: dict[str, PrefillLink[Leg]] = {}
-        self._rooms: dict[RoomKey, IncomingRoom] = {}
+        self._links: dict[str, PrefillLink[RankLink]] = {}
+        self._rooms: dict[RoomKey, DecodeRoom] = {}
         # Legs of lost links that may still be written to, by writer; and who waits for the writer's end.
-        self._lost: dict[str, dict[RoomKey, Leg]] = {}
+        self._lost: dict[str, dict[RoomKey, RankLink]] = {}
         self._watched: set[str] = set()
         self._redialled: set[str] = set()
-        self._offenders = Offenders(clock=clock)
+        self._peer_backoff = PeerBackoff(clock=clock)
         self._tasks = OwnedTasks(f"receiver {transport.instance}")
         self._ours: wire.Hello | None = None
 
@@ -139,12 +147,12 @@ class Receiver:
         pages: PageIds,
         tokens: bytes | None = None,
         key_seed: bytes | None = None,
-        tails: Iterable[TailPages] | None = None,
+        component_pages: Iterable[ComponentPages] | None = None,
         patience_s: float = math.inf,
     ) -> None:
         """Tell the prefill at `address` what not to send and where the rest goes → PromiseSent or RoomFailed.
 
-        `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere. `tails` is what
+        `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere. `component_pages` is what
         is asked of components. A prefill that is not connected `patience_s` from now is given up for this room; others
         may go on waiting for it. Raises LocalProtocolError for a room that is open already, InvalidConfig if the heads
         of the model cannot lie on so many prefill ranks.
@@ -169,16 +177,16 @@ class Receiver:
             # The ranks of an instance have the same tokens: one of them brings them.
             tokens=tokens if self._rank == 0 else None,
             key_seed=key_seed,
-            tails=packed_tails(tails),
+            component_pages=packed_components(component_pages),
         )
         writers = self._writers(prefill_ranks=len(addresses))
         links = [self._links.get(one) or self._connect(one) for one in addresses]
-        room = self._rooms[room_key] = IncomingRoom(promise, links, writers, page_size=self._identity.page_size)
-        for leg in room.legs:
-            leg.link.legs[leg] = None
-        for leg in list(room.legs):
-            if leg.link.theirs is not None and leg in room.legs:
-                self._open_leg(leg, leg.link.theirs)
+        room = self._rooms[room_key] = DecodeRoom(promise, links, writers, page_size=self._identity.page_size)
+        for rank_link in room.rank_links:
+            rank_link.link.rank_links[rank_link] = None
+        for rank_link in list(room.rank_links):
+            if rank_link.link.theirs is not None and rank_link in room.rank_links:
+                self._open_leg(rank_link, rank_link.link.theirs)
         if patience_s < math.inf and room_key in self._rooms and room.unconnected_legs:
             lose = partial(self._lose_patience, room, patience_s)
             room.patience = asyncio.get_running_loop().call_later(patience_s, lose)
@@ -186,7 +194,7 @@ class Receiver:
     def _pause(self, addresses: list[str]) -> str:
         """Why one of these is not dialled now, in words."""
         for address in addresses:
-            if address not in self._links and (pause_s := self._offenders.pause_left_s(address)) > 0:
+            if address not in self._links and (pause_s := self._peer_backoff.pause_left_s(address)) > 0:
                 self.counts["dials_in_pause"] += 1
                 return PrefillCause.PROTOCOL_ERROR.words(
                     f"{address} broke the protocol too often, and is not dialled for another {pause_s:.1f} s"
@@ -196,15 +204,15 @@ class Receiver:
     def extend(self, request_id: str, generation: int, span: int, first: int, pages: PageIds) -> None:
         """Ask for further pages; nothing happens where the room has ended, since that was told."""
         room = self._rooms.get((request_id, generation))
-        for leg in [] if room is None else room.legs:
-            if leg.number is None or leg.has_ended:
+        for rank_link in [] if room is None else room.rank_links:
+            if rank_link.number is None or rank_link.has_ended:
                 continue
-            leg.state.extend(span, first, len(pages))
-            message = wire.Extend(room=leg.room.key, span=span, first=first, pages=wire.pack_pages(pages))
-            if leg.link.is_open:
-                leg.link.say(message)
+            rank_link.state.extend(span, first, len(pages))
+            message = wire.Extend(room=rank_link.room.key, span=span, first=first, pages=wire.pack_pages(pages))
+            if rank_link.link.is_open:
+                rank_link.link.say(message)
             else:
-                leg.waiting.append(message)
+                rank_link.waiting.append(message)
 
     def abort(self, request_id: str, generation: int) -> None:
         """Have prefill stop → RoomDrained, or WriterDead; see the top of this file for a room not known or not
@@ -212,19 +220,19 @@ class Receiver:
         """
         room_key = (request_id, generation)
         room = self._rooms.get(room_key)
-        lost = any(room_key in legs for legs in self._lost.values())
+        lost = any(room_key in rank_links for rank_links in self._lost.values())
         if room is None:
             if not lost:
                 self._told.drained(room_key, 0)
             return
-        for leg in list(room.legs):
-            if not leg.link.is_open:
+        for rank_link in list(room.rank_links):
+            if not rank_link.link.is_open:
                 # Its promise never left.
-                self._forget(leg)
-                if leg.number is not None:
-                    self._told.drained(room_key, leg.number)
-            elif not leg.has_ended:
-                self._stop(leg)
+                self._forget(rank_link)
+                if rank_link.number is not None:
+                    self._told.drained(room_key, rank_link.number)
+            elif not rank_link.has_ended:
+                self._stop(rank_link)
 
     def received(self, request_id: str, generation: int) -> None:
         """Tell prefill that it may free its pages; the room is over."""
@@ -232,15 +240,15 @@ class Receiver:
         room = self._rooms.pop(room_key, None)
         if room is not None:
             room.end_patience()
-        for leg in [] if room is None else room.legs:
-            leg.link.legs.pop(leg, None)
-            leg.link.say(wire.Received(room=leg.room.key))
+        for rank_link in [] if room is None else room.rank_links:
+            rank_link.link.rank_links.pop(rank_link, None)
+            rank_link.link.say(wire.Received(room=rank_link.room.key))
         for writer in [writer for writer, rooms in self._lost.items() if rooms.pop(room_key, None) and not rooms]:
             del self._lost[writer]
 
     def statistics(self) -> dict[str, int | float]:
         """links, rooms_open, rooms_unsettled (ended or lost, maybe still written to), and counts of what was odd."""
-        ended = sum(any(leg.has_ended for leg in room.legs) for room in self._rooms.values())
+        ended = sum(any(rank_link.has_ended for rank_link in room.rank_links) for room in self._rooms.values())
         return {
             "links": sum(link.is_open for link in self._links.values()),
             "rooms_open": len(self._rooms) - ended,
@@ -248,47 +256,47 @@ class Receiver:
             **self.counts,
         }
 
-    def link_offended(self, link: PrefillLink[Leg]) -> None:
+    def link_offended(self, link: PrefillLink[RankLink]) -> None:
         """See `LinkOwner`."""
         self.counts["links_broken"] += 1
-        self._offenders.note(link.address)
+        self._peer_backoff.note(link.address)
 
-    def link_opened(self, link: PrefillLink[Leg], theirs: wire.Hello) -> None:
+    def link_opened(self, link: PrefillLink[RankLink], theirs: wire.Hello) -> None:
         """See `LinkOwner`: settle what an earlier link to this process left, and say what waited."""
-        for room_key, leg in self._lost.pop(theirs.instance, {}).items():
-            leg.link = link
-            link.legs[leg] = None
-            room = self._rooms.setdefault(room_key, leg.room)
-            room.legs.append(leg)
-            self._stop(leg)
-        for leg in self._legs_of(link):
-            if not leg.has_ended and leg in leg.room.legs:
-                self._open_leg(leg, theirs)
+        for room_key, rank_link in self._lost.pop(theirs.instance, {}).items():
+            rank_link.link = link
+            link.rank_links[rank_link] = None
+            room = self._rooms.setdefault(room_key, rank_link.room)
+            room.rank_links.append(rank_link)
+            self._stop(rank_link)
+        for rank_link in self._legs_of(link):
+            if not rank_link.has_ended and rank_link in rank_link.room.rank_links:
+                self._open_leg(rank_link, theirs)
 
-    def link_refused(self, link: PrefillLink[Leg], cause: str) -> None:
+    def link_refused(self, link: PrefillLink[RankLink], cause: str) -> None:
         """See `LinkOwner`: nothing was promised, so nothing can be written."""
         self.counts["dials_failed"] += 1
         del self._links[link.address]
-        for leg in self._legs_of(link):
-            self._fail_unsent(leg, cause)
+        for rank_link in self._legs_of(link):
+            self._fail_unsent(rank_link, cause)
 
-    def link_lost(self, link: PrefillLink[Leg], cause: str) -> None:
+    def link_lost(self, link: PrefillLink[RankLink], cause: str) -> None:
         """See `LinkOwner`: its rooms may still be written to, by a process that may be dead."""
         assert link.theirs is not None
         writer = link.theirs.instance
         del self._links[link.address]
-        for leg in self._legs_of(link):
-            self._forget(leg)
-            if leg.number is not None:
-                self._lost.setdefault(writer, {})[leg.room.room_key] = leg
-            if leg.number is None or not leg.room.has_one_writer:
+        for rank_link in self._legs_of(link):
+            self._forget(rank_link)
+            if rank_link.number is not None:
+                self._lost.setdefault(writer, {})[rank_link.room.room_key] = rank_link
+            if rank_link.number is None or not rank_link.room.has_one_writer:
                 kind, detail = PrefillCause.parse(cause) or (PrefillCause.LOST, cause)
-                self._told.failed(leg.room, kind.words(f"{link.address} is lost: {detail}"))
+                self._told.failed(rank_link.room, kind.words(f"{link.address} is lost: {detail}"))
         for other in self._links.values():
             if other.theirs is not None and other.theirs.instance == writer:
                 # The same process under another address: the core gives up all rooms of the writer.
-                for leg in self._legs_of(other):
-                    self._stop(leg)
+                for rank_link in self._legs_of(other):
+                    self._stop(rank_link)
         self._deliver(events.WriterLost(at_s=self._clock(), writer=writer, cause=cause))
         if writer not in self._watched:
             self._watched.add(writer)
@@ -297,31 +305,31 @@ class Receiver:
             self._redialled.add(writer)
             self._tasks.spawn(self._reach_again(writer, link.address), name=f"redial {link.address}")
 
-    def rooms_of(self, link: PrefillLink[Leg]) -> list[tuple[str, int]]:
+    def rooms_of(self, link: PrefillLink[RankLink]) -> list[tuple[str, int]]:
         """See `LinkOwner`."""
-        return [leg.room.room_key for leg in link.legs]
+        return [rank_link.room.room_key for rank_link in link.rank_links]
 
-    def take(self, link: PrefillLink[Leg], message: wire.AnyMessage) -> None:
+    def take(self, link: PrefillLink[RankLink], message: wire.AnyMessage) -> None:
         """See `LinkOwner`."""
         match message:
             case wire.Ping():
                 return
-            case wire.Chunk() | wire.TailSent() | wire.Aux() | wire.Refused() | wire.Failed() | wire.Drained():
+            case wire.Chunk() | wire.ComponentSent() | wire.Aux() | wire.Refused() | wire.Failed() | wire.Drained():
                 room = self._rooms.get((message.room.request_id, message.room.generation))
-                legs = [] if room is None or room.key != message.room else room.legs
-                leg = next((leg for leg in legs if leg.link is link), None)
-                if leg is None:
+                rank_links = [] if room is None or room.key != message.room else room.rank_links
+                rank_link = next((rank_link for rank_link in rank_links if rank_link.link is link), None)
+                if rank_link is None:
                     self.counts["frames_foreign"] += 1
                 elif isinstance(message, wire.Drained):
-                    self._take_drained(leg)
-                elif leg.has_ended:
+                    self._take_drained(rank_link)
+                elif rank_link.has_ended:
                     self.counts["frames_late"] += 1
                 else:
-                    self._take_of_leg(leg, message)
+                    self._take_of_leg(rank_link, message)
             case _:
                 raise RemoteProtocolError(f"{link.address} sent {type(message).__name__}, which is ours to send")
 
-    def _connect(self, address: str) -> PrefillLink[Leg]:
+    def _connect(self, address: str) -> PrefillLink[RankLink]:
         if self._ours is None:
             raise LocalProtocolError("the receiver was not started")
         link = PrefillLink(
@@ -336,49 +344,51 @@ class Receiver:
         self._tasks.spawn(link.run(self._transport, self._ours, self._tasks), name=f"link to {address}")
         return link
 
-    def _legs_of(self, link: PrefillLink[Leg]) -> list[Leg]:
-        return list(link.legs)
+    def _legs_of(self, link: PrefillLink[RankLink]) -> list[RankLink]:
+        return list(link.rank_links)
 
-    def _forget(self, leg: Leg) -> None:
+    def _forget(self, rank_link: RankLink) -> None:
         """Nothing of a leg is waited for here any more; with the last of them its room is forgotten."""
-        leg.room.legs.remove(leg)
-        leg.link.legs.pop(leg, None)
-        if not leg.room.legs:
-            leg.room.end_patience()
-            del self._rooms[leg.room.room_key]
+        rank_link.room.rank_links.remove(rank_link)
+        rank_link.link.rank_links.pop(rank_link, None)
+        if not rank_link.room.rank_links:
+            rank_link.room.end_patience()
+            del self._rooms[rank_link.room.room_key]
 
-    def _lose_patience(self, room: IncomingRoom, patience_s: float) -> None:
-        for leg in room.unconnected_legs:
-            cause = f"{leg.link.address} was not connected within {patience_s:.3g} s, its share of the request's time"
-            self._fail_unsent(leg, PrefillCause.SILENT.words(cause))
+    def _lose_patience(self, room: DecodeRoom, patience_s: float) -> None:
+        for rank_link in room.unconnected_legs:
+            cause = (
+                f"{rank_link.link.address} was not connected within {patience_s:.3g} s, its share of the request's time"
+            )
+            self._fail_unsent(rank_link, PrefillCause.SILENT.words(cause))
 
-    def _open_leg(self, leg: Leg, theirs: wire.Hello) -> None:
+    def _open_leg(self, rank_link: RankLink, theirs: wire.Hello) -> None:
         """Say what waited for the link."""
-        if not leg.room.unconnected_legs:
-            leg.room.end_patience()
-        waiting, leg.waiting = leg.waiting, []
+        if not rank_link.room.unconnected_legs:
+            rank_link.room.end_patience()
+        waiting, rank_link.waiting = rank_link.waiting, []
         try:
-            if leg.place != (theirs.rank, theirs.ranks):
-                wanted, found = ("{} of {}".format(*place) for place in (leg.place, (theirs.rank, theirs.ranks)))
-                raise PeerMismatch(field=f"rank (at {leg.link.address})", ours=wanted, theirs=found)
-            wire.check_name(leg.room.key.request_id)
+            if rank_link.place != (theirs.rank, theirs.ranks):
+                wanted, found = ("{} of {}".format(*place) for place in (rank_link.place, (theirs.rank, theirs.ranks)))
+                raise PeerMismatch(field=f"rank (at {rank_link.link.address})", ours=wanted, theirs=found)
+            wire.check_name(rank_link.room.key.request_id)
             for message in waiting:
-                leg.link.say_or_raise(message)
+                rank_link.link.say_or_raise(message)
         except TidekvError as error:
             # A link that failed just now, or a promise that no frame can hold: it did not leave.
-            self._fail_unsent(leg, cause_of(error).words(str(error)))
+            self._fail_unsent(rank_link, cause_of(error).words(str(error)))
             return
-        if leg.number is not None:
-            self._told.sent(leg.room, theirs.instance)
+        if rank_link.number is not None:
+            self._told.sent(rank_link.room, theirs.instance)
 
     async def _watch(self, writer: str, theirs: wire.Hello) -> None:
         await self._transport.wait_gone(writer, theirs)
         self._watched.discard(writer)
         lost = self._lost.pop(writer, {})
         self._deliver(events.WriterDead(at_s=self._clock(), writer=writer))
-        for room_key, leg in lost.items():
-            if not leg.room.has_one_writer:
-                self._told.drained(room_key, leg.number or 0)
+        for room_key, rank_link in lost.items():
+            if not rank_link.room.has_one_writer:
+                self._told.drained(room_key, rank_link.number or 0)
 
     async def _reach_again(self, writer: str, address: str) -> None:
         """While rooms of a lost writer are not settled, look whether it is only the link that broke."""
@@ -391,62 +401,67 @@ class Receiver:
                 self._connect(address)
         self._redialled.discard(writer)
 
-    def _take_of_leg(self, leg: Leg, message: FrameOfRoom) -> None:
+    def _take_of_leg(self, rank_link: RankLink, message: FrameOfRoom) -> None:
         try:
-            event = event_of(leg, message, self._clock())
+            event = event_of(rank_link, message, self._clock())
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
-            cause = PrefillCause.PROTOCOL_ERROR.words(f"{leg.link.address} broke the protocol: {error}")
-            self._told.failed(leg.room, cause)
-            self._stop(leg)
+            cause = PrefillCause.PROTOCOL_ERROR.words(f"{rank_link.link.address} broke the protocol: {error}")
+            self._told.failed(rank_link.room, cause)
+            self._stop(rank_link)
             return
         if isinstance(message, wire.Failed | wire.Refused):
-            leg.has_ended |= isinstance(message, wire.Failed)
-            LOG.warning("request %s, generation %s: %s says: %s", *leg.room.room_key, leg.link.address, message.cause)
-        if isinstance(message, wire.TailSent):
+            rank_link.has_ended |= isinstance(message, wire.Failed)
+            LOG.warning(
+                "request %s, generation %s: %s says: %s",
+                *rank_link.room.room_key,
+                rank_link.link.address,
+                message.cause,
+            )
+        if isinstance(message, wire.ComponentSent):
             return
         if event is None:
             self.counts["frames_late"] += 1
             return
-        if isinstance(message, wire.Aux) and leg.number == 0:
+        if isinstance(message, wire.Aux) and rank_link.number == 0:
             aux = {**message.aux, "cached_tokens": message.cached} if message.cached else message.aux
-            self._deliver_aux(*leg.room.room_key, message.first_token, aux)
+            self._deliver_aux(*rank_link.room.room_key, message.first_token, aux)
         self._deliver(event)
 
-    def _take_drained(self, leg: Leg) -> None:
-        room_key = leg.room.room_key
-        self._forget(leg)
-        if not leg.has_ended:
+    def _take_drained(self, rank_link: RankLink) -> None:
+        room_key = rank_link.room.room_key
+        self._forget(rank_link)
+        if not rank_link.has_ended:
             self.counts["rooms_broken"] += 1
-            cause = PrefillCause.PROTOCOL_ERROR.words(f"{leg.link.address} stopped the room without a cause")
-            self._told.failed(leg.room, cause)
-        if leg.number is not None:
-            self._told.drained(room_key, leg.number)
+            cause = PrefillCause.PROTOCOL_ERROR.words(f"{rank_link.link.address} stopped the room without a cause")
+            self._told.failed(rank_link.room, cause)
+        if rank_link.number is not None:
+            self._told.drained(room_key, rank_link.number)
 
-    def _stop(self, leg: Leg) -> None:
+    def _stop(self, rank_link: RankLink) -> None:
         """Have prefill stop; from now on only its Drained counts."""
-        leg.has_ended = True
-        leg.link.say(wire.Abort(room=leg.room.key))
+        rank_link.has_ended = True
+        rank_link.link.say(wire.Abort(room=rank_link.room.key))
 
-    def _fail_unsent(self, leg: Leg, cause: str) -> None:
+    def _fail_unsent(self, rank_link: RankLink, cause: str) -> None:
         """A promise did not leave: its rank will write nothing."""
-        room = leg.room
-        if leg not in room.legs:
+        room = rank_link.room
+        if rank_link not in room.rank_links:
             return
-        self._forget(leg)
-        if leg.number is not None and room.has_one_writer:
-            for other in list(room.legs):
+        self._forget(rank_link)
+        if rank_link.number is not None and room.has_one_writer:
+            for other in list(room.rank_links):
                 self._forget_or_stop(other)
             self._told.never_sent(room.room_key, cause)
             return
-        if leg.number is not None:
+        if rank_link.number is not None:
             self._told.sent(room, "")
         self._told.failed(room, cause)
-        if leg.number is not None:
-            self._told.drained(room.room_key, leg.number)
+        if rank_link.number is not None:
+            self._told.drained(room.room_key, rank_link.number)
 
-    def _forget_or_stop(self, leg: Leg) -> None:
-        if not leg.link.is_open:
-            self._forget(leg)
-        elif not leg.has_ended:
-            self._stop(leg)
+    def _forget_or_stop(self, rank_link: RankLink) -> None:
+        if not rank_link.link.is_open:
+            self._forget(rank_link)
+        elif not rank_link.has_ended:
+            self._stop(rank_link)

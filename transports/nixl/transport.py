@@ -32,7 +32,7 @@ from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, 
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.control import connection as control
 from tidekv.transports.control import wire
-from tidekv.transports.control.peer_backoff import OffenceLimits
+from tidekv.transports.control.peer_backoff import BackoffLimits
 from tidekv.transports.nixl.agent import NixlAgent
 from tidekv.transports.nixl.layout import check_ours
 from tidekv.transports.nixl.metadata import unwrap, wrap
@@ -90,7 +90,7 @@ class NixlTransport:
         close_timeout_s: float = 5.0,
         links_max: int = 1024,
         links_per_address_max: int = 128,
-        offences: OffenceLimits | None = None,
+        offences: BackoffLimits | None = None,
         data_network: Literal["auto", "loopback", "any"] = "auto",
         dials: Iterable[str] = (),
         allow_no_secret: bool = False,
@@ -129,7 +129,7 @@ class NixlTransport:
             listen_tls=listen_tls,
             links_max=links_max,
             links_per_address_max=links_per_address_max,
-            offences=offences or OffenceLimits(),
+            offences=offences or BackoffLimits(),
             allow_no_secret=allow_no_secret,
         )
         self._is_closed = False

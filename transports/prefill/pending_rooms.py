@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from tidekv.states.handover.promise_check import Pledge, Pledges
+from tidekv.states.handover.promise_check import PromiseCheck, RankPromise
 from tidekv.transports.control import wire
 from tidekv.transports.prefill.room_writer import DecodePeer
 
@@ -13,7 +13,7 @@ RoomOfRanks: TypeAlias = tuple[str, str, int]
 """What the ranks of one instance know a room by: the name of their group, request id, generation."""
 
 
-class Gathering:
+class PendingRoom:
     """The promises of one room so far."""
 
     def __init__(self, name: RoomOfRanks) -> None:
@@ -23,7 +23,7 @@ class Gathering:
         """What ranks asked for in addition while others had not promised yet."""
         self.difference = ""
         """Why the room will never open."""
-        self._pledges = Pledges()
+        self._promise_check = PromiseCheck()
         self._lease_until_s: dict[DecodePeer, float] = {}
 
     @property
@@ -38,20 +38,22 @@ class Gathering:
     @property
     def is_complete(self) -> bool:
         """Whether every rank has promised."""
-        return self._pledges.is_complete
+        return self._promise_check.is_complete
 
     def take(self, peer: DecodePeer, promise: wire.Promise, at_s: float) -> None:
         """Note a promise, and how it differs."""
         self.renew(peer, at_s)
         self.promises.append((peer, promise))
-        difference = self._pledges.take(
-            Pledge(
+        difference = self._promise_check.take(
+            RankPromise(
                 rank=promise.rank,
                 ranks=promise.ranks,
                 prompt_tokens=promise.prompt_tokens,
                 promised_tokens=promise.decode_prefix_len,
                 key_seed=promise.key_seed,
-                tails=None if promise.tails is None else tuple((tail.component, tail.first) for tail in promise.tails),
+                component_pages=None
+                if promise.component_pages is None
+                else tuple((tail.component, tail.first) for tail in promise.component_pages),
             )
         )
         self.difference = self.difference or difference
@@ -61,39 +63,41 @@ class Gathering:
         return sorted(self.promises, key=lambda entry: entry[1].rank)
 
 
-class Gatherings:
+class PendingRooms:
     """All rooms that wait for promises."""
 
     def __init__(self) -> None:
-        self._by_name: dict[RoomOfRanks, Gathering] = {}
-        self._by_key: dict[wire.Room, Gathering] = {}
+        self._by_name: dict[RoomOfRanks, PendingRoom] = {}
+        self._by_key: dict[wire.Room, PendingRoom] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def of(self, key: wire.Room) -> Gathering | None:
+    def of(self, key: wire.Room) -> PendingRoom | None:
         """The gathering that one rank's room is part of."""
         return self._by_key.get(key)
 
-    def __iter__(self) -> Iterator[Gathering]:
+    def __iter__(self) -> Iterator[PendingRoom]:
         return iter(list(self._by_name.values()))
 
-    def take(self, peer: DecodePeer, promise: wire.Promise, at_s: float) -> Gathering:
+    def take(self, peer: DecodePeer, promise: wire.Promise, at_s: float) -> PendingRoom:
         """Note a promise; what came of it is left to the caller, who drops the gathering when it is over."""
         name = (promise.group, promise.room.request_id, promise.room.generation)
-        gathering = self._by_name.setdefault(name, Gathering(name))
-        gathering.take(peer, promise, at_s)
-        self._by_key[promise.room] = gathering
-        return gathering
+        pending_room = self._by_name.setdefault(name, PendingRoom(name))
+        pending_room.take(peer, promise, at_s)
+        self._by_key[promise.room] = pending_room
+        return pending_room
 
-    def drop(self, gathering: Gathering) -> None:
+    def drop(self, pending_room: PendingRoom) -> None:
         """Forget a gathering."""
-        self._by_name.pop(gathering.name, None)
-        for _, promise in gathering.promises:
+        self._by_name.pop(pending_room.name, None)
+        for _, promise in pending_room.promises:
             self._by_key.pop(promise.room, None)
 
-    def of_peer(self, peer: DecodePeer) -> list[Gathering]:
+    def of_peer(self, peer: DecodePeer) -> list[PendingRoom]:
         """The gatherings that a decode rank is part of."""
         return [
-            gathering for gathering in self._by_name.values() if any(other is peer for other, _ in gathering.promises)
+            pending_room
+            for pending_room in self._by_name.values()
+            if any(other is peer for other, _ in pending_room.promises)
         ]

@@ -1,4 +1,4 @@
-"""One room at the prefill side: what the embedder holds. Each decode rank of the room has a `Delivery` of its own.
+"""One room at the prefill side: what the embedder holds. Each decode rank of the room has a `RoomWriter` of its own.
 
 Whatever ends one delivery ends the room: the ranks of a decode instance go on together or not at all. The room is over
 when it has an outcome and no delivery has a write in flight.
@@ -13,11 +13,11 @@ from enum import StrEnum
 from typing import Any
 
 from tidekv.states.errors import InvalidRequest, PrefillCause, ProtocolError
-from tidekv.states.handover.sender import TailAsked
+from tidekv.states.handover.sender import ComponentAsked
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.transports import base
 from tidekv.transports.control import wire
-from tidekv.transports.prefill.room_writer import Courier, DecodePeer, Delivery, RoomSettings
+from tidekv.transports.prefill.room_writer import DecodePeer, RoomSettings, RoomWriter, SendContext
 
 __all__ = ["Room", "RoomOutcome", "RoomSettings"]
 
@@ -36,13 +36,13 @@ class RoomOutcome(StrEnum):
 class Room:
     """The hand-over of one prompt to one decode worker, or to all ranks of one.
 
-    Send all pages of the prompt, in order, and of each component the tail that is asked for (`tails`), then finish; the
+    Send all pages of the prompt, in order, and of each component the tail that is asked for (`component_pages`), then finish; the
     pages stay yours, but must stay as they are until `received` returns.
     """
 
     def __init__(
         self,
-        courier: Courier[Room],
+        send_context: SendContext[Room],
         promises: Sequence[tuple[DecodePeer, wire.Promise]],
         *,
         on_end: Callable[[Room], None],
@@ -59,21 +59,21 @@ class Room:
         self.key_seed = first.key_seed
         self.outcome: RoomOutcome | None = None
         self.aborted = asyncio.Event()
-        self.deliveries = [Delivery(self, courier, peer, promise) for peer, promise in promises]
-        self._courier = courier
+        self.room_writers = [RoomWriter(self, send_context, peer, promise) for peer, promise in promises]
+        self._send_context = send_context
         self._on_end = on_end
         self._handed_over = asyncio.Event()
         self._settled = asyncio.Event()
         self._readers = 0
         # All deliveries remember the same pages and end together: the first speaks for all.
-        self._state = self.deliveries[0].state
+        self._state = self.room_writers[0].state
         for peer, _ in promises:
             peer.rooms += 1
 
     @property
     def key(self) -> wire.Room:
         """The room's name, as the lowest decode rank says it."""
-        return self.deliveries[0].key
+        return self.room_writers[0].key
 
     @property
     def cause(self) -> str | None:
@@ -91,28 +91,28 @@ class Room:
         return self._state.computed
 
     @property
-    def tails(self) -> dict[str, TailAsked]:
+    def component_pages(self) -> dict[str, ComponentAsked]:
         """What decode asks for of each component, by name; without components there are none. One of no pages need not
         be sent.
         """
-        return self._state.tails.asked
+        return self._state.component_pages.asked
 
     @property
     def sends_nothing(self) -> bool:
         """Whether no decode rank is written anything by this prefill rank, whatever was promised: it holds copies of
         what others send. Of a full hit this is False, and its page lists are empty.
         """
-        return all(delivery.peer.target is None for delivery in self.deliveries)
+        return all(room_writer.peer.target is None for room_writer in self.room_writers)
 
     @property
     def writes_in_flight(self) -> int:
         """Writes that may still touch decode's pages, and read ours."""
-        return sum(delivery.state.in_flight for delivery in self.deliveries)
+        return sum(room_writer.state.in_flight for room_writer in self.room_writers)
 
     @property
     def lease_until_s(self) -> float:
         """Until when all decode ranks that still need the room must have named it again."""
-        return min((each.lease_until_s for each in self.deliveries if not each.is_received), default=math.inf)
+        return min((each.lease_until_s for each in self.room_writers if not each.is_received), default=math.inf)
 
     async def send(self, pages: Iterable[int] | PageIds, *, start_token: int, end_token: int | None = None) -> None:
         """Hand over computed pages: ids of our pool for the tokens from `start_token` on, a multiple of the page size.
@@ -123,27 +123,27 @@ class Room:
         InvalidRequest, and then nothing is sent.
         """
         ids = page_ids(pages)
-        _check_ours(ids, self._courier.memory, "")
+        _check_ours(ids, self._send_context.memory, "")
         if self._state.stopped is not None:
             return
-        for delivery in self.deliveries:
-            delivery.state.remember(ids, start_token=start_token, end_token=end_token)
+        for room_writer in self.room_writers:
+            room_writer.state.remember(ids, start_token=start_token, end_token=end_token)
         await self._hand_over()
 
-    async def send_tail(self, component: str, pages: Iterable[int] | PageIds) -> None:
+    async def send_component_pages(self, component: str, pages: Iterable[int] | PageIds) -> None:
         """Hand over the tail of a component, once the whole prompt is computed and before `finish`: ids of our pool of
-        this component, one for each position that `tails` names. Of a state that is its record after the last token.
+        this component, one for each position that `component_pages` names. Of a state that is its record after the last token.
 
         Returns when it was posted; also, doing nothing, when decode asks for none of it or the room has ended. Raises
         InvalidRequest for a component that there is not, or other pages than are asked for, and then nothing is sent.
         """
         ids = page_ids(pages)
-        if (memory := self._courier.component_memory.get(component)) is not None:
+        if (memory := self._send_context.component_memory.get(component)) is not None:
             _check_ours(ids, memory, f" of component {component!r}")
         if self._state.stopped is not None:
             return
-        for delivery in self.deliveries:
-            delivery.state.send_tail(component, ids)
+        for room_writer in self.room_writers:
+            room_writer.state.send_component_pages(component, ids)
         await self._hand_over()
 
     async def finish(
@@ -166,7 +166,7 @@ class Room:
         self._check_tokens(tokens)
         told = wire.Aux(
             room=self.key,
-            rank=self._courier.rank,
+            rank=self._send_context.rank,
             first_token=int(first_token),
             aux=dict(aux or {}),
             cached=dict(cached or {}),
@@ -176,12 +176,12 @@ class Room:
         except ProtocolError as error:
             raise InvalidRequest(f"the first token or aux cannot be sent: {error}") from error
         if self._state.stopped is None:
-            for delivery in self.deliveries:
-                delivery.state.finish()
+            for room_writer in self.room_writers:
+                room_writer.state.finish()
             self.tokens = tokens or self.tokens
-            for delivery in self.deliveries:
-                delivery.say_aux(told)
-            self._courier.on_finish(self)
+            for room_writer in self.room_writers:
+                room_writer.say_aux(told)
+            self._send_context.on_finish(self)
             await self._hand_over()
 
     async def received(self) -> RoomOutcome:
@@ -210,22 +210,22 @@ class Room:
         """Prefill is closing: end the room, and tell decode."""
         self._give_up(RoomOutcome.CLOSED, PrefillCause.CLOSING.words("prefill is shutting down"))
 
-    def receive(self, delivery: Delivery[Room]) -> None:
+    def receive(self, room_writer: RoomWriter[Room]) -> None:
         """A decode rank has all that it needs; with the last of them the room is over."""
-        delivery.is_received = True
-        delivery.state.stop("decode has received all")
-        if all(other.is_received for other in self.deliveries):
+        room_writer.is_received = True
+        room_writer.state.stop("decode has received all")
+        if all(other.is_received for other in self.room_writers):
             self.end(RoomOutcome.RECEIVED, "decode has received all")
 
-    def abort(self, delivery: Delivery[Room], link: base.Link) -> None:
+    def abort(self, room_writer: RoomWriter[Room], link: base.Link) -> None:
         """A decode rank wants the writing to stop, and to hear on `link` when it has."""
-        delivery.say_drained_on(link)
-        self._tell_others(delivery, "another decode rank aborted the room")
+        room_writer.say_drained_on(link)
+        self._tell_others(room_writer, "another decode rank aborted the room")
         self.end(RoomOutcome.ABORTED, "decode aborted the room")
 
-    def give_up(self, delivery: Delivery[Room], cause: str) -> None:
+    def give_up(self, room_writer: RoomWriter[Room], cause: str) -> None:
         """A decode rank gave the room up."""
-        self._tell_others(delivery, f"another decode rank gave the room up: {cause}")
+        self._tell_others(room_writer, f"another decode rank gave the room up: {cause}")
         self.end(RoomOutcome.FAILED, f"decode gave the room up: {cause}")
 
     def end(self, outcome: RoomOutcome, cause: str) -> None:
@@ -237,12 +237,12 @@ class Room:
 
     def pause(self) -> None:
         """A link is lost: write nothing more, but keep the room for its lease."""
-        instance = next((d.peer.hello.instance for d in self.deliveries if d.peer.is_lost), "decode")
+        instance = next((d.peer.hello.instance for d in self.room_writers if d.peer.is_lost), "decode")
         self._stop(f"the link to {instance} is lost", is_aborted=True)
 
     def expire(self) -> None:
         """The lease is over. Decode is told as well: it may live, and it is us who stood still."""
-        late = min(self.deliveries, key=lambda delivery: delivery.lease_until_s).peer
+        late = min(self.room_writers, key=lambda room_writer: room_writer.lease_until_s).peer
         self._give_up(
             RoomOutcome.LEASE_ENDED,
             PrefillCause.LEASE_ENDED.words(f"{late.hello.instance} did not name the room for {late.lease_s:g} s"),
@@ -250,11 +250,11 @@ class Room:
 
     def advance(self) -> None:
         """Post what may be posted, and say what may be said; see whether all is settled."""
-        if self.outcome is None and self._courier.clock() >= self.lease_until_s:
+        if self.outcome is None and self._send_context.clock() >= self.lease_until_s:
             self.expire()
-        for delivery in self.deliveries:
-            delivery.advance()
-        if not any(delivery.state.can_write() for delivery in self.deliveries):
+        for room_writer in self.room_writers:
+            room_writer.advance()
+        if not any(room_writer.state.can_write() for room_writer in self.room_writers):
             self._handed_over.set()
         self._settle()
 
@@ -273,16 +273,16 @@ class Room:
             self._tell_others(None, cause)
             self.end(outcome, cause)
 
-    def _tell_others(self, delivery: Delivery[Room] | None, cause: str) -> None:
+    def _tell_others(self, room_writer: RoomWriter[Room] | None, cause: str) -> None:
         """Say Failed, and Drained when that is so, to the decode ranks that have not ended the room themselves."""
-        for other in self.deliveries:
-            if self.outcome is None and other is not delivery and not other.is_received:
+        for other in self.room_writers:
+            if self.outcome is None and other is not room_writer and not other.is_received:
                 other.say(wire.Failed(room=other.key, cause=wire.brief(cause)))
                 other.say_drained_on(other.peer.link)
 
     def _stop(self, cause: str, *, is_aborted: bool) -> None:
-        for delivery in self.deliveries:
-            delivery.state.stop(cause)
+        for room_writer in self.room_writers:
+            room_writer.state.stop(cause)
         if is_aborted:
             self.aborted.set()
         self._handed_over.set()
@@ -290,16 +290,16 @@ class Room:
     async def _hand_over(self) -> None:
         """Post what may be posted; wait where the limit of writes in flight holds it back."""
         self.advance()
-        while any(delivery.state.can_write() for delivery in self.deliveries):
+        while any(room_writer.state.can_write() for room_writer in self.room_writers):
             self._handed_over.clear()
             await self._handed_over.wait()
 
     def _settle(self) -> None:
         """The room is over when it has an outcome and nothing is in flight."""
-        settled = [delivery.settle() for delivery in self.deliveries]
+        settled = [room_writer.settle() for room_writer in self.room_writers]
         if all(settled) and self.outcome is not None and not self._readers and not self._settled.is_set():
-            for delivery in self.deliveries:
-                delivery.peer.rooms -= 1
+            for room_writer in self.room_writers:
+                room_writer.peer.rooms -= 1
             self._settled.set()
             self._on_end(self)
 

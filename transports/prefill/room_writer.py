@@ -18,9 +18,9 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from tidekv.states.components.specs import Component, TailPages
+from tidekv.states.components.specs import Component, ComponentPages
 from tidekv.states.errors import LinkClosed, PrefillCause, RemoteProtocolError, TidekvError
-from tidekv.states.handover.sender import SenderRoom, TailPart, WriteJob
+from tidekv.states.handover.sender import ComponentPart, SenderRoom, WriteJob
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.states.validation import Options, PositiveCount
 from tidekv.transports import base, components
@@ -84,7 +84,7 @@ class RoomSettings(Options, frozen=True, kw_only=True):
     """Maximum pages of one write."""
 
 
-class Courier(Generic[RoomT]):
+class SendContext(Generic[RoomT]):
     """What rooms share: the transport, their tasks, the clock, and the counts of what was sent."""
 
     def __init__(
@@ -127,55 +127,59 @@ class DecodePeer:
         self.lease_s = lease_s
         self.is_lost = False
         self.rooms = 0
-        self.deliveries: dict[tuple[str, int], Delivery] = {}
+        self.room_writers: dict[tuple[str, int], RoomWriter] = {}
         """Its live rooms, by request id and generation."""
 
 
-class Delivery(Generic[RoomT]):
+class RoomWriter(Generic[RoomT]):
     """One room's part for one decode rank."""
 
-    def __init__(self, room: RoomT, courier: Courier[RoomT], peer: DecodePeer, promise: wire.Promise) -> None:
+    def __init__(self, room: RoomT, send_context: SendContext[RoomT], peer: DecodePeer, promise: wire.Promise) -> None:
         """Take a promise over. Raises RemoteProtocolError where it contradicts itself or the pools."""
         self.room = room
         self.key = promise.room
         self.peer = peer
         self.is_received = False
-        self.lease_until_s = courier.clock() + peer.lease_s
-        self._courier = courier
+        self.lease_until_s = send_context.clock() + peer.lease_s
+        self._send_context = send_context
         self._drained_link: base.Link | None = None
         self.state = SenderRoom(
             prompt_tokens=promise.prompt_tokens,
             decode_prefix_len=promise.decode_prefix_len,
-            page_size=courier.page_size,
+            page_size=send_context.page_size,
             pages=self._destination(promise),
-            tails=self._tails(promise),
+            component_pages=self._component_pages(promise),
         )
 
     def advance(self) -> None:
         """Post what may be posted, and say what may be said."""
-        while self.state.in_flight < self._courier.settings.writes_in_flight_max:
-            job = self.state.next_job(pages_max=self._courier.settings.pages_per_write_max)
+        while self.state.in_flight < self._send_context.settings.writes_in_flight_max:
+            job = self.state.next_job(pages_max=self._send_context.settings.pages_per_write_max)
             if job is None:
                 break
             if self.peer.target is None:
                 self.state.settle(job, landed=True)
                 continue
             write = self._write(self.peer.target, job)
-            task = self._courier.tasks.spawn(write, name=f"write of {self.room.request_id}")
+            task = self._send_context.tasks.spawn(write, name=f"write of {self.room.request_id}")
             # In the callback, not in the task: a task that is cancelled before its first step runs nothing.
             task.add_done_callback(partial(self._write_ended, job))
-        refusals, tails, chunks = self.state.take_refusals(), self.state.take_tails(), self.state.take_chunks()
+        refusals, component_pages, chunks = (
+            self.state.take_refusals(),
+            self.state.take_component_pages(),
+            self.state.take_chunks(),
+        )
         if self.peer.target is None:
             return
         for refusal in refusals:
             self.say(wire.Refused(room=self.key, span=refusal.span, cause=wire.brief(refusal.cause)))
-        for component in tails:
-            self.say(wire.TailSent(room=self.key, rank=self._courier.rank, component=component))
+        for component in component_pages:
+            self.say(wire.ComponentSent(room=self.key, rank=self._send_context.rank, component=component))
         for chunk in chunks:
             self.say(
                 wire.Chunk(
                     room=self.key,
-                    rank=self._courier.rank,
+                    rank=self._send_context.rank,
                     span=chunk.span,
                     first=chunk.first,
                     count=chunk.count,
@@ -194,7 +198,7 @@ class Delivery(Generic[RoomT]):
 
     def extend(self, message: wire.Extend) -> None:
         """Decode wants more pages. Raises RemoteProtocolError."""
-        self.renew(self._courier.clock())
+        self.renew(self._send_context.clock())
         if self.state.stopped is None:
             pages = wire.unpack_pages(message.pages)
             self._check(pages)
@@ -211,7 +215,7 @@ class Delivery(Generic[RoomT]):
             return False
         link, self._drained_link = self._drained_link, None
         if link is not None:
-            self.say(wire.Drained(room=self.key, rank=self._courier.rank), link)
+            self.say(wire.Drained(room=self.key, rank=self._send_context.rank), link)
         return True
 
     def say(self, message: wire.Message, link: base.Link | None = None) -> None:
@@ -219,34 +223,34 @@ class Delivery(Generic[RoomT]):
         try:
             (link or self.peer.link).send(message)
         except LinkClosed:
-            self._courier.messages_unsent += 1
+            self._send_context.messages_unsent += 1
 
     def _destination(self, promise: wire.Promise) -> PageIds:
         if (promise.pages is None) != (self.peer.target is None):
             expected = "nothing" if promise.pages is None else "pages"
             raise RemoteProtocolError(
                 f"decode's rank {promise.rank} of {promise.ranks} expects {expected} of prefill's rank "
-                f"{self._courier.rank}, whose heads are {'others' if self.peer.target is None else 'among its own'}"
+                f"{self._send_context.rank}, whose heads are {'others' if self.peer.target is None else 'among its own'}"
             )
         if promise.pages is None:
-            page_size = self._courier.page_size
+            page_size = self._send_context.page_size
             count = -(-promise.prompt_tokens // page_size) - promise.decode_prefix_len // page_size
             return page_ids(range(max(count, 0)))
         pages = wire.unpack_pages(promise.pages)
         self._check(pages)
         return pages
 
-    def _tails(self, promise: wire.Promise) -> list[TailPages]:
+    def _component_pages(self, promise: wire.Promise) -> list[ComponentPages]:
         """What is asked of components. Raises RemoteProtocolError unless it names every one that both ends have."""
-        told = None if promise.tails is None else sorted(tail.component for tail in promise.tails)
-        if told != (sorted(self._courier.component_memory) or None):
+        told = None if promise.component_pages is None else sorted(tail.component for tail in promise.component_pages)
+        if told != (sorted(self._send_context.component_memory) or None):
             raise RemoteProtocolError(
                 f"decode's promise says {'nothing' if told is None else told} of components; both ends have"
-                f" {sorted(self._courier.component_memory) or 'none'}"
+                f" {sorted(self._send_context.component_memory) or 'none'}"
             )
-        page_count = -(-promise.prompt_tokens // self._courier.page_size)
-        tails = []
-        for tail in promise.tails or ():
+        page_count = -(-promise.prompt_tokens // self._send_context.page_size)
+        component_pages = []
+        for tail in promise.component_pages or ():
             count = max(page_count - tail.first, 0)
             pages = page_ids(range(count)) if tail.pages is None else wire.unpack_pages(tail.pages)
             memory = self.peer.hello.components[tail.component]
@@ -256,8 +260,8 @@ class Delivery(Generic[RoomT]):
                 raise RemoteProtocolError(
                     f"decode asks for {len(pages)} pages of component {tail.component!r}, which is more than its tail"
                 )
-            tails.append(TailPages(tail.component, tail.first, pages))
-        return tails
+            component_pages.append(ComponentPages(tail.component, tail.first, pages))
+        return component_pages
 
     def _needed_from(self, name: str, prompt_tokens: int) -> int:
         """The first position of a tail that goes to the end of a prompt."""
@@ -268,24 +272,26 @@ class Delivery(Generic[RoomT]):
             device_pages=1,
             window_tokens=told.window_tokens,
         )
-        return component.needed_from(prompt_tokens, self._courier.page_size)
+        return component.needed_from(prompt_tokens, self._send_context.page_size)
 
     def _check(self, pages: PageIds) -> None:
         if self.peer.target is not None:
             base.check_pages(pages, self.peer.hello.memory, whose="decode's")
 
-    async def _write(self, target: Target, job: WriteJob | TailPart) -> str:
+    async def _write(self, target: Target, job: WriteJob | ComponentPart) -> str:
         """Do one write; returns what failed, nothing if it landed."""
-        component = job.component if isinstance(job, TailPart) else "full"
+        component = job.component if isinstance(job, ComponentPart) else "full"
         try:
-            written = await self._courier.transport.write(target.handles[component], job.our_pages, job.their_pages)
+            written = await self._send_context.transport.write(
+                target.handles[component], job.our_pages, job.their_pages
+            )
         except TidekvError as error:
             return f"writing {len(job.our_pages)} pages ({component}) to {self.peer.hello.instance} failed: {error}"
-        self._courier.bytes_sent += written
-        self._courier.pages_sent += len(job.our_pages)
+        self._send_context.bytes_sent += written
+        self._send_context.pages_sent += len(job.our_pages)
         return ""
 
-    def _write_ended(self, job: WriteJob | TailPart, task: asyncio.Task[str]) -> None:
+    def _write_ended(self, job: WriteJob | ComponentPart, task: asyncio.Task[str]) -> None:
         if task.cancelled():
             failure = "the write was cut off"
         else:

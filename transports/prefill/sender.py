@@ -30,9 +30,9 @@ from tidekv.states.types import Identity, PoolMemory
 from tidekv.transports import base
 from tidekv.transports.control import handshake, wire
 from tidekv.transports.control.peer_backoff import is_offence
-from tidekv.transports.prefill.pending_rooms import Gathering, Gatherings
+from tidekv.transports.prefill.pending_rooms import PendingRoom, PendingRooms
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
-from tidekv.transports.prefill.room_writer import Courier, DecodePeer, Delivery, RoomSettings, make_target
+from tidekv.transports.prefill.room_writer import DecodePeer, RoomSettings, RoomWriter, SendContext, make_target
 from tidekv.transports.tasks import OwnedTasks
 
 COUNTS = (
@@ -92,7 +92,7 @@ class Sender:
         self._stages = stages
         self._rooms_max = rooms_max
         self._tasks = OwnedTasks(f"sender {transport.instance}")
-        self._courier = Courier(
+        self._send_context = SendContext(
             transport=transport,
             memory=memory,
             component_memory=self._component_memory,
@@ -103,8 +103,8 @@ class Sender:
             tasks=self._tasks,
             on_finish=on_finish,
         )
-        self._deliveries: dict[wire.Room, Delivery[Room]] = {}
-        self._gatherings = Gatherings()
+        self._room_writers: dict[wire.Room, RoomWriter[Room]] = {}
+        self._pending_rooms = PendingRooms()
         self._newest: dict[str, Room] = {}
         self._generations: dict[tuple[str, str, str], int] = {}
         self._peers: set[DecodePeer] = set()
@@ -117,7 +117,7 @@ class Sender:
     @property
     def _rooms(self) -> list[Room]:
         """Every room once, by its first delivery."""
-        return [at.room for at in self._deliveries.values() if at is at.room.deliveries[0]]
+        return [at.room for at in self._room_writers.values() if at is at.room.room_writers[0]]
 
     @property
     def address(self) -> str:
@@ -175,16 +175,16 @@ class Sender:
         """bytes_sent, pages_sent, rooms_… by state, and counts of what was odd."""
         rooms = self._rooms
         return {
-            "bytes_sent": self._courier.bytes_sent,
-            "pages_sent": self._courier.pages_sent,
+            "bytes_sent": self._send_context.bytes_sent,
+            "pages_sent": self._send_context.pages_sent,
             "rooms_sending": sum(room.cause is None and not room.is_finished for room in rooms),
             "rooms_finished": sum(room.cause is None and room.is_finished for room in rooms),
             "rooms_draining": sum(room.cause is not None for room in rooms),
-            "rooms_gathering": len(self._gatherings),
+            "rooms_gathering": len(self._pending_rooms),
             "writes_in_flight": sum(room.writes_in_flight for room in rooms),
             "rooms_waited_for": self._waiting_count,
             "peers": len(self._peers),
-            "messages_unsent": self._courier.messages_unsent,
+            "messages_unsent": self._send_context.messages_unsent,
             **({} if self._listener is None else self._listener.statistics()),
             **self.counts,
         }
@@ -192,9 +192,9 @@ class Sender:
     def check_leases(self) -> None:
         """End the rooms that their decode worker did not name for its lease."""
         now = self._clock()
-        for gathering in self._gatherings:
-            if now >= gathering.lease_until_s:
-                self._refuse_all(gathering, "a rank that had promised the room did not name it for its lease")
+        for pending_room in self._pending_rooms:
+            if now >= pending_room.lease_until_s:
+                self._refuse_all(pending_room, "a rank that had promised the room did not name it for its lease")
         for room in self._rooms:
             if now >= room.lease_until_s:
                 room.expire()
@@ -241,10 +241,10 @@ class Sender:
         finally:
             self.counts["links_lost"] += is_lost
             peer.is_lost = True
-            for delivery in [delivery for delivery in self._deliveries.values() if delivery.peer is peer]:
-                delivery.room.pause()
-            for gathering in self._gatherings.of_peer(peer):
-                self._refuse_all(gathering, f"the link to {theirs.instance} was lost before all ranks had promised")
+            for room_writer in [room_writer for room_writer in self._room_writers.values() if room_writer.peer is peer]:
+                room_writer.room.pause()
+            for pending_room in self._pending_rooms.of_peer(peer):
+                self._refuse_all(pending_room, f"the link to {theirs.instance} was lost before all ranks had promised")
             await link.close(cause)
             if not peer.rooms:
                 await self._forget(peer)
@@ -267,13 +267,13 @@ class Sender:
                     self.counts["frames_foreign"] += 1
                 elif isinstance(message, wire.Promise):
                     self._open(peer, message)
-                elif (delivery := self._deliveries.get(key)) is not None:
-                    self._take_of_room(delivery, peer, message)
-                elif (gathering := self._gatherings.of(key)) is not None and isinstance(message, wire.Extend):
-                    gathering.extends.append(message)
+                elif (room_writer := self._room_writers.get(key)) is not None:
+                    self._take_of_room(room_writer, peer, message)
+                elif (pending_room := self._pending_rooms.of(key)) is not None and isinstance(message, wire.Extend):
+                    pending_room.extends.append(message)
                 else:
-                    if gathering is not None:
-                        self._gatherings.drop(gathering)
+                    if pending_room is not None:
+                        self._pending_rooms.drop(pending_room)
                     self._take_of_unknown(peer, message)
             case _:
                 raise RemoteProtocolError(f"{peer.hello.instance} sent {type(message).__name__}, which is ours to send")
@@ -282,31 +282,31 @@ class Sender:
         """Renew the leases of the rooms that decode names; those that it has forgotten end with theirs."""
         now = self._clock()
         for name in rooms:
-            if (delivery := peer.deliveries.get(name)) is not None:
-                delivery.renew(now)
-        if len(self._gatherings):
+            if (room_writer := peer.room_writers.get(name)) is not None:
+                room_writer.renew(now)
+        if len(self._pending_rooms):
             named = set(rooms)
-            for gathering in self._gatherings.of_peer(peer):
-                if gathering.name[1:] in named:
-                    gathering.renew(peer, now)
+            for pending_room in self._pending_rooms.of_peer(peer):
+                if pending_room.name[1:] in named:
+                    pending_room.renew(peer, now)
 
-    def _take_of_room(self, delivery: Delivery[Room], peer: DecodePeer, message: wire.AnyMessage) -> None:
+    def _take_of_room(self, room_writer: RoomWriter[Room], peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
             case wire.Extend():
-                self._extend(delivery, message)
+                self._extend(room_writer, message)
             case wire.Abort():
-                delivery.room.abort(delivery, peer.link)
+                room_writer.room.abort(room_writer, peer.link)
             case wire.Received():
-                delivery.room.receive(delivery)
+                room_writer.room.receive(room_writer)
             case wire.Failed():
-                delivery.room.give_up(delivery, message.cause)
+                room_writer.room.give_up(room_writer, message.cause)
 
-    def _extend(self, delivery: Delivery[Room], message: wire.Extend) -> None:
+    def _extend(self, room_writer: RoomWriter[Room], message: wire.Extend) -> None:
         try:
-            delivery.extend(message)
+            room_writer.extend(message)
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
-            delivery.room.fail(PrefillCause.PROTOCOL_ERROR.words(str(error)))
+            room_writer.room.fail(PrefillCause.PROTOCOL_ERROR.words(str(error)))
 
     def _take_of_unknown(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
         self.counts["frames_late"] += 1
@@ -325,18 +325,18 @@ class Sender:
         seen = self._generations.get((key.instance, key.epoch, key.request_id), -1)
         if seen >= key.generation:
             self.counts["promises_repeated"] += 1
-            if key not in self._deliveries and self._gatherings.of(key) is None:
+            if key not in self._room_writers and self._pending_rooms.of(key) is None:
                 self._refuse(peer, promise, f"generation {seen} of this request came before")
             return
-        waiting = len(self._deliveries) + len(self._gatherings)
+        waiting = len(self._room_writers) + len(self._pending_rooms)
         if waiting >= self._rooms_max or self._is_closing:
             self._refuse(peer, promise, f"prefill has {waiting} rooms open, or is closing")
             return
         older = msgspec.structs.replace(key, generation=max(seen, 0))
-        if (delivery := self._deliveries.get(older)) is not None:
-            delivery.room.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
-        elif (gathering := self._gatherings.of(older)) is not None:
-            self._gatherings.drop(gathering)
+        if (room_writer := self._room_writers.get(older)) is not None:
+            room_writer.room.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
+        elif (pending_room := self._pending_rooms.of(older)) is not None:
+            self._pending_rooms.drop(pending_room)
         self._remember_generation(key)
         if promise.ranks == 1 == peer.hello.ranks:
             self._open_room([(peer, promise)], [])
@@ -347,26 +347,26 @@ class Sender:
 
     def _gather(self, peer: DecodePeer, promise: wire.Promise) -> None:
         """Open the room of an instance of several ranks when all have promised the same; refuse it when they do not."""
-        gathering = self._gatherings.take(peer, promise, self._clock())
-        if gathering.difference:
+        pending_room = self._pending_rooms.take(peer, promise, self._clock())
+        if pending_room.difference:
             self.counts["promises_differ"] += 1
-            self._refuse_all(gathering, gathering.difference)
-        elif gathering.is_complete:
-            self._gatherings.drop(gathering)
-            self._open_room(gathering.in_order(), gathering.extends)
+            self._refuse_all(pending_room, pending_room.difference)
+        elif pending_room.is_complete:
+            self._pending_rooms.drop(pending_room)
+            self._open_room(pending_room.in_order(), pending_room.extends)
         else:
             self._arm_leases()
 
     def _open_room(self, promises: list[tuple[DecodePeer, wire.Promise]], extends: list[wire.Extend]) -> None:
         try:
-            room = Room(self._courier, promises, on_end=self._drop)
+            room = Room(self._send_context, promises, on_end=self._drop)
         except RemoteProtocolError as error:
             for peer, promise in promises:
                 self._break(peer, promise, str(error))
             return
-        for delivery in room.deliveries:
-            self._deliveries[delivery.key] = delivery
-            delivery.peer.deliveries[room.request_id, room.generation] = delivery
+        for room_writer in room.room_writers:
+            self._room_writers[room_writer.key] = room_writer
+            room_writer.peer.room_writers[room.request_id, room.generation] = room_writer
         self._newest[room.request_id] = room
         self._arm_leases()
         for waiter in self._waiting.pop(room.request_id, ()):
@@ -374,7 +374,7 @@ class Sender:
                 waiter.set_result(room)
         self._on_room(room)
         for extend in extends:
-            if (waiting := self._deliveries.get(extend.room)) is not None:
+            if (waiting := self._room_writers.get(extend.room)) is not None:
                 self._extend(waiting, extend)
 
     def _remember_generation(self, key: wire.Room) -> None:
@@ -388,12 +388,12 @@ class Sender:
         self.counts["rooms_refused"] += 1
         self._say(peer, wire.Refused(room=promise.room, span=0, cause=cause))
 
-    def _refuse_all(self, gathering: Gathering, cause: str) -> None:
+    def _refuse_all(self, pending_room: PendingRoom, cause: str) -> None:
         """Refuse a room to all ranks that have promised it; a rank that comes later is alone, and is aborted by its own
         instance.
         """
-        self._gatherings.drop(gathering)
-        for peer, promise in gathering.promises:
+        self._pending_rooms.drop(pending_room)
+        for peer, promise in pending_room.promises:
             self._refuse(peer, promise, cause)
 
     def _break(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
@@ -407,13 +407,13 @@ class Sender:
         """A room is settled."""
         assert room.outcome is not None
         self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
-        for delivery in room.deliveries:
-            if self._deliveries.get(delivery.key) is delivery:
-                del self._deliveries[delivery.key]
-                del delivery.peer.deliveries[room.request_id, room.generation]
+        for room_writer in room.room_writers:
+            if self._room_writers.get(room_writer.key) is room_writer:
+                del self._room_writers[room_writer.key]
+                del room_writer.peer.room_writers[room.request_id, room.generation]
         if self._newest.get(room.request_id) is room:
             del self._newest[room.request_id]
-        for peer in {delivery.peer for delivery in room.deliveries}:
+        for peer in {room_writer.peer for room_writer in room.room_writers}:
             if peer.is_lost and not peer.rooms and not self._is_closing:
                 self._tasks.spawn(self._forget(peer), name="forget a peer")
 
@@ -428,16 +428,18 @@ class Sender:
             peer.link.send(message)
         except LinkClosed:
             # The task that reads this link hears of its end and ends its rooms.
-            self._courier.messages_unsent += 1
+            self._send_context.messages_unsent += 1
 
     def _arm_leases(self) -> None:
         """Look at the leases now and then while there are rooms; none, no timer."""
         if self._lease_timer is None and not self._is_closing:
-            lease_s = min((delivery.peer.lease_s for delivery in self._deliveries.values()), default=self._lease_s)
+            lease_s = min(
+                (room_writer.peer.lease_s for room_writer in self._room_writers.values()), default=self._lease_s
+            )
             self._lease_timer = asyncio.get_running_loop().call_later(lease_s / 4, self._look_at_leases)
 
     def _look_at_leases(self) -> None:
         self._lease_timer = None
         self.check_leases()
-        if self._deliveries or len(self._gatherings):
+        if self._room_writers or len(self._pending_rooms):
             self._arm_leases()

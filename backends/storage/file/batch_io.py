@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tidekv.backends.storage.calls import Call
-from tidekv.backends.storage.file.directory import Place
+from tidekv.backends.storage.file.directory import Directory
 from tidekv.backends.storage.file.page_io import PageIO
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import PageIds
 
@@ -43,10 +43,10 @@ class IndexFailed(StorageFailed):
         self.cause = {"SQLITE_BUSY": "index busy", "SQLITE_FULL": "no space"}.get(code, "index failed")
 
 
-class Chunks:
+class BatchIO:
     """Runs chunks on an open directory. Callers shield it: work that it has started must not be cancelled."""
 
-    def __init__(self, place: Place, io: PageIO, threads: Threads, counts: Counts) -> None:
+    def __init__(self, place: Directory, io: PageIO, threads: Threads, counts: StorageCounters) -> None:
         self._place = place
         self._io = io
         self._threads = threads

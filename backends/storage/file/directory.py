@@ -28,7 +28,7 @@ _SEGMENTS_MIN: Final = 8
 _SEGMENTS_MAX: Final = 256
 
 
-class Place:
+class Directory:
     """An open directory. Everything blocks; `index` belongs to one thread."""
 
     def __init__(self, options: FileOptions, *, namespace: bytes, page_bytes: int) -> None:

@@ -31,10 +31,10 @@ from tidekv.backends.storage.base import (
 )
 from tidekv.backends.storage.calls import Call, Calls
 from tidekv.backends.storage.file.batch_io import Threads
-from tidekv.backends.storage.file.file_store import Shelf
+from tidekv.backends.storage.file.file_store import FileStore
 from tidekv.backends.storage.file.options import FileOptions, read_file_options
 from tidekv.backends.storage.file.schema import file_holdings
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.types import PageIds, PoolMemory
 
@@ -58,15 +58,15 @@ class FileStorage:
         self.uri = f"file:{options.root}?capacity={options.capacity}"
         self._options = options
         self._calls = Calls(self.uri)
-        self._counts = Counts()
+        self._counts = StorageCounters()
         self._threads = Threads(
             index=ThreadPoolExecutor(1, thread_name_prefix="tidekv-file-index"),
             workers=worker_threads(options.threads, "tidekv-file-storage"),
         )
         self._registered = False
-        self._shelf: Shelf | None = None
+        self._file_store: FileStore | None = None
         # Shelves whose directory was lost. Reads may still be running there, so they are closed at the end.
-        self._lost: list[Shelf] = []
+        self._lost: list[FileStore] = []
 
     async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
         """Open the directory for pages of this pool; see Storage."""
@@ -79,7 +79,7 @@ class FileStorage:
 
         async def body(_: Call) -> None:
             try:
-                self._shelf = await Shelf.open(
+                self._file_store = await FileStore.open(
                     self._options,
                     pool=pool,
                     buffer_of=buffer_of,
@@ -89,63 +89,63 @@ class FileStorage:
                     counts=self._counts,
                 )
             finally:
-                self._registered = self._shelf is not None
+                self._registered = self._file_store is not None
 
         self._registered = True
         await self._calls.run(body)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Return which keys are in the index; see Storage."""
-        shelf = self._ready()
+        file_store = self._ready()
         check_keys(keys)
-        found = shelf.exist(keys)
-        if all(found) or shelf.is_current:
-            if shelf.is_stale:
+        found = file_store.exist(keys)
+        if all(found) or file_store.is_current:
+            if file_store.is_stale:
                 # Not awaited. This also picks up changes of a process that writes no tick.
-                await shelf.catch_up(0)
+                await file_store.catch_up(0)
             return found
         # Other processes may have put them since the last refresh.
-        return shelf.exist(keys) if await shelf.catch_up(timeout_s) else found
+        return file_store.exist(keys) if await file_store.catch_up(timeout_s) else found
 
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         """Read pages and verify them; see Storage."""
-        shelf = self._ready()
-        check_pairs(keys, pages, page_count=shelf.page_count, distinct_pages=True)
+        file_store = self._ready()
+        check_pairs(keys, pages, page_count=file_store.page_count, distinct_pages=True)
 
-        if timeout_s > 0 and not self._calls.closed and shelf.get_cached(keys, pages):
-            return self._counts.got([""] * len(keys), shelf.page_bytes)
+        if timeout_s > 0 and not self._calls.closed and file_store.get_cached(keys, pages):
+            return self._counts.got([""] * len(keys), file_store.page_bytes)
 
         async def body(call: Call) -> list[bool]:
-            return self._counts.got(await shelf.get(call, keys, pages), shelf.page_bytes)
+            return self._counts.got(await file_store.get(call, keys, pages), file_store.page_bytes)
 
         return await self._calls.run(body, timeout_s)
 
     async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         """Write pages and publish them; see Storage."""
-        shelf = self._ready()
-        check_pairs(keys, pages, page_count=shelf.page_count, distinct_pages=False)
+        file_store = self._ready()
+        check_pairs(keys, pages, page_count=file_store.page_count, distinct_pages=False)
 
         async def body(call: Call) -> list[bool]:
-            return self._counts.put(await shelf.put(call, keys, pages), shelf.page_bytes)
+            return self._counts.put(await file_store.put(call, keys, pages), file_store.page_bytes)
 
         return await self._calls.run(body, timeout_s)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove keys; see Storage."""
-        shelf = self._ready()
+        file_store = self._ready()
         check_keys(keys)
 
         async def body(_: Call) -> list[bool]:
-            return await shelf.forget(keys)
+            return await file_store.forget(keys)
 
         return await self._calls.run(body)
 
     async def clear(self) -> int:
         """Remove every page of this namespace and its files; see Storage."""
-        shelf = self._ready()
+        file_store = self._ready()
 
         async def body(_: Call) -> int:
-            return await shelf.clear()
+            return await file_store.clear()
 
         return await self._calls.run(body)
 
@@ -154,27 +154,27 @@ class FileStorage:
         self._ready()
 
         async def body(_: Call) -> None:
-            shelf = self._ready()
-            if await shelf.is_lost():
-                opened = await shelf.open_again()
-                if self._shelf is not shelf:
+            file_store = self._ready()
+            if await file_store.is_lost():
+                opened = await file_store.open_again()
+                if self._file_store is not file_store:
                     # Another probe was faster.
                     await opened.close()
                 else:
-                    self._lost.append(shelf)
-                    self._shelf = opened
+                    self._lost.append(file_store)
+                    self._file_store = opened
             await self._ready().try_out()
 
         await self._calls.run(body)
 
     async def verify(self) -> AsyncIterator[Verdict]:
         """Read and check every page; see Storage."""
-        shelf = self._ready()
-        await shelf.catch_up(None)
-        for part in shelf.stored():
+        file_store = self._ready()
+        await file_store.catch_up(None)
+        for part in file_store.stored():
 
             async def body(_: Call, part: Sequence[tuple[bytes, int]] = part) -> list[Verdict]:
-                return await shelf.verify(part)
+                return await file_store.verify(part)
 
             for verdict in await self._calls.run(body):
                 yield verdict
@@ -185,9 +185,9 @@ class FileStorage:
 
     async def listed(self) -> AsyncIterator[Sequence[bytes]]:
         """Return the keys of this namespace; see Census."""
-        shelf = self._ready()
-        await shelf.catch_up(None)
-        for part in shelf.stored():
+        file_store = self._ready()
+        await file_store.catch_up(None)
+        for part in file_store.stored():
             yield [key for key, _ in part]
 
     async def holdings(self) -> list[Holding]:
@@ -196,34 +196,34 @@ class FileStorage:
 
     async def close(self) -> None:
         """Wait for the calls that run, and close the files; see Storage."""
-        shelves = [*self._lost, *([] if self._shelf is None else [self._shelf])]
-        for shelf in shelves:
-            shelf.hurry()
+        shelves = [*self._lost, *([] if self._file_store is None else [self._file_store])]
+        for file_store in shelves:
+            file_store.hurry()
         await self._calls.drain()
-        shelves = [*self._lost, *([] if self._shelf is None else [self._shelf])]
-        self._shelf, self._lost = None, []
-        for shelf in shelves:
-            await shelf.close()
+        shelves = [*self._lost, *([] if self._file_store is None else [self._file_store])]
+        self._file_store, self._lost = None, []
+        for file_store in shelves:
+            await file_store.close()
         self._threads.index.shutdown()
         self._threads.workers.shutdown()
 
     def statistics(self) -> StorageStatistics:
         """Return what the engine holds, and its counters. `used_bytes` counts against the capacity: whole segments."""
-        shelf = self._shelf
+        file_store = self._file_store
         return self._counts.statistics(
             uri=self.uri,
-            pages=0 if shelf is None else shelf.page_total,
-            used_bytes=0 if shelf is None else shelf.used_bytes,
+            pages=0 if file_store is None else file_store.page_total,
+            used_bytes=0 if file_store is None else file_store.used_bytes,
             capacity_bytes=self._options.capacity,
             calls_in_flight=len(self._calls),
         )
 
-    def _ready(self) -> Shelf:
-        if self._shelf is None:
+    def _ready(self) -> FileStore:
+        if self._file_store is None:
             if self._calls.closed:
                 raise EngineClosed(f"{self.uri} is closed")
             raise InvalidRequest(f"{self.uri} has no pool yet; register one first")
-        return self._shelf
+        return self._file_store
 
 
 def worker_threads(count: int, name: str) -> ThreadPoolExecutor:

@@ -14,13 +14,13 @@ from typing import Final, TypeVar
 from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import BufferOf, Verdict
 from tidekv.backends.storage.calls import Call, all_settled
-from tidekv.backends.storage.file.batch_io import Chunks, Threads
-from tidekv.backends.storage.file.directory import Place
+from tidekv.backends.storage.file.batch_io import BatchIO, Threads
+from tidekv.backends.storage.file.directory import Directory
 from tidekv.backends.storage.file.nixl_io import NixlIO
 from tidekv.backends.storage.file.options import FileOptions
 from tidekv.backends.storage.file.page_io import LATE, PageIO, ThreadIO
 from tidekv.backends.storage.file.page_verify import verify_stored
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
 
@@ -42,23 +42,23 @@ T = TypeVar("T")
 Chunk = Callable[[Call, Sequence[bytes], PageIds], Awaitable[list[str]]]
 
 
-class Shelf:
+class FileStore:
     """One open directory with one host pool. Callers shield its calls: they must not be cancelled."""
 
     def __init__(
         self,
-        place: Place,
+        place: Directory,
         io: PageIO,
         *,
         buffer_of: BufferOf,
         page_count: int,
         threads: Threads,
-        counts: Counts,
-        open_again: Callable[[], Awaitable[Shelf]],
+        counts: StorageCounters,
+        open_again: Callable[[], Awaitable[FileStore]],
     ) -> None:
         self._place = place
         self._io = io
-        self._chunks = Chunks(place, io, threads, counts)
+        self._chunks = BatchIO(place, io, threads, counts)
         self._threads = threads
         self.open_again = open_again
         self.page_count = page_count
@@ -85,14 +85,14 @@ class Shelf:
         namespace: bytes,
         poller: Poller,
         threads: Threads,
-        counts: Counts,
-    ) -> Shelf:
+        counts: StorageCounters,
+    ) -> FileStore:
         """Open or create the directory. InvalidConfig if no page fits, StorageFailed if the directory or NIXL cannot be
         used.
         """
         loop = asyncio.get_running_loop()
         place = await loop.run_in_executor(
-            threads.index, lambda: Place(options, namespace=namespace, page_bytes=pool.page_bytes)
+            threads.index, lambda: Directory(options, namespace=namespace, page_bytes=pool.page_bytes)
         )
         plain = ThreadIO(
             place.segments, buffer_of, threads.workers, worker_count=options.threads, chunk_bytes=options.chunk
@@ -117,7 +117,7 @@ class Shelf:
                 await loop.run_in_executor(threads.index, place.close)
                 raise
 
-        async def open_again() -> Shelf:
+        async def open_again() -> FileStore:
             return await cls.open(
                 options,
                 pool=pool,

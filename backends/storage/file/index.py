@@ -34,7 +34,7 @@ from tidekv.backends.storage.file.segments import (
     segment_name,
     slot_runs,
 )
-from tidekv.backends.storage.file.slot_cache import Mirror, SlotState
+from tidekv.backends.storage.file.slot_cache import SlotCache, SlotState
 from tidekv.backends.storage.file.writer_locks import WriterLock
 
 INDEX_FILE: Final = "index.sqlite"
@@ -77,7 +77,7 @@ class FileIndex:
         """`erase` clears the headers of slots."""
         self.root = root
         self.geometry = geometry
-        self.mirror = Mirror()
+        self.mirror = SlotCache()
         self._evictions = 0
         self.used_bytes = 0
         self._namespace = namespace_id

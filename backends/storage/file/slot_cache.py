@@ -21,7 +21,7 @@ class SlotState(IntEnum):
     PUBLISHED = 2
 
 
-class Mirror:
+class SlotCache:
     """Slots of one namespace. Written by the index's thread only; `slot_by_key` may be read from any thread."""
 
     def __init__(self) -> None:

@@ -20,12 +20,12 @@ from typing import Final, TypeVar
 import numpy as np
 
 from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
-from tidekv.backends.storage.key_lru import Ledger
+from tidekv.backends.storage.key_lru import KeyLRU
 from tidekv.backends.storage.mooncake.link import MooncakeLink
 from tidekv.backends.storage.mooncake.options import MooncakeOptions, read_mooncake_options
-from tidekv.backends.storage.page_header import Envelope
+from tidekv.backends.storage.page_header import PageHeader
 from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
 
@@ -53,20 +53,20 @@ class MooncakePages:
         self._threads = ThreadPoolExecutor(options.clients, thread_name_prefix="tidekv-mooncake-storage")
         self._links: queue.SimpleQueue[MooncakeLink] = queue.SimpleQueue()
         self._written: dict[bytes, asyncio.Future[None]] = {}
-        self._ledger = Ledger()
-        self._ledger.complete = True
+        self._key_lru = KeyLRU()
+        self._key_lru.complete = True
         self._prefix = ""
         self._pages_max = 0
-        self._counts = Counts()
+        self._counts = StorageCounters()
         self.trouble = ""
 
     @property
     def pages(self) -> int:
         """Number of pages that this process knows."""
-        return len(self._ledger)
+        return len(self._key_lru)
 
     async def open(
-        self, envelope: Envelope, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: Counts
+        self, envelope: PageHeader, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: StorageCounters
     ) -> None:
         """Connect once; the other clients are started when they are needed."""
         self._envelope, self._buffer_of, self._pages_max, self._counts = envelope, buffer_of, pages_max, counts
@@ -91,8 +91,8 @@ class MooncakePages:
         causes = await self._causes(
             len(keys), lambda link: self._read(link, keys, lambda at: self._buffer_of(pages[at]))
         )
-        self._ledger.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
-        self._ledger.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
+        self._key_lru.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
+        self._key_lru.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
         await self._remove([key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE])
         return causes
 
@@ -106,24 +106,24 @@ class MooncakePages:
 
         async with self._writing(keys):
             causes = await self._causes(len(keys), write)
-        self._ledger.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
-        oldest = self._ledger.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
+        self._key_lru.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
+        oldest = self._key_lru.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
         if await self._remove(oldest):
             self._counts.evictions += len(oldest)
         else:
-            self._ledger.found_old(reversed(oldest))
+            self._key_lru.found_old(reversed(oldest))
         return causes
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove pages."""
         gone = await self._on_link(lambda link: link.remove(self._names(keys))) if keys else []
-        self._ledger.gone(keys)
+        self._key_lru.gone(keys)
         return gone
 
     async def clear(self) -> int:
         """Remove all pages of the namespace, including those of other processes."""
         removed = await self._on_link(lambda link: link.remove_below(self._prefix))
-        self._ledger.gone(list(self._ledger))
+        self._key_lru.gone(list(self._key_lru))
         return removed
 
     async def probe(self) -> None:
@@ -148,7 +148,7 @@ class MooncakePages:
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
         """Yield the keys of the namespace as the master lists them, or those that this process knows."""
         names = await self._on_link(lambda link: link.names_below(self._prefix))
-        yield list(self._ledger) if names is None else [key for name in names if (key := _key(name))]
+        yield list(self._key_lru) if names is None else [key for name in names if (key := _key(name))]
 
     async def verify(self, keys: Sequence[bytes]) -> list[str]:
         """Read pages into memory of its own."""
@@ -220,7 +220,7 @@ class MooncakePages:
             self.trouble = str(trouble)
             self._counts.failures["delete"] += 1
             return False
-        self._ledger.gone(keys)
+        self._key_lru.gone(keys)
         return True
 
     @contextlib.asynccontextmanager

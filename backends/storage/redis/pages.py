@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from tidekv.backends.storage.base import BufferOf, Holding
 from tidekv.backends.storage.options import read_authority
-from tidekv.backends.storage.page_header import Envelope
+from tidekv.backends.storage.page_header import PageHeader
 from tidekv.backends.storage.redis.options import DEFAULT_PORT, RedisOptions, read_redis_options
 from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
 
@@ -81,12 +81,12 @@ class RedisPages:
         self._probing = asyncio.Lock()
         self._names = b""
         self._pages_max = 0
-        self._counts = Counts()
+        self._counts = StorageCounters()
         self.pages = 0
         self.trouble = ""
 
     async def open(
-        self, envelope: Envelope, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: Counts
+        self, envelope: PageHeader, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: StorageCounters
     ) -> None:
         """Connect once; the other connections are made when they are needed."""
         self._envelope, self._buffer_of, self._pages_max, self._counts = envelope, buffer_of, pages_max, counts

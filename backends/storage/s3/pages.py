@@ -19,11 +19,11 @@ import numpy as np
 
 from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
 from tidekv.backends.storage.calls import all_settled
-from tidekv.backends.storage.key_lru import Ledger
-from tidekv.backends.storage.page_header import Envelope
+from tidekv.backends.storage.key_lru import KeyLRU
+from tidekv.backends.storage.page_header import PageHeader
 from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
 from tidekv.backends.storage.s3.options import S3Options, read_s3_options
-from tidekv.backends.storage.stats import Counts
+from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
 
@@ -57,28 +57,28 @@ class S3Pages:
     """The page service of the s3: engine; see PageService."""
 
     _link: S3Link
-    _envelope: Envelope
+    _envelope: PageHeader
     _buffer_of: BufferOf
 
     def __init__(self, options: S3Options) -> None:
         self._options = options
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tidekv-s3-storage")
         self._requests = asyncio.Semaphore(options.connections)
-        self._ledger = Ledger()
+        self._key_lru = KeyLRU()
         self._listing: asyncio.Task[None] | None = None
         self._closed = False
         self._prefix = ""
         self._pages_max = 0
-        self._counts = Counts()
+        self._counts = StorageCounters()
         self.trouble = ""
 
     @property
     def pages(self) -> int:
         """Number of pages that this process knows."""
-        return len(self._ledger)
+        return len(self._key_lru)
 
     async def open(
-        self, envelope: Envelope, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: Counts
+        self, envelope: PageHeader, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: StorageCounters
     ) -> None:
         """Check that the bucket can be used, and list what is there; a long listing continues in the background."""
         self._envelope, self._buffer_of, self._pages_max, self._counts = envelope, buffer_of, pages_max, counts
@@ -94,7 +94,7 @@ class S3Pages:
 
         Each costs a request. Keys are asked in order, `connections` at a time; a round that finds nothing is the last.
         """
-        found = [key in self._ledger for key in keys]
+        found = [key in self._key_lru for key in keys]
         unknown = [at for at, known in enumerate(found) if not known]
 
         async def ask(at: int) -> None:
@@ -104,7 +104,7 @@ class S3Pages:
             asked = unknown[first : first + self._options.connections]
             await all_settled(ask(at) for at in asked)
             there = [keys[at] for at in asked if found[at]]
-            self._ledger.used(there)
+            self._key_lru.used(there)
             if not there:
                 break
         return found
@@ -116,8 +116,8 @@ class S3Pages:
             return await self._read(keys[at], lambda: self._buffer_of(pages[at]))
 
         causes = await self._each(len(keys), get_one)
-        self._ledger.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
-        self._ledger.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
+        self._key_lru.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
+        self._key_lru.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
         await self._remove([key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE])
         return causes
 
@@ -134,12 +134,12 @@ class S3Pages:
             return ""
 
         causes = await self._each(len(keys), put_one)
-        self._ledger.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
-        oldest = self._ledger.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
+        self._key_lru.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
+        oldest = self._key_lru.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
         if await self._remove(oldest):
             self._counts.evictions += len(oldest)
         else:
-            self._ledger.found_old(reversed(oldest))
+            self._key_lru.found_old(reversed(oldest))
         return causes
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -250,8 +250,8 @@ class S3Pages:
             return [key for one in found if (key := _key(one["path"]))]
 
         try:
-            self._ledger.found_old(await self._on_thread(listed))
-            self._ledger.complete = True
+            self._key_lru.found_old(await self._on_thread(listed))
+            self._key_lru.complete = True
         except ServerTrouble as trouble:
             self.trouble = str(trouble)
             self._counts.failures["listing"] += 1
@@ -292,7 +292,7 @@ class S3Pages:
             for first in range(0, len(keys), DELETE_OBJECTS):
                 part = keys[first : first + DELETE_OBJECTS]
                 await self._link.delete([self._page(key) for key in part])
-                self._ledger.gone(part)
+                self._key_lru.gone(part)
         except ServerTrouble as trouble:
             self.trouble = str(trouble)
             self._counts.failures["delete"] += 1

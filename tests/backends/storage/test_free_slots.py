@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.backends.storage.file.segments import segment_of, slot_of
-from tidekv.backends.storage.file.slot_cache import Mirror
+from tidekv.backends.storage.file.slot_cache import SlotCache
 
 SEGMENT_SLOTS = 8
 
 
-def mirror_of(segments: int, taken: set[int]) -> Mirror:
+def mirror_of(segments: int, taken: set[int]) -> SlotCache:
     """Return a mirror with so many segments in which some slots are reserved by somebody else."""
-    mirror = Mirror()
+    mirror = SlotCache()
     for segment in range(1, segments + 1):
         mirror.add_segment(segment, SEGMENT_SLOTS)
     mirror.reserve(taken, 7)

@@ -24,7 +24,7 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import tail_digest, wrong_tails
+from tidekv.engine.demo.synthetic_components import component_digest, wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork
 
@@ -39,7 +39,7 @@ RECORD = PageLayout.of(
     convolution=KVLayout(kind="mla", num_layers=2, page_size=24, num_kv_heads=1, head_dim=4, dtype="float16"),
 )
 WINDOW_TOKENS = 10
-TAIL_PAGES = 3
+COMPONENT_PAGES = 3
 
 
 def window(num_pages: int = 24, *, layout: Any = WINDOW, tokens: int = WINDOW_TOKENS) -> ComponentPools:
@@ -84,10 +84,10 @@ class Worker:
     def verify(self, ready: ReadyRequest, tokens: Sequence[int]) -> None:
         digests = prompt_digests(pack_tokens(tokens), SIZE)
         assert self.kv.verify(ready.pages[: len(digests)].tolist(), digests) == []
-        assert wrong_tails(self.components, ready.tails, digests) == {}
-        assert set(ready.tails) == {pools.name for pools in self.components}
+        assert wrong_components(self.components, ready.component_pages, digests) == {}
+        assert set(ready.component_pages) == {pools.name for pools in self.components}
         for pools in self.components:
-            tail = ready.tails[pools.name]
+            tail = ready.component_pages[pools.name]
             needed = max(0, len(tokens) - (pools.window_tokens or 1)) // SIZE
             assert (tail.first, tail.first + len(tail.pages)) == (needed, len(digests))
 
@@ -95,10 +95,10 @@ class Worker:
         """Give back, and leave what there is of components at the end of the last full page."""
         boundary = len(tokens) // SIZE
         left = {}
-        for name, tail in ready.tails.items():
+        for name, tail in ready.component_pages.items():
             if boundary == tail.first + len(tail.pages):
                 left[name] = (tail.first, tail.pages)
-        await self.engine.finish(ready, tails=left)
+        await self.engine.finish(ready, component_pages=left)
 
     def core(self) -> dict[str, int]:
         statistics = self.engine.statistics()["core"]
@@ -160,4 +160,4 @@ def pools() -> dict[str, Callable[..., ComponentPools]]:
 
 @pytest.fixture
 def digest_of() -> Callable[[str, bytes], bytes]:
-    return tail_digest
+    return component_digest

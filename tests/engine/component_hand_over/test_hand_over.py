@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import ComponentPools, DevicePool, InvalidConfig, KVLayout, LoopbackTransport, PrefillPeer, RequestFailed
-from tidekv.engine.demo.synthetic_components import SyntheticTails
+from tidekv.engine.demo.synthetic_components import SyntheticComponents
 from tidekv.transports.control import wire
 from tidekv.transports.loopback import LoopbackNetwork
 
@@ -50,7 +50,7 @@ def watch_promises(worker: Any) -> list[wire.Promise]:
 
 
 def asked(promise: wire.Promise) -> dict[str, tuple[int, int]]:
-    return {tail.component: (tail.first, len(tail.pages or b"") // 4) for tail in promise.tails or ()}
+    return {tail.component: (tail.first, len(tail.pages or b"") // 4) for tail in promise.component_pages or ()}
 
 
 async def test_what_is_kept_is_not_asked_for_again(make_worker: Any) -> None:
@@ -71,7 +71,7 @@ async def test_what_is_kept_is_not_asked_for_again(make_worker: Any) -> None:
             {"ssm": (6, 0), "swa": (6, 0)},
             {"ssm": (7, 1), "swa": (6, 2)},
         ]
-        assert longer[: 6 * SIZE] == WHOLE and len(ready.tails["swa"].pages) == 4
+        assert longer[: 6 * SIZE] == WHOLE and len(ready.component_pages["swa"].pages) == 4
         await worker.assert_nothing_held()
 
 
@@ -79,10 +79,10 @@ async def test_without_components_nothing_is_said_of_any(make_worker: Any) -> No
     async with asyncio.timeout(LIMIT_S), make_worker(components=list) as worker:
         promises = watch_promises(worker)
         await worker.engine.finish(await worker.restore("r", WHOLE))
-        assert [promise.tails for promise in promises] == [None]
+        assert [promise.component_pages for promise in promises] == [None]
 
 
-class HeldTails:
+class HeldComponents:
     """Holds the first write of a tail until it is let go."""
 
     def __init__(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,13 +90,13 @@ class HeldTails:
         self.let_go = asyncio.Event()
         worker.network.before_write = self._before
         self._is_closed = False
-        fill = SyntheticTails.fill
+        fill = SyntheticComponents.fill
 
-        def fill_and_hold(tails: SyntheticTails, *arguments: Any) -> None:
-            fill(tails, *arguments)
+        def fill_and_hold(component_pages: SyntheticComponents, *arguments: Any) -> None:
+            fill(component_pages, *arguments)
             self._is_closed = not self.started.is_set()
 
-        monkeypatch.setattr(SyntheticTails, "fill", fill_and_hold)
+        monkeypatch.setattr(SyntheticComponents, "fill", fill_and_hold)
 
     async def _before(self, writer: str, target: str, pages: int) -> None:
         if self._is_closed:
@@ -107,7 +107,7 @@ class HeldTails:
 
 def targets(worker: Any, request_id: str) -> dict[str, set[int]]:
     """The pages that the request's prefill may write, by component."""
-    return {name: set(pages) for name, pages in worker.engine._core.request(request_id).tails.remote.items()}
+    return {name: set(pages) for name, pages in worker.engine._core.request(request_id).component_pages.remote.items()}
 
 
 @pytest.mark.parametrize("way", ["aborted", "cancelled", "deadline", "link lost"])
@@ -118,7 +118,7 @@ async def test_a_tail_that_lands_late_hits_nobody_but_the_quarantine(
     small = [9, 8, 7]
     components = lambda: [pools["state"](2), pools["window"](8)]  # noqa: E731  # Said where it is used.
     async with asyncio.timeout(LIMIT_S), make_worker(components=components, heartbeat_s=0.05) as worker:
-        held = HeldTails(worker, monkeypatch)
+        held = HeldComponents(worker, monkeypatch)
         options = {"deadline_s": 0.3} if way == "deadline" else {}
         waiting = asyncio.create_task(worker.engine.restore(worker.request("first", WHOLE, **options)))
         await held.started.wait()
@@ -127,7 +127,7 @@ async def test_a_tail_that_lands_late_hits_nobody_but_the_quarantine(
         await leave(worker.engine, worker.network, waiting, way)
         assert {name: worker.core()[f"{name}_device_draining"] for name in theirs} == {"ssm": 1, "swa": 3}
         ready = await worker.restore("small", small)
-        assert not any(set(ready.tails[name].own.tolist()) & pages for name, pages in theirs.items())
+        assert not any(set(ready.component_pages[name].own.tolist()) & pages for name, pages in theirs.items())
         held.let_go.set()
         await worker.engine.wait_settled()
         worker.verify(ready, small)
@@ -147,7 +147,7 @@ async def test_without_the_quarantine_a_late_tail_overwrites_its_next_owner(
         asyncio.timeout(LIMIT_S),
         make_worker(components=lambda: [pools["state"](1)], prefill_components=there) as worker,
     ):
-        held = HeldTails(worker, monkeypatch)
+        held = HeldComponents(worker, monkeypatch)
         waiting = asyncio.create_task(worker.engine.restore(worker.request("first", WHOLE)))
         await held.started.wait()
         await leave(worker.engine, worker.network, waiting, "aborted")
@@ -170,7 +170,7 @@ async def test_a_prefill_that_forgets_a_tail_fails_the_request_by_name(
         async def forgets(*_: object) -> None:
             """Sends no tail at all."""
 
-        monkeypatch.setattr(worker.prefill, "_send_tails", forgets)
+        monkeypatch.setattr(worker.prefill, "_send_components", forgets)
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         with pytest.raises(RequestFailed, match="the tail of component 'ssm' was never sent"):
             await worker.engine.restore(worker.request("r", WHOLE))
@@ -178,11 +178,11 @@ async def test_a_prefill_that_forgets_a_tail_fails_the_request_by_name(
 
 
 async def test_wrong_bytes_of_a_tail_would_be_seen(make_worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fills_another(tails: SyntheticTails, asked: Any, pages: Any, digests: Any) -> None:
-        tails._kv[asked.component].fill(pages, [bytes(32)] * len(pages))
+    def fills_another(component_pages: SyntheticComponents, asked: Any, pages: Any, digests: Any) -> None:
+        component_pages._kv[asked.component].fill(pages, [bytes(32)] * len(pages))
 
     async with asyncio.timeout(LIMIT_S), make_worker() as worker:
-        monkeypatch.setattr(SyntheticTails, "fill", fills_another)
+        monkeypatch.setattr(SyntheticComponents, "fill", fills_another)
         with pytest.raises(AssertionError, match="ssm"):
             await worker.restore("r", WHOLE)
 

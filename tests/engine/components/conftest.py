@@ -25,10 +25,10 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
-from tidekv.engine.decode.component_pages import LeftTails, WindowPages
+from tidekv.engine.decode.component_pages import LeftComponents, WindowPages
 from tidekv.engine.decode.values import Recompute
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import tail_digest, wrong_tails
+from tidekv.engine.demo.synthetic_components import component_digest, wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.components.specs import ComponentKind
 from tidekv.transports.loopback import LoopbackNetwork
@@ -71,9 +71,9 @@ class Worker:
         """Pages, windows and records hold what these tokens lead to."""
         digests = prompt_digests(pack_tokens(tokens), SIZE)
         assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
-        assert wrong_tails(self.components, ready.tails, digests) == {}
+        assert wrong_components(self.components, ready.component_pages, digests) == {}
 
-    def generate(self, ready: ReadyRequest, prompt: list[int], output: list[int]) -> LeftTails:
+    def generate(self, ready: ReadyRequest, prompt: list[int], output: list[int]) -> LeftComponents:
         """Write the KV of all but the last token, page by page and in place; returns what can be left of components.
 
         The record is a snapshot: it is written whenever a page is full, and so is left where the last one is.
@@ -82,7 +82,7 @@ class Worker:
         tokens = prompt + output[:-1]
         kv = {pools.name: SyntheticKV(pools.device) for pools in self.components}
         windows = {
-            pools.name: WindowPages(ready.tails[pools.name], window_tokens=WINDOW_TOKENS, page_size=SIZE)
+            pools.name: WindowPages(ready.component_pages[pools.name], window_tokens=WINDOW_TOKENS, page_size=SIZE)
             for pools in self.components
             if pools.kind == "window"
         }
@@ -90,15 +90,15 @@ class Worker:
         for end in range(len(prompt) + 1, len(tokens) + 1):
             digest = prompt_digests(pack_tokens(tokens[:end]), SIZE)[-1]
             SyntheticKV(self.device).fill([int(ready.pages[(end - 1) // SIZE])], [digest])
-            for name, tail in ready.tails.items():
+            for name, tail in ready.component_pages.items():
                 if name in windows:
                     windows[name].grow(end)
-                    kv[name].fill([windows[name].pages[-1]], [tail_digest(name, digest)])
+                    kv[name].fill([windows[name].pages[-1]], [component_digest(name, digest)])
                 elif end % SIZE == 0:
-                    kv[name].fill([tail.record], [tail_digest(name, digest)])
+                    kv[name].fill([tail.record], [component_digest(name, digest)])
                     snapshot = end
         left: dict[str, tuple[int, list[int]]] = {}
-        for name, tail in ready.tails.items():
+        for name, tail in ready.component_pages.items():
             if name in windows:
                 left[name] = windows[name].left(len(tokens))
             elif snapshot:
@@ -111,7 +111,7 @@ class Worker:
         """Restore, generate, finish, and wait for the backups; returns the sources."""
         ready = await self.restore(request_id, prompt, **fields)
         left = self.generate(ready, prompt, output) if output else self.generate(ready, prompt, [0])
-        await self.engine.finish(ready, output, tails=left if leaves else None)
+        await self.engine.finish(ready, output, component_pages=left if leaves else None)
         await self.engine.wait_settled()
         return {source: tokens for source, tokens in ready.sources.items() if tokens}
 

@@ -10,9 +10,9 @@ import pytest
 
 from tidekv import InvalidRequest, Replayer
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import tail_digest
+from tidekv.engine.demo.synthetic_components import component_digest
 from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.request_traces import read_stories
+from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.errors import CopyFailed
 
 SIZE = 4
@@ -36,7 +36,7 @@ async def test_a_window_that_cannot_be_loaded_is_asked_of_prefill(worker, monkey
     async with worker() as made:
         await made.answer("r1", PROMPT, OUTPUT)
         await made.engine.flush(("l1",))
-        monkeypatch.setattr(made.engine._parts.tail_copiers["window"], "to_device", fault)
+        monkeypatch.setattr(made.engine._runtime.component_copiers["window"], "to_device", fault)
         sources = await made.answer("r2", [*KEPT, 1], [])
         assert sources["transfer"] == len(KEPT) + 1
         monkeypatch.undo()
@@ -48,7 +48,7 @@ async def test_a_window_that_cannot_be_loaded_is_asked_of_prefill(worker, monkey
 async def test_a_record_that_cannot_be_cloned_is_asked_of_prefill(worker, monkeypatch, fault) -> None:
     async with worker() as made:
         await made.answer("r1", PROMPT, OUTPUT)
-        monkeypatch.setattr(made.engine._parts.tail_copiers["state"], "clone", fault)
+        monkeypatch.setattr(made.engine._runtime.component_copiers["state"], "clone", fault)
         ready = await made.restore("r2", KEPT)
         assert ready.sources["transfer"] > 0
         await made.engine.finish(ready)
@@ -60,7 +60,7 @@ async def test_a_record_that_cannot_be_cloned_is_asked_of_prefill(worker, monkey
 
 async def test_what_cannot_be_backed_up_is_there_on_the_device_alone(worker, monkeypatch) -> None:
     async with worker() as made:
-        monkeypatch.setattr(made.engine._parts.tail_copiers["state"], "to_host", failing)
+        monkeypatch.setattr(made.engine._runtime.component_copiers["state"], "to_host", failing)
         await made.answer("r1", PROMPT, OUTPUT)
         assert made.pages("state", "host")["cached"] == 0 < made.pages("window", "host")["cached"]
         assert (await made.answer("r2", [*KEPT, 1], []))["l1"] == len(KEPT)
@@ -73,22 +73,22 @@ async def test_pages_that_are_not_the_requests_are_refused_and_change_nothing(wo
     async with worker() as made:
         ready = await made.restore("r1", PROMPT)
         left = made.generate(ready, PROMPT, OUTPUT)
-        own = set(ready.tails["window"].own.tolist())
+        own = set(ready.component_pages["window"].own.tolist())
         strange = next(page for page in range(16) if page not in own)
         wrong: list[tuple[Mapping[str, object], str]] = [
             ({"draft": (0, [1])}, "leaves component 'draft'; there are window, state"),
             ({**left, "window": (5, [strange])}, f"page {strange} at position 5"),
-            ({**left, "state": (8, [ready.tails["state"].record])}, r"positions \[8, 9\)"),
+            ({**left, "state": (8, [ready.component_pages["state"].record])}, r"positions \[8, 9\)"),
             ({**left, "window": (7, [1.5])}, "no position with page ids"),
         ]
         before = made.core()
-        for tails, words in wrong:
+        for component_pages, words in wrong:
             with pytest.raises(InvalidRequest, match=words):
-                await made.engine.finish(ready, OUTPUT, tails=tails)
+                await made.engine.finish(ready, OUTPUT, component_pages=component_pages)
             with pytest.raises(InvalidRequest, match=words):
-                await made.engine.retract(ready, OUTPUT, tails=tails)
+                await made.engine.retract(ready, OUTPUT, component_pages=component_pages)
         assert made.core() == before and made.engine.holds(ready)
-        await made.engine.finish(ready, OUTPUT, tails=left)
+        await made.engine.finish(ready, OUTPUT, component_pages=left)
         await made.engine.wait_settled()
         assert (await made.answer("r2", [*KEPT, 1], []))["l1"] == len(KEPT)
 
@@ -97,7 +97,7 @@ async def test_what_is_left_where_outputs_are_not_kept_goes_no_further_than_the_
     async with worker(keep_output=False) as made:
         ready = await made.restore("r1", PROMPT)
         left = made.generate(ready, PROMPT, OUTPUT)
-        await made.engine.finish(ready, OUTPUT, tails=left)
+        await made.engine.finish(ready, OUTPUT, component_pages=left)
         await made.engine.wait_settled()
         made.expect_nothing_held()
         assert (await made.answer("r2", [*KEPT, 1], []))["transfer"] == len(KEPT) + 1
@@ -119,16 +119,18 @@ async def test_a_caller_that_computes_writes_windows_and_records_too(worker) -> 
         assert job.start_token == 0
         SyntheticKV(made.device).fill(job.pages.tolist(), digests)
         for pools in made.components:
-            tail = job.tails[pools.name]
+            tail = job.component_pages[pools.name]
             parts = digests[tail.first : tail.first + len(tail.pages)]
-            SyntheticKV(pools.device).fill(tail.pages.tolist(), [tail_digest(pools.name, part) for part in parts])
+            SyntheticKV(pools.device).fill(tail.pages.tolist(), [component_digest(pools.name, part) for part in parts])
         return 7, {}
 
     async with worker(recompute=compute) as made:
         workers.append(made)
         ready = await made.restore("r1", [*PROMPT, 1], prefill="nobody")
         assert ready.sources["recompute"] == len(PROMPT) + 1 and ready.first_token == 7
-        await made.engine.finish(ready, [7, 8, 9, 10, 11], tails=made.generate(ready, [*PROMPT, 1], [7, 8, 9, 10, 11]))
+        await made.engine.finish(
+            ready, [7, 8, 9, 10, 11], component_pages=made.generate(ready, [*PROMPT, 1], [7, 8, 9, 10, 11])
+        )
         await made.engine.wait_settled()
         made.expect_nothing_held()
         assert made.engine.probe_prefix([*PROMPT, 1, 7, 8, 9, 0])["l1"] == 7 * SIZE
@@ -142,15 +144,18 @@ async def test_the_journal_of_a_run_with_components_replays_and_is_told(worker, 
         await made.engine.flush(("l1",))
         await made.answer("r3", KEPT, [])
         await made.engine.flush(("l1",))
-        monkeypatch.setattr(made.engine._parts.tail_copiers["window"], "to_device", failing)
+        monkeypatch.setattr(made.engine._runtime.component_copiers["window"], "to_device", failing)
         await made.answer("r4", [*KEPT, 1], [])
     replayed = Replayer(path).run()
     assert replayed.complete
     header = Replayer(path).header
     assert [each.name for each in header.core.components] == ["window", "state"]
     assert [each["name"] for each in header.layout["components"]] == ["state", "window"]
-    stories = read_stories(Replayer(path))
-    told = {story.request_id: explain(story, now_s=stories.last_at_s) for story in stories.all}
+    request_traces = read_request_traces(Replayer(path))
+    told = {
+        request_trace.request_id: explain(request_trace, now_s=request_traces.last_at_s)
+        for request_trace in request_traces.all
+    }
     assert "asked prefill for 6 pages, 3 pages of window, 1 pages of state." in told["r1"]
     assert "Copied pages [7, 8) of state of the cache to a page of its own, in" in told["r2"]
     assert "of window from host to device, in" in told["r3"] and "of state from host to device, in" in told["r3"]

@@ -36,9 +36,11 @@ async def test_a_prompt_that_is_all_here_gets_a_record_of_its_own(worker) -> Non
         ready = await made.restore("r2", KEPT)
         other = await made.restore("r3", KEPT)
         assert ready.sources["l1"] == len(KEPT)
-        assert ready.tails["window"].pages.tolist() == other.tails["window"].pages.tolist()
-        assert not set(ready.tails["window"].pages.tolist()) & set(ready.tails["window"].own.tolist())
-        assert ready.tails["state"].record != other.tails["state"].record
+        assert ready.component_pages["window"].pages.tolist() == other.component_pages["window"].pages.tolist()
+        assert not set(ready.component_pages["window"].pages.tolist()) & set(
+            ready.component_pages["window"].own.tolist()
+        )
+        assert ready.component_pages["state"].record != other.component_pages["state"].record
         # One goes on in place; what the other has, and what is cached, stays what it was.
         made.generate(ready, KEPT, OUTPUT)
         made.verify(other, KEPT)
@@ -101,7 +103,7 @@ async def test_a_retracted_request_goes_on_with_its_window_and_record(worker) ->
     async with worker() as made:
         ready = await made.restore("r1", PROMPT)
         left = made.generate(ready, PROMPT, OUTPUT)
-        retracted = await made.engine.retract(ready, OUTPUT, tails=left)
+        retracted = await made.engine.retract(ready, OUTPUT, component_pages=left)
         assert retracted.held_tokens == len(KEPT)
         await made.engine.wait_settled()
         await made.engine.flush(("l1",))
@@ -161,12 +163,12 @@ async def test_conversations_in_any_order_never_see_a_wrong_byte(worker, kinds: 
                 case 1:
                     await made.engine.finish(ready, output)
                 case 2:
-                    retracted = await made.engine.retract(ready, output, tails=left)
+                    retracted = await made.engine.retract(ready, output, component_pages=left)
                     resumed = await made.engine.resume(retracted)
                     made.verify(resumed, prompt + output)
                     await made.engine.finish(resumed)
                 case _:
-                    await made.engine.finish(ready, output, tails=left)
+                    await made.engine.finish(ready, output, component_pages=left)
                     histories.append(prompt + output)
             if draw.random() < 0.3:
                 await made.engine.wait_settled()

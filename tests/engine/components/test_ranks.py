@@ -29,7 +29,7 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import wrong_tails
+from tidekv.engine.demo.synthetic_components import wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import CopyFailed
 from tidekv.transports.loopback import LoopbackNetwork
@@ -71,7 +71,7 @@ class Rank:
         )
         digests = prompt_digests(pack_tokens(prompt), SIZE)
         assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
-        assert wrong_tails(self.components, ready.tails, digests) == {}
+        assert wrong_components(self.components, ready.component_pages, digests) == {}
         return ready
 
 
@@ -118,18 +118,18 @@ async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
         yield members
 
 
-def tails_of(member: Rank) -> dict[str, Storage]:
-    return member.engine._parts.storage_in_use.tails
+def component_pages_of(member: Rank) -> dict[str, Storage]:
+    return member.engine._runtime.storage_in_use.component_pages
 
 
 async def on_all(members: list[Rank], request_id: str, prompt: list[int]) -> dict[str, int]:
     """Restore on all ranks, leave the tails as they are, and wait for the backups."""
     readies = await asyncio.gather(*(member.restore(request_id, prompt) for member in members))
-    for name, tail in readies[0].tails.items():
-        assert all(ready.tails[name].pages.tolist() == tail.pages.tolist() for ready in readies)
-    left = {name: (tail.first, tail.pages) for name, tail in readies[0].tails.items()}
+    for name, tail in readies[0].component_pages.items():
+        assert all(ready.component_pages[name].pages.tolist() == tail.pages.tolist() for ready in readies)
+    left = {name: (tail.first, tail.pages) for name, tail in readies[0].component_pages.items()}
     await asyncio.gather(
-        *(member.engine.finish(ready, tails=left) for member, ready in zip(members, readies, strict=True))
+        *(member.engine.finish(ready, component_pages=left) for member, ready in zip(members, readies, strict=True))
     )
     await asyncio.gather(*(member.engine.wait_settled() for member in members))
     return {source: tokens for source, tokens in readies[0].sources.items() if tokens}
@@ -152,7 +152,7 @@ async def test_a_window_that_one_rank_cannot_load_is_asked_of_prefill_by_all(mon
     async with instance() as members:
         await on_all(members, "r1", PROMPT)
         await members[0].engine.flush(("l1",))
-        monkeypatch.setattr(members[1].engine._parts.tail_copiers["window"], "to_device", fail)
+        monkeypatch.setattr(members[1].engine._runtime.component_copiers["window"], "to_device", fail)
         assert await on_all(members, "r2", PROMPT) == {"transfer": len(PROMPT)}
         assert await on_all(members, "r3", PROMPT) == {"l1": len(PROMPT)}
 
@@ -161,9 +161,9 @@ async def test_ranks_that_leave_different_things_keep_nothing() -> None:
     """What one rank has not left must not be taken for what another has: the request is dropped on all."""
     async with instance() as members:
         readies = await asyncio.gather(*(member.restore("r1", PROMPT) for member in members))
-        left = {name: (tail.first, tail.pages) for name, tail in readies[0].tails.items()}
+        left = {name: (tail.first, tail.pages) for name, tail in readies[0].component_pages.items()}
         answers = await asyncio.gather(
-            members[0].engine.finish(readies[0], tails=left),
+            members[0].engine.finish(readies[0], component_pages=left),
             members[1].engine.finish(readies[1]),
             return_exceptions=True,
         )
@@ -177,7 +177,7 @@ async def test_tails_come_from_the_storage_of_every_rank() -> None:
         assert await on_all(members, "r1", PROMPT) == {"transfer": len(PROMPT)}
         await members[0].engine.flush(("l1", "l2"))
         for member in members:
-            assert all(engine.statistics().pages for engine in tails_of(member).values())
+            assert all(engine.statistics().pages for engine in component_pages_of(member).values())
         assert await on_all(members, "r2", PROMPT) == {"l3": len(PROMPT)}
         assert await on_all(members, "r3", PROMPT) == {"l1": len(PROMPT)}
 
@@ -188,7 +188,7 @@ async def test_a_record_that_one_rank_has_lost_leads_all_to_the_boundary_before_
         await on_all(members, "r1", shorter)
         await on_all(members, "r2", PROMPT)
         keys = prompt_digests(pack_tokens(PROMPT), SIZE)
-        await tails_of(members[1])["state"].delete(keys[-1:])
+        await component_pages_of(members[1])["state"].delete(keys[-1:])
         await members[0].engine.flush(("l1", "l2"))
         # Of the window the page in front of that boundary is needed, and comes from storage as well.
         assert await on_all(members, "r3", PROMPT) == {"l3": len(shorter), "transfer": len(PROMPT) - len(shorter)}
@@ -203,7 +203,7 @@ async def test_a_record_that_one_rank_cannot_read_any_more_is_asked_of_prefill_b
     async with instance("memory:") as members:
         await on_all(members, "r1", PROMPT)
         await members[0].engine.flush(("l1", "l2"))
-        monkeypatch.setattr(tails_of(members[0])["window"], "get_into", get_nothing)
+        monkeypatch.setattr(component_pages_of(members[0])["window"], "get_into", get_nothing)
         assert await on_all(members, "r2", PROMPT) == {"transfer": len(PROMPT)}
         assert all(member.engine.statistics()["core"]["sent_back"] == 1 for member in members)
 

@@ -38,7 +38,7 @@ async def test_a_prompt_that_is_all_in_storage_takes_its_record_from_there(worke
         assert await made.answer("r2", KEPT, OUTPUT) == {"l3": len(KEPT)}
         counts = made.core()
         # The window's three pages twice, since its end is that of both turns, and three records.
-        assert counts["tail_pages_stored"] == 2 * (3 + 1)
+        assert counts["component_pages_stored"] == 2 * (3 + 1)
         made.expect_nothing_held()
 
 
@@ -58,8 +58,8 @@ async def test_records_that_storage_has_lost_cut_the_plan_before_the_promise(wor
     async with worker(storage="memory:", **FETCHES) as made:
         await made.answer("r1", PROMPT[: 3 * SIZE], [7, 7])
         await made.answer("r2", PROMPT, OUTPUT)
-        tails = made.engine._parts.storage_in_use.tails
-        await tails["state"].clear()
+        component_pages = made.engine._runtime.storage_in_use.component_pages
+        await component_pages["state"].clear()
         await made.engine.flush(("l1", "l2"))
         assert await made.answer("r3", [*KEPT, 1], OUTPUT) == {"transfer": len(KEPT) + 1}
         assert made.core().get("sent_back", 0) == 0
@@ -71,14 +71,14 @@ async def test_records_that_cannot_be_read_are_asked_of_prefill(worker, monkeypa
     async with worker(storage="memory:", **FETCHES) as made:
         await made.answer("r1", PROMPT, OUTPUT)
         await made.engine.flush(("l1", "l2"))
-        tails = made.engine._parts.storage_in_use.tails
+        component_pages = made.engine._runtime.storage_in_use.component_pages
 
         async def get_nothing(keys: list[bytes], *_: object, **__: object) -> list[bool]:
             if what == "raises":
                 raise StorageFailed("the shelf is gone")
             return [False for _ in keys]
 
-        monkeypatch.setattr(tails["window"], "get_into", get_nothing)
+        monkeypatch.setattr(component_pages["window"], "get_into", get_nothing)
         assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
         assert made.core()["sent_back"] == 1
         made.expect_nothing_held()
@@ -86,18 +86,18 @@ async def test_records_that_cannot_be_read_are_asked_of_prefill(worker, monkeypa
 
 async def test_storage_that_fails_when_it_is_asked_or_written_costs_nothing_but_itself(worker, monkeypatch) -> None:
     async with worker(storage="memory:", **FETCHES) as made:
-        tails = made.engine._parts.storage_in_use.tails
+        component_pages = made.engine._runtime.storage_in_use.component_pages
 
         async def fail(*_: object, **__: object) -> list[bool]:
             raise StorageFailed("the shelf is gone")
 
-        monkeypatch.setattr(tails["state"], "put_from", fail)
+        monkeypatch.setattr(component_pages["state"], "put_from", fail)
         await made.answer("r1", PROMPT, OUTPUT)
-        monkeypatch.setattr(tails["state"], "exists", fail)
+        monkeypatch.setattr(component_pages["state"], "exists", fail)
         await made.engine.flush(("l1", "l2"))
         assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
         assert made.core()["l3_queries_failed"] == 1
-        monkeypatch.setattr(tails["window"], "probe", fail)
+        monkeypatch.setattr(component_pages["window"], "probe", fail)
         made.expect_nothing_held()
 
 
@@ -105,17 +105,17 @@ async def test_storage_is_exchanged_and_cleared_with_its_components(worker, tmp_
     first = open_storage("memory:")
     async with worker(storage=first, **FETCHES) as made:
         await made.answer("r1", PROMPT, OUTPUT)
-        in_use = made.engine._parts.storage_in_use
-        left = dict(in_use.tails)
+        in_use = made.engine._runtime.storage_in_use
+        left = dict(in_use.component_pages)
         assert sum(engine.statistics().pages for engine in left.values()) == 4
         await made.engine.attach_storage(f"file:{tmp_path}/l3?capacity=64MiB")
-        assert set(in_use.tails) == {"window", "state"} and not in_use.retired
-        assert in_use.tails["window"] is not left["window"]
+        assert set(in_use.component_pages) == {"window", "state"} and not in_use.retired
+        assert in_use.component_pages["window"] is not left["window"]
         assert await made.answer("r2", [*KEPT, 1], OUTPUT) == {"l1": len(KEPT), "transfer": 1}
         assert (await made.engine.flush(("l1", "l2", "l3")))["dropped"]["l3"] > 0
-        assert all(engine.statistics().pages == 0 for engine in in_use.tails.values())
+        assert all(engine.statistics().pages == 0 for engine in in_use.component_pages.values())
         await made.engine.detach_storage()
-        assert not in_use.tails
+        assert not in_use.component_pages
         assert await made.answer("r3", KEPT, OUTPUT) == {"transfer": len(KEPT)}
 
 
@@ -140,7 +140,7 @@ async def test_an_engine_for_one_size_of_pages_is_refused(worker) -> None:
 async def test_a_component_without_host_pages_is_not_stored_and_the_others_are(worker) -> None:
     async with worker(storage="memory:", without_host=("window",), **FETCHES) as made:
         await made.answer("r1", PROMPT, OUTPUT)
-        (in_storage,) = made.engine._parts.storage_in_use.tails.items()
+        (in_storage,) = made.engine._runtime.storage_in_use.component_pages.items()
         assert in_storage[0] == "state" and in_storage[1].statistics().pages == 1
         await made.engine.flush(("l1", "l2"))
         # Nobody can go on without the window.
@@ -160,7 +160,7 @@ async def test_keys_of_pages_that_were_stored_are_not_hashed_again_for_their_tai
     monkeypatch.setattr(PageKeys, "digests", digests)
     async with worker(storage="memory:", **FETCHES) as made:
         await made.answer("r1", PROMPT, OUTPUT)
-        assert made.core()["tail_pages_stored"] == 4
+        assert made.core()["component_pages_stored"] == 4
     assert sum(hashed) == len(KEPT) // SIZE
 
 

@@ -18,11 +18,11 @@ def test_a_scheduler_leaves_a_window_and_a_record(made_parts) -> None:
             (restored,) = thread.poll(30.0)
             assert isinstance(restored, Restored)
             ready = restored.ready
-            left = {name: (tail.first, tail.pages.tolist()) for name, tail in ready.tails.items()}
+            left = {name: (tail.first, tail.pages.tolist()) for name, tail in ready.component_pages.items()}
             assert set(left) == {"window", "state"}
             with pytest.raises(InvalidRequest, match="page 99 at position 5"):
-                thread.finish(ready, tails={**left, "window": (5, [99])})
-            thread.finish(ready, tails=left)
+                thread.finish(ready, component_pages={**left, "window": (5, [99])})
+            thread.finish(ready, component_pages=left)
             # What the caller does with its lists afterwards is its own business.
             left["window"][1].clear()
             (finished,) = thread.poll(30.0)

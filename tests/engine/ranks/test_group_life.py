@@ -89,7 +89,7 @@ async def test_a_lost_rank_fails_requests_by_its_name_and_a_new_epoch_begins_emp
     await asyncio.gather(*(member.enter() for member in members))
     readies = await world.restore_all(members, "kept")
     # world.Rank 2 ends without leaving, as a killed process does.
-    ranks = members[2].engine._parts.ranks
+    ranks = members[2].engine._runtime.ranks
     assert ranks is not None
     for member in members:
         member.gate.clear()
@@ -112,7 +112,7 @@ async def test_a_lost_rank_fails_requests_by_its_name_and_a_new_epoch_begins_emp
     await members[2].enter()
     async with asyncio.timeout(LIMIT_S):
         for member in members:
-            driver = member.engine._parts.ranks
+            driver = member.engine._runtime.ranks
             assert driver is not None
             await driver.wait_formed()
             assert member.statistics()["epoch"] == 2
@@ -131,7 +131,7 @@ async def test_requests_that_all_had_agreed_on_just_before_a_loss_fail_as_well(
     count = 40
     arrivals_waiting: list[int] = []
     async with world.instance(2) as members:
-        ranks = members[1].engine._parts.ranks
+        ranks = members[1].engine._runtime.ranks
         follow, rank_lost = ranks._follow, ranks.rank_lost
 
         def follow_and_close(decision: Decision) -> None:

@@ -99,7 +99,7 @@ async def test_a_copy_that_cannot_be_started_on_one_rank_cuts_the_plan_on_all(
         def refuse(host_pages: PageIds, device_pages: PageIds) -> None:
             raise MemoryError("no staging memory on this rank")
 
-        copier = members[1].engine._parts.copier
+        copier = members[1].engine._runtime.copier
         assert copier is not None
         monkeypatch.setattr(copier, "to_device", refuse)
         readies = await world.restore_all(members, "cut")

@@ -40,7 +40,7 @@ async def quiet_votes(members) -> int:
         while True:
             votes = [member.statistics()["votes"] for member in members]
             # Between two turns the votes of all ranks are equal, and no rank has anything to say.
-            is_quiet = len(set(votes)) == 1 and all(member.engine._parts.ranks.is_caught_up for member in members)
+            is_quiet = len(set(votes)) == 1 and all(member.engine._runtime.ranks.is_caught_up for member in members)
             if is_quiet and votes == before:
                 return votes[0]
             before = votes
@@ -120,14 +120,14 @@ async def test_growth_within_the_reserve_waits_for_no_other_rank(world, monkeypa
         reserve = list(ready.reserve)
         room = len(ready.pages) * world.PAGE_SIZE - ready.length
         asked: list[events.GrowthTaken] = []
-        post = engine._parts.ranks.post
+        post = engine._runtime.ranks.post
 
         def noted(event: events.Event) -> None:
             if isinstance(event, events.GrowthTaken):
                 asked.append(event)
             post(event)
 
-        monkeypatch.setattr(engine._parts.ranks, "post", noted)
+        monkeypatch.setattr(engine._runtime.ranks, "post", noted)
         async with expected("growth within the reserve", limit_s=30.0):
             taken = await engine.wait_grown(ready, room + len(reserve) * world.PAGE_SIZE)
         assert taken == reserve

@@ -71,7 +71,7 @@ def test_a_broken_invariant_is_told_by_every_outcome_and_every_later_call(runnin
         tickets = [rig.thread.submit(rig.request(f"r{number}")) for number in range(4)]
 
         async def break_it(engine: object) -> None:
-            engine._parts._break(BrokenInvariant("by a test"))  # type: ignore[attr-defined]  # As a step of the core.
+            engine._runtime._break(BrokenInvariant("by a test"))  # type: ignore[attr-defined]  # As a step of the core.
 
         rig.thread.call(break_it)
         outcomes = []

@@ -30,7 +30,7 @@ def turn(rig: Rig, name: str, tokens: bytes) -> None:
     """A whole request; what it leads to is still to be taken."""
     rig.make_ready(name, tokens)
     rig.finish(name, tokens)
-    rig.take(commands.TellFinished)
+    rig.take(commands.ReportFinished)
     rig.take(commands.ForgetTokens)
 
 
@@ -97,7 +97,7 @@ def test_an_eviction_from_the_host_has_the_next_leaf_put() -> None:
     rig.make_ready("b", b"ghij")
     rig.step(events.RetractRequested, request_id="b", keys=b"ghij", tokens=4)
     rig.copied(rig.take(commands.CopyToHost))
-    rig.take(commands.TellRetracted)
+    rig.take(commands.ReportRetracted)
     rig.take(commands.ForgetTokens)
     rig.step(events.RetractedDropped, request_id="b")
     rig.nothing_else()
@@ -193,7 +193,7 @@ def test_a_copy_that_failed_is_not_repeated_at_once() -> None:
 
 def test_puts_wait_for_fetches_and_end_with_storage() -> None:
     rig = back_rig(host_pages=8, write_back_ahead=1.0, put_wait_s=1.0, put_fetch_s_max=0.5)
-    rig.core.storage.note_pace(begun_at_s=-1.0, pages=1)
+    rig.core.storage.note_throughput(begun_at_s=-1.0, pages=1)
     turn(rig, "a", b"abcdefgh")
     rig.copied(rig.take(commands.CopyToHost))
     rig.nothing_else()
@@ -231,7 +231,7 @@ def test_retracting_copies_to_the_host_and_puts_nothing() -> None:
     rig.make_ready("a", b"abcd")
     rig.step(events.RetractRequested, request_id="a", keys=b"abcd", tokens=4)
     rig.copied(rig.take(commands.CopyToHost))
-    assert rig.take(commands.TellRetracted).held_pages == 4
+    assert rig.take(commands.ReportRetracted).held_pages == 4
     rig.take(commands.ForgetTokens)
     rig.nothing_else()
 
@@ -340,7 +340,7 @@ class WrittenBack(RuleBasedStateMachine):
 
     @rule()
     def finish_the_ready(self) -> None:
-        for ready in self.rig.take_all(commands.TellReady):
+        for ready in self.rig.take_all(commands.ReportReady):
             if (request := self.rig.core.request(ready.request_id)) is not None:
                 self.rig.finish(ready.request_id, request.keys)
 

@@ -35,12 +35,12 @@ def test_a_window_needs_the_pages_that_cover_it_and_one_to_write(
     kind: ComponentKind, tokens: int, tail: int, live: int
 ) -> None:
     component = Component(name="c", kind=kind, window_tokens=tokens, device_pages=1)
-    assert (component.tail_pages(16), component.live_pages(16)) == (tail, live)
+    assert (component.trailing_pages(16), component.live_pages(16)) == (tail, live)
 
 
 def test_a_state_needs_one_record_however_long_the_prompt() -> None:
     state = Component(name="c", kind="state", device_pages=1)
-    assert (state.tail_pages(16), state.live_pages(16)) == (1, 1)
+    assert (state.trailing_pages(16), state.live_pages(16)) == (1, 1)
 
 
 @given(st.sets(st.integers(0, 20)), st.integers(1, 6), st.integers(0, 22))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.prefixes import Prefix, keys, prefix_of
-from tidekv.states.components.index import ComponentIndex, Reserved, TailReceipt
+from tidekv.states.components.index import ComponentIndex, ComponentReceipt, Reserved
 from tidekv.states.components.specs import Component
-from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import page_ids
 
@@ -44,7 +44,7 @@ def cut(prompt: Prefix, end: int) -> Prefix:
 class Books:
     """What the model knows of one component in one tier."""
 
-    account: PageAccount
+    account: PagePool
     pages: dict[Prefix, int] = field(default_factory=dict)
     """By prefix: the page that the index keeps for its last position."""
     memory: dict[int, object] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Books:
 
     def write(self, page: int, what: object) -> None:
         # What is in the index is never written again.
-        assert self.account.condition(page) is Condition.OWNED
+        assert self.account.condition(page) is PageState.OWNED
         self.memory[page] = what
 
 
@@ -60,7 +60,7 @@ class Books:
 class Held:
     """One receipt, and what it must keep: pages by component and prefix."""
 
-    receipt: TailReceipt
+    receipt: ComponentReceipt
     kind: str
     boundary: int
     kept: dict[str, dict[Prefix, int]]
@@ -71,14 +71,14 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
     @initialize(components=st.sampled_from(SETS), prompts=st.lists(PROMPTS, min_size=2, max_size=4), pick=PICK)
     def start(self, components: list[Component], prompts: list[Prefix], pick: int) -> None:
-        self.full = {"device": PageAccount("device", 30), "host": PageAccount("host", 20)}
+        self.full = {"device": PagePool("device", 30), "host": PagePool("host", 20)}
         self.index = PrefixIndex(key_bytes=4, device=self.full["device"], host=self.full["host"])
-        self.tails = ComponentIndex(self.index, components, page_size=1)
-        self.tail_pages = {c.name: c.window_tokens or 1 for c in components}
-        self.names = list(self.tail_pages)
+        self.component_pages = ComponentIndex(self.index, components, page_size=1)
+        self.trailing_pages = {c.name: c.window_tokens or 1 for c in components}
+        self.names = list(self.trailing_pages)
         self.books = {
             (tier, name): Books(tiers[name].account)
-            for tier, tiers in (("device", self.tails.device), ("host", self.tails.host))
+            for tier, tiers in (("device", self.component_pages.device), ("host", self.component_pages.host))
             for name in self.names
         }
         self.held: list[Held] = []
@@ -88,12 +88,12 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             self.insert_full(prompt)
             if pick >> number & 1:
                 self.give_the_other_tiers_copy(pick, "host")
-            self.insert_tails("device" if pick >> number & 2 else "host", number)
+            self.insert_components("device" if pick >> number & 2 else "host", number)
 
     # --- The model's own view ---
 
     def tail(self, name: str, prompt: Prefix, boundary: int) -> list[Prefix]:
-        first = max(0, boundary - self.tail_pages[name])
+        first = max(0, boundary - self.trailing_pages[name])
         return [cut(prompt, position + 1) for position in range(first, boundary)]
 
     def longest(self, prompt: Prefix, *, use_host: bool) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             boundary -= 1
         return min(boundary, on_device), max(0, boundary - on_device)
 
-    def keep(self, receipt: TailReceipt, prompt: Prefix, boundary: int) -> Held:
+    def keep(self, receipt: ComponentReceipt, prompt: Prefix, boundary: int) -> Held:
         kind = receipt.full.kind
         kept = {}
         for name in self.names:
@@ -128,13 +128,13 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         return any(
             part.kind == tier
             and node in self.index.path(part.receipt.full.node)
-            and node.depth_pages > part.boundary - self.tail_pages[name]
+            and node.depth_pages > part.boundary - self.trailing_pages[name]
             for part in self.live
         )
 
     def found(self, tier: str, name: str) -> dict[Prefix, int]:
         """What the index keeps, read from it."""
-        books = (self.tails.device if tier == "device" else self.tails.host)[name]
+        books = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
         return {
             cut(prefix_of(node), position + 1): page
             for node in self.index.nodes()
@@ -208,7 +208,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         pieces = [cut(prompt, position + 1) for position in range(first, first + count)]
         for piece, page in zip(pieces, ours, strict=True):
             books.write(page, piece)
-        table, unused = self.tails.insert(tier, name, node, first, ours)  # type: ignore[arg-type]  # One of the two names.
+        table, unused = self.component_pages.insert(tier, name, node, first, ours)  # type: ignore[arg-type]  # One of the two names.
         theirs = [piece in books.pages for piece in pieces]
         assert unused.tolist() == [page for page, known in zip(ours, theirs, strict=True) if known]
         for piece, page in zip(pieces, ours, strict=True):
@@ -217,13 +217,13 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         books.account.give_back(unused)
 
     @rule(tier=TIERS, pick=PICK)
-    def insert_tails(self, tier: str, pick: int) -> None:
+    def insert_components(self, tier: str, pick: int) -> None:
         """As a finished request leaves them: whole, and of every component."""
         nodes = self.nodes(tier)
         if nodes:
             node = nodes[pick % len(nodes)]
             for name in self.names:
-                first = max(0, node.depth_pages - self.tail_pages[name])
+                first = max(0, node.depth_pages - self.trailing_pages[name])
                 self.enter(tier, name, node, first, node.depth_pages - first)
 
     @rule(tier=TIERS, pick=PICK)
@@ -231,16 +231,16 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         nodes = self.nodes(tier)
         if nodes:
             node = nodes[pick % len(nodes)]
-            take = self.tails.lock if tier == "device" else self.tails.pin
+            take = self.component_pages.lock if tier == "device" else self.component_pages.pin
             receipt = take(node, boundary=node.depth_pages)
             self.held.append(self.keep(receipt, prefix_of(node), node.depth_pages))
 
     @rule(tier=TIERS, pick=PICK, count=st.integers(1, 6))
     def evict(self, tier: str, pick: int, count: int) -> None:
         name = self.names[pick % len(self.names)]
-        books = (self.tails.device if tier == "device" else self.tails.host)[name]
+        books = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
         evictable = books.evictable
-        freed = self.tails.evict(tier, name, count)  # type: ignore[arg-type]  # One of the two names.
+        freed = self.component_pages.evict(tier, name, count)  # type: ignore[arg-type]  # One of the two names.
         gone = self.shrink()
         assert freed == len(gone.pop((tier, name))) >= min(count, evictable)
         assert not any(gone.values())
@@ -248,48 +248,50 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     @rule(tier=TIERS, pick=PICK)
     def drop(self, tier: str, pick: int) -> None:
         name = self.names[pick % len(self.names)]
-        books = (self.tails.device if tier == "device" else self.tails.host)[name]
+        books = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
         nodes = [node for node in self.nodes(tier) if not books.is_guarded(node)]
         if nodes:
             node = nodes[pick % len(nodes)]
             pages = set(books.pages_of(node).values())
-            self.tails.drop(tier, name, node)  # type: ignore[arg-type]  # One of the two names.
+            self.component_pages.drop(tier, name, node)  # type: ignore[arg-type]  # One of the two names.
             assert set(self.shrink()[tier, name].values()) == pages
 
     @rule(prompt=PROMPTS, use_host=st.booleans(), lock=st.booleans(), pin=st.booleans())
     def match(self, prompt: Prefix, use_host: bool, lock: bool, pin: bool) -> None:
         expected = self.longest(prompt, use_host=use_host)
-        assert self.tails.probe_prefix(prompt[0], keys(prompt[1]), use_host=use_host) == expected
-        match = self.tails.match(prompt[0], keys(prompt[1]), use_host=use_host)
+        assert self.component_pages.probe_prefix(prompt[0], keys(prompt[1]), use_host=use_host) == expected
+        match = self.component_pages.match(prompt[0], keys(prompt[1]), use_host=use_host)
         assert (match.device_pages, match.host_pages) == expected
         boundary = sum(expected)
         assert prefix_of(match.host_node) == cut(prompt, boundary)
         if lock:
-            receipt = self.tails.lock(match.device_node, boundary=boundary)
+            receipt = self.component_pages.lock(match.device_node, boundary=boundary)
             self.held.append(self.keep(receipt, prompt, boundary))
         if pin:
-            receipt = self.tails.pin(match.host_node, boundary=boundary)
+            receipt = self.component_pages.pin(match.host_node, boundary=boundary)
             self.held.append(self.keep(receipt, prompt, boundary))
 
     @precondition(lambda self: self.held)
     @rule(pick=PICK)
     def give_back(self, pick: int) -> None:
         part = self.held.pop(pick % len(self.held))
-        (self.tails.unlock if part.kind == "device" else self.tails.unpin)(part.receipt)
+        (self.component_pages.unlock if part.kind == "device" else self.component_pages.unpin)(part.receipt)
 
     @rule(prompt=PROMPTS, spare=st.integers(0, 2))
     def reserve(self, prompt: Prefix, spare: int) -> None:
-        match = self.tails.match(prompt[0], keys(prompt[1]))
+        match = self.component_pages.match(prompt[0], keys(prompt[1]))
         boundary = match.device_pages + match.host_pages
-        before = {name: (tier.account.free, tier.evictable) for name, tier in self.tails.device.items()}
-        reserved = self.tails.reserve(match, dict.fromkeys(self.names, spare))
+        before = {name: (tier.account.free, tier.evictable) for name, tier in self.component_pages.device.items()}
+        reserved = self.component_pages.reserve(match, dict.fromkeys(self.names, spare))
         gone = self.shrink()
         if reserved is None:
             assert not any(gone.values())
-            assert before == {name: (tier.account.free, tier.evictable) for name, tier in self.tails.device.items()}
+            assert before == {
+                name: (tier.account.free, tier.evictable) for name, tier in self.component_pages.device.items()
+            }
             return
         assert reserved.boundary == boundary
-        for name, tail in reserved.tails.items():
+        for name, tail in reserved.component_pages.items():
             self.bring(name, prompt, boundary, reserved)
             missing = len(tail.loads[1]) + len(tail.clones[1])
             fresh = name == "state" and not boundary
@@ -301,7 +303,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
     def bring(self, name: str, prompt: Prefix, boundary: int, reserved: Reserved) -> None:
         """Do the copies that follow from a reservation, and see that its table holds what the boundary needs."""
-        tail, device, host = reserved.tails[name], self.books["device", name], self.books["host", name]
+        tail, device, host = reserved.component_pages[name], self.books["device", name], self.books["host", name]
         for source, target in zip(*tail.loads, strict=True):
             device.write(target, host.memory[source])
         for source, target in zip(*tail.clones, strict=True):
@@ -315,41 +317,41 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             device.write(tail.table[0], "gone on")
         else:
             assert [device.memory[page] for page in tail.table] == pieces
-            assert device.account.holds(page_ids(shared), Condition.CACHED)
+            assert device.account.holds(page_ids(shared), PageState.CACHED)
 
     @precondition(lambda self: self.reserved)
     @rule(pick=PICK, enter=st.booleans())
     def release(self, pick: int, enter: bool) -> None:
         prompt, reserved, _, _ = self.reserved.pop(pick % len(self.reserved))
         node = reserved.lock.full.node
-        for name, tail in reserved.tails.items():
+        for name, tail in reserved.component_pages.items():
             books = self.books["device", name]
             kept = set(tail.own)
             if enter and name != "state" and node.depth_pages == reserved.boundary:
                 # The full pages are there: what was loaded joins the index.
-                table, unused = self.tails.insert("device", name, node, tail.first, tail.table)
+                table, unused = self.component_pages.insert("device", name, node, tail.first, tail.table)
                 for position, page in enumerate(table, tail.first):
                     assert books.pages.setdefault(cut(prompt, position + 1), page) == page
                 kept -= set(tail.table) - set(unused)
             books.account.give_back(page_ids(kept))
-        self.tails.release(reserved)
+        self.component_pages.release(reserved)
 
     # --- What holds after every call ---
 
     @invariant()
     def books_add_up(self) -> None:
         self.index.check()
-        self.tails.check()
+        self.component_pages.check()
         for (tier, name), books in self.books.items():
             assert self.found(tier, name) == books.pages
             # Every page is where its bytes belong, through all splits.
             assert all(books.memory[page] == piece for piece, page in books.pages.items())
             account, own = books.account, page_ids()
             for _, reserved, _, _ in self.reserved:
-                own += reserved.tails[name].own if tier == "device" else page_ids()
-            assert account.holds(own, Condition.OWNED) and account.owned == len(own)
+                own += reserved.component_pages[name].own if tier == "device" else page_ids()
+            assert account.holds(own, PageState.OWNED) and account.owned == len(own)
             assert account.free + account.owned + account.cached + account.draining == account.total
-            tiers = self.tails.device if tier == "device" else self.tails.host
+            tiers = self.component_pages.device if tier == "device" else self.component_pages.host
             held = sum(
                 len(tiers[name].pages_of(node)) for node in self.index.nodes() if self.is_guarded(tier, name, node)
             )
@@ -364,7 +366,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
                 assert all(pages.get(piece) == page for piece, page in kept.items())
 
     def teardown(self) -> None:
-        if not hasattr(self, "tails"):
+        if not hasattr(self, "component_pages"):
             return
         while self.held:
             self.give_back(0)
@@ -373,7 +375,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         # With nothing held, an empty tree leaves every pool free.
         self.index.flush("device")
         self.index.flush("host")
-        self.tails.check()
+        self.component_pages.check()
         for books in self.books.values():
             assert books.account.free == books.account.total
 

@@ -24,24 +24,24 @@ def test_a_tail_is_put_when_it_is_on_the_host_and_the_full_pages_are_in_storage(
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
-    of_window, of_state = rig.take_all(commands.CopyTail)
+    of_window, of_state = rig.take_all(commands.CopyComponent)
     rig.copied(of_window)
-    assert not rig.take_all(commands.StoreTail)
+    assert not rig.take_all(commands.StoreComponent)
     rig.stored(rig.take(commands.StorePages))
-    put = rig.take(commands.StoreTail)
+    put = rig.take(commands.StoreComponent)
     assert (put.component, put.first, put.host_pages) == ("window", 5, of_window.target_pages)
     # The other tail comes later: the request's own tokens are forgotten by then.
     rig.take(commands.ForgetTokens)
     rig.copied(of_state)
-    late = rig.take(commands.StoreTail)
+    late = rig.take(commands.StoreComponent)
     assert (late.component, late.first, late.host_pages) == ("state", 7, of_state.target_pages)
     assert rig.core.keys_put(put.op) == rig.core.keys_put(late.op) == ("", PROMPT)
     # While they are read nobody can evict them.
     assert rig.core.statistics()["window_host_protected"] == 3
     rig.stored(put)
     rig.stored(late, 0)
-    assert rig.core.statistics()["tail_pages_stored"] == 3 and rig.core.statistics()["window_host_protected"] == 0
-    rig.take(commands.TellFinished)
+    assert rig.core.statistics()["component_pages_stored"] == 3 and rig.core.statistics()["window_host_protected"] == 0
+    rig.take(commands.ReportFinished)
     rig.nothing_else()
     rig.expect_nothing_held()
 
@@ -51,7 +51,7 @@ def test_what_the_write_policy_keeps_out_of_storage_has_no_tails_there() -> None
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.settle()
     rig.flush("l1")
-    assert rig.core.statistics()["window_host_cached"] == 3 and not rig.core.statistics()["tail_pages_stored"]
+    assert rig.core.statistics()["window_host_cached"] == 3 and not rig.core.statistics()["component_pages_stored"]
     rig.expect_nothing_held()
 
 
@@ -59,21 +59,21 @@ def test_full_pages_that_storage_did_not_take_have_no_tails_there() -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyTail):
+    for copy in rig.take_all(commands.CopyComponent):
         rig.copied(copy)
     rig.stored(rig.take(commands.StorePages), 7)
-    assert not rig.take_all(commands.StoreTail)
+    assert not rig.take_all(commands.StoreComponent)
 
 
 def test_half_a_tail_is_not_put() -> None:
     rig = rig_with(window(3))
     cached(rig, PROMPT)
     index = rig.core.state.components
-    assert index is not None and rig.core.tail_backups is not None
+    assert index is not None and rig.core.component_backups is not None
     (leaf,) = (node for node in rig.core.state.index.nodes() if node.depth_pages == 8)
     upper = rig.core.state.index.split(leaf, 6)
     index.drop("host", "window", upper)
-    rig.core.tail_backups.puts.begin(leaf)
+    rig.core.component_backups.puts.begin(leaf)
     assert not rig.core.state.out and not rig.core.statistics()["transitions_raised"]
 
 
@@ -81,12 +81,12 @@ def test_with_write_back_a_tail_is_put_before_its_full_pages_are_evicted() -> No
     rig = rig_with(device_pages=16, host_pages=10, write="back", write_back_ahead=1.0)
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyTail):
+    for copy in rig.take_all(commands.CopyComponent):
         rig.copied(copy)
     put = rig.take(commands.StorePages)
     assert put.serial == 0
     rig.stored(put)
-    assert [put.component for put in rig.take_all(commands.StoreTail)] == ["window", "state"]
+    assert [put.component for put in rig.take_all(commands.StoreComponent)] == ["window", "state"]
 
 
 def test_puts_of_tails_give_way_to_fetches() -> None:
@@ -94,22 +94,22 @@ def test_puts_of_tails_give_way_to_fetches() -> None:
     only_in_storage(rig)
     finish(rig, ready_with(rig, "b", b"xyz"), b"xyz")
     rig.copied(rig.take(commands.CopyToHost))
-    of_window, of_state = rig.take_all(commands.CopyTail)
+    of_window, of_state = rig.take_all(commands.CopyComponent)
     rig.stored(rig.take(commands.StorePages))
-    rig.take(commands.TellFinished)
+    rig.take(commands.ReportFinished)
     rig.take(commands.ForgetTokens)
     fetches = fetching(rig)
     rig.copied(of_window)
     rig.copied(of_state)
-    assert not rig.take_all(commands.StoreTail)
+    assert not rig.take_all(commands.StoreComponent)
     # One has waited long enough, the other goes when the last fetch is over.
     rig.now_s += 1.0
-    assert rig.core.tail_backups is not None and len(rig.core.tail_backups.puts.waiting) == 2
+    assert rig.core.component_backups is not None and len(rig.core.component_backups.puts.waiting) == 2
     for fetch in fetches:
         rig.fetched(fetch)
-    assert not rig.take_all(commands.StoreTail)
+    assert not rig.take_all(commands.StoreComponent)
     rig.fetched(rig.take(commands.FetchPages))
-    assert [put.component for put in rig.take_all(commands.StoreTail)] == ["window", "state"]
+    assert [put.component for put in rig.take_all(commands.StoreComponent)] == ["window", "state"]
 
 
 def test_a_put_waits_for_fetches_only_so_long_and_not_for_storage_that_is_gone() -> None:
@@ -118,7 +118,7 @@ def test_a_put_waits_for_fetches_only_so_long_and_not_for_storage_that_is_gone()
         only_in_storage(rig)
         finish(rig, ready_with(rig, "b", b"xyz"), b"xyz")
         rig.copied(rig.take(commands.CopyToHost))
-        copies = rig.take_all(commands.CopyTail)
+        copies = rig.take_all(commands.CopyComponent)
         rig.stored(rig.take(commands.StorePages))
         fetching(rig)
         for copy in copies:
@@ -129,10 +129,10 @@ def test_a_put_waits_for_fetches_only_so_long_and_not_for_storage_that_is_gone()
             StoragePolicy(**{**policy_dict(rig), "prefetch_base_s": 100.0})
         )
         rig.wait_until(rig.now_s + 6.0)
-        puts = rig.take_all(commands.StoreTail)
+        puts = rig.take_all(commands.StoreComponent)
         assert len(puts) == (0 if is_gone else 2)
         rig.pending += puts
-        for fetch in rig.take_all(commands.FetchTail):
+        for fetch in rig.take_all(commands.FetchComponent):
             rig.fetched(fetch)
         rig.abort("a")
         rig.settle()
@@ -147,30 +147,30 @@ def test_a_late_put_is_counted_and_keeps_its_pin_until_it_ends() -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyTail):
+    for copy in rig.take_all(commands.CopyComponent):
         rig.copied(copy)
     rig.stored(rig.take(commands.StorePages))
-    puts = rig.take_all(commands.StoreTail)
+    puts = rig.take_all(commands.StoreComponent)
     rig.wait_until(rig.now_s + 70.0)
     counts = rig.core.statistics()
     assert counts["backups_late"] == 2 and counts["window_host_protected"] == 3
     for put in puts:
         rig.step(events.CommandRaised, op=put.op, detail="no such shelf")
-    assert rig.core.statistics()["window_host_protected"] == 0 and rig.core.statistics()["tail_pages_stored"] == 0
+    assert rig.core.statistics()["window_host_protected"] == 0 and rig.core.statistics()["component_pages_stored"] == 0
 
 
 def test_storage_is_asked_for_full_pages_and_tails_at_once() -> None:
     rig = rig_with()
     only_in_storage(rig)
     query = asked(rig)
-    assert (query.first, query.count, query.tails_first) == (0, 8, 0)
+    assert (query.first, query.count, query.components_first) == (0, 8, 0)
 
 
 def test_only_positions_that_can_matter_are_asked_for() -> None:
     rig = rig_with()
     cached(rig, PROMPT[:6])
     query = asked(rig)
-    assert (query.first, query.count, query.tails_first) == (6, 2, 4)
+    assert (query.first, query.count, query.components_first) == (6, 2, 4)
 
 
 def test_who_has_all_but_the_tails_asks_for_those_alone() -> None:
@@ -180,9 +180,9 @@ def test_who_has_all_but_the_tails_asks_for_those_alone() -> None:
     for tier in ("device", "host"):
         rig.core.state.components.evict(tier, "window", 16)
     query = asked(rig)
-    assert (query.first, query.count, query.tails_first) == (8, 0, 0)
-    rig.answer(query, 0, tails=(tail("window", (5, 8)),))
-    fetch, clone = rig.take(commands.FetchTail), rig.take(commands.CopyTail)
+    assert (query.first, query.count, query.components_first) == (8, 0, 0)
+    rig.answer(query, 0, component_pages=(tail("window", (5, 8)),))
+    fetch, clone = rig.take(commands.FetchComponent), rig.take(commands.CopyComponent)
     assert (fetch.component, ids(fetch.positions), clone.component) == ("window", [5, 6, 7], "state")
     assert not rig.take_all(commands.FetchPages)
     assert rig.take(commands.SendPromise).promised_tokens == 8 and rig.state("a") == "PREFETCH"
@@ -192,9 +192,9 @@ def test_little_is_not_asked_for_and_not_fetched() -> None:
     rig = rig_with(prefetch_threshold_tokens=4)
     cached(rig, PROMPT[:6])
     rig.arrive("a", PROMPT)
-    assert not rig.take_all(commands.QueryTails)
+    assert not rig.take_all(commands.QueryComponents)
     rig = rig_with(prefetch_threshold_tokens=4)
-    rig.answer(asked(rig, PROMPT), 8, tails=(tail("window", (0, 3)), tail("state", (2, 3))))
+    rig.answer(asked(rig, PROMPT), 8, component_pages=(tail("window", (0, 3)), tail("state", (2, 3))))
     assert rig.take(commands.SendPromise).promised_tokens == 0
 
 
@@ -213,7 +213,7 @@ def test_a_request_is_not_admitted_before_the_answer_and_lets_others_pass() -> N
     assert (rig.state("a"), rig.state("b")) == ("PREALLOC", "TRANSFER")
     rig.wait_until(rig.now_s + 2.0)
     assert rig.state("a") == "TRANSFER" and rig.core.statistics()["l3_queries_late"] == 1
-    rig.answer(query, 8, tails=ALL)
+    rig.answer(query, 8, component_pages=ALL)
     assert rig.core.statistics()["outcomes_late"] == 1
 
 
@@ -223,17 +223,17 @@ def test_who_waits_asks_again_where_what_was_in_front_of_the_answer_has_left_the
     big = ready_with(rig, "big", b"12345")
     query = asked(rig)
     assert query.first == 4
-    rig.answer(query, 4, tails=ALL)
+    rig.answer(query, 4, component_pages=ALL)
     assert rig.state("a") == "PREALLOC"
     rig.flush("l1")
     rig.flush("l2")
     finish(rig, big, b"12345")
-    for kind in (commands.CopyToHost, commands.CopyTail):
+    for kind in (commands.CopyToHost, commands.CopyComponent):
         for copy in rig.take_all(kind):
             rig.copied(copy)
-    again = rig.take(commands.QueryTails)
+    again = rig.take(commands.QueryComponents)
     assert (again.first, again.count) == (0, 8)
-    rig.answer(again, 8, tails=ALL)
+    rig.answer(again, 8, component_pages=ALL)
     assert rig.state("a") == "PREFETCH" and rig.take(commands.SendPromise).promised_tokens == 8
 
 
@@ -245,7 +245,7 @@ def test_what_was_in_front_of_tails_and_has_left_is_not_thought_to_be_in_storage
         rig.core.state.components.evict(tier, "window", 16)
     ready_with(rig, "big", b"12345")
     # The full pages are all here, and storage was not asked for them.
-    rig.answer(asked(rig), 0, tails=ALL)
+    rig.answer(asked(rig), 0, component_pages=ALL)
     assert rig.state("a") == "PREALLOC"
     rig.flush("l1")
     rig.flush("l2")

@@ -33,8 +33,8 @@ def test_a_prompt_comes_back_from_storage_with_its_tails() -> None:
     assert (of_window.component, ids(of_window.positions)) == ("window", [5, 6, 7])
     assert (of_state.component, ids(of_state.positions)) == ("state", [7])
     promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 8 and promise.tails is not None
-    assert [len(asked_for.pages) for asked_for in promise.tails] == [0, 0]
+    assert promise.promised_tokens == 8 and promise.component_pages is not None
+    assert [len(asked_for.pages) for asked_for in promise.component_pages] == [0, 0]
     rig.serve(promise)
     rig.fetched(rig.take(commands.FetchPages))
     rig.copied(rig.take(commands.CopyToDevice))
@@ -42,11 +42,11 @@ def test_a_prompt_comes_back_from_storage_with_its_tails() -> None:
     assert rig.state("a") == "PREFETCH"
     rig.fetched(of_window)
     assert rig.state("a") == "LOCAL_RESTORE"
-    for copy in rig.take_all(commands.CopyTail):
+    for copy in rig.take_all(commands.CopyComponent):
         assert copy.source == "host" and copy.target == "device"
         rig.copied(copy)
-    ready = rig.take(commands.TellReady)
-    assert ready.tails is not None and [len(table.pages) for table in ready.tails] == [3, 1]
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None and [len(table.pages) for table in ready.component_pages] == [3, 1]
     assert ready.sources["l3"] == 8 and pages(rig, "window") == pages(rig, "state") == (0, 0)
     assert rig.core.statistics()["window_device_cached"] == 3
     finish(rig, ready, PROMPT)
@@ -60,12 +60,12 @@ def test_the_plan_ends_at_the_longest_boundary_that_all_tiers_serve_together() -
     rig.flush("l1")
     rig.flush("l2")
     # Storage has lost the last record.
-    rig.answer(asked(rig, PROMPT + b"ij"), 8, tails=(tail("state", (3, 4)),))
+    rig.answer(asked(rig, PROMPT + b"ij"), 8, component_pages=(tail("state", (3, 4)),))
     assert rig.take(commands.SendPromise).promised_tokens == 4
     assert len(rig.take(commands.FetchPages).host_pages) == 4
     # Nothing of the record is needed here: prefill sends the one at the prompt's end.
-    assert not rig.take_all(commands.FetchTail)
-    assert rig.request("a").declined == ("no_tail", 4)
+    assert not rig.take_all(commands.FetchComponent)
+    assert rig.request("a").declined == ("no_component", 4)
 
 
 def test_a_tail_is_put_together_from_device_host_and_storage() -> None:
@@ -81,41 +81,41 @@ def test_a_tail_is_put_together_from_device_host_and_storage() -> None:
     for tier, end in (("device", 6), ("device", 7), ("host", 7)):
         index.drop(tier, "window", at_end[end])
     assert sum(index.probe_prefix("", PROMPT)) == 0 and rig.core.storage.is_usable
-    rig.answer(asked(rig), 0, tails=(tail("window", (6, 7)),))
-    fetch, copy = rig.take(commands.FetchTail), rig.take(commands.CopyTail)
+    rig.answer(asked(rig), 0, component_pages=(tail("window", (6, 7)),))
+    fetch, copy = rig.take(commands.FetchComponent), rig.take(commands.CopyComponent)
     assert ids(fetch.positions) == [6] and (copy.source, len(copy.source_pages)) == ("host", 1)
     rig.serve(rig.take(commands.SendPromise))
     rig.copied(copy)
     rig.fetched(fetch)
-    rig.copied(rig.take(commands.CopyTail))
-    ready = rig.take(commands.TellReady)
-    assert ready.tails is not None and len(ready.tails[0].pages) == 4
+    rig.copied(rig.take(commands.CopyComponent))
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None and len(ready.component_pages[0].pages) == 4
     finish(rig, ready, PROMPT)
     settle(rig)
 
 
 def test_positions_that_are_not_of_the_prompt_are_not_believed() -> None:
     rig = rig_with()
-    rig.answer(asked(rig), 99, tails=(tail("window", (-5, 99)), tail("state", (-9, -1), (3, 4), (70, 80))))
+    rig.answer(asked(rig), 99, component_pages=(tail("window", (-5, 99)), tail("state", (-9, -1), (3, 4), (70, 80))))
     assert rig.take(commands.SendPromise).promised_tokens == 4
 
 
 def test_limits_on_fetches_shorten_the_plan_to_a_boundary_within_them() -> None:
-    tails = (tail("state", (1, 2), (3, 4), (7, 8)),)
+    component_pages = (tail("state", (1, 2), (3, 4), (7, 8)),)
     rig = rig_with(state(), fetch_pages_in_flight_max=5)
-    rig.answer(asked(rig), 8, tails=tails)
+    rig.answer(asked(rig), 8, component_pages=component_pages)
     assert rig.take(commands.SendPromise).promised_tokens == 4
     assert rig.request("a").declined == ("limit", 4) and rig.core.statistics()["l3_declined_pages"] == 4
     # While those are fetched, nobody else fetches anything.
     query = asked(rig, b"x" * 8, "b")
-    rig.answer(query, 8, tails=tails)
+    rig.answer(query, 8, component_pages=component_pages)
     assert rig.take(commands.SendPromise).promised_tokens == 0
     assert rig.request("b").declined == ("limit", 8)
 
 
 def test_full_pages_that_do_not_fit_the_host_shorten_the_plan() -> None:
     rig = rig_with(state(), host_pages=5)
-    rig.answer(asked(rig), 8, tails=(tail("state", (3, 4), (7, 8)),))
+    rig.answer(asked(rig), 8, component_pages=(tail("state", (3, 4), (7, 8)),))
     assert rig.take(commands.SendPromise).promised_tokens == 4
     assert rig.request("a").declined == ("no_host_page", 4)
 
@@ -127,21 +127,21 @@ def test_many_boundaries_that_limits_forbid_are_not_all_tried() -> None:
     assert index is not None
     for tier in ("device", "host"):
         index.evict(tier, "window", 64)
-    rig.answer(asked(rig, bytes(30)), 0, tails=(tail("window", (0, 30)),))
+    rig.answer(asked(rig, bytes(30)), 0, component_pages=(tail("window", (0, 30)),))
     assert rig.take(commands.SendPromise).promised_tokens == 0
 
 
 def test_host_pages_of_a_component_are_not_waited_for() -> None:
     rig = rig_with(window(3, host=2), state())
-    rig.answer(asked(rig), 8, tails=ALL)
-    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.take_all(commands.FetchTail)
+    rig.answer(asked(rig), 8, component_pages=ALL)
+    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.take_all(commands.FetchComponent)
     rig.abort("a")
     settle(rig)
 
 
 def test_a_pool_in_which_a_tail_from_storage_never_has_room_does_without() -> None:
     rig = rig_with(window(3, device=4), state())
-    rig.answer(asked(rig), 8, tails=ALL)
+    rig.answer(asked(rig), 8, component_pages=ALL)
     assert rig.take(commands.SendPromise).promised_tokens == 0
     rig.abort("a")
     settle(rig)
@@ -150,7 +150,7 @@ def test_a_pool_in_which_a_tail_from_storage_never_has_room_does_without() -> No
 def test_a_pool_that_others_hold_is_waited_for() -> None:
     rig = rig_with(window(3, device=8), state())
     ready = ready_with(rig, "b", b"xyz")
-    rig.answer(asked(rig), 8, tails=ALL)
+    rig.answer(asked(rig), 8, component_pages=ALL)
     assert rig.state("a") == "PREALLOC"
     finish(rig, ready, b"xyz")
     rig.settle()
@@ -160,8 +160,8 @@ def test_a_pool_that_others_hold_is_waited_for() -> None:
 def test_remains_of_another_load_in_the_way_leave_a_request_without_storage() -> None:
     rig = rig_with()
     only_in_storage(rig)
-    rig.answer(asked(rig), 8, tails=ALL)
-    rig.take_all(commands.FetchTail)
+    rig.answer(asked(rig), 8, component_pages=ALL)
+    rig.take_all(commands.FetchComponent)
     rig.fetched(rig.take(commands.FetchPages))
     rig.take(commands.SendPromise)
     # The copy to the device is late: its pages are void until it ends.
@@ -170,9 +170,9 @@ def test_remains_of_another_load_in_the_way_leave_a_request_without_storage() ->
     rig.abort("a")
     rig.pending = [wish for wish in rig.pending if not isinstance(wish, commands.SendPromise)]
     query = asked(rig, PROMPT, "b")
-    rig.answer(query, 8, tails=ALL)
-    assert rig.request("b").tail_limit == 1
-    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.take_all(commands.FetchTail)
+    rig.answer(query, 8, component_pages=ALL)
+    assert rig.request("b").component_limit == 1
+    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.take_all(commands.FetchComponent)
 
 
 @pytest.mark.parametrize("good", [0, 2, -1])
@@ -200,14 +200,14 @@ def test_a_late_tail_keeps_its_host_pages_until_it_ends() -> None:
     rig.fetched(rig.take(commands.FetchPages))
     rig.copied(rig.take(commands.CopyToDevice))
     rig.fetched(of_state)
-    rig.copied(rig.take(commands.CopyTail))
+    rig.copied(rig.take(commands.CopyComponent))
     rig.take(commands.SendPromise)
     rig.wait_until(rig.now_s + 3.0)
     assert rig.core.statistics()["l3_fetches_late"] == 1 and pages(rig, "window") == (3, 0)
     promise = rig.take(commands.SendPromise)
     assert promise.generation == 1 and promise.promised_tokens == 0
     rig.serve(promise)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
     rig.fetched(of_window)
     assert pages(rig, "window") == (0, 0)
 
@@ -218,14 +218,14 @@ def test_a_copy_from_the_host_pages_that_fails_or_is_late_costs_the_host_as_well
         only_in_storage(rig)
         of_window, of_state = fetching(rig)
         rig.fetched(of_window)
-        copy = rig.take(commands.CopyTail)
+        copy = rig.take(commands.CopyComponent)
         rig.take(commands.SendPromise)
         if is_late:
             rig.wait_until(rig.now_s + 40.0)
             # Until the copy has ended nobody gets its pages, neither those on the device nor those on the host.
             assert pages(rig, "window") == (3, 0)
         rig.copied(copy, error="bus error")
-        assert rig.request("a").tail_limit == 2 and pages(rig, "window") == (0, 0)
+        assert rig.request("a").component_limit == 2 and pages(rig, "window") == (0, 0)
         rig.fetched(of_state)
         settle_all(rig)
 
@@ -242,7 +242,7 @@ def test_who_leaves_leaves_pages_to_those_who_still_write_to_them(stage: str) ->
     of_window, of_state = fetching(rig)
     if stage != "answered":
         rig.fetched(of_window)
-        copy = rig.take(commands.CopyTail)
+        copy = rig.take(commands.CopyComponent)
         if stage == "copied":
             rig.copied(copy)
     rig.abort("a")
@@ -287,9 +287,9 @@ def test_a_tail_is_waited_for_when_the_transfer_is_done(policy: str) -> None:
     assert rig.state("a") == "PREFETCH"
     for fetch in fetches:
         rig.fetched(fetch)
-    for copy in rig.take_all(commands.CopyTail):
+    for copy in rig.take_all(commands.CopyComponent):
         rig.copied(copy)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -300,7 +300,7 @@ def test_a_raise_while_a_plan_from_storage_is_made_undoes_what_was_begun(
     only_in_storage(rig)
     query = asked(rig)
     raise_at_promises(rig, times, monkeypatch)
-    rig.answer(query, 8, tails=ALL)
+    rig.answer(query, 8, component_pages=ALL)
     # Storage is not trusted any more: what was granted for it is given back, and asked for again.
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 0
@@ -312,7 +312,7 @@ def test_reads_ahead_are_not_begun_with_components() -> None:
     rig = rig_with(device_pages=9, lookahead_pages_max=8)
     only_in_storage(rig)
     ready_with(rig, "big", b"12345")
-    rig.answer(asked(rig), 8, tails=ALL)
+    rig.answer(asked(rig), 8, component_pages=ALL)
     assert rig.state("a") == "PREALLOC"
     rig.nothing_else()
 
@@ -323,7 +323,7 @@ def test_a_recomputing_caller_begins_with_the_first_page_whatever_storage_has() 
     fetches = fetching(rig, can_recompute=True)
     promise = rig.take(commands.SendPromise)
     rig.step(events.RoomFailed, request_id="a", generation=promise.generation, cause="gone", settled=True)
-    assert rig.take(commands.Recompute).first == 0 and not rig.take_all(commands.QueryTails)
+    assert rig.take(commands.Recompute).first == 0 and not rig.take_all(commands.QueryComponents)
     for fetch in fetches:
         rig.fetched(fetch)
     assert pages(rig, "window") == (0, 0)
@@ -333,7 +333,7 @@ def test_books_that_contradict_themselves_are_not_taken_for_a_failed_put(monkeyp
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyTail):
+    for copy in rig.take_all(commands.CopyComponent):
         rig.copied(copy)
 
     def contradict(*_: object) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tidekv.states.components.index import ComponentIndex, Reserved
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
-from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import page_ids
@@ -31,10 +31,10 @@ class Bench:
     """An index of one-token pages with components, and the calls of a request in one line each."""
 
     def __init__(self, *components: Component) -> None:
-        self.device = PageAccount("device", 128)
-        self.host = PageAccount("host", 128)
+        self.device = PagePool("device", 128)
+        self.host = PagePool("host", 128)
         self.index = PrefixIndex(key_bytes=4, device=self.device, host=self.host)
-        self.tails = ComponentIndex(self.index, components, page_size=1)
+        self.component_pages = ComponentIndex(self.index, components, page_size=1)
 
     def put(self, *tokens: int) -> Node:
         inserted = self.index.insert("", keys(*tokens), self.device.take(len(tokens)))
@@ -47,21 +47,21 @@ class Bench:
                 self.index.give_host(node, self.host.take(node.page_count))
 
     def enter(self, name: str, node: Node, *positions: int, tier: TierName = "device") -> list[int]:
-        account = (self.tails.device if tier == "device" else self.tails.host)[name].account
+        account = (self.component_pages.device if tier == "device" else self.component_pages.host)[name].account
         pages = []
         for position in positions:
             page = account.take(1)
-            table, unused = self.tails.insert(tier, name, node, position, page)
+            table, unused = self.component_pages.insert(tier, name, node, position, page)
             account.give_back(unused)
             pages += table
         return pages
 
     def reserve(self, *tokens: int, **spare: int) -> Reserved | None:
-        return self.tails.reserve(self.tails.match("", keys(*tokens)), spare)
+        return self.component_pages.reserve(self.component_pages.match("", keys(*tokens)), spare)
 
     def check(self) -> None:
         self.index.check()
-        self.tails.check()
+        self.component_pages.check()
 
 
 # --- Matching ---
@@ -71,12 +71,12 @@ def test_forty_pages_whose_last_snapshot_is_at_thirty_two_restore_thirty_two() -
     bench = Bench(state())
     leaf = bench.put(*range(40))
     bench.enter("state", leaf, 7, 31)
-    assert bench.tails.probe_prefix("", keys(*range(40))) == (32, 0)
-    match = bench.tails.match("", keys(*range(50)))
+    assert bench.component_pages.probe_prefix("", keys(*range(40))) == (32, 0)
+    match = bench.component_pages.match("", keys(*range(50)))
     assert (match.device_pages, match.host_pages, match.device_node.depth_pages) == (32, 0, 32)
-    assert bench.tails.probe_prefix("", keys(*range(31))) == (8, 0)
-    assert bench.tails.probe_prefix("", keys(*range(7))) == (0, 0)
-    assert bench.tails.probe_prefix("other", keys(1)) == (0, 0)
+    assert bench.component_pages.probe_prefix("", keys(*range(31))) == (8, 0)
+    assert bench.component_pages.probe_prefix("", keys(*range(7))) == (0, 0)
+    assert bench.component_pages.probe_prefix("other", keys(1)) == (0, 0)
     bench.check()
 
 
@@ -84,10 +84,10 @@ def test_a_prompt_shorter_than_the_window_needs_all_of_its_pages() -> None:
     bench = Bench(window(8))
     leaf = bench.put(1, 2, 3)
     bench.enter("window", leaf, 1, 2)
-    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (0, 0)
+    assert bench.component_pages.probe_prefix("", keys(1, 2, 3)) == (0, 0)
     bench.enter("window", leaf, 0)
-    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (3, 0)
-    assert bench.tails.probe_prefix("", keys(1, 2, 9)) == (2, 0)
+    assert bench.component_pages.probe_prefix("", keys(1, 2, 3)) == (3, 0)
+    assert bench.component_pages.probe_prefix("", keys(1, 2, 9)) == (2, 0)
 
 
 def test_full_pages_without_window_are_passable_and_no_end() -> None:
@@ -95,13 +95,13 @@ def test_full_pages_without_window_are_passable_and_no_end() -> None:
     first = bench.put(1, 2, 3)
     bench.enter("window", first, 1, 2)
     leaf = bench.put(1, 2, 3, 4, 5, 6)
-    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (3, 0)
+    assert bench.component_pages.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (3, 0)
     # The tail of 6 is [4, 6): the tombstone at 3 is of no concern.
     bench.enter("window", leaf, 4, 5)
-    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
-    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5)) == (3, 0)
-    bench.tails.drop("device", "window", first)
-    assert bench.tails.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
+    assert bench.component_pages.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
+    assert bench.component_pages.probe_prefix("", keys(1, 2, 3, 4, 5)) == (3, 0)
+    bench.component_pages.drop("device", "window", first)
+    assert bench.component_pages.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
     bench.check()
 
 
@@ -115,31 +115,33 @@ def test_a_tail_may_be_partly_on_the_device_and_partly_on_the_host() -> None:
     bench.enter("state", leaf, 7, tier="host")
     bench.index.drop_device(leaf)
     bench.check()
-    assert bench.tails.probe_prefix("", keys(*range(8)), use_host=False) == (0, 0)
-    assert bench.tails.probe_prefix("", keys(*range(8))) == (6, 2)
+    assert bench.component_pages.probe_prefix("", keys(*range(8)), use_host=False) == (0, 0)
+    assert bench.component_pages.probe_prefix("", keys(*range(8))) == (6, 2)
     reserved = bench.reserve(*range(8))
     assert reserved is not None
-    tail = reserved.tails["window"]
+    tail = reserved.component_pages["window"]
     assert tail.first == 4 and tail.table.tolist() == on_device + tail.own.tolist()
-    host = {at: page for node in (upper, leaf) for at, page in bench.tails.host["window"].pages_of(node).items()}
+    host = {
+        at: page for node in (upper, leaf) for at, page in bench.component_pages.host["window"].pages_of(node).items()
+    }
     assert tail.loads == (page_ids([host[6], host[7]]), tail.own)
-    record = reserved.tails["state"]
+    record = reserved.component_pages["state"]
     assert len(record.loads[0]) == 1 and record.loads[1] == record.own == record.table
     # All of it is kept, on both sides, until it is released.
-    assert bench.tails.evict("host", "window", 9) == bench.tails.evict("device", "window", 9) == 0
+    assert bench.component_pages.evict("host", "window", 9) == bench.component_pages.evict("device", "window", 9) == 0
     assert bench.index.flush("host") == (0, 8)
-    bench.tails.release(reserved)
+    bench.component_pages.release(reserved)
     bench.check()
-    assert bench.tails.evict("host", "window", 9) == 4
+    assert bench.component_pages.evict("host", "window", 9) == 4
 
 
 def test_matching_renews_what_is_evicted_last() -> None:
     bench = Bench(state())
     for tokens in ((1, 2), (3, 4), (5, 6)):
         bench.enter("state", bench.put(*tokens), 1)
-    bench.tails.match("", keys(1, 2))
-    bench.tails.evict("device", "state", 2)
-    assert [bench.tails.probe_prefix("", keys(*tokens)) for tokens in ((1, 2), (3, 4), (5, 6))] == [
+    bench.component_pages.match("", keys(1, 2))
+    bench.component_pages.evict("device", "state", 2)
+    assert [bench.component_pages.probe_prefix("", keys(*tokens)) for tokens in ((1, 2), (3, 4), (5, 6))] == [
         (2, 0),
         (0, 0),
         (0, 0),
@@ -152,14 +154,14 @@ def test_void_pages_end_a_match_of_components_too() -> None:
     root = bench.index.match("", keys(1)).device_node
     node = bench.index.insert_pending(root, "", keys(2), bench.device.take(1))
     bench.enter("state", node, 1)
-    bench.index.set_void(node)
-    assert bench.tails.probe_prefix("", keys(1, 2)) == (1, 0)
+    bench.index.set_reclaiming(node)
+    assert bench.component_pages.probe_prefix("", keys(1, 2)) == (1, 0)
     with pytest.raises(BrokenInvariant, match="no full device pages"):
         bench.enter("state", node, 1)
-    pages = bench.index.drop_void(node)
+    pages = bench.index.drop_reclaiming(node)
     assert pages is not None
     bench.device.settle(pages)
-    assert bench.tails.device["state"].account.cached == 1
+    assert bench.component_pages.device["state"].account.cached == 1
     bench.check()
 
 
@@ -172,11 +174,11 @@ def test_a_shared_record_that_is_gone_on_from_is_copied() -> None:
     first, second = bench.reserve(1, 2), bench.reserve(1, 2)
     assert first is not None and second is not None
     for reserved in (first, second):
-        tail = reserved.tails["state"]
+        tail = reserved.component_pages["state"]
         assert tail.clones == (page_ids([shared]), tail.own) and tail.table == tail.own
         assert tail.own[0] != shared
-    assert first.tails["state"].own != second.tails["state"].own
-    assert bench.tails.device["state"].account.condition(shared) is Condition.CACHED
+    assert first.component_pages["state"].own != second.component_pages["state"].own
+    assert bench.component_pages.device["state"].account.condition(shared) is PageState.CACHED
     bench.check()
 
 
@@ -184,7 +186,7 @@ def test_at_the_very_beginning_a_record_is_new_and_a_window_empty() -> None:
     bench = Bench(window(4), state())
     reserved = bench.reserve(1, 2, 3, window=3)
     assert reserved is not None and reserved.boundary == 0
-    tail, record = reserved.tails["window"], reserved.tails["state"]
+    tail, record = reserved.component_pages["window"], reserved.component_pages["state"]
     assert not tail.table and len(tail.own) == 3
     assert len(record.table) == 1 and record.loads == record.clones == (page_ids(), page_ids())
 
@@ -202,13 +204,13 @@ def test_of_all_components_a_request_gets_what_it_needs_or_nothing() -> None:
     assert first is not None
     assert bench.reserve(7, 8, 9, window=1) is None and bench.reserve(1, 2, 3) is None
     bench.check()
-    assert bench.tails.device["window"].account.owned == 0
-    bench.tails.device["state"].account.give_back(first.tails["state"].own)
-    bench.tails.release(first)
+    assert bench.component_pages.device["window"].account.owned == 0
+    bench.component_pages.device["state"].account.give_back(first.component_pages["state"].own)
+    bench.component_pages.release(first)
     # Four more pages: two are free, two are those of the other prompt, the tail itself stays.
     second = bench.reserve(1, 2, 3, window=4)
-    assert second is not None and bench.tails.probe_prefix("", keys(7, 8, 9)) == (0, 0)
-    assert bench.tails.probe_prefix("", keys(1, 2, 3)) == (3, 0)
+    assert second is not None and bench.component_pages.probe_prefix("", keys(7, 8, 9)) == (0, 0)
+    assert bench.component_pages.probe_prefix("", keys(1, 2, 3)) == (3, 0)
     bench.check()
 
 
@@ -216,15 +218,15 @@ def test_of_a_cut_node_only_the_part_that_a_receipt_reaches_into_is_kept() -> No
     bench = Bench(window(2))
     leaf = bench.put(*range(8))
     bench.enter("window", leaf, *range(8))
-    receipt = bench.tails.lock(leaf, boundary=8)
-    books = bench.tails.device["window"]
+    receipt = bench.component_pages.lock(leaf, boundary=8)
+    books = bench.component_pages.device["window"]
     assert (books.evictable, books.protected) == (0, 8)
     upper = bench.index.split(leaf, 5)
     bench.check()
     assert (books.evictable, books.protected) == (5, 3)
-    assert bench.tails.evict("device", "window", 1) == 5 and not books.pages_of(upper)
-    assert bench.tails.probe_prefix("", keys(*range(8))) == (8, 0)
-    bench.tails.unlock(receipt)
+    assert bench.component_pages.evict("device", "window", 1) == 5 and not books.pages_of(upper)
+    assert bench.component_pages.probe_prefix("", keys(*range(8))) == (8, 0)
+    bench.component_pages.unlock(receipt)
     bench.check()
 
 
@@ -237,11 +239,11 @@ def test_a_lock_keeps_the_tail_of_its_boundary_even_where_the_device_ends_before
     bench.enter("window", middle, 2, 3, 4, 5)
     bench.index.drop_device(leaf)
     # The tail of 8 is [4, 8): what lies before is of no use to whoever goes on there.
-    lock = bench.tails.lock(middle, boundary=8)
-    books = bench.tails.device["window"]
+    lock = bench.component_pages.lock(middle, boundary=8)
+    books = bench.component_pages.device["window"]
     assert (books.protected, books.evictable) == (2, 2)
     bench.check()
-    bench.tails.unlock(lock)
+    bench.component_pages.unlock(lock)
 
 
 def test_of_a_tail_that_nobody_keeps_the_first_pages_go_first() -> None:
@@ -249,29 +251,29 @@ def test_of_a_tail_that_nobody_keeps_the_first_pages_go_first() -> None:
     leaf = bench.put(*range(8))
     upper = bench.index.split(leaf, 6)
     bench.enter("window", leaf, 4, 5, 6, 7)
-    bench.tails.unlock(bench.tails.lock(leaf, boundary=8))
-    assert bench.tails.evict("device", "window", 1) == 2
-    assert not bench.tails.device["window"].pages_of(upper)
+    bench.component_pages.unlock(bench.component_pages.lock(leaf, boundary=8))
+    assert bench.component_pages.evict("device", "window", 1) == 2
+    assert not bench.component_pages.device["window"].pages_of(upper)
 
 
 def test_what_is_entered_below_a_receipt_is_kept_by_it() -> None:
     bench = Bench(window(2))
     leaf = bench.put(1, 2, 3)
-    receipt = bench.tails.lock(leaf, boundary=3)
+    receipt = bench.component_pages.lock(leaf, boundary=3)
     bench.enter("window", leaf, 1, 2)
-    assert bench.tails.evict("device", "window", 2) == 0
-    bench.tails.unlock(receipt)
-    assert bench.tails.evict("device", "window", 2) == 2
+    assert bench.component_pages.evict("device", "window", 2) == 0
+    bench.component_pages.unlock(receipt)
+    assert bench.component_pages.evict("device", "window", 2) == 2
 
 
 def test_the_indexs_own_component_pages_are_no_duplicates() -> None:
     bench = Bench(window(3))
     leaf = bench.put(1, 2, 3)
     known = page_ids(bench.enter("window", leaf, 0, 1))
-    account = bench.tails.device["window"].account
+    account = bench.component_pages.device["window"].account
     fresh, other = account.take(1), account.take(1)
-    assert bench.tails.insert("device", "window", leaf, 0, known + fresh) == (known + fresh, page_ids())
-    assert bench.tails.insert("device", "window", leaf, 1, known[1:] + other) == (known[1:] + fresh, other)
+    assert bench.component_pages.insert("device", "window", leaf, 0, known + fresh) == (known + fresh, page_ids())
+    assert bench.component_pages.insert("device", "window", leaf, 1, known[1:] + other) == (known[1:] + fresh, other)
     account.give_back(other)
     bench.check()
 
@@ -287,26 +289,28 @@ def test_two_components_cannot_have_one_name() -> None:
 def test_component_pages_need_full_pages_of_their_tier() -> None:
     bench = Bench(window(2))
     leaf = bench.put(1, 2)
-    pages = bench.tails.host["window"].account.take(1)
+    pages = bench.component_pages.host["window"].account.take(1)
     with pytest.raises(BrokenInvariant, match="no full host pages"):
-        bench.tails.insert("host", "window", leaf, 1, pages)
+        bench.component_pages.insert("host", "window", leaf, 1, pages)
     for first in (-1, 2):
         with pytest.raises(BrokenInvariant, match="not above the end"):
-            bench.tails.insert("device", "window", leaf, first, bench.tails.device["window"].account.take(1))
+            bench.component_pages.insert(
+                "device", "window", leaf, first, bench.component_pages.device["window"].account.take(1)
+            )
     bench.check()
 
 
 def test_receipts_are_given_back_once_and_as_what_they_are() -> None:
     bench = Bench(state())
     leaf = bench.put(1)
-    lock, pin = bench.tails.lock(leaf, boundary=1), bench.tails.pin(leaf, boundary=1)
-    for wrong in (lambda: bench.tails.unpin(lock), lambda: bench.tails.unlock(pin)):
+    lock, pin = bench.component_pages.lock(leaf, boundary=1), bench.component_pages.pin(leaf, boundary=1)
+    for wrong in (lambda: bench.component_pages.unpin(lock), lambda: bench.component_pages.unlock(pin)):
         with pytest.raises(BrokenInvariant, match="not such a receipt"):
             wrong()
-    bench.tails.unlock(lock)
-    bench.tails.unpin(pin)
+    bench.component_pages.unlock(lock)
+    bench.component_pages.unpin(pin)
     with pytest.raises(BrokenInvariant, match="given back before"):
-        bench.tails.unlock(lock)
+        bench.component_pages.unlock(lock)
     bench.check()
 
 
@@ -314,12 +318,12 @@ def test_what_a_receipt_keeps_cannot_be_dropped() -> None:
     bench = Bench(state())
     leaf = bench.put(1)
     bench.enter("state", leaf, 0)
-    receipt = bench.tails.lock(leaf, boundary=1)
+    receipt = bench.component_pages.lock(leaf, boundary=1)
     with pytest.raises(BrokenInvariant, match="that are guarded"):
-        bench.tails.drop("device", "state", leaf)
-    bench.tails.unlock(receipt)
-    bench.tails.drop("device", "state", leaf)
-    bench.tails.drop("device", "state", leaf)
+        bench.component_pages.drop("device", "state", leaf)
+    bench.component_pages.unlock(receipt)
+    bench.component_pages.drop("device", "state", leaf)
+    bench.component_pages.drop("device", "state", leaf)
     bench.check()
 
 
@@ -327,8 +331,8 @@ def test_check_finds_what_does_not_add_up() -> None:
     bench = Bench(state())
     leaf = bench.put(1)
     bench.enter("state", leaf, 0)
-    books = bench.tails.device["state"]
-    receipt = bench.tails.lock(leaf, boundary=1)
+    books = bench.component_pages.device["state"]
+    receipt = bench.component_pages.lock(leaf, boundary=1)
 
     def fails(words: str) -> None:
         with pytest.raises(BrokenInvariant, match=words):
@@ -349,7 +353,7 @@ def test_check_finds_what_does_not_add_up() -> None:
     books.account.own_cached(page_ids([0]))
     fails("not those that are cached")
     books.account.to_cache(page_ids([0]))
-    bench.tails.unlock(receipt)
+    bench.component_pages.unlock(receipt)
     bench.check()
     # Pages that were withdrawn take nothing with them.
     bench.index.withdraw_device(leaf)

@@ -21,7 +21,7 @@ def test_a_tail_goes_to_the_host_whole_or_not_at_all() -> None:
     ready = rig.make_ready("a", PROMPT)
     finish(rig, ready, PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
-    copy = rig.take(commands.CopyTail)
+    copy = rig.take(commands.CopyComponent)
     assert (copy.component, copy.source, copy.target) == ("state", "device", "host")
     rig.wait_until(rig.now_s + 40.0)
     rig.copied(copy, error="bus error")
@@ -34,23 +34,35 @@ def test_a_tail_goes_to_the_host_whole_or_not_at_all() -> None:
 def test_a_tail_of_which_a_part_is_gone_is_not_backed_up() -> None:
     rig = rig_with(window(3))
     ready = rig.make_ready("a", PROMPT)
-    assert ready.tails is not None
-    finish(rig, ready, PROMPT, tails=(events.TailLeft("window", 6, tuple(ready.tails[0].pages[1:])),))
+    assert ready.component_pages is not None
+    finish(
+        rig,
+        ready,
+        PROMPT,
+        component_pages=(events.ComponentLeft("window", 6, tuple(ready.component_pages[0].pages[1:])),),
+    )
     rig.copied(rig.take(commands.CopyToHost))
-    assert not rig.take_all(commands.CopyTail)
+    assert not rig.take_all(commands.CopyComponent)
 
 
 def test_what_is_left_beyond_what_is_kept_is_given_back() -> None:
     rig = rig_with(window(3), state(), keep_output=False)
     ready = rig.make_ready("a", PROMPT[:4])
-    assert ready.tails is not None
+    assert ready.component_pages is not None
     left = (
-        events.TailLeft("window", 2, (*ready.tails[0].pages[1:], *set(ready.tails[0].own) - set(ready.tails[0].pages))),
-        events.TailLeft("state", 4, tuple(ready.tails[1].own)),
+        events.ComponentLeft(
+            "window",
+            2,
+            (
+                *ready.component_pages[0].pages[1:],
+                *set(ready.component_pages[0].own) - set(ready.component_pages[0].pages),
+            ),
+        ),
+        events.ComponentLeft("state", 4, tuple(ready.component_pages[1].own)),
     )
     rig.step(events.GrowthTaken, request_id="a", page_count=0, wanted=1)
     rig.step(events.GrowthTaken, request_id="a", page_count=1)
-    rig.step(events.FinishRequested, request_id="a", keys=PROMPT[:5], tokens=5, tails=left)
+    rig.step(events.FinishRequested, request_id="a", keys=PROMPT[:5], tokens=5, component_pages=left)
     assert device_pages(rig, "window")["cached"] == 2 and device_pages(rig, "state")["free"] == 8
     rig.settle()
     rig.expect_nothing_held()
@@ -59,11 +71,11 @@ def test_what_is_left_beyond_what_is_kept_is_given_back() -> None:
 def test_a_tail_that_lies_far_beyond_what_is_kept_is_given_back_whole() -> None:
     rig = rig_with(state(), keep_output=False)
     ready = rig.make_ready("a", PROMPT[:4])
-    assert ready.tails is not None
+    assert ready.component_pages is not None
     rig.step(events.GrowthTaken, request_id="a", page_count=0, wanted=2)
     rig.step(events.GrowthTaken, request_id="a", page_count=2)
-    left = (events.TailLeft("state", 5, tuple(ready.tails[0].own)),)
-    rig.step(events.FinishRequested, request_id="a", keys=PROMPT[:6], tokens=6, tails=left)
+    left = (events.ComponentLeft("state", 5, tuple(ready.component_pages[0].own)),)
+    rig.step(events.FinishRequested, request_id="a", keys=PROMPT[:6], tokens=6, component_pages=left)
     assert device_pages(rig, "state")["free"] == 8
     rig.settle()
     rig.expect_nothing_held()
@@ -73,7 +85,7 @@ def test_leaving_a_page_that_is_not_ones_own_is_a_bug() -> None:
     rig = rig_with(window(3))
     ready = rig.make_ready("a", PROMPT)
     with pytest.raises(BrokenInvariant, match="which it does not have"):
-        finish(rig, ready, PROMPT, tails=(events.TailLeft("window", 7, (15,)),))
+        finish(rig, ready, PROMPT, component_pages=(events.ComponentLeft("window", 7, (15,)),))
 
 
 def test_requests_that_are_not_to_be_cached_leave_no_tails() -> None:
@@ -89,16 +101,16 @@ def test_what_a_retracted_request_left_of_components_is_held_until_it_resumes() 
     rig = rig_with(state(host=1))
     ready = rig.make_ready("a", PROMPT)
     left = left_by(ready, len(PROMPT))
-    rig.step(events.RetractRequested, request_id="a", keys=PROMPT, tokens=len(PROMPT), tails=left)
+    rig.step(events.RetractRequested, request_id="a", keys=PROMPT, tokens=len(PROMPT), component_pages=left)
     rig.copied(rig.take(commands.CopyToHost))
-    rig.take(commands.TellRetracted)
-    rig.copied(rig.take(commands.CopyTail))
+    rig.take(commands.ReportRetracted)
+    rig.copied(rig.take(commands.CopyComponent))
     rig.take_all(commands.ForgetTokens)
     # Another one would like to have the only record of the host, and does not get it.
     other = rig.make_ready("b", b"zyxw")
     finish(rig, other, b"zyxw")
     rig.copied(rig.take(commands.CopyToHost))
-    assert not rig.take_all(commands.CopyTail)
+    assert not rig.take_all(commands.CopyComponent)
     rig.flush("l1")
     rig.arrive("a", PROMPT)
     assert rig.take(commands.SendPromise).promised_tokens == 8

@@ -18,18 +18,18 @@ pytestmark = pytest.mark.usefixtures("both_machines")
 rig_with = partial(component_stories.rig_with, storage=False)
 
 
-def tails_of(promise: commands.SendPromise) -> dict[str, tuple[int, int]]:
-    assert promise.tails is not None
-    return {tail.component: (tail.first, len(tail.pages)) for tail in promise.tails}
+def component_pages_of(promise: commands.SendPromise) -> dict[str, tuple[int, int]]:
+    assert promise.component_pages is not None
+    return {tail.component: (tail.first, len(tail.pages)) for tail in promise.component_pages}
 
 
 def test_without_components_nobody_hears_of_tails() -> None:
     rig = Rig()
     rig.arrive("a", PROMPT)
     promise = rig.take(commands.SendPromise)
-    assert promise.tails is None
+    assert promise.component_pages is None
     rig.serve(promise)
-    assert rig.take(commands.TellReady).tails is None
+    assert rig.take(commands.ReportReady).component_pages is None
 
 
 def test_pools_that_one_request_does_not_fit_in_are_refused() -> None:
@@ -41,11 +41,11 @@ def test_prefill_is_asked_for_all_of_the_tails_that_decode_has_nothing_of() -> N
     rig = rig_with()
     rig.arrive("a", PROMPT)
     promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 0 and tails_of(promise) == {"window": (5, 3), "state": (7, 1)}
+    assert promise.promised_tokens == 0 and component_pages_of(promise) == {"window": (5, 3), "state": (7, 1)}
     rig.serve(promise)
-    ready = rig.take(commands.TellReady)
-    assert ready.tails is not None
-    of_window, of_state = ready.tails
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None
+    of_window, of_state = ready.component_pages
     # A window gets what it will ever need: its tail, and the page that it writes.
     assert (of_window.first, len(of_window.pages), len(of_window.own)) == (5, 3, 4)
     assert (of_state.first, of_state.pages, len(of_state.own)) == (7, of_state.own, 1)
@@ -54,22 +54,22 @@ def test_prefill_is_asked_for_all_of_the_tails_that_decode_has_nothing_of() -> N
 def test_a_prompt_that_is_all_here_goes_on_from_the_shared_window_and_a_copy_of_the_record() -> None:
     rig = rig_with()
     before = cached(rig, PROMPT)
-    assert before.tails is not None
+    assert before.component_pages is not None
     rig.arrive("b", PROMPT)
     promise = rig.take(commands.SendPromise)
     # Empty is not absent: of each component prefill is told that nothing of it is to be sent.
-    assert promise.promised_tokens == 8 and tails_of(promise) == {"window": (8, 0), "state": (8, 0)}
-    clone = rig.take(commands.CopyTail)
+    assert promise.promised_tokens == 8 and component_pages_of(promise) == {"window": (8, 0), "state": (8, 0)}
+    clone = rig.take(commands.CopyComponent)
     assert (clone.component, clone.source, clone.target) == ("state", "device", "device")
-    assert clone.source_pages == before.tails[1].pages and clone.target_pages != clone.source_pages
+    assert clone.source_pages == before.component_pages[1].pages and clone.target_pages != clone.source_pages
     assert rig.state("b") == "LOCAL_RESTORE"
     rig.serve(promise)
     assert rig.state("b") == "TRANSFER" or rig.state("b") == "LOCAL_RESTORE"
     rig.copied(clone)
-    ready = rig.take(commands.TellReady)
-    assert ready.tails is not None
-    assert ready.tails[0].pages == before.tails[0].pages and len(ready.tails[0].own) == 4
-    assert ready.tails[1].pages == ready.tails[1].own == clone.target_pages
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None
+    assert ready.component_pages[0].pages == before.component_pages[0].pages and len(ready.component_pages[0].own) == 4
+    assert ready.component_pages[1].pages == ready.component_pages[1].own == clone.target_pages
     finish(rig, ready, PROMPT)
     rig.settle()
     rig.expect_nothing_held()
@@ -80,22 +80,25 @@ def test_a_longer_prompt_gets_from_prefill_what_comes_after_the_boundary() -> No
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT + b"i")
     promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 8 and tails_of(promise) == {"window": (8, 1), "state": (8, 1)}
-    assert not rig.take_all(commands.CopyTail)
+    assert promise.promised_tokens == 8 and component_pages_of(promise) == {"window": (8, 1), "state": (8, 1)}
+    assert not rig.take_all(commands.CopyComponent)
     rig.serve(promise)
-    ready = rig.take(commands.TellReady)
-    assert ready.tails is not None and (ready.tails[0].first, len(ready.tails[0].pages)) == (6, 3)
-    assert set(ready.tails[0].pages[:2]).isdisjoint(ready.tails[0].own)
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None and (
+        ready.component_pages[0].first,
+        len(ready.component_pages[0].pages),
+    ) == (6, 3)
+    assert set(ready.component_pages[0].pages[:2]).isdisjoint(ready.component_pages[0].own)
     # Far beyond the boundary, nothing of the window is needed.
     rig.arrive("c", PROMPT + bytes(8))
-    assert tails_of(rig.take(commands.SendPromise)) == {"window": (13, 3), "state": (15, 1)}
+    assert component_pages_of(rig.take(commands.SendPromise)) == {"window": (13, 3), "state": (15, 1)}
 
 
 def test_the_plan_ends_where_the_last_snapshot_is() -> None:
     rig = rig_with(state())
     cached(rig, PROMPT[:5])
     ready = rig.make_ready("b", PROMPT)
-    finish(rig, ready, PROMPT, tails=())
+    finish(rig, ready, PROMPT, component_pages=())
     rig.settle()
     rig.arrive("c", PROMPT)
     assert rig.take(commands.SendPromise).promised_tokens == 5
@@ -107,7 +110,7 @@ def test_tails_that_only_the_host_has_are_loaded_and_shared_again() -> None:
     rig.flush("l1")
     assert device_pages(rig, "window")["cached"] == 0
     rig.arrive("b", PROMPT)
-    copies = rig.take_all(commands.CopyTail)
+    copies = rig.take_all(commands.CopyComponent)
     assert [(copy.component, copy.source, len(copy.source_pages)) for copy in copies] == [
         ("window", "host", 3),
         ("state", "host", 1),
@@ -117,13 +120,16 @@ def test_tails_that_only_the_host_has_are_loaded_and_shared_again() -> None:
     rig.copied(copies[0])
     assert rig.state("b") == "LOCAL_RESTORE"
     rig.copied(copies[1])
-    ready = rig.take(commands.TellReady)
-    assert ready.tails is not None and ready.tails[0].pages == copies[0].target_pages
-    assert set(ready.tails[0].pages).isdisjoint(ready.tails[0].own) and len(ready.tails[0].own) == 4
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None and ready.component_pages[0].pages == copies[0].target_pages
+    assert (
+        set(ready.component_pages[0].pages).isdisjoint(ready.component_pages[0].own)
+        and len(ready.component_pages[0].own) == 4
+    )
     assert device_pages(rig, "window")["cached"] == 3 and device_pages(rig, "state")["cached"] == 0
     # Another request finds the window on the device, and copies the record from the host.
     rig.arrive("c", PROMPT)
-    copy = rig.take(commands.CopyTail)
+    copy = rig.take(commands.CopyComponent)
     assert (copy.component, copy.source) == ("state", "host")
 
 
@@ -133,13 +139,13 @@ def test_two_that_load_one_window_at_once_end_up_with_one() -> None:
     rig.flush("l1")
     rig.arrive("b", PROMPT)
     rig.arrive("c", PROMPT)
-    first, second = rig.take_all(commands.CopyTail)
+    first, second = rig.take_all(commands.CopyComponent)
     rig.copied(rig.take(commands.CopyToDevice))
     for promise in rig.take_all(commands.SendPromise):
         rig.serve(promise)
     rig.copied(first)
     rig.copied(second)
-    tables = [ready.tails for ready in rig.take_all(commands.TellReady)]
+    tables = [ready.component_pages for ready in rig.take_all(commands.ReportReady)]
     assert tables[0] is not None and tables[1] is not None
     assert tables[0][0].pages == tables[1][0].pages == first.target_pages
     assert device_pages(rig, "window")["owned"] == 8
@@ -150,15 +156,15 @@ def test_after_a_failed_copy_a_request_starts_over_without_the_host_and_then_wit
     cached(rig, PROMPT)
     rig.flush("l1")
     rig.arrive("c", PROMPT)
-    copy, other = rig.take_all(commands.CopyTail)
+    copy, other = rig.take_all(commands.CopyComponent)
     assert copy.source == other.source == "host"
     rig.take(commands.SendPromise)
     rig.copied(copy, error="bus error")
     promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 0 and promise.generation == 1 and not rig.take_all(commands.CopyTail)
+    assert promise.promised_tokens == 0 and promise.generation == 1 and not rig.take_all(commands.CopyComponent)
     rig.drained(rig.take(commands.SendAbort))
     rig.serve(promise)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
     rig.copied(other, error="bus error")
     assert rig.core.statistics()["window_device_owned"] == 4
 
@@ -167,7 +173,7 @@ def test_pages_of_a_late_copy_are_kept_until_it_ends() -> None:
     rig = rig_with(state(device=2))
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT)
-    clone = rig.take(commands.CopyTail)
+    clone = rig.take(commands.CopyComponent)
     rig.take(commands.SendPromise)
     rig.wait_until(rig.now_s + 40.0)
     abort = rig.take(commands.SendAbort)
@@ -176,7 +182,7 @@ def test_pages_of_a_late_copy_are_kept_until_it_ends() -> None:
     rig.drained(abort)
     rig.copied(clone)
     # From now on it does without the host; the record on the device is copied once more, and late again.
-    again = rig.take(commands.CopyTail)
+    again = rig.take(commands.CopyComponent)
     rig.wait_until(rig.now_s + 40.0)
     rig.drained(rig.take(commands.SendAbort))
     rig.take(commands.SendPromise)
@@ -190,7 +196,7 @@ def test_a_request_that_is_aborted_leaves_its_pages_to_the_copy_and_to_prefill()
     cached(rig, PROMPT)
     rig.flush("l1")
     rig.arrive("b", PROMPT + b"ij")
-    copy = rig.take(commands.CopyTail)
+    copy = rig.take(commands.CopyComponent)
     promise = rig.take(commands.SendPromise)
     rig.promised(promise)
     rig.abort("b")
@@ -225,20 +231,20 @@ def test_whom_nobody_could_make_room_for_does_without_cached_tails() -> None:
     rig.settle()
     rig.arrive("b", PROMPT)
     promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 0 and tails_of(promise) == {"state": (7, 1)}
+    assert promise.promised_tokens == 0 and component_pages_of(promise) == {"state": (7, 1)}
 
 
 def test_who_computes_by_itself_begins_with_the_first_page() -> None:
     rig = rig_with()
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT, can_recompute=True)
-    clone = rig.take(commands.CopyTail)
+    clone = rig.take(commands.CopyComponent)
     promise = rig.take(commands.SendPromise)
     rig.step(events.RoomFailed, request_id="b", generation=promise.generation, cause="gone", settled=True)
     rig.copied(clone)
     order = rig.take(commands.Recompute)
-    assert order.first == 0 and order.tails is not None
-    assert [(table.component, len(table.pages), len(table.own)) for table in order.tails] == [
+    assert order.first == 0 and order.component_pages is not None
+    assert [(table.component, len(table.pages), len(table.own)) for table in order.component_pages] == [
         ("window", 3, 4),
         ("state", 1, 1),
     ]

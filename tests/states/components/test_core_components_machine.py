@@ -13,12 +13,12 @@ from tidekv.engine.simulation.memory import Contents, SimulatedPool
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
-from tidekv.states.pages.page_pool import Condition
+from tidekv.states.pages.page_pool import PageState
 from tidekv.states.types import page_ids
 
 PICKS = st.integers(min_value=0, max_value=99)
 PAST = (b"ababab", b"abab", b"ababb", b"aba")
-OF_TAILS = (commands.CopyTail, commands.QueryTails, commands.FetchTail, commands.StoreTail)
+OF_COMPONENTS = (commands.CopyComponent, commands.QueryComponents, commands.FetchComponent, commands.StoreComponent)
 
 
 def window(tokens: int, device: int, host: int) -> Component:
@@ -40,7 +40,7 @@ SETS = st.sampled_from(
 )
 
 
-class TailsMachine(CoreMachine):
+class ComponentsMachine(CoreMachine):
     """Whatever happens, tails hold the right bytes when a request is ready, and no page of theirs is lost."""
 
     @initialize(
@@ -57,22 +57,22 @@ class TailsMachine(CoreMachine):
         self.sent, self.fetched_tokens, self.prompts, self.left = set(), {}, {}, {}
         self.ready, self.reading, self.operations, self.sendings = {}, {}, [], []
         self.names = 0
-        self.rig.attach_storage(tails=True)
+        self.rig.attach_storage(component_pages=True)
         index = self.rig.core.state.components
         self.components = {component.name: component for component in components}
         self.pools = {("device", name): SimulatedPool(tier.account) for name, tier in index.device.items()}
         self.pools |= {("host", name): SimulatedPool(tier.account) for name, tier in index.host.items()}
-        self.writing: dict[tuple[str, int], tuple[tuple[commands.TailPages, ...], bytes]] = {}
+        self.writing: dict[tuple[str, int], tuple[tuple[commands.ComponentPages, ...], bytes]] = {}
         self.finishes = 0
         # With others, they have put the tails of the prompts that come most there before.
         past = PAST if others else ()
-        self.stored = {name: {self.tail_tags(name, tokens)[-1] for tokens in past} for name in self.components}
+        self.stored = {name: {self.component_tags(name, tokens)[-1] for tokens in past} for name in self.components}
         for component in components:
             if component.kind == "window":
-                self.stored[component.name] |= {tag for tokens in past for tag in self.tail_tags("window", tokens)}
+                self.stored[component.name] |= {tag for tokens in past for tag in self.component_tags("window", tokens)}
         self.step, self.rig.step = self.rig.step, self.watch
 
-    def tail_tags(self, name: str, tokens: bytes) -> list[int]:
+    def component_tags(self, name: str, tokens: bytes) -> list[int]:
         """What a component's page at each position holds; of a window too it stands for all that is before."""
         return self.contents.tags(f"{name} of ", tokens, 1)
 
@@ -84,22 +84,22 @@ class TailsMachine(CoreMachine):
         elif event_type is events.RoomDrained or (event_type is events.RoomFailed and fields["settled"]):
             self.end_writes(key, well=False)
         elif event_type in (events.FinishRequested, events.RetractRequested):
-            fields["tails"] = self.generate(fields["request_id"], fields["keys"])
+            fields["component_pages"] = self.generate(fields["request_id"], fields["keys"])
         return self.step(event_type, **fields)
 
     def end_writes(self, key: tuple[str, int], *, well: bool) -> None:
-        tails, tokens = self.writing.pop(key, ((), b""))
-        for tail in tails:
-            tags = self.tail_tags(tail.component, tokens)[tail.first :] if well else None
+        component_pages, tokens = self.writing.pop(key, ((), b""))
+        for tail in component_pages:
+            tags = self.component_tags(tail.component, tokens)[tail.first :] if well else None
             self.pools["device", tail.component].end_write(tail.pages, key, tags)
 
-    def generate(self, request_id: str, tokens: bytes) -> tuple[events.TailLeft, ...]:
+    def generate(self, request_id: str, tokens: bytes) -> tuple[events.ComponentLeft, ...]:
         """Decode has gone on to the end of `tokens`: its window has moved, its record was written in place."""
         self.finishes += 1
         left = []
-        for table in self.rig.request(request_id).tails.table:
+        for table in self.rig.request(request_id).component_pages.table:
             name, component = table.component, self.components[table.component]
-            pool, tags, end = self.pools["device", name], self.tail_tags(name, tokens), len(tokens)
+            pool, tags, end = self.pools["device", name], self.component_tags(name, tokens), len(tokens)
             if component.kind == "state":
                 pool.put(table.own[0], tags[-1], request_id)
                 first, pages = end - 1, [table.own[0]]
@@ -115,14 +115,14 @@ class TailsMachine(CoreMachine):
                 pages = [known[position] for position in range(first, end)]
                 pool.expect(page_ids(pages), tags[first:], request_id)
             if self.finishes % 5:
-                left.append(events.TailLeft(name, first, tuple(pages)))
+                left.append(events.ComponentLeft(name, first, tuple(pages)))
         return tuple(left)
 
     # --- What the core wishes ---
 
     def obey(self) -> None:
         for wish in self.rig.pending:
-            if isinstance(wish, commands.CopyTail):
+            if isinstance(wish, commands.CopyComponent):
                 source = self.pools[wish.source, wish.component]
                 self.reading[wish.op] = (
                     source,
@@ -131,47 +131,47 @@ class TailsMachine(CoreMachine):
                 )
                 self.pools[wish.target, wish.component].begin_write(wish.target_pages, wish.op)
                 self.operations.append(wish)
-            elif isinstance(wish, commands.QueryTails):
+            elif isinstance(wish, commands.QueryComponents):
                 self.operations.append(wish)
                 self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
-            elif isinstance(wish, commands.FetchTail):
+            elif isinstance(wish, commands.FetchComponent):
                 self.pools["host", wish.component].begin_write(wish.host_pages, wish.op)
                 self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
                 self.operations.append(wish)
-            elif isinstance(wish, commands.StoreTail):
+            elif isinstance(wish, commands.StoreComponent):
                 pool = self.pools["host", wish.component]
                 _, tokens = self.rig.core.keys_put(wish.op)
-                pool.expect(wish.host_pages, self.tail_tags(wish.component, tokens)[wish.first :], wish.op)
+                pool.expect(wish.host_pages, self.component_tags(wish.component, tokens)[wish.first :], wish.op)
                 self.reading[wish.op] = (pool, wish.host_pages, pool.begin_read(wish.host_pages, wish.op))
                 self.operations.append(wish)
             elif isinstance(wish, commands.SendPromise):
                 tokens = self.prompts[wish.request_id]
-                assert [tail.component for tail in wish.tails] == list(self.components)
-                self.writing[wish.request_id, wish.generation] = (wish.tails, tokens)
-                for tail in wish.tails:
+                assert [tail.component for tail in wish.component_pages] == list(self.components)
+                self.writing[wish.request_id, wish.generation] = (wish.component_pages, tokens)
+                for tail in wish.component_pages:
                     assert not tail.pages or tail.first + len(tail.pages) == len(tokens)
                     self.pools["device", tail.component].begin_write(tail.pages, (wish.request_id, wish.generation))
-            elif isinstance(wish, commands.TellReady):
-                self.expect_tails(wish, self.prompts[wish.request_id])
+            elif isinstance(wish, commands.ReportReady):
+                self.expect_components(wish, self.prompts[wish.request_id])
         super().obey()
 
-    def expect_tails(self, ready: commands.TellReady, tokens: bytes) -> None:
-        for table in ready.tails:
+    def expect_components(self, ready: commands.ReportReady, tokens: bytes) -> None:
+        for table in ready.component_pages:
             component, pool = self.components[table.component], self.pools["device", table.component]
             assert table.first == component.needed_from(len(tokens), 1)
             assert table.first + len(table.pages) == len(tokens)
-            pool.expect(table.pages, self.tail_tags(table.component, tokens)[table.first :], ready.request_id)
-            assert pool.account.holds(table.own, Condition.OWNED)
+            pool.expect(table.pages, self.component_tags(table.component, tokens)[table.first :], ready.request_id)
+            assert pool.account.holds(table.own, PageState.OWNED)
             assert len(table.own) >= component.live_pages(1)
             shared = page_ids(page for page in table.pages if page not in table.own)
-            assert pool.account.holds(shared, Condition.CACHED)
+            assert pool.account.holds(shared, PageState.CACHED)
             assert not shared or component.is_shared
 
     @precondition(lambda self: self.operations)
     @rule(pick=PICKS, share=st.sampled_from((0, 1, 2, 99)), fails=st.booleans(), loses=st.booleans())
     def end_operation(self, pick: int, share: int, fails: bool, loses: bool) -> None:
         wish = self.operations[pick % len(self.operations)]
-        if not isinstance(wish, OF_TAILS):
+        if not isinstance(wish, OF_COMPONENTS):
             super().end_operation(pick, share, fails, loses)
             return
         self.operations.remove(wish)
@@ -179,14 +179,18 @@ class TailsMachine(CoreMachine):
             pool, pages, found = self.reading.pop(wish.op)
             pool.end_read(pages, wish.op, found)
         match wish:
-            case commands.CopyTail():
+            case commands.CopyComponent():
                 self.pools[wish.target, wish.component].end_write(wish.target_pages, wish.op, None if fails else found)
                 self.rig.copied(wish, error="failed" if fails else "")
-            case commands.QueryTails():
-                tails = tuple(self.stored_tail(wish, name, share if loses else 99) for name in self.components)
-                self.rig.answer(wish, min(share, wish.count), "failed" if fails else "", () if fails else tails)
-            case commands.FetchTail():
-                tags = self.tail_tags(wish.component, self.fetched_tokens.pop(wish.op))
+            case commands.QueryComponents():
+                component_pages = tuple(
+                    self.stored_component(wish, name, share if loses else 99) for name in self.components
+                )
+                self.rig.answer(
+                    wish, min(share, wish.count), "failed" if fails else "", () if fails else component_pages
+                )
+            case commands.FetchComponent():
+                tags = self.component_tags(wish.component, self.fetched_tokens.pop(wish.op))
                 wanted = [tags[position] for position in wish.positions]
                 here = [tag in self.stored[wish.component] for tag in wanted]
                 good = share if fails else (*here, False).index(False)
@@ -195,17 +199,17 @@ class TailsMachine(CoreMachine):
                 pool = self.pools["host", wish.component]
                 pool.end_write(wish.host_pages, wish.op, wanted[:good] + [0] * (len(wanted) - good))
                 self.rig.fetched(wish, good=good, error="failed" if fails else "")
-            case commands.StoreTail():
+            case commands.StoreComponent():
                 count = share if fails else len(found)
                 self.stored[wish.component].update(found[:count])
                 self.rig.stored(wish, stored=count)
         self.obey()
 
-    def stored_tail(self, wish: commands.QueryTails, name: str, count: int) -> events.StoredTail:
+    def stored_component(self, wish: commands.QueryComponents, name: str, count: int) -> events.StoredComponent:
         """What storage has of the prompt's tails, or the last of it; the answer leaves out what it likes."""
-        tags = self.tail_tags(name, self.fetched_tokens[wish.op])
-        here = [at for at, tag in enumerate(tags) if at >= wish.tails_first and tag in self.stored[name]]
-        return events.StoredTail(name, tuple((at, at + 1) for at in here[-count:] if count))
+        tags = self.component_tags(name, self.fetched_tokens[wish.op])
+        here = [at for at, tag in enumerate(tags) if at >= wish.components_first and tag in self.stored[name]]
+        return events.StoredComponent(name, tuple((at, at + 1) for at in here[-count:] if count))
 
     @precondition(lambda self: any(self.stored.values()))
     @rule(pick=PICKS)
@@ -218,7 +222,7 @@ class TailsMachine(CoreMachine):
     @rule(pick=PICKS)
     def change_storage(self, pick: int) -> None:
         if pick % 4 == 0:
-            self.rig.step(events.StorageChanged, available=pick % 3 > 0, tails=pick % 3 > 0)
+            self.rig.step(events.StorageChanged, available=pick % 3 > 0, component_pages=pick % 3 > 0)
             self.obey()
 
     @rule()
@@ -277,7 +281,7 @@ class TailsMachine(CoreMachine):
         for node in index.index.nodes():
             tokens = b"".join(above.edge for above in index.index.path(node))
             for name in self.components:
-                tags = self.tail_tags(name, tokens)
+                tags = self.component_tags(name, tokens)
                 for tier in (index.device[name], index.host[name]):
                     for position, page in tier.pages_of(node).items():
                         self.pools[tier.name, name].expect(page_ids([page]), [tags[position]], node)
@@ -290,7 +294,7 @@ class TailsMachine(CoreMachine):
             assert all(pool.is_quiet for pool in self.pools.values())
 
 
-TailsMachine.TestCase.settings = settings(
+ComponentsMachine.TestCase.settings = settings(
     max_examples=80, stateful_step_count=60, suppress_health_check=list(HealthCheck)
 )
-TestTails = TailsMachine.TestCase
+TestComponents = ComponentsMachine.TestCase

@@ -37,9 +37,9 @@ def leave(rig: Rig, tokens: bytes) -> None:
     rig.settle()
 
 
-def restored(rig: Rig, request_id: str, tokens: bytes) -> commands.TellReady:
+def restored(rig: Rig, request_id: str, tokens: bytes) -> commands.ReportReady:
     rig.arrive(request_id, tokens)
-    (ready,) = (wish for wish in rig.settle() if isinstance(wish, commands.TellReady))
+    (ready,) = (wish for wish in rig.settle() if isinstance(wish, commands.ReportReady))
     return ready
 
 
@@ -51,14 +51,14 @@ def copies_end(rig: Rig) -> Step:
     rig.arrive("a", PROMPT)
     rig.serve(rig.take(commands.SendPromise))
     rig.copied(rig.take(commands.CopyToDevice))
-    first, second = rig.take_all(commands.CopyTail)
+    first, second = rig.take_all(commands.CopyComponent)
     rig.copied(first)
     return lambda rig: rig.copied(second)
 
 
 def copy_fails(rig: Rig) -> Step:
     rig.arrive("a", PROMPT)
-    first, second = rig.take_all(commands.CopyTail)
+    first, second = rig.take_all(commands.CopyComponent)
     rig.pending.append(second)
     return lambda rig: rig.copied(first, error="bus error")
 
@@ -72,7 +72,7 @@ def a_window_is_here_already(rig: Rig) -> Step:
     """Two requests load the same: who is ready later goes over to the first one's window."""
     rig.arrive("b", PROMPT)
     rig.arrive("a", PROMPT)
-    of_window, of_state, *others = rig.take_all(commands.CopyTail)
+    of_window, of_state, *others = rig.take_all(commands.CopyComponent)
     rig.copied(rig.take(commands.CopyToDevice))
     for promise in rig.take_all(commands.SendPromise):
         rig.serve(promise)
@@ -114,7 +114,7 @@ def abort(rig: Rig) -> Step:
 
 def copy_of_the_aborted_ends(rig: Rig) -> Step:
     rig.arrive("a", PROMPT)
-    copies = rig.take_all(commands.CopyTail)
+    copies = rig.take_all(commands.CopyComponent)
     rig.abort("a")
     for copy in copies[1:]:
         rig.copied(copy)
@@ -150,16 +150,16 @@ def the_host_has_no_room_for_the_rest_of_a_tail(rig: Rig) -> Step:
     return lambda rig: rig.copied(rig.take(commands.CopyToHost))
 
 
-def tail_backup_ends(rig: Rig) -> Step:
+def component_backup_ends(rig: Rig) -> Step:
     full_backup_ends(rig)(rig)
-    copies = rig.take_all(commands.CopyTail)
+    copies = rig.take_all(commands.CopyComponent)
     rig.copied(copies[0])
     return lambda rig: rig.copied(copies[1])
 
 
-def tail_backup_fails(rig: Rig) -> Step:
+def component_backup_fails(rig: Rig) -> Step:
     full_backup_ends(rig)(rig)
-    copies = rig.take_all(commands.CopyTail)
+    copies = rig.take_all(commands.CopyComponent)
     rig.copied(copies[0])
     return lambda rig: rig.copied(copies[1], error="bus error")
 
@@ -189,8 +189,8 @@ STORIES = [
     retracted,
     full_backup_ends,
     the_host_has_no_room_for_the_rest_of_a_tail,
-    tail_backup_ends,
-    tail_backup_fails,
+    component_backup_ends,
+    component_backup_fails,
     computed_by_the_caller,
 ]
 HOST_WINDOWS: dict[Callable[[Rig], Step], int] = {the_host_has_no_room_for_the_rest_of_a_tail: 3}
@@ -201,9 +201,9 @@ HOST_WINDOWS: dict[Callable[[Rig], Step], int] = {the_host_has_no_room_for_the_r
 
 def answer(rig: Rig) -> Step:
     rig.arrive("a", PROMPT)
-    query = rig.take(commands.QueryTails)
-    tails = (events.StoredTail("window", ((5, 8),)), events.StoredTail("state", ((7, 8),)))
-    return lambda rig: rig.answer(query, 8, tails=tails)
+    query = rig.take(commands.QueryComponents)
+    component_pages = (events.StoredComponent("window", ((5, 8),)), events.StoredComponent("state", ((7, 8),)))
+    return lambda rig: rig.answer(query, 8, component_pages=component_pages)
 
 
 def answer_of_which_some_is_cached(rig: Rig) -> Step:
@@ -222,28 +222,28 @@ def answer_where_the_front_has_left(rig: Rig) -> Step:
     return lambda rig: rig.flush("l2")
 
 
-def tail_fetch_ends(rig: Rig) -> Step:
+def component_fetch_ends(rig: Rig) -> Step:
     answer(rig)(rig)
-    fetch, *others = rig.take_all(commands.FetchTail)
+    fetch, *others = rig.take_all(commands.FetchComponent)
     rig.pending += others
     return lambda rig: rig.fetched(fetch)
 
 
-def tail_fetch_fails(rig: Rig) -> Step:
+def component_fetch_fails(rig: Rig) -> Step:
     answer(rig)(rig)
-    fetch, *others = rig.take_all(commands.FetchTail)
+    fetch, *others = rig.take_all(commands.FetchComponent)
     rig.pending += others
     return lambda rig: rig.fetched(fetch, 1)
 
 
-def tail_fetch_is_late(rig: Rig) -> Step:
+def component_fetch_is_late(rig: Rig) -> Step:
     answer(rig)(rig)
     return lambda rig: rig.wait_until(rig.now_s + 10.0)
 
 
-def tail_fetch_of_the_aborted_ends(rig: Rig) -> Step:
+def component_fetch_of_the_aborted_ends(rig: Rig) -> Step:
     answer(rig)(rig)
-    fetches = rig.take_all(commands.FetchTail)
+    fetches = rig.take_all(commands.FetchComponent)
     rig.fetched(fetches[0])
     rig.abort("a")
     return lambda rig: rig.fetched(fetches[1])
@@ -251,35 +251,35 @@ def tail_fetch_of_the_aborted_ends(rig: Rig) -> Step:
 
 def abort_while_fetching(rig: Rig) -> Step:
     answer(rig)(rig)
-    fetches = rig.take_all(commands.FetchTail)
+    fetches = rig.take_all(commands.FetchComponent)
     rig.fetched(fetches[0])
     rig.pending.append(fetches[1])
     return lambda rig: rig.abort("a")
 
 
 def copy_of_a_tail_from_storage_ends(rig: Rig) -> Step:
-    tail_fetch_ends(rig)(rig)
-    copy = rig.take(commands.CopyTail)
+    component_fetch_ends(rig)(rig)
+    copy = rig.take(commands.CopyComponent)
     return lambda rig: rig.copied(copy)
 
 
 def copy_of_a_tail_from_storage_fails(rig: Rig) -> Step:
-    tail_fetch_ends(rig)(rig)
-    copy = rig.take(commands.CopyTail)
+    component_fetch_ends(rig)(rig)
+    copy = rig.take(commands.CopyComponent)
     return lambda rig: rig.copied(copy, error="bus error")
 
 
 def copy_of_a_tail_from_storage_ends_after_an_abort(rig: Rig) -> Step:
-    tail_fetch_ends(rig)(rig)
-    copy = rig.take(commands.CopyTail)
+    component_fetch_ends(rig)(rig)
+    copy = rig.take(commands.CopyComponent)
     rig.abort("a")
     return lambda rig: rig.copied(copy)
 
 
-def left_on_the_host(rig: Rig) -> list[commands.CopyTail]:
+def left_on_the_host(rig: Rig) -> list[commands.CopyComponent]:
     finish(rig, restored(rig, "b", b"xyzxyz"), b"xyzxyz")
     rig.copied(rig.take(commands.CopyToHost))
-    return rig.take_all(commands.CopyTail)
+    return rig.take_all(commands.CopyComponent)
 
 
 def full_pages_are_stored(rig: Rig) -> Step:
@@ -295,19 +295,19 @@ def tail_backup_ends_after_the_full_put(rig: Rig) -> Step:
     return lambda rig: rig.copied(copies[1])
 
 
-def tail_put_ends(rig: Rig) -> Step:
+def component_put_ends(rig: Rig) -> Step:
     full_pages_are_stored(rig)(rig)
-    puts = rig.take_all(commands.StoreTail)
+    puts = rig.take_all(commands.StoreComponent)
     rig.stored(puts[0])
     return lambda rig: rig.stored(puts[1])
 
 
-def waiting_put(rig: Rig) -> list[commands.FetchTail]:
+def waiting_put(rig: Rig) -> list[commands.FetchComponent]:
     copies = left_on_the_host(rig)
     rig.stored(rig.take(commands.StorePages))
     answer(rig)(rig)
     rig.fetched(rig.take(commands.FetchPages))
-    fetches = rig.take_all(commands.FetchTail)
+    fetches = rig.take_all(commands.FetchComponent)
     rig.fetched(fetches[0])
     rig.copied(copies[0])
     rig.pending.append(copies[1])
@@ -329,17 +329,17 @@ STORED_STORIES = [
     answer,
     answer_of_which_some_is_cached,
     answer_where_the_front_has_left,
-    tail_fetch_ends,
-    tail_fetch_fails,
-    tail_fetch_is_late,
-    tail_fetch_of_the_aborted_ends,
+    component_fetch_ends,
+    component_fetch_fails,
+    component_fetch_is_late,
+    component_fetch_of_the_aborted_ends,
     abort_while_fetching,
     copy_of_a_tail_from_storage_ends,
     copy_of_a_tail_from_storage_fails,
     copy_of_a_tail_from_storage_ends_after_an_abort,
     full_pages_are_stored,
     tail_backup_ends_after_the_full_put,
-    tail_put_ends,
+    component_put_ends,
     last_fetch_ends_before_a_put,
     last_fetch_ends_before_a_put_that_is_of_no_use,
 ]

@@ -7,18 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.handover.head_slices import Holding, check_stages, holding_of, shares_of, split_like, stage_of
+from tidekv.states.handover.head_slices import (
+    HeadPartition,
+    check_stages,
+    head_slices_of,
+    partition_of,
+    split_like,
+    stage_of,
+)
 
 
-def heads_on(holding: Holding, rank: int) -> list[int]:
+def heads_on(holding: HeadPartition, rank: int) -> list[int]:
     first = holding.first(rank)
     return list(range(first, first + holding.heads))
 
 
 @st.composite
-def holdings(draw: st.DrawFn, total: int) -> Holding:
+def holdings(draw: st.DrawFn, total: int) -> HeadPartition:
     heads = draw(st.sampled_from([heads for heads in range(1, total + 1) if total % heads == 0]))
-    return Holding(ranks=total // heads * draw(st.integers(1, 3)), heads=heads, total=total)
+    return HeadPartition(ranks=total // heads * draw(st.integers(1, 3)), heads=heads, total=total)
 
 
 @given(st.data(), st.sampled_from([1, 2, 4, 6, 8, 12]))
@@ -26,7 +33,7 @@ def test_every_head_comes_once_from_a_rank_that_holds_it(data: st.DataObject, to
     decode, prefill = data.draw(holdings(total)), data.draw(holdings(total))
     for rank in range(decode.ranks):
         mine, brought = heads_on(decode, rank), []
-        for share in shares_of(rank, decode, prefill):
+        for share in head_slices_of(rank, decode, prefill):
             theirs = heads_on(prefill, share.prefill)
             part = slice(share.source, share.source + share.count)
             assert theirs[part] == mine[share.target : share.target + share.count]
@@ -37,25 +44,25 @@ def test_every_head_comes_once_from_a_rank_that_holds_it(data: st.DataObject, to
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
 def test_every_rank_of_as_many_is_written_by_its_own_counterpart(ranks: int, heads: int) -> None:
-    holding = holding_of(ranks=ranks, heads=heads, kind="mha")
+    holding = partition_of(ranks=ranks, heads=heads, kind="mha")
     for rank in range(ranks):
-        (share,) = shares_of(rank, holding, holding)
+        (share,) = head_slices_of(rank, holding, holding)
         assert (share.prefill, share.count) == (rank, heads)
 
 
 def test_copies_take_turns() -> None:
     # Latent vectors are the same on all ranks: each of four copies writes to one of four decode ranks.
-    latent = holding_of(ranks=4, heads=1, kind="mla")
-    assert [share.prefill for rank in range(4) for share in shares_of(rank, latent, latent)] == [0, 1, 2, 3]
-    two = holding_of(ranks=2, heads=1, kind="mla")
-    assert [share.prefill for rank in range(4) for share in shares_of(rank, latent, two)] == [0, 1, 0, 1]
+    latent = partition_of(ranks=4, heads=1, kind="mla")
+    assert [share.prefill for rank in range(4) for share in head_slices_of(rank, latent, latent)] == [0, 1, 2, 3]
+    two = partition_of(ranks=2, heads=1, kind="mla")
+    assert [share.prefill for rank in range(4) for share in head_slices_of(rank, latent, two)] == [0, 1, 0, 1]
 
 
 def test_the_other_end_is_expected_to_hold_as_many_as_there_can_be_without_copies() -> None:
-    decode = holding_of(ranks=2, heads=2, kind="mha")
-    assert split_like(4, decode) == Holding(ranks=4, heads=1, total=4)
-    assert split_like(1, decode) == Holding(ranks=1, heads=4, total=4)
-    assert split_like(8, decode) == Holding(ranks=8, heads=1, total=4)
+    decode = partition_of(ranks=2, heads=2, kind="mha")
+    assert split_like(4, decode) == HeadPartition(ranks=4, heads=1, total=4)
+    assert split_like(1, decode) == HeadPartition(ranks=1, heads=4, total=4)
+    assert split_like(8, decode) == HeadPartition(ranks=8, heads=1, total=4)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +70,9 @@ def test_the_other_end_is_expected_to_hold_as_many_as_there_can_be_without_copie
 )
 def test_heads_that_cannot_lie_so_are_refused(ranks: int, heads: int, total: int) -> None:
     with pytest.raises(InvalidConfig, match="cannot hold"):
-        Holding(ranks=ranks, heads=heads, total=total)
+        HeadPartition(ranks=ranks, heads=heads, total=total)
     with pytest.raises(InvalidConfig, match="cannot hold"):
-        split_like(3, Holding(ranks=2, heads=2, total=4))
+        split_like(3, HeadPartition(ranks=2, heads=2, total=4))
 
 
 def test_ranks_are_counted_stage_by_stage() -> None:

@@ -57,15 +57,15 @@ def test_a_span_is_asked_for_once_and_refused_before_it_is_complete() -> None:
 
 
 def test_the_last_chunk_of_span_0_comes_after_the_tails() -> None:
-    room = ReceiverRoom(first=0, count=2, tails=["swa", "ssm"])
+    room = ReceiverRoom(first=0, count=2, component_pages=["swa", "ssm"])
     room.extend(1, 0, 1)
     room.land(span=1, first=0, count=1, last=True)
     room.land(span=0, first=0, count=1, last=False)
-    room.land_tail("ssm")
+    room.land_component("ssm")
     with pytest.raises(RemoteProtocolError, match="is said to be the last; the tail of 'swa' was not sent"):
         room.land(span=0, first=1, count=1, last=True)
     for wrong in ("ssm", "other"):
         with pytest.raises(RemoteProtocolError, match=f"the tail of component '{wrong}' was not asked for"):
-            room.land_tail(wrong)
-    room.land_tail("swa")
+            room.land_component(wrong)
+    room.land_component("swa")
     room.land(span=0, first=1, count=1, last=True)

@@ -7,15 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tidekv.states.components.specs import TailPages
+from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
-from tidekv.states.handover.sender import SPANS_MAX, ChunkReady, SenderRoom, TailPart, WriteJob
+from tidekv.states.handover.sender import SPANS_MAX, ChunkReady, ComponentPart, SenderRoom, WriteJob
 from tidekv.states.types import page_ids
 
 PAGE = 4
 
 
-def room(*, tokens: int, promised: int = 0, tails: dict[str, tuple[int, list[int]]] | None = None) -> SenderRoom:
+def room(
+    *, tokens: int, promised: int = 0, component_pages: dict[str, tuple[int, list[int]]] | None = None
+) -> SenderRoom:
     """A room whose decode pages are 100 and up; of components, where they begin and their pages."""
     count = -(-tokens // PAGE) - promised // PAGE
     return SenderRoom(
@@ -23,7 +25,9 @@ def room(*, tokens: int, promised: int = 0, tails: dict[str, tuple[int, list[int
         decode_prefix_len=promised,
         page_size=PAGE,
         pages=page_ids(range(100, 100 + count)),
-        tails=[TailPages(name, first, page_ids(pages)) for name, (first, pages) in (tails or {}).items()],
+        component_pages=[
+            ComponentPages(name, first, page_ids(pages)) for name, (first, pages) in (component_pages or {}).items()
+        ],
     )
 
 
@@ -229,16 +233,16 @@ class Sending(RuleBasedStateMachine):
         # A window's tail may begin anywhere, that of the other is asked for or not.
         begin = data.draw(st.integers(0, self.page_count))
         asked = data.draw(st.integers(0, 1))
-        self.tails = {
+        self.component_pages = {
             "window": (begin, list(range(500, 500 + self.page_count - begin))),
             "state": (self.page_count - asked, [7] * asked),
         }
-        self.tails_written: dict[tuple[str, int], int] = {}
-        self.tails_told: list[str] = []
-        self.sender = room(tokens=tokens, promised=promised * PAGE, tails=self.tails)
+        self.components_written: dict[tuple[str, int], int] = {}
+        self.components_told: list[str] = []
+        self.sender = room(tokens=tokens, promised=promised * PAGE, component_pages=self.component_pages)
         # Span → (first, decode's pages); and what was written where, in order.
         self.spans = {0: (promised, list(range(100, 100 + self.page_count - promised)))}
-        self.flying: list[WriteJob | TailPart] = []
+        self.flying: list[WriteJob | ComponentPart] = []
         self.written: dict[int, int] = {}
         self.told: dict[int, int] = {0: promised}
         self.lasts: list[int] = []
@@ -256,15 +260,17 @@ class Sending(RuleBasedStateMachine):
             self.sender.remember(ids, start_token=start * PAGE, end_token=end)
 
     @rule(name=st.sampled_from(["window", "state"]))
-    def send_tail(self, name: str) -> None:
+    def send_component_pages(self, name: str) -> None:
         if not self.sender.finished:
-            self.sender.send_tail(name, page_ids(range(len(self.tails[name][1]))))
+            self.sender.send_component_pages(name, page_ids(range(len(self.component_pages[name][1]))))
 
     @rule()
     def finish(self) -> None:
         if not self.sender.finished and self.sender.computed_pages == self.page_count:
-            if self.sender.tails.unsent:
-                with pytest.raises(InvalidRequest, match=f"the tail of component '{self.sender.tails.unsent[0]}'"):
+            if self.sender.component_pages.unsent:
+                with pytest.raises(
+                    InvalidRequest, match=f"the tail of component '{self.sender.component_pages.unsent[0]}'"
+                ):
                     self.sender.finish()
             else:
                 self.sender.finish()
@@ -294,10 +300,10 @@ class Sending(RuleBasedStateMachine):
         if job is not None:
             assert not self.stopped
             self.flying.append(job)
-            if isinstance(job, TailPart):
+            if isinstance(job, ComponentPart):
                 for ours, theirs in zip(job.our_pages, job.their_pages, strict=True):
-                    assert (job.component, theirs) not in self.tails_written, "a page is written once"
-                    self.tails_written[job.component, theirs] = ours
+                    assert (job.component, theirs) not in self.components_written, "a page is written once"
+                    self.components_written[job.component, theirs] = ours
                 return
             for ours, theirs in zip(job.our_pages, job.their_pages, strict=True):
                 assert theirs not in self.written, "a page is written once"
@@ -311,13 +317,13 @@ class Sending(RuleBasedStateMachine):
 
     @rule()
     def tell(self) -> None:
-        tails_flying = {job.component for job in self.flying if isinstance(job, TailPart)}
-        for name in self.sender.take_tails():
+        components_flying = {job.component for job in self.flying if isinstance(job, ComponentPart)}
+        for name in self.sender.take_component_pages():
             assert not self.stopped
-            assert name not in self.tails_told, "a tail is told once"
-            assert name not in tails_flying
-            self.check_tail(name)
-            self.tails_told.append(name)
+            assert name not in self.components_told, "a tail is told once"
+            assert name not in components_flying
+            self.check_component(name)
+            self.components_told.append(name)
         for chunk in self.sender.take_chunks():
             assert not self.stopped
             first, theirs = self.spans[chunk.span]
@@ -333,12 +339,14 @@ class Sending(RuleBasedStateMachine):
                 assert self.told[chunk.span] == first + len(theirs)
                 assert self.sender.finished
                 if chunk.span == 0:
-                    assert set(self.tails_told) == {name for name, (_, pages) in self.tails.items() if pages}
+                    assert set(self.components_told) == {
+                        name for name, (_, pages) in self.component_pages.items() if pages
+                    }
                 self.lasts.append(chunk.span)
 
-    def check_tail(self, name: str) -> None:
-        pages = self.tails[name][1]
-        assert [self.tails_written.get((name, page)) for page in pages] == list(range(len(pages)))
+    def check_component(self, name: str) -> None:
+        pages = self.component_pages[name][1]
+        assert [self.components_written.get((name, page)) for page in pages] == list(range(len(pages)))
 
     @precondition(lambda self: not self.stopped)
     @rule(really=st.integers(0, 9))
@@ -360,8 +368,8 @@ class Sending(RuleBasedStateMachine):
         start = self.sender.computed_pages
         if start < self.page_count:
             self.sender.remember(page_ids(range(start, self.page_count)), start_token=start * PAGE)
-        for name in self.tails:
-            self.send_tail(name)
+        for name in self.component_pages:
+            self.send_component_pages(name)
         self.finish()
         while self.sender.can_write():
             self.post(2)
@@ -370,8 +378,8 @@ class Sending(RuleBasedStateMachine):
         self.tell()
         assert sorted(self.lasts) == sorted(self.spans)
         assert self.sender.is_complete
-        for name in self.tails:
-            self.check_tail(name)
+        for name in self.component_pages:
+            self.check_component(name)
         for first, theirs in self.spans.values():
             assert [self.written[page] for page in theirs] == list(range(first, first + len(theirs)))
 

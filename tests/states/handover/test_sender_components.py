@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.states.components.specs import TailPages
+from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
-from tidekv.states.handover.sender import ChunkReady, SenderRoom, TailAsked, TailPart
+from tidekv.states.handover.sender import ChunkReady, ComponentAsked, ComponentPart, SenderRoom
 from tidekv.states.types import page_ids
 
 
-def asked(component: str, first: int, pages: list[int]) -> TailPages:
-    return TailPages(component, first, page_ids(pages))
+def asked(component: str, first: int, pages: list[int]) -> ComponentPages:
+    return ComponentPages(component, first, page_ids(pages))
 
 
-def room(*tails: TailPages) -> SenderRoom:
+def room(*component_pages: ComponentPages) -> SenderRoom:
     """Three pages, of which decode has one."""
-    return SenderRoom(prompt_tokens=10, decode_prefix_len=4, page_size=4, pages=page_ids([50, 51]), tails=tails)
+    return SenderRoom(
+        prompt_tokens=10, decode_prefix_len=4, page_size=4, pages=page_ids([50, 51]), component_pages=component_pages
+    )
 
 
-def computed(*tails: TailPages) -> SenderRoom:
-    sender = room(*tails)
+def computed(*component_pages: ComponentPages) -> SenderRoom:
+    sender = room(*component_pages)
     sender.remember(page_ids([0, 1, 2]), start_token=0)
     return sender
 
 
 def test_what_is_asked_is_told_by_component() -> None:
     sender = room(asked("swa", 1, [7, 8]), asked("ssm", 3, []))
-    assert sender.tails.asked == {"swa": TailAsked("swa", 1, 2), "ssm": TailAsked("ssm", 3, 0)}
-    assert sender.tails.unsent == ["swa"]
+    assert sender.component_pages.asked == {"swa": ComponentAsked("swa", 1, 2), "ssm": ComponentAsked("ssm", 3, 0)}
+    assert sender.component_pages.unsent == ["swa"]
 
 
 @pytest.mark.parametrize(
-    ("tails", "words"),
+    ("component_pages", "words"),
     [
         ([asked("swa", 0, [7])], "1 pages for the tail of component 'swa' at positions from 0 on, which does not end"),
         ([asked("swa", 2, [7, 8])], "which does not end with the prompt of 3 pages"),
@@ -40,9 +42,9 @@ def test_what_is_asked_is_told_by_component() -> None:
         ([asked("swa", 3, []), asked("swa", 2, [1])], "asks twice for the tail of component 'swa'"),
     ],
 )
-def test_a_promise_that_contradicts_itself_is_refused(tails: list[TailPages], words: str) -> None:
+def test_a_promise_that_contradicts_itself_is_refused(component_pages: list[ComponentPages], words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
-        room(*tails)
+        room(*component_pages)
 
 
 def test_a_room_cannot_finish_without_a_tail_that_was_asked_for() -> None:
@@ -50,22 +52,22 @@ def test_a_room_cannot_finish_without_a_tail_that_was_asked_for() -> None:
     with pytest.raises(InvalidRequest, match="the room cannot finish: the tail of component 'ssm' was never sent"):
         sender.finish()
     assert not sender.finished
-    sender.send_tail("ssm", page_ids([3]))
+    sender.send_component_pages("ssm", page_ids([3]))
     sender.finish()
     with pytest.raises(InvalidRequest, match="the tail of component 'ssm' can no longer be sent"):
-        sender.send_tail("ssm", page_ids([3]))
+        sender.send_component_pages("ssm", page_ids([3]))
 
 
 def test_what_nobody_asked_for_may_be_handed_over_and_is_not_written() -> None:
     sender = computed(asked("ssm", 3, []))
-    sender.send_tail("ssm", page_ids([3]))
+    sender.send_component_pages("ssm", page_ids([3]))
     sender.finish()
     written = []
     while (job := sender.next_job(pages_max=9)) is not None:
         written.append(job)
         sender.settle(job, landed=True)
     assert [len(job.our_pages) for job in written] == [2]
-    assert sender.take_tails() == []
+    assert sender.take_component_pages() == []
     assert sender.take_chunks() == [ChunkReady(0, 1, 2, last=True)]
 
 
@@ -80,29 +82,32 @@ def test_what_nobody_asked_for_may_be_handed_over_and_is_not_written() -> None:
 def test_other_pages_than_were_asked_for_change_nothing(component: str, pages: list[int], words: str) -> None:
     sender = computed(asked("swa", 1, [7, 8]))
     with pytest.raises(InvalidRequest, match=words):
-        sender.send_tail(component, page_ids(pages))
-    assert sender.tails.unsent == ["swa"]
+        sender.send_component_pages(component, page_ids(pages))
+    assert sender.component_pages.unsent == ["swa"]
 
 
 def test_a_tail_is_sent_once_and_repeating_it_is_harmless() -> None:
     sender = computed(asked("swa", 1, [7, 8]))
     for _ in range(2):
-        sender.send_tail("swa", page_ids([4, 5]))
+        sender.send_component_pages("swa", page_ids([4, 5]))
     with pytest.raises(InvalidRequest, match="was sent before, as other pages"):
-        sender.send_tail("swa", page_ids([5, 4]))
+        sender.send_component_pages("swa", page_ids([5, 4]))
 
 
 def test_the_last_chunk_waits_for_the_tails_and_they_are_told_first() -> None:
     sender = computed(asked("swa", 1, [7, 8]))
-    sender.send_tail("swa", page_ids([4, 5]))
+    sender.send_component_pages("swa", page_ids([4, 5]))
     sender.finish()
     pages, *parts = [sender.next_job(pages_max=1 if at else 9) for at in range(3)]
-    assert parts == [TailPart("swa", 1, page_ids([4]), page_ids([7])), TailPart("swa", 2, page_ids([5]), page_ids([8]))]
+    assert parts == [
+        ComponentPart("swa", 1, page_ids([4]), page_ids([7])),
+        ComponentPart("swa", 2, page_ids([5]), page_ids([8])),
+    ]
     sender.settle(pages, landed=True)
     sender.settle(parts[1], landed=True)
-    assert (sender.take_tails(), sender.take_chunks(), sender.is_complete) == ([], [], False)
+    assert (sender.take_component_pages(), sender.take_chunks(), sender.is_complete) == ([], [], False)
     sender.settle(parts[0], landed=True)
-    assert (sender.take_tails(), sender.take_chunks()) == (["swa"], [ChunkReady(0, 1, 2, last=True)])
+    assert (sender.take_component_pages(), sender.take_chunks()) == (["swa"], [ChunkReady(0, 1, 2, last=True)])
     assert sender.is_complete
 
 
@@ -110,7 +115,7 @@ def test_other_spans_do_not_wait_for_the_tails() -> None:
     """They are asked for by a decode that goes on without something else; span 0 alone brings components."""
     sender = computed(asked("swa", 1, [7, 8]))
     sender.extend(1, 0, page_ids([60]))
-    sender.send_tail("swa", page_ids([4, 5]))
+    sender.send_component_pages("swa", page_ids([4, 5]))
     sender.finish()
     jobs = [sender.next_job(pages_max=9) for _ in range(3)]
     for job in jobs[:2]:
@@ -120,7 +125,7 @@ def test_other_spans_do_not_wait_for_the_tails() -> None:
 
 def test_a_tail_that_did_not_land_is_never_told_and_a_stop_starts_no_part() -> None:
     sender = computed(asked("swa", 1, [7, 8]))
-    sender.send_tail("swa", page_ids([4, 5]))
+    sender.send_component_pages("swa", page_ids([4, 5]))
     sender.next_job(pages_max=9)
     part = sender.next_job(pages_max=1)
     sender.stop("aborted")
@@ -128,5 +133,5 @@ def test_a_tail_that_did_not_land_is_never_told_and_a_stop_starts_no_part() -> N
     assert not sender.can_write()
     assert not sender.is_drained
     sender.settle(part, landed=False)
-    assert not sender.tails.are_here
-    assert sender.take_tails() == []
+    assert not sender.component_pages.are_here
+    assert sender.take_component_pages() == []

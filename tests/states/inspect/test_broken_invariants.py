@@ -13,7 +13,7 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.loads.loads import Loads
 from tidekv.states.request.request import State
 from tidekv.states.request.restore import Restore
-from tidekv.states.storage.admission import StorageUse
+from tidekv.states.storage.admission import StorageAdmission
 
 EIGHT = b"abcdefgh"
 Step = Callable[[Rig], object]
@@ -52,7 +52,7 @@ def waiting_put(rig: Rig) -> tuple[commands.FetchPages, commands.SendPromise]:
     rig.make_ready("past", b"xyz")
     rig.finish("past", b"xyz")
     rig.copied(rig.take(commands.CopyToHost))
-    rig.take(commands.TellFinished)
+    rig.take(commands.ReportFinished)
     assert rig.take_all(commands.StorePages) == []
     return fetch, promise
 
@@ -67,7 +67,7 @@ def end_of_the_fetch(rig: Rig) -> Step:
     [
         (arrival, Restore, "ask_storage"),
         (arrival, Restore, "grant"),
-        (answer, StorageUse, "note"),
+        (answer, StorageAdmission, "note"),
         (answer, Restore, "fix_plan"),
         (failed_copy, Loads, "fill"),
         (finish, Backups, "_begin"),
@@ -111,6 +111,6 @@ def test_any_other_raise_of_a_put_that_waited_ends_the_backup_and_nothing_else(m
     # The host keeps what it has, and the request that fetched gets what it fetched.
     rig.copied(rig.take(commands.CopyToDevice))
     rig.serve(promise)
-    assert rig.take(commands.TellReady).sources["l3"] == 6
+    assert rig.take(commands.ReportReady).sources["l3"] == 6
     rig.take(commands.SendReceived)
     assert rig.make_ready("again", b"xyz").sources["l1"] == 3

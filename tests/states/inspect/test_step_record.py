@@ -14,11 +14,11 @@ from tidekv.states.inspect.step_record import (
     BOOK_NUMBERS,
     BOOKS_EVERY,
     COMMANDS,
+    COMPONENT_NUMBERS,
     NOTHING,
-    TAIL_NUMBERS,
-    Answer,
-    Noted,
-    Witness,
+    StepNotes,
+    StepRecorder,
+    StepResult,
     encode_pages,
     short_fields,
 )
@@ -34,30 +34,30 @@ class Seen:
 
     def __init__(self, **settings: int) -> None:
         self.rig = Rig(**settings)
-        self.witness = Witness(self.rig.core)
-        self.noted: list[Noted] = []
+        self.step_recorder = StepRecorder(self.rig.core)
+        self.noted: list[StepNotes] = []
         step = self.rig.core.step
 
         def stepped(event: events.Event) -> list[commands.Command]:
             given = step(event)
-            self.noted.append(self.witness.note(event, given))
+            self.noted.append(self.step_recorder.note(event, given))
             return given
 
         self.rig.core.step = stepped  # type: ignore[method-assign]  # What it watches.
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[StepResult]:
         return [noted.gave for noted in self.noted]
 
     def books(self) -> dict[str, int]:
         """The books of now, as the next step at which they are written has them."""
-        self.witness.events += -self.witness.events % BOOKS_EVERY
-        noted = self.witness.note(events.ClockAdvanced(at_s=0.0), [])
+        self.step_recorder.events += -self.step_recorder.events % BOOKS_EVERY
+        noted = self.step_recorder.note(events.ClockAdvanced(at_s=0.0), [])
         return dict(zip(BOOK_NUMBERS, noted.gave.books, strict=True))
 
     def short(self, at: int) -> dict[str, list[list[object]]]:
         """An answer as it is written."""
-        return dict(zip(Answer.__struct_fields__, msgspec.json.decode(ENCODE(self.answers[at])), strict=True))
+        return dict(zip(StepResult.__struct_fields__, msgspec.json.decode(ENCODE(self.answers[at])), strict=True))
 
 
 def test_moves_commands_and_books_are_written_in_short() -> None:
@@ -76,8 +76,8 @@ def test_moves_commands_and_books_are_written_in_short() -> None:
     seen.rig.aux(promise)
     seen.rig.chunk(promise)
     (received, ready) = seen.short(-1)["commands"]
-    assert (received[0], ready[0]) == ("SendReceived", "TellReady")
-    pages = zlib.crc32(seen.rig.take(commands.TellReady).pages)
+    assert (received[0], ready[0]) == ("SendReceived", "ReportReady")
+    pages = zlib.crc32(seen.rig.take(commands.ReportReady).pages)
     assert ready[3:] == [pages, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}, zlib.crc32(b""), None]
     assert seen.books()["device_cached"] == 8
 
@@ -92,18 +92,18 @@ def test_what_is_evicted_is_written_with_its_tier() -> None:
 
 def test_an_error_and_a_different_order_of_free_pages_are_seen() -> None:
     seen = Seen()
-    noted = seen.witness.note(events.ClockAdvanced(at_s=0.0), [], "IllegalEvent")
+    noted = seen.step_recorder.note(events.ClockAdvanced(at_s=0.0), [], "IllegalEvent")
     assert noted.gave.error == "IllegalEvent"
     account = seen.rig.core.state.device
     taken = account.take(2)
     account.give_back(taken[::-1])
     assert seen.books()["device_next"] == taken[1]
-    assert seen.witness.note(events.ClockAdvanced(at_s=0.0), []).gave == NOTHING
+    assert seen.step_recorder.note(events.ClockAdvanced(at_s=0.0), []).gave == NOTHING
 
 
 def test_the_books_are_written_at_one_step_of_some() -> None:
     seen = Seen()
-    noted = [seen.witness.note(events.ClockAdvanced(at_s=0.0), []) for _ in range(3 * BOOKS_EVERY)]
+    noted = [seen.step_recorder.note(events.ClockAdvanced(at_s=0.0), []) for _ in range(3 * BOOKS_EVERY)]
     assert [note.seq for note in noted if note.gave.books] == [0, BOOKS_EVERY, 2 * BOOKS_EVERY]
     assert all(note.gave is NOTHING for note in noted if not note.gave.books)
 
@@ -122,13 +122,13 @@ def test_every_command_is_written_with_all_its_fields_but_free_text() -> None:
         plain, pages = short_fields(kind)
         assert set(plain) | set(pages) | {"detail"} >= set(kind.__struct_fields__), kind
         assert all(name.endswith(("pages", "reserve", "positions")) for name in pages), kind
-    witness = Seen().witness
-    failed = commands.TellFailed(request_id="a", cause="because", detail="Traceback, line 7")
-    dropped = commands.TellDropped(request_id="b")
+    step_recorder = Seen().step_recorder
+    failed = commands.ReportFailed(request_id="a", cause="because", detail="Traceback, line 7")
+    dropped = commands.ReportDropped(request_id="b")
     given: list[commands.Command] = [dropped, failed]
-    answer = witness.note(events.ClockAdvanced(at_s=0.0), given).gave
-    short = msgspec.json.decode(ENCODE(answer))[Answer.__struct_fields__.index("commands")]
-    assert short == [["TellDropped", "b"], ["TellFailed", "a", "because", ""]]
+    answer = step_recorder.note(events.ClockAdvanced(at_s=0.0), given).gave
+    short = msgspec.json.decode(ENCODE(answer))[StepResult.__struct_fields__.index("commands")]
+    assert short == [["ReportDropped", "b"], ["ReportFailed", "a", "because", ""]]
     assert given == [dropped, failed]
 
 
@@ -146,8 +146,8 @@ def test_the_books_of_components_stand_behind_the_others() -> None:
     seen = Seen(components=components)  # type: ignore[arg-type]  # Not a number.
     seen.rig.arrive("a", EIGHT)
     books = seen.answers[0].books[len(BOOK_NUMBERS) :]
-    width = len(TAIL_NUMBERS)
-    parts = [dict(zip(TAIL_NUMBERS, books[at : at + width], strict=True)) for at in range(0, len(books), width)]
+    width = len(COMPONENT_NUMBERS)
+    parts = [dict(zip(COMPONENT_NUMBERS, books[at : at + width], strict=True)) for at in range(0, len(books), width)]
     assert [(part["free"], part["owned"], part["receipts"]) for part in parts] == [
         (6, 3, 1),
         (0, 0, 1),

@@ -19,7 +19,7 @@ def finishing(rig: Rig) -> commands.CopyToHost:
     rig.attach_storage()
     rig.make_ready("a", b"abc")
     rig.finish("a", b"abc")
-    rig.take(commands.TellFinished)
+    rig.take(commands.ReportFinished)
     return rig.take(commands.CopyToHost)
 
 
@@ -33,7 +33,7 @@ def test_the_deadline_of_a_restore_says_nothing_once_the_request_is_ready() -> N
     rig.nothing_else()
     assert rig.state("a") == "READY"
     rig.finish("a", b"abc")
-    rig.take(commands.TellFinished)
+    rig.take(commands.ReportFinished)
 
 
 def test_a_late_backup_is_counted_and_keeps_its_pages_until_it_has_ended() -> None:
@@ -84,7 +84,7 @@ def late_copy_above_a_fetch(rig: Rig) -> tuple[commands.CopyToDevice, commands.F
     rig.promised(rig.take(commands.SendPromise))
     copy, fetch = rig.take(commands.CopyToDevice), rig.take(commands.FetchPages)
     rig.abort("a")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.drained(rig.take(commands.SendAbort))
     return copy, fetch
 
@@ -96,11 +96,11 @@ def test_pages_of_a_late_copy_wait_for_what_hangs_below_them() -> None:
     assert rig.core.statistics()["copies_late"] == 1
     rig.copied(copy)
     # Nobody writes to the two pages any more, but the fetched ones below are still being filled.
-    assert [len(load.nodes) for load in rig.core.loads.settled_voids] == [1]
+    assert [len(load.nodes) for load in rig.core.loads.settled_reclaiming] == [1]
     assert rig.core.statistics()["device_draining"] == 2
     rig.fetched(fetch)
     rig.expect_nothing_held()
-    assert rig.core.loads.settled_voids == []
+    assert rig.core.loads.settled_reclaiming == []
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -143,12 +143,12 @@ def test_a_failed_load_that_waits_for_a_room_is_given_up_with_its_last_sharer() 
     query = rig.take(commands.QueryStorage)
     rig.abort("loader")
     rig.drained(rig.take(commands.SendAbort))
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.copied(copy, error="failed")
     assert [load.stage.name for load in rig.core.loads] == ["FAILED"]
     rig.nothing_else()
     rig.abort("waiting")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.expect_nothing_held()
     rig.answer(query, 2)
     assert rig.core.statistics()["outcomes_late"] == 1
@@ -173,7 +173,7 @@ def test_what_the_caller_computed_is_told_by_its_own_source_and_cached() -> None
     asked = asked_to_recompute(rig)
     assert (asked.first, len(asked.pages)) == (4, 8)
     rig.step(events.Recomputed, op=asked.op)
-    ready = rig.take(commands.TellReady)
+    ready = rig.take(commands.ReportReady)
     assert ready.sources == {"l1": 4, "l2": 0, "l3": 0, "transfer": 0, "recompute": 4}
     assert ready.pages == asked.pages
     rig.nothing_else()  # There is no prefill that could be told of pages it may free.
@@ -185,7 +185,7 @@ def test_a_recompute_that_fails_is_the_end_of_its_request_alone() -> None:
     rig.make_ready("bystander", b"xyz")
     asked = asked_to_recompute(rig)
     rig.step(events.Recomputed, op=asked.op, error="no room for activations")
-    failed = rig.take(commands.TellFailed)
+    failed = rig.take(commands.ReportFailed)
     assert (failed.cause, failed.detail) == ("recompute failed", "no room for activations")
     rig.nothing_else()
     assert rig.state("bystander") == "READY"
@@ -210,7 +210,7 @@ def test_who_recomputes_shares_no_load_of_others() -> None:
     assert asked.first == 2
     rig.copied(copy, error="failed")
     rig.step(events.Recomputed, op=asked.op)
-    assert rig.take(commands.TellReady).sources["recompute"] == 6
+    assert rig.take(commands.ReportReady).sources["recompute"] == 6
 
 
 # --- Peers ---
@@ -222,10 +222,10 @@ def test_a_lost_writer_ends_its_live_rooms_and_frees_nothing_that_it_may_still_w
         rig.arrive(name, name.encode())
         rig.promised(rig.take(commands.SendPromise), "prefill.2" if name == "other" else "prefill.1")
     rig.abort("left")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     told = rig.take(commands.SendAbort)
     rig.step(events.WriterLost, writer="prefill.1", cause="no heartbeat")
-    assert rig.take(commands.TellFailed).request_id == "live"
+    assert rig.take(commands.ReportFailed).request_id == "live"
     assert rig.state("other") == "TRANSFER"
     assert rig.core.statistics()["device_draining"] == 8
     rig.drained(told)

@@ -36,7 +36,7 @@ def test_sharers_cause_one_load_and_are_ready_together(source: str) -> None:
     if source == "l3":
         rig.fetched(rig.take(commands.FetchPages))
     rig.copied(rig.take(commands.CopyToDevice))
-    readies = rig.take_all(commands.TellReady)
+    readies = rig.take_all(commands.ReportReady)
     assert [ready.sources[source] for ready in readies] == [6, 6]
     assert readies[0].pages[:6] == readies[1].pages[:6]
     assert len(rig.take_all(commands.SendReceived)) == 2
@@ -47,7 +47,7 @@ def test_a_sharer_may_use_a_part_of_a_load() -> None:
     rig = Rig()
     make_sharers(rig, EIGHT, b"abcxyz")
     rig.copied(rig.take(commands.CopyToDevice))
-    assert [ready.sources["l2"] for ready in rig.take_all(commands.TellReady)] == [6, 3]
+    assert [ready.sources["l2"] for ready in rig.take_all(commands.ReportReady)] == [6, 3]
 
 
 def test_the_oldest_sharer_extends_into_a_failed_load_and_the_others_share_that() -> None:
@@ -58,7 +58,7 @@ def test_the_oldest_sharer_extends_into_a_failed_load_and_the_others_share_that(
     assert (extend.request_id, extend.generation) == ("r0", promises[0].generation)
     assert [rig.state(f"r{number}") for number in range(3)] == ["TRANSFER"] * 3
     rig.chunk(extend)
-    assert [ready.sources["transfer"] for ready in rig.take_all(commands.TellReady)] == [8, 8, 8]
+    assert [ready.sources["transfer"] for ready in rig.take_all(commands.ReportReady)] == [8, 8, 8]
 
 
 def test_a_filler_extends_no_further_than_its_own_prompt_goes() -> None:
@@ -81,9 +81,9 @@ def test_a_filler_extends_no_further_than_its_own_prompt_goes() -> None:
         ("young", 3, 3),
     ]
     rig.chunk(extends[1])
-    assert not rig.take_all(commands.TellReady)
+    assert not rig.take_all(commands.ReportReady)
     rig.chunk(extends[0])
-    assert {ready.request_id for ready in rig.take_all(commands.TellReady)} == {"old", "young"}
+    assert {ready.request_id for ready in rig.take_all(commands.ReportReady)} == {"old", "young"}
 
 
 def test_an_abort_of_the_filler_sends_the_others_back_and_frees_its_pages_when_drained() -> None:
@@ -94,7 +94,7 @@ def test_an_abort_of_the_filler_sends_the_others_back_and_frees_its_pages_when_d
     rig.abort("r0")
     aborts = {abort.request_id: abort for abort in rig.take_all(commands.SendAbort)}
     assert set(aborts) == {"r0", "r1"}
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     for query in rig.take_all(commands.QueryStorage):
         rig.answer(query, 0)
     again = rig.take(commands.SendPromise)
@@ -106,23 +106,23 @@ def test_an_abort_of_the_filler_sends_the_others_back_and_frees_its_pages_when_d
     rig.drained(aborts["r0"])
     assert rig.core.statistics()["device_draining"] == 0
     rig.serve(again)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_an_abort_of_a_sharer_leaves_the_load_to_the_others() -> None:
     rig = Rig()
     make_sharers(rig, EIGHT, b"abcdefxy")
     rig.abort("r0")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.copied(rig.take(commands.CopyToDevice))
-    assert rig.take(commands.TellReady).request_id == "r1"
+    assert rig.take(commands.ReportReady).request_id == "r1"
 
 
 def test_a_copy_that_nobody_waits_for_becomes_cache() -> None:
     rig = Rig()
     make_sharers(rig, EIGHT)
     rig.abort("r0")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.copied(rig.take(commands.CopyToDevice))
     rig.expect_nothing_held()
     assert rig.core.statistics()["device_cached"] == 6
@@ -132,7 +132,7 @@ def test_a_read_that_nobody_waits_for_is_kept_in_host_memory_alone() -> None:
     rig = Rig()
     make_sharers(rig, EIGHT, source="l3")
     rig.abort("r0")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.take(commands.SendAbort)
     rig.fetched(rig.take(commands.FetchPages), good=4)
     rig.nothing_else()
@@ -145,7 +145,7 @@ def test_a_copy_that_failed_with_nobody_left_gives_its_pages_back() -> None:
     rig = Rig()
     make_sharers(rig, EIGHT)
     rig.abort("r0")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.copied(rig.take(commands.CopyToDevice), error="failed")
     rig.expect_nothing_held()
     assert rig.core.statistics()["device_free"] == rig.settings.device_pages
@@ -158,7 +158,7 @@ def test_a_failed_load_waits_for_a_sharer_that_has_no_room_yet() -> None:
     query = rig.take(commands.QueryStorage)
     assert rig.state("late") == "MATCH"
     rig.abort("r0")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.take(commands.SendAbort)
     rig.fetched(rig.take(commands.FetchPages), good=0)
     (load,) = rig.core.loads
@@ -169,7 +169,7 @@ def test_a_failed_load_waits_for_a_sharer_that_has_no_room_yet() -> None:
     assert (promise.promised_tokens, extend.request_id, extend.first, len(extend.pages)) == (6, "late", 0, 6)
     rig.serve(promise)
     rig.chunk(extend)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_a_request_in_match_does_not_move_on_before_its_own_plan() -> None:
@@ -186,7 +186,7 @@ def test_a_request_in_match_does_not_move_on_before_its_own_plan() -> None:
     # Six from the load that it shared, and two that the other request has brought meanwhile.
     assert promise.promised_tokens == 8
     rig.serve(promise)
-    late = next(ready for ready in rig.take_all(commands.TellReady) if ready.request_id == "late")
+    late = next(ready for ready in rig.take_all(commands.ReportReady) if ready.request_id == "late")
     assert late.sources == {"l1": 2, "l2": 0, "l3": 6, "transfer": 4}
 
 

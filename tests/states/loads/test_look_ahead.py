@@ -34,7 +34,7 @@ def waiting_rig(*, on_host: bytes = b"", **settings: object) -> Rig:
 def make_room(rig: Rig) -> None:
     """The big one leaves, and with it all that it had."""
     rig.abort("big")
-    rig.take(commands.TellDropped)
+    rig.take(commands.ReportDropped)
 
 
 def change(rig: Rig, **changes: object) -> None:
@@ -46,7 +46,7 @@ def fetches(rig: Rig) -> list[commands.FetchPages]:
     return rig.take_all(commands.FetchPages)
 
 
-def end_by_transfer(rig: Rig) -> commands.TellReady:
+def end_by_transfer(rig: Rig) -> commands.ReportReady:
     """Copies end, prefill sends what is asked of it."""
     promise = rig.take(commands.SendPromise)
     rig.promised(promise)
@@ -57,7 +57,7 @@ def end_by_transfer(rig: Rig) -> commands.TellReady:
     rig.chunk(promise)
     rig.aux(promise)
     rig.take(commands.SendReceived)
-    return rig.take(commands.TellReady)
+    return rig.take(commands.ReportReady)
 
 
 def test_who_waits_finds_its_pages_on_the_host_and_they_count_as_storage() -> None:
@@ -153,7 +153,7 @@ def test_an_abort_gives_back_what_is_not_under_way(landed: int) -> None:
     for fetch in runs[:landed]:
         rig.fetched(fetch)
     rig.abort("a")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     for fetch in runs[landed:]:
         rig.fetched(fetch)
     assert rig.core.state.host.owned == 0

@@ -14,7 +14,7 @@ from tidekv.states.prefix.index import PrefixIndex
 
 EIGHT = b"abcdefgh"
 BIG = bytes(range(128, 152))
-Story = Callable[[], tuple[Rig, Callable[[], object]]]
+RequestTrace = Callable[[], tuple[Rig, Callable[[], object]]]
 
 
 def waiting() -> tuple[Rig, commands.QueryStorage]:
@@ -107,7 +107,7 @@ def put_ahead() -> tuple[Rig, Callable[[], object]]:
     [answer, landing, short_landing, late, admission, abort, finish, copied_ahead, put_ahead],
     ids=lambda story: story.__name__,
 )
-def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
+def test_a_raise_at_any_call_loses_nothing(story: RequestTrace) -> None:
     for _, rig in raised_at_each_call(story):
         rig.settle()
         for name in ("a", "big"):
@@ -120,9 +120,9 @@ def test_a_raise_at_any_call_loses_nothing(story: Story) -> None:
 
 
 @pytest.mark.parametrize("story", [answer, landing], ids=lambda story: story.__name__)
-def test_look_ahead_that_raises_costs_its_request_no_more_than_storage(story: Story) -> None:
+def test_look_ahead_that_raises_costs_its_request_no_more_than_storage(story: RequestTrace) -> None:
     for _, rig in raised_at_each_call(story):
-        assert rig.take_all(commands.TellFailed) == []
+        assert rig.take_all(commands.ReportFailed) == []
         assert rig.state("a") == "PREALLOC"
 
 

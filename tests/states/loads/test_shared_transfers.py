@@ -29,7 +29,7 @@ def ask(rig: Rig, name: str, tokens: bytes, **fields: Any) -> commands.SendPromi
     return promise
 
 
-def sources(ready: commands.TellReady) -> dict[str, int]:
+def sources(ready: commands.ReportReady) -> dict[str, int]:
     return {name: tokens for name, tokens in ready.sources.items() if tokens}
 
 
@@ -46,11 +46,11 @@ def test_who_waits_is_sent_only_what_follows_the_common_part_and_at_once() -> No
     rig.nothing_else()
     assert rig.state("b") == "TRANSFER"
     rig.chunk(first)
-    ready = rig.take(commands.TellReady)
+    ready = rig.take(commands.ReportReady)
     assert (ready.request_id, sources(ready)) == ("b", {"l1": 8, "transfer": 3})
     assert ids(ready.pages) == ids(first.pages[:8] + second.pages)
     rig.aux(first)
-    ready = rig.take(commands.TellReady)
+    ready = rig.take(commands.ReportReady)
     assert (ready.request_id, sources(ready)) == ("a", {"transfer": 12})
     assert ids(ready.pages) == ids(first.pages)
     assert rig.core.statistics()["shared_transfer_pages"] == 8
@@ -64,7 +64,7 @@ def test_the_common_part_is_handed_over_when_it_has_landed_not_when_all_has() ->
     rig.chunk(first, count=7, last=False)
     rig.nothing_else()
     rig.chunk(first, first=7, count=1, last=False)
-    assert rig.take(commands.TellReady).request_id == "b"
+    assert rig.take(commands.ReportReady).request_id == "b"
     assert rig.state("a") == "TRANSFER"
     third = ask(rig, "c", C)
     assert third.promised_tokens == 10, "what b brought and a's first pages are cache by now"
@@ -78,7 +78,7 @@ def test_what_has_landed_before_somebody_came_is_theirs_at_once() -> None:
     assert second.promised_tokens == 8
     rig.chunk(second)
     rig.aux(second)
-    assert sources(rig.take(commands.TellReady)) == {"l1": 8, "transfer": 3}
+    assert sources(rig.take(commands.ReportReady)) == {"l1": 8, "transfer": 3}
 
 
 def test_every_prefill_rank_has_to_have_brought_a_page() -> None:
@@ -92,7 +92,7 @@ def test_every_prefill_rank_has_to_have_brought_a_page() -> None:
     rig.chunk(first, rank=0)
     rig.nothing_else()
     rig.chunk(first, rank=1)
-    assert rig.take(commands.TellReady).request_id == "b"
+    assert rig.take(commands.ReportReady).request_id == "b"
 
 
 def test_requests_in_a_row_each_send_what_is_new_with_them() -> None:
@@ -102,7 +102,7 @@ def test_requests_in_a_row_each_send_what_is_new_with_them() -> None:
     for name in ("c", "b", "a"):
         rig.aux(promises[name])
         rig.chunk(promises[name])
-    assert {ready.request_id for ready in rig.take_all(commands.TellReady)} == {"a", "b", "c"}
+    assert {ready.request_id for ready in rig.take_all(commands.ReportReady)} == {"a", "b", "c"}
     assert rig.core.statistics()["loads"] == 0
     for name in ("a", "b", "c"):
         rig.abort(name)
@@ -118,7 +118,7 @@ def test_of_many_at_once_one_sends_the_prefix() -> None:
     for promise in promises:
         rig.chunk(promise)
         rig.aux(promise)
-    assert len(rig.take_all(commands.TellReady)) == 20
+    assert len(rig.take_all(commands.ReportReady)) == 20
     rig.take_all(commands.SendReceived)
     rig.nothing_else()
 
@@ -180,7 +180,7 @@ def test_when_the_sender_ends_the_others_ask_their_own_prefill_at_once(leaves: A
     elif moment == "all but the aux record has come":
         rig.chunk(first)
     leaves(rig, "a")
-    assert rig.take(commands.TellFailed).request_id == "a"
+    assert rig.take(commands.ReportFailed).request_id == "a"
     aborts = rig.take_all(commands.SendAbort)
     if moment == "all but the aux record has come":
         rig.nothing_else()
@@ -195,7 +195,7 @@ def test_when_the_sender_ends_the_others_ask_their_own_prefill_at_once(leaves: A
         if promise is third or moment != "the other is complete":
             rig.chunk(promise)
             rig.aux(promise)
-    assert {ready.request_id for ready in rig.take_all(commands.TellReady)} == {"b", "c"}
+    assert {ready.request_id for ready in rig.take_all(commands.ReportReady)} == {"b", "c"}
     for told in aborts:
         rig.drained(told)
     if leaves is writer_lost:
@@ -224,12 +224,12 @@ def test_what_nobody_else_waits_for_leaves_nothing_in_the_tree() -> None:
     first = ask(rig, "a", A)
     rig.chunk(first)
     rig.abort("a")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     assert not list(rig.core.state.index.nodes())
     second = ask(rig, "b", B)
     assert second.promised_tokens == 0
     rig.serve(second, "prefill of b")
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
     assert rig.core.statistics()["device_cached"] == 10, "what the first left is in nobody's way"
 
 
@@ -238,14 +238,14 @@ def test_where_there_are_no_fresh_pages_the_others_start_over() -> None:
     ask(rig, "a", A)
     ask(rig, "b", B)
     rig.abort("a")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     for told in rig.take_all(commands.SendAbort):
         rig.drained(told)
     again = rig.take(commands.SendPromise)
     assert (again.request_id, again.generation, again.promised_tokens) == ("b", 1, 0)
     rig.serve(again)
     rig.take(commands.SendReceived)
-    assert rig.take(commands.TellReady).request_id == "b"
+    assert rig.take(commands.ReportReady).request_id == "b"
 
 
 def test_fresh_pages_are_for_what_others_wait_for_alone() -> None:
@@ -277,11 +277,11 @@ def test_who_waits_may_leave_and_the_sender_does_not_notice() -> None:
     first = ask(rig, "a", A)
     ask(rig, "b", B)
     rig.abort("b")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.drained(rig.take(commands.SendAbort))
     rig.chunk(first)
     rig.aux(first)
-    assert sources(rig.take(commands.TellReady)) == {"transfer": 12}
+    assert sources(rig.take(commands.ReportReady)) == {"transfer": 12}
 
 
 # --- The filler is slow ---
@@ -305,10 +305,10 @@ def test_a_sender_that_brings_nothing_is_waited_for_no_longer() -> None:
     assert (extend.request_id, extend.first, len(extend.pages)) == ("b", 0, 8)
     assert not set(extend.pages) & set(first.pages)
     rig.chunk(extend)
-    assert sources(rig.take(commands.TellReady)) == {"transfer": 11}
+    assert sources(rig.take(commands.ReportReady)) == {"transfer": 11}
     rig.chunk(first, first=3, count=9)
     rig.aux(first)
-    late = rig.take(commands.TellReady)
+    late = rig.take(commands.ReportReady)
     assert (late.request_id, sources(late)) == ("a", {"transfer": 12})
     for name in ("a", "b"):
         rig.abort(name)
@@ -341,13 +341,13 @@ def test_without_fresh_pages_a_slow_sender_is_waited_for_after_all() -> None:
     rig.wait_until(5.0)
     rig.nothing_else()
     rig.chunk(first, first=3, count=9)
-    assert rig.take(commands.TellReady).request_id == "b"
+    assert rig.take(commands.ReportReady).request_id == "b"
 
 
 def test_the_deadline_of_who_waits_is_its_own() -> None:
     rig, _ = stalled(device_pages=16)
     rig.wait_until(31.0)
-    failed = rig.take(commands.TellFailed)
+    failed = rig.take(commands.ReportFailed)
     assert (failed.request_id, failed.cause) == ("b", "deadline")
     assert rig.state("a") == "TRANSFER"
 

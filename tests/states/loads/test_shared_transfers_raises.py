@@ -104,7 +104,7 @@ def test_a_raise_at_any_call_loses_nothing(prepare: Callable[[], tuple[Rig, Step
             for room in list(rig.core.rooms):
                 bring(rig, *room.key)
             for wish in rig.settle():
-                if isinstance(wish, commands.TellReady | commands.TellFailed):
+                if isinstance(wish, commands.ReportReady | commands.ReportFailed):
                     ends.setdefault(wish.request_id, []).append(getattr(wish, "cause", ""))
         assert all(len(told) == 1 for told in ends.values()), (call, ends)
         failed = [told[0] for told in ends.values() if told[0] not in ("", "aborted", "prefill failed")]

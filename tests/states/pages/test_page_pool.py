@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
-from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.types import page_ids
 
-FREE, OWNED, CACHED, DRAINING = Condition
+FREE, OWNED, CACHED, DRAINING = PageState
 CHANGES = {
     "give_back": (OWNED, FREE),
     "to_cache": (OWNED, CACHED),
@@ -25,7 +25,7 @@ CHANGES = {
 }
 
 
-def counters(account: PageAccount) -> tuple[int, int, int, int]:
+def counters(account: PagePool) -> tuple[int, int, int, int]:
     return account.free, account.owned, account.cached, account.draining
 
 
@@ -35,7 +35,7 @@ class Accounts(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # More pages than the loop's limit, so that both ways of changing many pages are taken.
-        self.account = PageAccount("device", 300)
+        self.account = PagePool("device", 300)
         self.model = [FREE] * 300
         self.stack = list(range(299, -1, -1))
 
@@ -86,7 +86,7 @@ class Accounts(RuleBasedStateMachine):
     @invariant()
     def agrees_with_model(self) -> None:
         self.account.check()
-        assert counters(self.account) == tuple(self.model.count(condition) for condition in Condition)
+        assert counters(self.account) == tuple(self.model.count(condition) for condition in PageState)
         assert [self.account.condition(page) for page in range(300)] == self.model
         assert sum(counters(self.account)) == self.account.total
 
@@ -96,13 +96,13 @@ TestAccounts.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_fresh_pool_hands_out_ascending_pages() -> None:
-    account = PageAccount("device", 1000)
+    account = PagePool("device", 1000)
     assert account.take(3).tolist() == [0, 1, 2]
     assert account.take(500).tolist() == list(range(3, 503))
 
 
 def test_last_batch_given_back_is_taken_first_in_its_order() -> None:
-    account = PageAccount("device", 10)
+    account = PagePool("device", 10)
     account.take(6)
     account.give_back(page_ids([4, 5]))
     account.give_back(page_ids([1, 0]))
@@ -110,7 +110,7 @@ def test_last_batch_given_back_is_taken_first_in_its_order() -> None:
 
 
 def test_short_pool_refuses_and_says_what_it_has() -> None:
-    account = PageAccount("host", 4)
+    account = PagePool("host", 4)
     account.drain(account.take(1))
     with pytest.raises(CapacityError, match=r"'host': 4 pages wanted, 3 free \(0 owned, 0 cached, 1 draining, 4 in"):
         account.take(4)
@@ -121,7 +121,7 @@ def test_short_pool_refuses_and_says_what_it_has() -> None:
 
 @pytest.mark.parametrize("count", [2, 200])
 def test_double_free_names_pool_page_and_condition(count: int) -> None:
-    account = PageAccount("device", 256)
+    account = PagePool("device", 256)
     pages = account.take(count)
     account.give_back(pages)
     with pytest.raises(BrokenInvariant, match="'device': page 0 is free; it cannot go from owned to free"):
@@ -131,7 +131,7 @@ def test_double_free_names_pool_page_and_condition(count: int) -> None:
 
 @pytest.mark.parametrize("count", [3, 200])
 def test_more_pages_than_there_are_cannot_be_given_back(count: int) -> None:
-    account = PageAccount("device", count)
+    account = PagePool("device", count)
     pages = account.take(count)
     with pytest.raises(BrokenInvariant, match="page 0 is named twice"):
         account.give_back(pages + pages[:1])
@@ -141,7 +141,7 @@ def test_more_pages_than_there_are_cannot_be_given_back(count: int) -> None:
 
 @pytest.mark.parametrize("count", [3, 200])
 def test_page_named_twice_is_refused_and_nothing_changes(count: int) -> None:
-    account = PageAccount("device", 256)
+    account = PagePool("device", 256)
     pages = account.take(count)
     twice = pages[::-1]
     twice.append(pages[0])
@@ -154,7 +154,7 @@ def test_page_named_twice_is_refused_and_nothing_changes(count: int) -> None:
 
 @pytest.mark.parametrize("count", [3, 200])
 def test_negative_ids_do_not_count_from_the_end(count: int) -> None:
-    account = PageAccount("device", count)
+    account = PagePool("device", count)
     pages = account.take(count)
     pages[-1] = -1
     with pytest.raises(BrokenInvariant, match="page -1 is out of range"):
@@ -164,7 +164,7 @@ def test_negative_ids_do_not_count_from_the_end(count: int) -> None:
 
 
 def test_nothing_is_a_legal_amount() -> None:
-    account = PageAccount("none", 0)
+    account = PagePool("none", 0)
     assert account.take(0) == page_ids()
     account.give_back(page_ids())
     account.check()
@@ -173,13 +173,13 @@ def test_nothing_is_a_legal_amount() -> None:
 
 def test_impossible_pools_and_pages_are_refused() -> None:
     with pytest.raises(InvalidConfig, match="'device' cannot have -1 pages"):
-        PageAccount("device", -1)
+        PagePool("device", -1)
     with pytest.raises(BrokenInvariant, match="page 7 is out of range"):
-        PageAccount("device", 7).condition(7)
+        PagePool("device", 7).condition(7)
 
 
 def test_check_sees_a_wrong_counter_and_a_wrong_free_list() -> None:
-    account = PageAccount("device", 8)
+    account = PagePool("device", 8)
     account.take(2)
     account._counts[0] += 1
     with pytest.raises(BrokenInvariant, match="counted"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tidekv.states.pages.page_pool import PageConditions
+from tidekv.states.pages.page_pool import PageStates
 from tidekv.states.types import page_ids
 
 PAGES = 90
@@ -36,7 +36,7 @@ def changes(draw: st.DrawFn) -> tuple[list[int], int, int]:
 @given(steps=st.lists(changes(), max_size=12))
 @example(steps=[(list(range(PAGES)), 0, 1), ([*range(PAGES), 5], 1, 2), (list(range(PAGES)), 1, 0)])
 def test_a_change_is_of_all_pages_or_none(steps: list[tuple[list[int], int, int]]) -> None:
-    kept, conditions = [0] * PAGES, PageConditions(PAGES)
+    kept, conditions = [0] * PAGES, PageStates(PAGES)
     for pages, source, target in steps:
         wanted = plain_change(kept, pages, source, target)
         assert conditions.change(page_ids(pages), source, target) is wanted
@@ -45,6 +45,6 @@ def test_a_change_is_of_all_pages_or_none(steps: list[tuple[list[int], int, int]
 
 @given(pages=st.lists(st.integers(0, PAGES - 1), max_size=70))
 def test_put_sets_the_named_pages_and_no_others(pages: list[int]) -> None:
-    conditions = PageConditions(PAGES)
+    conditions = PageStates(PAGES)
     conditions.put(page_ids(pages), 3)
     assert list(conditions.to_bytes()) == [3 if page in pages else 0 for page in range(PAGES)]

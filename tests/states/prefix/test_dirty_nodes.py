@@ -38,7 +38,7 @@ class WatchedRig(Rig):
     def __init__(self) -> None:
         super().__init__(device_pages=8, host_pages=6, fetch_run_pages=2, copy_run_pages=2)
         self.index = self.core.state.index
-        self.touched = watch(self.index)
+        self.dirty_nodes = watch(self.index)
         self.changes = 0
 
     def step(self, event_type: type[events.Event], **fields: object) -> list[commands.Command]:
@@ -46,7 +46,7 @@ class WatchedRig(Rig):
         wishes = super().step(event_type, **fields)
         after = seen(self.index)
         for node in self.index.nodes():
-            assert cuts_before.get(node) == node.page_count or node in self.touched, node
+            assert cuts_before.get(node) == node.page_count or node in self.dirty_nodes, node
         for page in before.keys() | after.keys():
             was, now = before.get(page), after.get(page)
             # Another storage is no change of a node: what the last one had is forgotten everywhere at once.
@@ -54,8 +54,8 @@ class WatchedRig(Rig):
             if (was and was[0][:kept]) != (now and now[0][:kept]):
                 self.changes += 1
                 nodes = [entry[1] for entry in (was, now) if entry is not None]
-                assert any(node in self.touched for node in nodes), (page, was, now)
-        self.touched.clear()
+                assert any(node in self.dirty_nodes for node in nodes), (page, was, now)
+        self.dirty_nodes.clear()
         return wishes
 
     def go_on(self, *, good: bool) -> None:
@@ -133,5 +133,5 @@ def test_who_does_not_watch_keeps_no_list() -> None:
     rig = Rig()
     rig.make_cached("a", b"ab")
     rig.flush("l1", "l2")
-    assert rig.core.state.index.tree.touched is None
-    assert rig.core.state.index.device_tier.touched is None
+    assert rig.core.state.index.tree.dirty_nodes is None
+    assert rig.core.state.index.device_tier.dirty_nodes is None

@@ -129,7 +129,7 @@ def planted(damage: str, rig: Rig) -> None:
             assert node.host is not None
             node.host = state.host.take(len(node.host))
         case "a void page that is not draining":
-            index.set_void(node)
+            index.set_reclaiming(node)
             assert node.device is not None
             state.device.settle(node.device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import PageIds, page_ids
 
@@ -18,8 +18,8 @@ class Bench:
     """An index with its accounts, and the calls of a request in one line each."""
 
     def __init__(self, device_pages: int = 64, host_pages: int = 64) -> None:
-        self.device = PageAccount("device", device_pages)
-        self.host = PageAccount("host", host_pages)
+        self.device = PagePool("device", device_pages)
+        self.host = PagePool("host", host_pages)
         self.index = PrefixIndex(key_bytes=4, device=self.device, host=self.host)
 
     def put(self, *tokens: int) -> Node:
@@ -165,7 +165,7 @@ def test_what_the_tree_has_wins_and_ours_is_a_duplicate(bench: Bench) -> None:
     assert inserted.pages.tolist() == [0, 1, ours[2], ours[3]]
     assert inserted.duplicates == ours[:2]
     assert inserted.inserted_count == 2 and not inserted.rejected
-    assert bench.device.holds(ours[:2], Condition.OWNED)
+    assert bench.device.holds(ours[:2], PageState.OWNED)
     bench.check()
 
 
@@ -200,7 +200,7 @@ def test_insert_stops_before_a_foreign_load_and_passes_its_own(bench: Bench) -> 
 def test_insert_stops_before_void_pages_and_rejects_only_what_is_ours(bench: Bench) -> None:
     node = bench.pending(bench.put(1), 2, 3)
     given_up: PageIds = node.device
-    bench.index.set_void(node)
+    bench.index.set_reclaiming(node)
     inserted = bench.index.insert("", keys(1, 2, 3, 4), page_ids([0]) + given_up + bench.device.take(1))
     assert inserted.rejected == page_ids([3]) and not inserted.inserted_count
     assert inserted.pages.tolist() == [0, *given_up, 3]
@@ -213,7 +213,7 @@ def test_insert_looks_for_ours_in_all_that_hangs_below_void_pages(bench: Bench) 
     bench.index.set_load(below, None)
     sharer = bench.index.lock(below)
     path = page_ids([0]) + node.device + below.device
-    bench.index.set_void(node)
+    bench.index.set_reclaiming(node)
     # All of these are the tree's, to the last one: nothing of them is to be given back.
     assert bench.index.insert("", keys(1, 2, 3, 4, 5), path).rejected == page_ids()
     foreign = bench.device.take(2)
@@ -290,16 +290,16 @@ def test_void_pages_hide_their_node_until_they_are_dropped(bench: Bench) -> None
     below = bench.pending(node, 4)
     bench.index.set_load(below, None)
     sharer = bench.index.lock(below)
-    bench.index.set_void(node)
+    bench.index.set_reclaiming(node)
     bench.check()
     assert bench.index.probe_prefix("", keys(1, 2, 3, 4)) == (1, 0)
     assert bench.index.match("", keys(1, 2, 9)).device_node is above
     assert bench.index.has_child(above, "", keys(2))
     assert bench.device.draining == 2 and bench.index.flush("device") == (0, 2)
-    assert bench.index.drop_void(node) is None
+    assert bench.index.drop_reclaiming(node) is None
     bench.index.unlock(sharer)
-    pages = bench.index.drop_void(node)
-    assert pages is not None and bench.device.holds(pages, Condition.DRAINING)
+    pages = bench.index.drop_reclaiming(node)
+    assert pages is not None and bench.device.holds(pages, PageState.DRAINING)
     bench.device.settle(pages)
     assert list(bench.index.nodes()) == [above] and bench.index.device_evictable == 1
     bench.check()
@@ -308,10 +308,10 @@ def test_void_pages_hide_their_node_until_they_are_dropped(bench: Bench) -> None
 def test_void_node_with_a_host_copy_is_found_there_again(bench: Bench) -> None:
     node = bench.host_only(1, 2)
     bench.index.give_device(node, bench.device.take(2), Splits())
-    bench.index.set_void(node)
+    bench.index.set_reclaiming(node)
     bench.check()
     assert bench.index.probe_prefix("", keys(1, 2)) == (0, 0)
-    pages = bench.index.drop_void(node)
+    pages = bench.index.drop_reclaiming(node)
     assert pages is not None
     bench.device.settle(pages)
     assert bench.index.probe_prefix("", keys(1, 2)) == (0, 2)
@@ -321,11 +321,11 @@ def test_void_node_with_a_host_copy_is_found_there_again(bench: Bench) -> None:
 def test_void_node_is_never_split(bench: Bench) -> None:
     node = bench.host_only(1, 2, 3)
     bench.index.give_device(node, bench.device.take(3), Splits())
-    bench.index.set_void(node)
+    bench.index.set_reclaiming(node)
     assert bench.index.evict_host(1) == 3
     bench.check()
     assert list(bench.index.nodes()) == [node]
-    pages = bench.index.drop_void(node)
+    pages = bench.index.drop_reclaiming(node)
     assert pages is not None
     bench.device.settle(pages)
     assert not list(bench.index.nodes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import TierName
 from tidekv.states.prefix.policies import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
@@ -18,7 +18,7 @@ class Cache:
     """An index that remembers what was evicted, as the first token of each node's pages."""
 
     def __init__(self, policy: EvictionPolicy = LRU) -> None:
-        self.device, self.host = PageAccount("device", 48), PageAccount("host", 48)
+        self.device, self.host = PagePool("device", 48), PagePool("host", 48)
         self.index = PrefixIndex(key_bytes=4, device=self.device, host=self.host, policy=policy)
         self.gone: list[tuple[TierName, list[int]]] = []
         self.index.on_evict.append(self.note)

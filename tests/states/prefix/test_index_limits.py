@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.pages.page_pool import PageAccount
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import page_ids
 
@@ -16,18 +16,18 @@ def keys(*tokens: int) -> bytes:
     return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
-def make(pages: int = 32) -> tuple[PrefixIndex, PageAccount, PageAccount]:
-    device, host = PageAccount("device", pages), PageAccount("host", pages)
+def make(pages: int = 32) -> tuple[PrefixIndex, PagePool, PagePool]:
+    device, host = PagePool("device", pages), PagePool("host", pages)
     return PrefixIndex(key_bytes=4, device=device, host=host), device, host
 
 
-def put(index: PrefixIndex, device: PageAccount, *tokens: int) -> Node:
+def put(index: PrefixIndex, device: PagePool, *tokens: int) -> Node:
     inserted = index.insert("", keys(*tokens), device.take(len(tokens)))
     device.give_back(inserted.duplicates)
     return inserted.node
 
 
-WRONG_CALLS: dict[str, Callable[[PrefixIndex, PageAccount, Node], object]] = {
+WRONG_CALLS: dict[str, Callable[[PrefixIndex, PagePool, Node], object]] = {
     "keys of no whole number of pages": lambda index, device, node: index.match("", b"123"),
     "probe_prefix of no whole number of pages": lambda index, device, node: index.probe_prefix("", b"123"),
     "pages for other keys": lambda index, device, node: index.insert("", keys(1, 2), device.take(1)),
@@ -42,11 +42,11 @@ WRONG_CALLS: dict[str, Callable[[PrefixIndex, PageAccount, Node], object]] = {
     "host copy below none": lambda index, device, node: index.give_host(leaf_of(node), page_ids([0])),
     "drop above a child": lambda index, device, node: index.drop_device(node),
     "drop of no host copy": lambda index, device, node: index.drop_host(node),
-    "drop of what is not void": lambda index, device, node: index.drop_void(node),
+    "drop of what is not void": lambda index, device, node: index.drop_reclaiming(node),
     "split before the first page": lambda index, device, node: index.split(node, 0),
     "split after the last page": lambda index, device, node: index.split(node, 3),
     "load on a root": lambda index, device, node: index.set_load(root_of(node), object()),
-    "void root": lambda index, device, node: index.set_void(root_of(node)),
+    "void root": lambda index, device, node: index.set_reclaiming(root_of(node)),
 }
 
 
@@ -91,7 +91,7 @@ def test_locked_pages_and_pages_under_load_cannot_be_dropped() -> None:
     with pytest.raises(BrokenInvariant, match="could be under load"):
         index.set_load(node, object())  # type: ignore[arg-type]  # Refused before anybody asks it.
     with pytest.raises(BrokenInvariant, match="could be given up"):
-        index.set_void(node)
+        index.set_reclaiming(node)
     index.drop_host(node)
     for refused in (index.lock, index.pin, index.drop_device, index.drop_host, index.mark_stored):
         with pytest.raises(BrokenInvariant, match="not in the tree"):
@@ -108,7 +108,7 @@ def test_nothing_grows_below_pages_that_are_not_there() -> None:
     index.drop_device(node)
     with pytest.raises(BrokenInvariant, match="no device pages to go on from"):
         index.insert_pending(node, "", keys(3), device.take(1))
-    index.set_void(upper)
+    index.set_reclaiming(upper)
     with pytest.raises(BrokenInvariant, match="has no device pages"):
         index.give_device(node, device.take(1))
     with pytest.raises(BrokenInvariant, match="cannot be split"):
@@ -176,8 +176,8 @@ def test_fifty_thousand_nodes_deep() -> None:
     for above in index.path(node)[:100]:
         index.give_host(above, host.take(1))
     index.check()
-    index.set_void(index.path(node)[1])
-    assert index.drop_void(index.path(node)[1]) is not None
+    index.set_reclaiming(index.path(node)[1])
+    assert index.drop_reclaiming(index.path(node)[1]) is not None
     assert index.flush("device") == (1, 0) and index.flush("host") == (100, 0)
     assert not list(index.nodes())
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.prefixes import Prefix, keys, prefix_of
-from tidekv.states.pages.page_pool import Condition, PageAccount
+from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.index import Node, PrefixIndex, Receipt
 from tidekv.states.prefix.policies import FIFO, LFU, LRU, PRIORITY, SLRU
 from tidekv.states.types import PageIds, page_ids
@@ -54,8 +54,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from([LRU, LRU, LFU, SLRU, FIFO, PRIORITY]))
     def start(self, policy: object) -> None:
         self.policy = policy
-        self.device = PageAccount("device", DEVICE_PAGES)
-        self.host = PageAccount("host", HOST_PAGES)
+        self.device = PagePool("device", DEVICE_PAGES)
+        self.host = PagePool("host", HOST_PAGES)
         self.index = PrefixIndex(key_bytes=4, device=self.device, host=self.host, policy=policy)  # type: ignore[arg-type]  # One of the policies.
         self.dropped: list[tuple[str, list[int]]] = []
         self.index.on_evict.append(lambda node, tier: self.dropped.append((tier, list(getattr(node, tier)))))
@@ -279,7 +279,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             for page in self.node_pages(node):
                 page.load, page.void = None, fails
             if fails:
-                self.index.set_void(node)
+                self.index.set_reclaiming(node)
             else:
                 self.index.set_load(node, None)
         if fails:
@@ -293,10 +293,10 @@ class IndexAgainstModel(RuleBasedStateMachine):
         mine = prefix_of(node)
         below = [other for other in node.subtree() if other is not node and other.device is not None]
         in_use = any(covers(locked, mine) for _, locked, _ in self.locks) or any(self.held(other) for other in below)
-        pages = self.index.drop_void(node)
+        pages = self.index.drop_reclaiming(node)
         assert (pages is None) == in_use
         if pages is not None:
-            assert self.device.holds(pages, Condition.DRAINING)
+            assert self.device.holds(pages, PageState.DRAINING)
             self.device.settle(pages)
             for page in (self.pages[prefix] for prefix in prefixes(mine)):
                 page.void = page.void and page.device not in pages
@@ -365,7 +365,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             return
         for load in self.loads:
             for node in load.nodes:
-                self.index.set_void(node)
+                self.index.set_reclaiming(node)
         self.voids += [load.nodes for load in self.loads]
         for receipt, _, _ in self.locks:
             self.index.unlock(receipt)
@@ -373,7 +373,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             self.index.unpin(receipt)
         remaining = [node for nodes in self.voids for node in nodes]
         for node in sorted(remaining, key=lambda node: -node.depth_pages):
-            pages = self.index.drop_void(node)
+            pages = self.index.drop_reclaiming(node)
             assert pages is not None
             self.device.settle(pages)
         self.index.flush("device")

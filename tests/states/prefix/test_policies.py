@@ -44,7 +44,7 @@ def test_best_effort_waits_for_the_transfer_and_extends_what_has_not_landed() ->
     extend = rig.take(commands.SendExtend)
     assert (extend.first, len(extend.pages)) == (3, 3)
     rig.chunk(extend)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 3, "transfer": 5}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 3, "transfer": 5}
     # The fetch that was cut keeps its host pages until it ends.
     assert rig.core.state.host.owned == 3
     rig.fetched(second)
@@ -59,7 +59,7 @@ def test_best_effort_cuts_nothing_that_has_landed_before_the_transfer() -> None:
     rig.aux(promise)
     rig.chunk(promise)
     rig.copied(rig.take(commands.CopyToDevice))
-    assert rig.take(commands.TellReady).sources["l3"] == 6
+    assert rig.take(commands.ReportReady).sources["l3"] == 6
     rig.take(commands.SendReceived)
     rig.nothing_else()
 
@@ -75,10 +75,10 @@ def test_wait_complete_has_no_deadline_of_its_own_but_half_of_the_callers() -> N
     assert fetch.timeout_s == 3600.0
     rig.fetched(fetch)
     rig.copied(rig.take(commands.CopyToDevice))
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
     rig.take(commands.SendReceived)
     rig.abort("a")
-    rig.take(commands.TellDropped)
+    rig.take(commands.ReportDropped)
     rig.flush("l1", "l2")
     # With a deadline, what is left of it is enough to have prefill send the rest: no tier fails a request.
     rig.arrive("b", TOKENS, deadline_at_s=rig.now_s + 10.0)
@@ -283,7 +283,7 @@ def test_lates_count_as_failures_and_a_new_storage_is_trusted() -> None:
 def test_an_open_breaker_keeps_nothing_busy() -> None:
     rig = stored_rig(breaker_failures=1, growth_reserve_pages=0)
     fail_queries(rig, 1)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
     rig.take(commands.SendReceived)
     rig.abort("q0")
     assert rig.core.storage.is_open

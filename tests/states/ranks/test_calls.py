@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tidekv.states import commands, events
-from tidekv.states.ranks.vote_items import RequestQuestion
-from tidekv.states.ranks.votes import Ballot
+from tidekv.states.ranks.vote_items import RequestVote
+from tidekv.states.ranks.votes import VoteVector
 
 
 def test_an_arrival_waits_for_the_callers_of_all_ranks_and_has_the_leaders_numbers(make_ranks) -> None:
@@ -84,7 +84,7 @@ def test_an_abort_by_one_caller_is_an_abort_on_all_ranks(make_ranks) -> None:
     ranks.hear(events.GrowthTaken, ranks=[2], request_id="a", page_count=1)
     ranks.turn()
     assert ranks.taken == [events.AbortRequested(at_s=0.0, request_id="a", cause="cancelled by the caller")]
-    ranks.take(commands.TellDropped)
+    ranks.take(commands.ReportDropped)
     ranks.hear(events.GrowthTaken, request_id="a", page_count=1)
     assert ranks.turn().events == []
 
@@ -109,7 +109,7 @@ def test_finish_waits_for_all_callers_and_a_missing_one_drops_the_request(make_r
     ranks.make_ready()
     ranks.hear(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)
     ranks.turn()
-    assert ranks.take(commands.TellFinished).inserted == 0
+    assert ranks.take(commands.ReportFinished).inserted == 0
     ranks.arrive("b", b"efgh")
     ranks.turn()
     for rank in range(2):
@@ -126,7 +126,7 @@ def test_finish_waits_for_all_callers_and_a_missing_one_drops_the_request(make_r
     decision = ranks.turn()
     assert decision.refusals[0].detail == "rank 1 did not make the call in time"
     assert ranks.types() == ["AbortRequested"]
-    ranks.take(commands.TellDropped)
+    ranks.take(commands.ReportDropped)
 
 
 def test_retracting_and_dropping_are_calls_of_all_ranks(make_ranks) -> None:
@@ -136,7 +136,7 @@ def test_retracting_and_dropping_are_calls_of_all_ranks(make_ranks) -> None:
     ranks.turn()
     ranks.hear(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
     ranks.turn()
-    assert ranks.take(commands.TellRetracted).held_pages == 4
+    assert ranks.take(commands.ReportRetracted).held_pages == 4
     ranks.hear(events.RetractedDropped, ranks=[1], request_id="a")
     ranks.turn()
     ranks.hear(events.RetractedDropped, ranks=[0], request_id="a")
@@ -151,7 +151,7 @@ def test_an_abort_comes_before_what_all_callers_asked_for_in_the_same_turn(make_
     ranks.hear(events.AbortRequested, ranks=[1], request_id="a")
     ranks.turn()
     assert ranks.types() == ["AbortRequested", "RetractRequested"]
-    ranks.take(commands.TellDropped)
+    ranks.take(commands.ReportDropped)
     assert ranks.turn().is_idle
 
 
@@ -160,22 +160,22 @@ def test_the_leader_alone_flushes_and_changes_policies(make_ranks) -> None:
     ranks.make_ready()
     ranks.hear(events.FlushRequested, ranks=[0], call=1, tiers=("l1",))
     ranks.turn()
-    assert ranks.take(commands.TellFlushed).spared == {"l1": 4}
+    assert ranks.take(commands.ReportFlushed).spared == {"l1": 4}
 
 
 def test_what_comes_after_an_agreed_abort_is_no_event() -> None:
-    ballot = Ballot()
-    question = RequestQuestion(1, ballot, "a")
-    question.abort(ballot, "aborted")
-    question.abort(ballot, "aborted")
-    ballot.take(ballot.cast(len(ballot)))
-    assert question.decide(ballot, 1.0) == [events.AbortRequested(at_s=1.0, request_id="a")]
-    question.grow(ballot, 1, 2)
-    assert ballot.take(ballot.cast(len(ballot))) == [question]
-    assert question.decide(ballot, 1.0) == []
+    vote_vector = VoteVector()
+    question = RequestVote(1, vote_vector, "a")
+    question.abort(vote_vector, "aborted")
+    question.abort(vote_vector, "aborted")
+    vote_vector.take(vote_vector.cast(len(vote_vector)))
+    assert question.decide(vote_vector, 1.0) == [events.AbortRequested(at_s=1.0, request_id="a")]
+    question.grow(vote_vector, 1, 2)
+    assert vote_vector.take(vote_vector.cast(len(vote_vector))) == [question]
+    assert question.decide(vote_vector, 1.0) == []
 
 
 def test_a_wish_that_not_all_callers_have_any_more_is_no_event() -> None:
-    ballot = Ballot()
-    question = RequestQuestion(1, ballot, "a")
-    assert question.decide(ballot, 1.0) == []
+    vote_vector = VoteVector()
+    question = RequestVote(1, vote_vector, "a")
+    assert question.decide(vote_vector, 1.0) == []

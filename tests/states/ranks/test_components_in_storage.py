@@ -24,11 +24,13 @@ def ranks_of(make_ranks, count: int, *components: Component, cached: int = CACHE
     if cached:
         past = PROMPT[:cached]
         ranks.make_ready("a", past)
-        tails = ranks.take(commands.TellReady).tails
-        left = tuple(events.TailLeft(table.component, table.first, tuple(table.pages)) for table in tails)
-        ranks.hear(events.FinishRequested, request_id="a", keys=past, tokens=cached, tails=left)
+        component_pages = ranks.take(commands.ReportReady).component_pages
+        left = tuple(
+            events.ComponentLeft(table.component, table.first, tuple(table.pages)) for table in component_pages
+        )
+        ranks.hear(events.FinishRequested, request_id="a", keys=past, tokens=cached, component_pages=left)
         ranks.turn()
-        for kind in (commands.CopyToHost, commands.CopyTail):
+        for kind in (commands.CopyToHost, commands.CopyComponent):
             copies = [command for command in ranks.given[0] if isinstance(command, kind)]
             assert copies
             for copy in copies:
@@ -36,22 +38,22 @@ def ranks_of(make_ranks, count: int, *components: Component, cached: int = CACHE
             ranks.turn()
         for given_to in ranks.given:
             given_to.clear()
-    ranks.hear(events.StorageChanged, available=True, tails=True)
+    ranks.hear(events.StorageChanged, available=True, component_pages=True)
     ranks.turn()
     return ranks
 
 
-def asked(ranks, tokens: bytes = PROMPT) -> commands.QueryTails:
+def asked(ranks, tokens: bytes = PROMPT) -> commands.QueryComponents:
     ranks.arrive("b", tokens)
     ranks.turn()
-    return ranks.take(commands.QueryTails)
+    return ranks.take(commands.QueryComponents)
 
 
-def answer(ranks, rank: int, query: commands.QueryTails, found: int, **positions: set[int]) -> None:
-    tails = tuple(
-        events.StoredTail(name, tuple((at, at + 1) for at in sorted(here))) for name, here in positions.items()
+def answer(ranks, rank: int, query: commands.QueryComponents, found: int, **positions: set[int]) -> None:
+    component_pages = tuple(
+        events.StoredComponent(name, tuple((at, at + 1) for at in sorted(here))) for name, here in positions.items()
     )
-    ranks.hear(events.StorageAnswered, ranks=[rank], op=query.op, found=found, tails=tails)
+    ranks.hear(events.StorageAnswered, ranks=[rank], op=query.op, found=found, component_pages=component_pages)
 
 
 def told(ranks) -> events.StorageAnswered:
@@ -97,7 +99,7 @@ def serves(one: Answer, boundary: int) -> bool:
 def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[Answer], is_late: bool) -> None:
     ranks = ranks_of(make_ranks, len(of_ranks))
     query = asked(ranks)
-    assert (query.first, query.count, query.tails_first) == (CACHED, len(PROMPT) - CACHED, CACHED + 1 - 3)
+    assert (query.first, query.count, query.components_first) == (CACHED, len(PROMPT) - CACHED, CACHED + 1 - 3)
     for rank, (found, window, state) in enumerate(of_ranks):
         if is_late and rank:
             assert ranks.turn().events == []
@@ -106,10 +108,10 @@ def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[
     assert event.found == min(found for found, *_ in of_ranks)
     common = [end for end in range(CACHED + 1, len(PROMPT) + 1) if all(serves(one, end) for one in of_ranks)]
     longest = max(common, default=0)
-    assert event.tails == (
+    assert event.component_pages == (
         (
-            events.StoredTail("window", ((max(0, longest - 3), longest),)),
-            events.StoredTail("state", ((longest - 1, longest),)),
+            events.StoredComponent("window", ((max(0, longest - 3), longest),)),
+            events.StoredComponent("state", ((longest - 1, longest),)),
         )
         if longest
         else ()
@@ -118,7 +120,9 @@ def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[
     assert ranks.take(commands.SendPromise).promised_tokens == promised
     for given_to in ranks.given:
         # Prefill sends the tails at the prompt's end, if it sends anything.
-        needed = {fetch.component: list(fetch.positions) for fetch in given_to if isinstance(fetch, commands.FetchTail)}
+        needed = {
+            fetch.component: list(fetch.positions) for fetch in given_to if isinstance(fetch, commands.FetchComponent)
+        }
         window_from = max(promised - 3, len(PROMPT) - 3, CACHED)
         wanted = {"window": list(range(window_from, promised)), "state": [9] if promised == len(PROMPT) else []}
         assert needed == {name: ats for name, ats in wanted.items() if ats}
@@ -161,7 +165,7 @@ def test_an_answer_that_is_told_twice_or_late_counts_once(make_ranks) -> None:
     for has in (everywhere, set[int]()):
         for rank in range(2):
             answer(ranks, rank, query, 6, window=has, state=has)
-    assert told(ranks).tails[1].ranges == ((9, 10),)
+    assert told(ranks).component_pages[1].ranges == ((9, 10),)
     answer(ranks, 1, query, 6)
     assert ranks.agreements[1].outcomes_unknown == 1
     assert not ranks.agreements[1].has_news
@@ -207,20 +211,20 @@ def test_a_rank_that_is_left_alone_decides_alone(make_ranks, votes: int) -> None
             taken.append(event)
     (told_alone,) = (event for event in taken if isinstance(event, events.StorageAnswered))
     # All that it has, or what is left of it below what the other one has proposed.
-    assert told_alone.found == 6 and told_alone.tails[1].ranges == (((6, 7),) if votes else ((9, 10),))
+    assert told_alone.found == 6 and told_alone.component_pages[1].ranges == (((6, 7),) if votes else ((9, 10),))
     core.check()
     assert alone.is_idle and core.is_idle
 
 
 def test_storage_holds_tails_where_that_of_all_ranks_does(make_ranks) -> None:
     ranks = make_ranks(2, settings=msgspec.structs.replace(make_ranks.settings, components=(STATE,)))
-    ranks.hear(events.StorageChanged, ranks=[0], available=True, tails=True)
+    ranks.hear(events.StorageChanged, ranks=[0], available=True, component_pages=True)
     assert ranks.turn().events == []
-    for tails in (False, True):
-        ranks.hear(events.StorageChanged, ranks=[1], available=True, tails=tails)
+    for component_pages in (False, True):
+        ranks.hear(events.StorageChanged, ranks=[1], available=True, component_pages=component_pages)
         ranks.turn()
-        assert ranks.taken == [events.StorageChanged(at_s=0.0, available=True, tails=tails)]
-        assert ranks.cores[0].state.storage_available is tails
+        assert ranks.taken == [events.StorageChanged(at_s=0.0, available=True, component_pages=component_pages)]
+        assert ranks.cores[0].state.storage_available is component_pages
     ranks.hear(events.StorageChanged, ranks=[0], available=False)
     ranks.turn()
     assert ranks.taken == [events.StorageChanged(at_s=0.0, available=False)]

@@ -6,7 +6,7 @@ import msgspec
 
 from tidekv.states import events
 from tidekv.states.core import Core
-from tidekv.states.ranks.state_digest import PARTS, Fingerprint
+from tidekv.states.ranks.state_digest import PARTS, StateDigest
 
 
 def test_an_order_of_free_pages_that_differs_is_named(make_ranks) -> None:
@@ -60,7 +60,7 @@ def test_what_is_compared_has_two_words_each(make_ranks) -> None:
 def test_pools_that_are_larger_than_the_window_are_compared_by_and_by(make_ranks) -> None:
     settings = msgspec.structs.replace(make_ranks.settings, device_pages=10_000)
     cores = [Core(settings), Core(settings)]
-    prints = [Fingerprint(core) for core in cores]
+    prints = [StateDigest(core) for core in cores]
     free = cores[1].state.device.free_pages
     free[0], free[1] = free[1], free[0]
     seen = [prints[0].numbers(turn, whole=False) != prints[1].numbers(turn, whole=False) for turn in range(12)]
@@ -73,10 +73,10 @@ def test_evictions_are_part_of_the_fingerprint(make_ranks) -> None:
     ranks.make_ready()
     ranks.hear(events.AbortRequested, request_id="a")
     ranks.turn()
-    before = ranks.agreements[0]._fingerprint.numbers(1, whole=False)
+    before = ranks.agreements[0]._state_digest.numbers(1, whole=False)
     ranks.hear(events.FlushRequested, ranks=[0], call=1, tiers=("l1", "l2"))
     ranks.turn()
-    assert ranks.agreements[0]._fingerprint.numbers(1, whole=False)[1] != before[1]
+    assert ranks.agreements[0]._state_digest.numbers(1, whole=False)[1] != before[1]
 
 
 # --- Questions, one by one ---

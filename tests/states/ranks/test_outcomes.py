@@ -6,9 +6,9 @@ import pytest
 
 from tidekv.states import commands, events
 from tidekv.states.errors import PrefillCause
-from tidekv.states.ranks.room_votes import FAILED, RoomQuestion
-from tidekv.states.ranks.vote_items import OperationQuestion
-from tidekv.states.ranks.votes import Ballot
+from tidekv.states.ranks.room_votes import FAILED, RoomVote
+from tidekv.states.ranks.vote_items import OperationVote
+from tidekv.states.ranks.votes import VoteVector
 from tidekv.states.types import page_ids
 
 
@@ -95,7 +95,7 @@ def test_a_room_has_come_as_far_as_its_slowest_rank(make_ranks) -> None:
     ranks.room(events.AuxLanded, ranks=[1], rank=1)
     ranks.turn()
     assert ranks.types() == ["AuxLanded"]
-    assert ranks.take(commands.TellReady).sources["transfer"] == 4
+    assert ranks.take(commands.ReportReady).sources["transfer"] == 4
 
 
 def test_chunks_that_do_not_fit_change_nothing(make_ranks) -> None:
@@ -145,7 +145,7 @@ def test_a_room_that_fails_on_one_rank_fails_on_all_and_its_pages_wait_for_every
     (failed,) = ranks.taken
     cause = "prefill failed: failed on rank 1"
     assert failed == events.RoomFailed(at_s=0.0, request_id="a", generation=0, cause=cause, settled=False)
-    assert ranks.take(commands.TellFailed).detail == "failed on rank 1"
+    assert ranks.take(commands.ReportFailed).detail == "failed on rank 1"
     ranks.take(commands.SendAbort)
     assert ranks.turn().events == []
     assert ranks.cores[1].state.device.draining == 4
@@ -203,38 +203,38 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
     ],
 )
 def test_each_operation_has_its_own_outcome(command: commands.Operation, outcome: events.Event) -> None:
-    ballot = Ballot()
-    question = OperationQuestion(1, ballot, command)
-    question.hear(ballot, 4, outcome)
-    ballot.take(ballot.cast(len(ballot)))
-    assert question.decide(ballot, 1.0) == [outcome]
-    question.close(ballot)
-    assert ballot.taken == 0
+    vote_vector = VoteVector()
+    question = OperationVote(1, vote_vector, command)
+    question.hear(vote_vector, 4, outcome)
+    vote_vector.take(vote_vector.cast(len(vote_vector)))
+    assert question.decide(vote_vector, 1.0) == [outcome]
+    question.close(vote_vector)
+    assert vote_vector.taken == 0
 
 
 def test_a_room_that_is_left_asks_for_the_last_of_its_writers() -> None:
-    ballot = Ballot()
-    room = RoomQuestion(1, ballot, "a", 0)
-    room.sent(ballot, events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=2))
-    ballot.take(ballot.cast(len(ballot)))
-    assert [type(event) for event in room.decide(ballot, 1.0)] == [events.PromiseSent]
-    room.fail(ballot, 3, FAILED)
-    ballot.take(ballot.cast(len(ballot)))
-    assert [type(event) for event in room.decide(ballot, 1.0)] == [events.RoomFailed]
+    vote_vector = VoteVector()
+    room = RoomVote(1, vote_vector, "a", 0)
+    room.sent(vote_vector, events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=2))
+    vote_vector.take(vote_vector.cast(len(vote_vector)))
+    assert [type(event) for event in room.decide(vote_vector, 1.0)] == [events.PromiseSent]
+    room.fail(vote_vector, 3, FAILED)
+    vote_vector.take(vote_vector.cast(len(vote_vector)))
+    assert [type(event) for event in room.decide(vote_vector, 1.0)] == [events.RoomFailed]
     # Told once; what it says after that waits for the core, which leaves the room.
-    assert room.decide(ballot, 1.0) == []
-    room.leave(ballot)
-    room.leave(ballot)
-    room.drained(ballot, 0)
-    room.drained(ballot, 0)
-    room.drained(ballot, 7)
-    assert ballot.word(room.slot) == 0
-    room.drained(ballot, 1)
-    ballot.take(ballot.cast(len(ballot)))
-    assert room.decide(ballot, 1.0) == [events.RoomDrained(at_s=1.0, request_id="a", generation=0, rank=0)]
+    assert room.decide(vote_vector, 1.0) == []
+    room.leave(vote_vector)
+    room.leave(vote_vector)
+    room.drained(vote_vector, 0)
+    room.drained(vote_vector, 0)
+    room.drained(vote_vector, 7)
+    assert vote_vector.word(room.slot) == 0
+    room.drained(vote_vector, 1)
+    vote_vector.take(vote_vector.cast(len(vote_vector)))
+    assert room.decide(vote_vector, 1.0) == [events.RoomDrained(at_s=1.0, request_id="a", generation=0, rank=0)]
     assert room.is_over
-    room.close(ballot)
-    assert ballot.taken == 0
+    room.close(vote_vector)
+    assert vote_vector.taken == 0
 
 
 @pytest.mark.parametrize("cause", PrefillCause)
@@ -250,6 +250,6 @@ def test_ranks_agree_on_the_cause_of_a_failed_room(make_ranks, kind: type[events
     (failed,) = ranks.taken
     assert type(failed) is kind
     assert PrefillCause.parse(failed.cause)[0] is cause
-    told = ranks.take(commands.TellFailed)
+    told = ranks.take(commands.ReportFailed)
     assert told.cause == cause.value
     assert "rank 2" in told.detail

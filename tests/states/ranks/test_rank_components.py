@@ -8,7 +8,7 @@ import pytest
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
 from tidekv.states.core import Core
-from tidekv.states.ranks.state_digest import Fingerprint
+from tidekv.states.ranks.state_digest import StateDigest
 
 COMPONENTS = (
     Component(name="window", kind="window", window_tokens=2, device_pages=12, host_pages=12),
@@ -23,10 +23,10 @@ def ranks(make_ranks):
     settings = msgspec.structs.replace(make_ranks.settings, components=COMPONENTS)
     ranks = make_ranks(3, settings=settings)
     ranks.make_ready("a", PROMPT)
-    ready = ranks.take(commands.TellReady)
+    ready = ranks.take(commands.ReportReady)
     give_back(ranks, "a", left_of(ready))
     for given in ranks.given:
-        assert sum(isinstance(command, commands.TellFinished) for command in given) == 1
+        assert sum(isinstance(command, commands.ReportFinished) for command in given) == 1
     ranks.hear(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
     ranks.turn()
     for copy in take_copies(ranks):
@@ -37,26 +37,33 @@ def ranks(make_ranks):
     return ranks
 
 
-def left_of(ready: commands.TellReady) -> tuple[events.TailLeft, ...]:
-    assert ready.tails is not None
-    return tuple(events.TailLeft(table.component, table.first, tuple(table.pages)) for table in ready.tails)
+def left_of(ready: commands.ReportReady) -> tuple[events.ComponentLeft, ...]:
+    assert ready.component_pages is not None
+    return tuple(
+        events.ComponentLeft(table.component, table.first, tuple(table.pages)) for table in ready.component_pages
+    )
 
 
-def give_back(ranks, request_id: str, *left: tuple[events.TailLeft, ...]) -> None:
+def give_back(ranks, request_id: str, *left: tuple[events.ComponentLeft, ...]) -> None:
     """The callers of all ranks finish; each leaves its own tails, or all the same."""
     for rank in range(3):
-        tails = left[rank % len(left)]
+        component_pages = left[rank % len(left)]
         ranks.hear(
-            events.FinishRequested, ranks=[rank], request_id=request_id, keys=PROMPT, tokens=len(PROMPT), tails=tails
+            events.FinishRequested,
+            ranks=[rank],
+            request_id=request_id,
+            keys=PROMPT,
+            tokens=len(PROMPT),
+            component_pages=component_pages,
         )
     ranks.turn()
 
 
-def take_copies(ranks) -> list[commands.CopyTail]:
-    found = [[command for command in given if isinstance(command, commands.CopyTail)] for given in ranks.given]
+def take_copies(ranks) -> list[commands.CopyComponent]:
+    found = [[command for command in given if isinstance(command, commands.CopyComponent)] for given in ranks.given]
     assert found[0] and all(copies == found[0] for copies in found)
     for rank, given in enumerate(ranks.given):
-        ranks.given[rank] = [command for command in given if not isinstance(command, commands.CopyTail)]
+        ranks.given[rank] = [command for command in given if not isinstance(command, commands.CopyComponent)]
     return found[0]
 
 
@@ -77,7 +84,7 @@ def test_a_copy_that_fails_on_one_rank_sends_the_request_back_on_all(ranks, at_r
     # It starts over on all ranks, and asks prefill for everything.
     promise = ranks.take(commands.SendPromise)
     assert (promise.generation, promise.promised_tokens, len(promise.pages)) == (1, 0, 4)
-    assert [len(tail.pages) for tail in promise.tails] == [2, 1]
+    assert [len(tail.pages) for tail in promise.component_pages] == [2, 1]
     ranks.turn()
 
 
@@ -105,10 +112,10 @@ def test_callers_that_leave_other_tails_are_refused_on_all_ranks(ranks) -> None:
         ):
             agreement.hear(event)
     ranks.turn()
-    left = left_of(ranks.take(commands.TellReady))
+    left = left_of(ranks.take(commands.ReportReady))
     give_back(ranks, "b", left, left, left[:1])
     assert "AbortRequested" in ranks.types()
-    assert ranks.take(commands.TellDropped).request_id == "b"
+    assert ranks.take(commands.ReportDropped).request_id == "b"
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
@@ -135,7 +142,7 @@ def test_tails_that_differ_are_named_when_ranks_are_idle(ranks, tier: str) -> No
 def test_a_guard_more_on_one_rank_is_named(make_ranks) -> None:
     settings = msgspec.structs.replace(make_ranks.settings, components=COMPONENTS)
     cores = [Core(settings), Core(settings)]
-    prints = [Fingerprint(core) for core in cores]
+    prints = [StateDigest(core) for core in cores]
     event = events.RequestArrived(at_s=0.0, request_id="a", serial=1, keys=PROMPT, prompt_tokens=4)
     given = [core.step(event) for core in cores]
     cores[1].state.components.device["state"].receipts += 1
@@ -149,17 +156,17 @@ def test_a_guard_more_on_one_rank_is_named(make_ranks) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "field", "part"),
-    [(commands.SendPromise, "tails", "rooms"), (commands.CopyTail, "target_pages", "page tables")],
+    [(commands.SendPromise, "component_pages", "rooms"), (commands.CopyComponent, "target_pages", "page tables")],
 )
 def test_pages_of_components_that_a_command_names_are_compared(ranks, kind: type, field: str, part: str) -> None:
-    keys = PROMPT if kind is commands.CopyTail else PROMPT + b"x"
+    keys = PROMPT if kind is commands.CopyComponent else PROMPT + b"x"
     event = events.RequestArrived(at_s=0.0, request_id="b", serial=9, keys=keys, prompt_tokens=len(keys))
     given = [core.step(event) for core in ranks.cores]
     (command,) = (command for command in given[1] if isinstance(command, kind))
-    if field == "tails":
+    if field == "component_pages":
         changed = tuple(
             msgspec.structs.replace(tail, pages=type(tail.pages)("i", [page + 1 for page in tail.pages]))
-            for tail in command.tails
+            for tail in command.component_pages
         )
     else:
         changed = type(command.target_pages)("i", [page + 1 for page in command.target_pages])

@@ -8,7 +8,7 @@ import pytest
 from tidekv.states import commands, events
 from tidekv.states.errors import RankBroken
 from tidekv.states.ranks.agreement import Opening
-from tidekv.states.ranks.votes import SLOTS_MIN, Ballot
+from tidekv.states.ranks.votes import SLOTS_MIN, VoteVector
 
 
 def test_storage_is_there_when_all_ranks_have_it(make_ranks) -> None:
@@ -32,7 +32,7 @@ def test_deadlines_come_by_the_leaders_clock_and_behind_what_has_completed(make_
     ranks.now_s = 5.0
     ranks.turn()
     assert ranks.types() == ["PromiseSent", "ClockAdvanced"]
-    assert ranks.take(commands.TellFailed).cause == "deadline"
+    assert ranks.take(commands.ReportFailed).cause == "deadline"
 
 
 def test_a_rank_that_broke_still_votes_and_all_stop(make_ranks) -> None:
@@ -62,7 +62,7 @@ def test_the_votes_shape_grows_by_powers_of_two_and_is_one_for_all_requests(make
     shapes = set()
     for _ in range(3):
         ranks.turn()
-        shapes.add(len(ranks.agreements[0]._ballot))
+        shapes.add(len(ranks.agreements[0]._vote_vector))
     assert all(shape % SLOTS_MIN == 0 and shape & (shape - 1) == 0 for shape in shapes)
     assert len(ranks.agreements[0]._requests) == 300
 
@@ -111,7 +111,7 @@ def test_a_rank_that_is_left_alone_ends_everything_by_itself(make_ranks) -> None
             alone.stepped(event, given)
             told += given
         alone.hear(events.RoomDrained(at_s=1.0, request_id="a", generation=0, rank=0))
-    assert [command.cause for command in told if isinstance(command, commands.TellFailed)] == ["a rank was lost"]
+    assert [command.cause for command in told if isinstance(command, commands.ReportFailed)] == ["a rank was lost"]
     assert core.is_idle
     assert alone.is_idle
 
@@ -136,6 +136,6 @@ def test_what_a_rank_said_in_a_vote_that_was_never_decided_is_news_when_it_is_le
 
 
 def test_a_rank_with_another_number_of_slots_votes_in_the_leaders_shape() -> None:
-    ballot = Ballot()
-    assert len(ballot.cast(2 * SLOTS_MIN)) == 2 * SLOTS_MIN
-    assert len(ballot.cast(16)) == 16
+    vote_vector = VoteVector()
+    assert len(vote_vector.cast(2 * SLOTS_MIN)) == 2 * SLOTS_MIN
+    assert len(vote_vector.cast(16)) == 16

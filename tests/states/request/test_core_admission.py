@@ -123,7 +123,7 @@ def test_storage_is_asked_while_a_request_waits_and_again_when_the_device_has_le
     rig.arrive("keeper", b"abcdef")
     rig.answer(rig.take(commands.QueryStorage), 0)
     rig.serve(rig.take(commands.SendPromise))
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
     rig.take(commands.SendReceived)
     fill_device(rig, free=6)
     rig.arrive("a", b"abcdefgh")

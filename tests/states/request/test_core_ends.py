@@ -26,7 +26,7 @@ def test_an_abort_is_told_once_and_leaves_nothing(state: State) -> None:
     rig = Rig()
     rig.bring(state)
     rig.abort("a")
-    failed = rig.take(commands.TellFailed)
+    failed = rig.take(commands.ReportFailed)
     assert (failed.request_id, failed.cause, failed.detail) == ("a", "aborted", f"in {state.value}")
     assert rig.core.request("a") is None
     assert len(rig.take_all(commands.SendAbort)) == (state in WITH_ROOM)
@@ -41,7 +41,7 @@ def test_an_abort_of_a_ready_request_gives_its_pages_back_and_keeps_the_prompt_c
     rig = Rig(growth_reserve_pages=2)
     rig.bring(State.READY)
     rig.abort("a")
-    assert rig.take(commands.TellDropped).request_id == "a"
+    assert rig.take(commands.ReportDropped).request_id == "a"
     rig.nothing_else()
     rig.expect_nothing_held()
     assert rig.core.statistics()["device_cached"] == 8
@@ -54,7 +54,7 @@ def test_a_deadline_is_told_once_and_leaves_nothing(state: State) -> None:
     rig.wait_until(1.9)
     assert rig.state("a") == state.value
     rig.wait_until(2.0)
-    failed = rig.take(commands.TellFailed)
+    failed = rig.take(commands.ReportFailed)
     assert (failed.cause, failed.detail) == ("deadline", f"in {state.value}")
     rig.step(events.RoomFailed, request_id="a", generation=0, cause="gone", settled=True)
     end_big(rig)
@@ -94,7 +94,7 @@ def test_a_lost_room_fails_the_request_where_no_other_prefill_is_left(state: Sta
     promise = rig.take(commands.SendPromise)
     rig.promised(promise)
     LOSSES[loss](rig)
-    assert rig.take(commands.TellFailed).cause == loss
+    assert rig.take(commands.ReportFailed).cause == loss
     rig.take(commands.SendAbort)
     rig.step(events.WriterDead, writer="prefill.1")
     rig.settle()
@@ -121,14 +121,14 @@ def test_a_lost_room_is_tried_again_elsewhere_in_a_new_generation(state: State, 
         rig.promised(promise)
     assert tried == [0, 1, 0, 1]
     LOSSES[loss](rig)
-    assert rig.take(commands.TellFailed).cause == loss
+    assert rig.take(commands.ReportFailed).cause == loss
 
 
 def test_a_settled_failure_frees_the_pages_at_once() -> None:
     rig = Rig()
     rig.bring(State.TRANSFER)
     rig.step(events.RoomFailed, request_id="a", generation=0, cause="cannot connect", settled=True)
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.take(commands.SendPromise)
     rig.nothing_else()
     rig.expect_nothing_held()
@@ -159,7 +159,7 @@ def test_a_promise_that_is_sent_behind_its_abort_is_drained_by_every_rank() -> N
     rig.drained(abort, rank=0)
     assert rig.core.statistics()["device_draining"] == 8
     rig.drained(abort, rank=1)
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.nothing_else()
     rig.expect_nothing_held()
 
@@ -176,7 +176,7 @@ def test_a_room_that_one_of_two_ranks_has_written_is_drained_by_both() -> None:
     for rank in (1, 0):
         assert rig.core.statistics()["device_draining"] == 8
         rig.drained(abort, rank=rank)
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.nothing_else()
     rig.expect_nothing_held()
 
@@ -186,7 +186,7 @@ def test_pages_wait_in_quarantine_until_their_writer_is_dead() -> None:
     rig.bring(State.TRANSFER)
     rig.promised(rig.take(commands.SendPromise), writer="prefill.1")
     rig.step(events.WriterLost, writer="prefill.1", cause="no heartbeat")
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.wait_until(1e6)
     rig.step(events.WriterDead, writer="prefill.2")
     assert rig.core.statistics()["device_draining"] == 8
@@ -199,7 +199,7 @@ def test_a_writer_that_is_dead_before_it_was_lost_takes_its_rooms_along() -> Non
     rig.bring(State.TRANSFER)
     rig.promised(rig.take(commands.SendPromise))
     rig.step(events.WriterDead, writer="prefill.1")
-    assert rig.take(commands.TellFailed).cause == "prefill lost"
+    assert rig.take(commands.ReportFailed).cause == "prefill lost"
     rig.expect_nothing_held()
 
 
@@ -209,7 +209,7 @@ def test_one_lost_writer_takes_all_its_rooms_and_no_other() -> None:
         rig.arrive(name, name.encode() * 3)
         rig.promised(rig.take(commands.SendPromise), writer=writer)
     rig.step(events.WriterLost, writer="prefill.1", cause="no heartbeat")
-    assert [failed.request_id for failed in rig.take_all(commands.TellFailed)] == ["a", "c"]
+    assert [failed.request_id for failed in rig.take_all(commands.ReportFailed)] == ["a", "c"]
     assert rig.state("b") == "TRANSFER"
 
 
@@ -223,7 +223,7 @@ def test_a_lost_writer_that_filled_a_load_for_others_of_its_rooms_fails_each_onc
     rig.copied(rig.take(commands.CopyToDevice), error="failed")
     rig.take(commands.SendExtend)
     rig.step(events.WriterLost, writer="prefill.1", cause="no heartbeat")
-    assert [failed.request_id for failed in rig.take_all(commands.TellFailed)] == ["a", "b"]
+    assert [failed.request_id for failed in rig.take_all(commands.ReportFailed)] == ["a", "b"]
     rig.step(events.WriterDead, writer="prefill.1")
     rig.expect_nothing_held()
 
@@ -246,7 +246,7 @@ def test_frames_of_a_generation_that_was_left_change_nothing() -> None:
     assert rig.state("a") == "TRANSFER"
     assert rig.core.statistics()["frames_late"] == 4
     rig.serve(new)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_an_id_that_returns_has_nothing_to_do_with_the_room_that_drains_under_its_name() -> None:
@@ -256,7 +256,7 @@ def test_an_id_that_returns_has_nothing_to_do_with_the_room_that_drains_under_it
     rig.promised(old)
     rig.abort("a")
     abort = rig.take(commands.SendAbort)
-    rig.take(commands.TellFailed)
+    rig.take(commands.ReportFailed)
     rig.arrive("a", EIGHT)
     rig.answer(rig.take(commands.QueryStorage), 0)
     new = rig.take(commands.SendPromise)
@@ -267,4 +267,4 @@ def test_an_id_that_returns_has_nothing_to_do_with_the_room_that_drains_under_it
     rig.drained(abort)
     assert rig.core.statistics()["device_draining"] == 0
     rig.serve(new)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)

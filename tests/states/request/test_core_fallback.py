@@ -71,7 +71,7 @@ def test_a_read_that_falls_short_in_its_middle_asks_for_exactly_what_is_missing(
     rig.copied(copy)
     assert rig.state("a") == "TRANSFER"
     rig.chunk(extend)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 4, "transfer": 4}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 4, "transfer": 4}
     assert rig.core.statistics()["host_cached"] == 4
 
 
@@ -80,7 +80,7 @@ def test_a_read_that_brings_nothing_asks_for_all_of_it() -> None:
     (fetch,), _ = in_prefetch(rig)
     rig.fetched(fetch, good=0, error="EIO")
     rig.chunk(expect_extend(rig, 0, 6))
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
     assert rig.core.statistics()["host_owned"] == rig.core.statistics()["host_cached"] == 0
 
 
@@ -94,7 +94,7 @@ def test_a_read_that_is_short_in_one_run_leaves_the_others_alone() -> None:
     for copy in rig.take_all(commands.CopyToDevice):
         rig.copied(copy)
     rig.chunk(extend)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 5, "transfer": 3}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 5, "transfer": 3}
 
 
 def test_a_late_read_is_asked_of_prefill_at_once_and_gives_its_host_pages_back_when_it_ends() -> None:
@@ -104,7 +104,7 @@ def test_a_late_read_is_asked_of_prefill_at_once_and_gives_its_host_pages_back_w
     extend = expect_extend(rig, 0, 6)
     assert rig.core.statistics()["host_owned"] == 6
     rig.chunk(extend)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
     rig.finish("a", EIGHT)
     rig.fetched(fetch)
     assert rig.core.statistics()["host_owned"] == 8  # The backup of the finished request.
@@ -128,7 +128,7 @@ def test_a_copy_that_fails_is_asked_of_prefill(raised: bool) -> None:
     extend = expect_extend(rig, 0, 6)
     assert list(extend.pages) == list(copy.device_pages)
     rig.chunk(extend)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
     assert rig.core.statistics()["host_protected"] == 0
 
 
@@ -146,7 +146,7 @@ def test_a_late_copy_may_still_write_so_the_request_starts_over_on_other_pages()
     assert (again.generation, again.promised_tokens) == (promise.generation + 1, 0)
     assert rig.core.statistics()["device_draining"] == 8
     rig.serve(again)
-    ready = rig.take(commands.TellReady)
+    ready = rig.take(commands.ReportReady)
     assert not set(ready.pages) & {*copy.device_pages, *promise.pages}
     rig.copied(copy)
     assert rig.core.statistics()["device_draining"] == 2
@@ -172,7 +172,7 @@ def test_an_extend_that_prefill_refuses_starts_over_with_the_next_prefill() -> N
     again = rig.take(commands.SendPromise)
     assert (again.prefill, again.promised_tokens, again.renewed) == (1, 0, True)
     rig.serve(again)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_several_extends_of_one_room_are_numbered() -> None:
@@ -185,4 +185,4 @@ def test_several_extends_of_one_room_are_numbered() -> None:
     for extend in reversed(extends):
         assert rig.state("a") == "TRANSFER"
         rig.chunk(extend)
-    assert ids(rig.take(commands.TellReady).pages)
+    assert ids(rig.take(commands.ReportReady).pages)

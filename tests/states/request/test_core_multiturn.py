@@ -58,7 +58,7 @@ class Conversation:
         for copy in rig.take_all(commands.CopyToDevice):
             rig.copied(copy)
         rig.serve(rig.take(commands.SendPromise))
-        sources = rig.take(commands.TellReady).sources
+        sources = rig.take(commands.ReportReady).sources
         assert sum(sources.values()) == len(self.tokens)
         self.generate(name)
         if self.tiers != "l1":

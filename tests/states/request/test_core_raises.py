@@ -81,7 +81,7 @@ def plan_raising_at(place: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     with monkeypatch.context() as patch:
         patch.setattr(Restore, "fix_plan", fix_plan)
         rig.answer(query, 2)
-    assert any(isinstance(wish, commands.TellReady) for wish in rig.settle())
+    assert any(isinstance(wish, commands.ReportReady) for wish in rig.settle())
     return bool(tries)
 
 
@@ -123,7 +123,7 @@ def test_the_third_raise_fails_the_request_and_shows_where(monkeypatch: pytest.M
     query = three_tiers(rig)
     raise_times(monkeypatch, Restore, "fix_plan", 3)
     rig.answer(query, 2)
-    failed = rig.take(commands.TellFailed)
+    failed = rig.take(commands.ReportFailed)
     assert failed.cause == "internal error"
     assert "RuntimeError: fix_plan is broken" in failed.detail
     assert "Traceback" in failed.detail
@@ -141,9 +141,9 @@ def test_a_part_of_the_plan_that_always_raises_is_given_up_or_fails_the_request(
     rig.answer(query, 2)
     told = rig.settle()
     if name == "open":
-        assert [wish.cause for wish in told if isinstance(wish, commands.TellFailed)] == ["internal error"]
+        assert [wish.cause for wish in told if isinstance(wish, commands.ReportFailed)] == ["internal error"]
     else:
-        ready = next(wish for wish in told if isinstance(wish, commands.TellReady))
+        ready = next(wish for wish in told if isinstance(wish, commands.ReportReady))
         assert ready.sources["l3"] == 0
         assert ready.sources["l2"] == (0 if name == "begin_copy" else 2)
 
@@ -162,7 +162,7 @@ def test_where_there_is_nothing_to_cut_the_first_raise_fails_that_request_alone(
     for promise in rig.take_all(commands.SendPromise):
         rig.serve(promise)
     assert raised
-    assert rig.take(commands.TellFailed).cause == "internal error"
+    assert rig.take(commands.ReportFailed).cause == "internal error"
     assert rig.state("bystander") == "READY"
     rig.settle()
     rig.abort("bystander")
@@ -177,7 +177,7 @@ def test_a_raise_while_a_frame_is_taken_does_not_lose_the_frame(monkeypatch: pyt
         raise_times(monkeypatch, Rooms, name, 1 if name != "land" else 0)
     rig.serve(promise)
     rig.copied(copy)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_a_ready_request_whose_rule_raises_is_failed_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_a_ready_request_whose_rule_raises_is_failed_and_holds_nothing(monkeypat
     rig.bring(State.READY)
     raise_times(monkeypatch, Serving, "grow", 1)
     rig.step(events.GrowthTaken, request_id="a", page_count=0)
-    assert rig.take(commands.TellFailed).cause == "internal error"
+    assert rig.take(commands.ReportFailed).cause == "internal error"
     rig.expect_nothing_held()
 
 

@@ -26,7 +26,7 @@ def test_a_full_transfer_brings_every_page_from_prefill() -> None:
     rig.chunk(promise, first=5, count=3)
     rig.nothing_else()
     rig.aux(promise)
-    ready = rig.take(commands.TellReady)
+    ready = rig.take(commands.ReportReady)
     assert rig.take(commands.SendReceived).request_id == "a"
     rig.nothing_else()
     assert ids(ready.pages) == list(range(8))
@@ -43,7 +43,7 @@ def test_an_incremental_transfer_brings_what_the_device_has_not() -> None:
     assert promise.promised_tokens == 5
     assert len(promise.pages) == 3
     rig.serve(promise)
-    ready = rig.take(commands.TellReady)
+    ready = rig.take(commands.ReportReady)
     assert ready.pages[:5] == first.pages
     assert ready.sources == {"l1": 5, "l2": 0, "l3": 0, "transfer": 3}
 
@@ -58,7 +58,7 @@ def test_a_full_hit_moves_nothing_and_still_waits_for_last_chunk_and_first_token
     rig.aux(promise)
     assert rig.state("b") == "TRANSFER"
     rig.chunk(promise)
-    ready = rig.take(commands.TellReady)
+    ready = rig.take(commands.ReportReady)
     assert ready.sources == {"l1": 8, "l2": 0, "l3": 0, "transfer": 0}
 
 
@@ -69,7 +69,7 @@ def test_a_partial_page_always_comes_from_prefill() -> None:
     promise = rig.take(commands.SendPromise)
     assert (promise.promised_tokens, len(promise.pages)) == (8, 1)
     rig.serve(promise)
-    assert rig.take(commands.TellReady).sources == {"l1": 8, "l2": 0, "l3": 0, "transfer": 2}
+    assert rig.take(commands.ReportReady).sources == {"l1": 8, "l2": 0, "l3": 0, "transfer": 2}
 
 
 def test_every_rank_of_prefill_must_have_sent_all() -> None:
@@ -81,7 +81,7 @@ def test_every_rank_of_prefill_must_have_sent_all() -> None:
         assert rig.state("a") == "TRANSFER"
         rig.aux(promise, rank=rank)
         rig.chunk(promise, rank=rank)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_a_room_is_complete_when_the_last_page_has_come_from_every_rank() -> None:
@@ -96,7 +96,7 @@ def test_a_room_is_complete_when_the_last_page_has_come_from_every_rank() -> Non
     assert rig.state("a") == "TRANSFER"
     rig.chunk(promise, rank=0, first=5, count=3)
     rig.take(commands.SendReceived)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_frames_that_nobody_should_send_change_nothing() -> None:
@@ -115,7 +115,7 @@ def test_frames_that_nobody_should_send_change_nothing() -> None:
     assert rig.core.statistics()["frames_foreign"] == 2
     rig.aux(promise)
     rig.chunk(promise, first=5, count=3)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_host_pages_are_copied_while_prefill_sends_the_rest() -> None:
@@ -131,7 +131,7 @@ def test_host_pages_are_copied_while_prefill_sends_the_rest() -> None:
     rig.serve(promise)
     assert rig.state("a") == "LOCAL_RESTORE"
     rig.copied(copy)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 6, "l3": 0, "transfer": 2}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 6, "l3": 0, "transfer": 2}
 
 
 def test_long_host_runs_are_copied_in_pieces() -> None:
@@ -177,7 +177,7 @@ def test_storage_is_read_in_runs_and_each_is_copied_as_it_lands() -> None:
     assert rig.state("a") == "LOCAL_RESTORE"
     rig.copied(third)
     rig.copied(first)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 6, "transfer": 2}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 6, "transfer": 2}
     # What was fetched in the order of the prompt stays in host memory; the second run came before its parent.
     assert rig.core.statistics()["host_cached"] in (2, 4, 6)
 
@@ -195,7 +195,7 @@ def test_all_three_tiers_and_prefill_serve_one_prompt() -> None:
     rig.fetched(fetch)
     rig.copied(rig.take(commands.CopyToDevice))
     rig.serve(promise)
-    assert rig.take(commands.TellReady).sources == {"l1": 2, "l2": 0, "l3": 4, "transfer": 2}
+    assert rig.take(commands.ReportReady).sources == {"l1": 2, "l2": 0, "l3": 4, "transfer": 2}
 
 
 def test_what_is_too_little_for_a_fetch_is_not_asked_for() -> None:
@@ -240,9 +240,9 @@ def test_two_prompts_that_come_at_once_share_what_the_first_was_brought() -> Non
     promises = rig.take_all(commands.SendPromise)
     assert [promise.promised_tokens for promise in promises] == [0, 0]
     rig.serve(promises[0])
-    first = rig.take(commands.TellReady)
+    first = rig.take(commands.ReportReady)
     rig.serve(promises[1])
-    second = rig.take(commands.TellReady)
+    second = rig.take(commands.ReportReady)
     # Both were written; the second goes over to the pages of the first and gives its own back.
     assert first.pages == second.pages
     assert rig.core.statistics()["device_free"] == 24

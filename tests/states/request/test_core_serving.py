@@ -47,7 +47,7 @@ def test_finish_keeps_prompt_and_output_in_every_tier() -> None:
     rig.finish("a", b"abcdefghij")
     copy = rig.take(commands.CopyToHost)
     assert len(copy.device_pages) == 10
-    assert rig.take(commands.TellFinished).inserted == 2
+    assert rig.take(commands.ReportFinished).inserted == 2
     rig.copied(copy)
     put = rig.take(commands.StorePages)
     assert (put.first, len(put.host_pages)) == (0, 10)
@@ -80,7 +80,7 @@ def test_two_that_generated_the_same_keep_it_once() -> None:
         rig.take(commands.GiveReserve)
     rig.finish("a", b"abcdefghi")
     rig.finish("b", b"abcdefghi")
-    assert [told.inserted for told in rig.take_all(commands.TellFinished)] == [1, 0]
+    assert [told.inserted for told in rig.take_all(commands.ReportFinished)] == [1, 0]
     copies = rig.take_all(commands.CopyToHost)
     for copy in copies:
         rig.copied(copy)
@@ -93,7 +93,7 @@ def test_a_request_without_cache_leaves_nothing() -> None:
     rig = Rig()
     rig.make_ready("a", EIGHT, cache=False)
     rig.finish("a", EIGHT)
-    assert rig.take(commands.TellFinished).inserted == 0
+    assert rig.take(commands.ReportFinished).inserted == 0
     rig.take(commands.ForgetTokens)
     rig.nothing_else()
     rig.expect_nothing_held()
@@ -106,7 +106,7 @@ def test_output_is_not_kept_where_the_settings_say_so() -> None:
     rig.step(events.GrowthTaken, request_id="a", page_count=2)
     rig.take(commands.GiveReserve)
     rig.finish("a", b"abcdefghij")
-    assert rig.take(commands.TellFinished).inserted == 0
+    assert rig.take(commands.ReportFinished).inserted == 0
     assert rig.core.statistics()["device_cached"] == 8
 
 
@@ -161,7 +161,7 @@ def test_retract_holds_the_request_in_host_memory_until_it_is_resumed() -> None:
     rig.take(commands.GiveReserve)
     rig.step(events.RetractRequested, request_id="a", keys=b"abcdefghij", tokens=10)
     rig.copied(rig.take(commands.CopyToHost))
-    assert rig.take(commands.TellRetracted).held_pages == 10
+    assert rig.take(commands.ReportRetracted).held_pages == 10
     rig.flush("l1", "l2")
     assert rig.core.statistics()["host_protected"] == 10
     rig.arrive("a", b"abcdefghijk")
@@ -169,7 +169,7 @@ def test_retract_holds_the_request_in_host_memory_until_it_is_resumed() -> None:
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 10
     rig.serve(promise)
-    assert rig.take(commands.TellReady).sources["l2"] == 10
+    assert rig.take(commands.ReportReady).sources["l2"] == 10
     assert rig.core.statistics()["host_protected"] == 0
     assert rig.core.statistics()["requests_retracted"] == 0
 
@@ -188,7 +188,7 @@ def test_a_retract_that_cannot_reach_the_host_says_so() -> None:
     rig = Rig(host_pages=0)
     rig.make_ready("a", EIGHT)
     rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
-    assert rig.take(commands.TellRetracted).held_pages == 0
+    assert rig.take(commands.ReportRetracted).held_pages == 0
     rig.step(events.RetractedDropped, request_id="a")
     rig.expect_nothing_held()
 

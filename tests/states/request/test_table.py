@@ -127,14 +127,14 @@ def test_the_short_way_through_the_machine_leads_where_the_library_s_own_does(
 
 
 def test_a_row_that_asks_for_more_than_the_short_way_knows_is_refused() -> None:
-    way = {"trigger": "Go", "source": "MATCH", "dest": "READY"}
+    source_load = {"trigger": "Go", "source": "MATCH", "dest": "READY"}
     given = {"model": None, "states": State, "initial": State.MATCH, "auto_transitions": False}
     for of_row in ({"after": print}, {"prepare": print}, {"unless": print}, {"before": "named"}):
         with pytest.raises(ValueError, match="does not have"):
-            ShortMachine(transitions=[{**way, **of_row}], **given)
+            ShortMachine(transitions=[{**source_load, **of_row}], **given)
     for of_machine in ({"queued": True}, {"after_state_change": print}):
         with pytest.raises(ValueError, match="does not have"):
-            ShortMachine(transitions=[way], **given, **of_machine)
+            ShortMachine(transitions=[source_load], **given, **of_machine)
 
 
 def test_internal_events_are_of_the_table_and_never_journalled() -> None:

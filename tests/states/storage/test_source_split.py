@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from tests.support.asking import ask
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands
-from tidekv.states.storage.source_split import Way, fetches_to_keep, pages_to_fetch
+from tidekv.states.storage.source_split import SourceLoad, fetches_to_keep, pages_to_fetch
 
-WAYS = st.builds(Way, st.floats(0.001, 10), st.integers(0, 50))
+WAYS = st.builds(SourceLoad, st.floats(0.001, 10), st.integers(0, 50))
 TOKENS = b"abcdefgh"
 
 
 @given(st.integers(0, 60), st.integers(0, 20), WAYS, WAYS)
 def test_a_plan_is_divided_so_that_its_last_page_comes_as_soon_as_it_can(
-    count: int, rest: int, storage: Way, link: Way
+    count: int, rest: int, storage: SourceLoad, link: SourceLoad
 ) -> None:
     def ready_s(fetched: int) -> float:
         sent = (link.queued_pages + rest + count - fetched) * link.page_s
@@ -31,15 +31,15 @@ def test_a_plan_is_divided_so_that_its_last_page_comes_as_soon_as_it_can(
 
 
 @given(st.integers(0, 60), st.floats(0, 1), WAYS)
-def test_what_nothing_is_known_of_is_tried_in_full(count: int, page_s: float, known: Way) -> None:
-    unknown = Way(0.0, 3)
+def test_what_nothing_is_known_of_is_tried_in_full(count: int, page_s: float, known: SourceLoad) -> None:
+    unknown = SourceLoad(0.0, 3)
     assert pages_to_fetch(count, 5, storage=unknown, link=known) == count
     assert pages_to_fetch(count, 5, storage=known, link=unknown) == count
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100), st.integers(1, 32)), max_size=12), WAYS)
 def test_the_tail_of_fetches_is_divided_so_that_its_last_page_comes_as_soon_as_it_can(
-    fetches: list[tuple[float, int]], link: Way
+    fetches: list[tuple[float, int]], link: SourceLoad
 ) -> None:
     fetches.sort(key=lambda fetch: fetch[0])
 
@@ -56,8 +56,8 @@ def test_the_tail_of_fetches_is_divided_so_that_its_last_page_comes_as_soon_as_i
 
 @pytest.mark.parametrize(("count", "kept"), [(0, 0), (1, 1), (2, 1), (5, 3)])
 def test_the_tail_is_halved_where_nothing_is_known(count: int, kept: int) -> None:
-    assert fetches_to_keep([(0.0, 32)] * count, link=Way(0.1, 0)) == kept
-    assert fetches_to_keep([(1.0, 32)] * count, link=Way(0.0, 0)) == kept
+    assert fetches_to_keep([(0.0, 32)] * count, link=SourceLoad(0.1, 0)) == kept
+    assert fetches_to_keep([(1.0, 32)] * count, link=SourceLoad(0.0, 0)) == kept
 
 
 # --- In the core ---
@@ -80,7 +80,7 @@ def send(rig: Rig, name: str, tokens: bytes, taken_s: float) -> None:
     rig.aux(promise)
     rig.chunk(promise)
     rig.take(commands.SendReceived)
-    rig.take(commands.TellReady)
+    rig.take(commands.ReportReady)
 
 
 def test_a_plan_leaves_to_prefill_what_it_brings_sooner_and_says_why() -> None:
@@ -92,8 +92,8 @@ def test_a_plan_leaves_to_prefill_what_it_brings_sooner_and_says_why() -> None:
     assert rig.request("a").declined == ("slower", 5)
     assert rig.core.statistics()["l3_declined_pages"] == 5
     # Six pages wait on the link and three on storage now.
-    assert rig.core.rooms.way == (pytest.approx(0.1), 6)
-    assert rig.core.storage.way == (pytest.approx(0.2), 3)
+    assert rig.core.rooms.source_load == (pytest.approx(0.1), 6)
+    assert rig.core.storage.source_load == (pytest.approx(0.2), 3)
 
 
 def test_a_share_below_the_threshold_is_not_fetched_at_all() -> None:
@@ -115,7 +115,7 @@ def test_with_another_policy_the_pace_of_prefill_is_nobodys_business() -> None:
     rig = Rig(prefetch_threshold_tokens=0)
     rig.attach_storage()
     send(rig, "sent", b"uvwx", 1.0)
-    assert rig.core.rooms.way == (0.0, 0)
+    assert rig.core.rooms.source_load == (0.0, 0)
 
 
 def test_when_the_transfer_is_done_what_it_brings_sooner_is_asked_of_it_again_and_again() -> None:
@@ -140,10 +140,10 @@ def test_when_the_transfer_is_done_what_it_brings_sooner_is_asked_of_it_again_an
     last = rig.take(commands.SendExtend)
     assert last.first == 0
     # That it was to have landed long ago counts for the plans that follow.
-    assert rig.core.storage.way.page_s > 0.25
+    assert rig.core.storage.source_load.page_s > 0.25
     rig.chunk(last)
     rig.take(commands.SendReceived)
-    assert rig.take(commands.TellReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 9}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 9}
     for fetch in fetches:
         rig.fetched(fetch)
     assert rig.core.storage.pages_in_flight == 0
@@ -165,10 +165,10 @@ def test_pages_under_way_are_counted_until_the_slowest_rank_has_sent_them() -> N
     rig.arrive("a", b"uvwx")
     rig.answer(rig.take(commands.QueryStorage), 0)
     promise = rig.take(commands.SendPromise)
-    assert rig.core.rooms.way.queued_pages == 4
+    assert rig.core.rooms.source_load.queued_pages == 4
     rig.promised(promise, ranks=2)
     rig.chunk(promise, count=3, last=False)
-    assert rig.core.rooms.way.queued_pages == 4
+    assert rig.core.rooms.source_load.queued_pages == 4
     rig.chunk(promise, count=2, last=False, rank=1)
-    assert rig.core.rooms.way.queued_pages == 2
-    assert rig.core.rooms.way.page_s == 0.0
+    assert rig.core.rooms.source_load.queued_pages == 2
+    assert rig.core.rooms.source_load.page_s == 0.0

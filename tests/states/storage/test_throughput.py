@@ -9,43 +9,43 @@ from hypothesis import strategies as st
 from tests.support.asking import ask
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.storage.circuit_breaker import Breaker
+from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.storage.policy import changed_policy, policy_of
-from tidekv.states.storage.throughput import PACE_FRESH_S, FetchPace
+from tidekv.states.storage.throughput import PACE_FRESH_S, ThroughputEstimator
 
 TOKENS = b"abcdefgh"
 
 
 def test_nothing_is_known_at_first_and_after_a_while() -> None:
-    pace = FetchPace()
-    assert (pace.page_s(0.0), pace.fetch_s(0.0)) == (0.0, 0.0)
-    pace.note(taken_s=2.0, pages=4, now_s=10.0)
-    assert (pace.page_s(10.0), pace.fetch_s(10.0)) == (0.5, 2.0)
-    assert pace.page_s(10.0 + PACE_FRESH_S) == 0.5
-    assert pace.page_s(10.1 + PACE_FRESH_S) == 0.0
+    throughput = ThroughputEstimator()
+    assert (throughput.page_s(0.0), throughput.fetch_s(0.0)) == (0.0, 0.0)
+    throughput.note(taken_s=2.0, pages=4, now_s=10.0)
+    assert (throughput.page_s(10.0), throughput.fetch_s(10.0)) == (0.5, 2.0)
+    assert throughput.page_s(10.0 + PACE_FRESH_S) == 0.5
+    assert throughput.page_s(10.1 + PACE_FRESH_S) == 0.0
     # What is measured then is not mixed with what was long ago.
-    pace.note(taken_s=1.0, pages=10, now_s=100.0)
-    assert pace.page_s(100.0) == pytest.approx(0.1)
+    throughput.note(taken_s=1.0, pages=10, now_s=100.0)
+    assert throughput.page_s(100.0) == pytest.approx(0.1)
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 10.0), st.integers(1, 100)), min_size=1, max_size=50))
 def test_the_pace_is_between_the_slowest_and_the_fastest(fetches: list[tuple[float, int]]) -> None:
-    pace = FetchPace()
+    throughput = ThroughputEstimator()
     for at, (taken_s, pages) in enumerate(fetches):
-        pace.note(taken_s=taken_s, pages=pages, now_s=at / 100)
+        throughput.note(taken_s=taken_s, pages=pages, now_s=at / 100)
     rates = [taken_s / pages for taken_s, pages in fetches]
-    assert min(rates) * 0.999 <= pace.page_s(1.0) <= max(rates) * 1.001
+    assert min(rates) * 0.999 <= throughput.page_s(1.0) <= max(rates) * 1.001
     times = [taken_s for taken_s, _ in fetches]
-    assert min(times) * 0.999 <= pace.fetch_s(1.0) <= max(times) * 1.001
+    assert min(times) * 0.999 <= throughput.fetch_s(1.0) <= max(times) * 1.001
 
 
 def test_the_last_fetches_weigh_most() -> None:
-    pace = FetchPace()
+    throughput = ThroughputEstimator()
     for _ in range(50):
-        pace.note(taken_s=1.0, pages=1, now_s=0.0)
+        throughput.note(taken_s=1.0, pages=1, now_s=0.0)
     for _ in range(24):
-        pace.note(taken_s=0.1, pages=1, now_s=0.0)
-    assert pace.page_s(0.0) < 0.15
+        throughput.note(taken_s=0.1, pages=1, now_s=0.0)
+    assert throughput.page_s(0.0) < 0.15
 
 
 def stored_rig(**settings: object) -> Rig:
@@ -139,7 +139,7 @@ def test_puts_wait_while_fetches_take_long() -> None:
 
 
 def test_a_breaker_opens_at_the_limit_and_doubles_its_back_off() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for failed in (True, True, False, True, True):
         breaker.note(failed=failed, failures_max=3, backoff_s=1.0)
     assert not breaker.is_open
@@ -160,7 +160,7 @@ def test_a_breaker_opens_at_the_limit_and_doubles_its_back_off() -> None:
 
 
 def test_a_breaker_without_a_limit_never_opens() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(100):
         breaker.note(failed=True, failures_max=0, backoff_s=1.0)
     assert not breaker.is_open
