@@ -1,4 +1,4 @@
-"""Restore or transfer, on a modeled clock: `python -m benchmarks.planner --json FILE`, or `python3 dev.py bench sources`."""
+"""Restore or transfer in modeled time: `python -m benchmarks.planner --json FILE`, or `dev.py bench sources`."""
 
 from __future__ import annotations
 

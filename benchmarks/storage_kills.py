@@ -143,8 +143,8 @@ async def watch(root: Path, kills: int, seed: int) -> Counter[str]:
     shares = [kills // FORKERS + (number < kills % FORKERS) for number in range(FORKERS)]
     forkers = [
         await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.storage_kills", "--forker", str(root), str(share), str(seed * 31 + number),
-            stdout=asyncio.subprocess.PIPE,
+            sys.executable, "-m", "benchmarks.storage_kills", "--forker", str(root), str(share), str(seed * 31 +
+            number), stdout=asyncio.subprocess.PIPE,
         )
         for number, share in enumerate(shares)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How fast pages go each way: to and from the host, storage, and another process. What `python3 dev.py bench tiers` runs.
+"""How fast pages go each way: to and from the host, storage, and another process. `dev.py bench tiers` runs it.
 
 Other programs of this folder measure each of them beside what one would write by hand; this is one look at all of them.
 """

@@ -44,8 +44,8 @@ class FetchPages(Operation, frozen=True, kw_only=True):
 
 class QueryComponents(Operation, frozen=True, kw_only=True):
     """Ask storage for pages [first, first + count) of the request's prompt, as QueryStorage does, and for the positions
-    from `components_first` (at most `first`) on at which it has a page of each component; those behind the last full page
-    found do not matter → StorageAnswered.
+    from `components_first` (at most `first`) on at which it has a page of each component; those behind the last full
+    page found do not matter → StorageAnswered.
     """
 
     request_id: str

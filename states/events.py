@@ -113,8 +113,8 @@ class FlushRequested(Event, frozen=True, kw_only=True):
 
 
 class StorageChanged(Event, frozen=True, kw_only=True):
-    """A storage engine was attached, or the one there was is gone. `component_pages` says that it holds pages of every component,
-    too: a worker with components uses no other.
+    """A storage engine was attached or is gone. `component_pages`: it holds pages of every component, too; a worker
+    with components uses no other.
     """
 
     available: bool
@@ -135,9 +135,9 @@ class ClockAdvanced(Event, frozen=True, kw_only=True):
 
 
 class StorageAnswered(Event, frozen=True, kw_only=True):
-    """Storage says that it has the first `found` of the pages asked for: a hint. An error counts as none. `component_pages` says
-    the same of components, where those were asked for. Of several ranks it says what all of them have: the tails of one
-    boundary, as far as they are not in the caches.
+    """Storage has the first `found` of the requested pages: a hint. An error counts as none. `component_pages` is
+    the same for components, if they were requested. For several ranks it is what all of them have: the pages of one boundary,
+    as far as they are not in the caches.
     """
 
     op: int

@@ -18,12 +18,12 @@ def run_python(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["store", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["store", "--help"], ["simulate", "--help"]])
 def test_no_help_text_waits_for_heavy_libraries(arguments: list[str]) -> None:
     found = run_python(f"""
 import sys
 from enum import Enum
-from tidekv.engine.cli import app
+from tidekv.engine.cli.main import app
 try:
     app({arguments})
 except SystemExit as end:
@@ -56,7 +56,7 @@ def test_names_asked_for_later_are_the_public_ones() -> None:
 def test_the_command_line_shows_warnings_only_where_asked(verbose: list[str], said: str) -> None:
     found = run_python(f"""
 import logging
-from tidekv.engine.cli import app
+from tidekv.engine.cli.main import app
 @app.command()
 def warn() -> None:
     logging.getLogger("tidekv.engine").warning("careful")

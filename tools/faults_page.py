@@ -65,10 +65,10 @@ REQUIRED: dict[str, dict[str, str]] = {
         "copy_out_fails": "The host pages are given back unpublished; device pages are unchanged; the request ends.",
         "copy_out_raises": "As a copy that failed.",
         "copy_out_is_late": "Counted. Source and destination stay owned until it ends.",
-        "component_copy_fails": "To the device: the request starts over and loads no component from the host; after another "
+        "component_copy_fails": "To the device: the request starts over and loads none from the host; after another "
         "failure it begins with the first page. To the host: its pages are given back.",
         "component_copy_raises": "As a copy that failed: nothing was started, so nothing writes there.",
-        "component_copy_is_late": "The request starts over on other pages; those of the copy are owned until it has ended.",
+        "component_copy_is_late": "The request starts over on other pages; those of the copy are owned until it ends.",
         "component_copy_is_stuck": "As late: the pages that it writes have no other owner, however late it ends.",
         "outcome_repeats": "The repetition is counted as late and changes nothing.",
     },
@@ -82,7 +82,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "room_fails": "The next prefill or FAILED at once; the pages are in quarantine until every writer has drained.",
         "room_fails_settled": "The next prefill or FAILED; the pages are free at once.",
         "write_is_slow": "The request waits in TRANSFER, up to its own deadline; others are not delayed.",
-        "component_write_is_slow": "As any write: the last chunk of span 0 arrives after it; if the request is given up, "
+        "component_write_is_slow": "As any write: the last chunk of span 0 arrives after it; if the request ends, "
         "its pages are in the quarantine.",
         "aux_is_slow": "All pages have arrived and the request still waits, because the first token belongs to it.",
         "drain_is_slow": "The pages stay in the quarantine; they are not given out before the message has arrived.",
@@ -106,7 +106,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "retract": "The KV is held in host memory until the resume, which restores prompt and output.",
         "retracted_is_dropped": "The KV held in host memory becomes ordinary cache.",
         "output_is_dropped": "The prompt's pages stay cached; those of the output are free.",
-        "component_is_not_left": "No boundary is served there: the next request uses an earlier one whose tails are whole.",
+        "component_is_not_left": "No boundary is served there: the next request uses an earlier whole one.",
         "no_cache": "No page of the request enters the cache.",
         "recompute_fails": "The request fails with the loss of prefill, followed by the caller's error.",
         "recompute_raises": "As a computation that failed.",

@@ -13,7 +13,7 @@ from tidekv.engine.journal.pages import DIGEST_BYTES
 from tidekv.engine.journal.schema import event_types, field_types
 from tidekv.states import events
 from tidekv.states.inspect import step_record
-from tidekv.states.inspect.step_record import BOOK_NUMBERS, BOOKS_EVERY, COMMANDS, short_fields
+from tidekv.states.inspect.step_record import BOOK_NUMBERS, BOOKS_EVERY, COMMANDS, COMPONENT_NUMBERS, short_fields
 
 INTRODUCTION = """# The journal
 
@@ -76,7 +76,8 @@ def journal_document() -> str:
         f"The numbers of `books` are: {', '.join(f'`{name}`' for name in BOOK_NUMBERS)}. `tick` counts uses of the "
         "index, `next` is the free page that is taken next (-1: none is free), pages are counted by condition, "
         "`protected` ones are cached and may not go, `receipts` are live locks or pins. Where there are windows "
-        f"and states, the numbers {', '.join(f'`{name}`' for name in TAIL_NUMBERS)} of each follow, in the order of "
+        f"and states, the numbers {', '.join(f'`{name}`' for name in COMPONENT_NUMBERS)} of each follow in the "
+        "order of "
         "the settings, first of its pages on the device, then of those on the host.\n"
     )
     parts.append(

@@ -20,8 +20,8 @@ HEAD = f"""\
 ## Policies
 
 How a decode engine uses its storage. Each is a field of `StorageOptions`, and can be changed while requests run,
-without any of them failing: `engine.change_policy(write="back", lookahead_pages_max=512)`. What is under way goes on as it
-began, what comes next follows the new policies; the change is an event of the journal. Whatever a policy declines is
+without any of them failing: `engine.change_policy(write="back", lookahead_pages_max=512)`. What is under way goes on as
+it began, what comes next follows the new policies; the change is an event of the journal. Whatever a policy declines is
 asked of prefill: the promise is shorter, no request waits or fails for it, and `l3_declined_pages` counts the pages.
 
 Three ways to write. `through` is the safest: each finished request is on the host and in storage soon after.

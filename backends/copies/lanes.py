@@ -1,7 +1,8 @@
 """Lanes of page copies: one for each direction, which makes copies in the order of submission.
 
-On the CPU a lane is a thread, blocked while idle; on CUDA it is a stream (`tidekv.backends.copies.stream_lane`). All copiers
-of an engine share their lanes: copies of one direction run one after the other, whichever copier submitted them.
+On the CPU a lane is a thread, blocked while idle; on CUDA it is a stream (`tidekv.backends.copies.stream_lane`). All
+copiers of an engine share their lanes: copies of one direction run one after the other, whichever copier submitted
+them.
 
 On the CPU a small copy is made at once, on the event loop, if its lane is idle: the way to the thread and back costs
 more than the copy. Its outcome arrives in a later turn of the loop, as that of any copy. CUDA copies are never made

@@ -232,7 +232,8 @@ class DecodeEngine:
     ) -> int:
         """Keep prompt and output in the cache, back them up, give everything back.
 
-        The last output token has no KV yet and is left out. `component_pages`: what is to be kept of components, by name, as
+        The last output token has no KV yet and is left out. `component_pages`: what is to be kept of components, by
+        name, as
         `(first, pages)`: own or shared pages at their positions, whose bytes are there. A prefix can be restored as far
         as all components were left there. Returns how many pages were new to the cache. Raises InvalidRequest for
         output that the request has no room for and for pages that are not its, RequestFailed where it was aborted just

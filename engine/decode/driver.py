@@ -68,7 +68,7 @@ class Watcher(Protocol):
     """Whoever is told of every step of the core: the journal, the metrics."""
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """The core has taken an event and gave these commands, which nobody has started yet but ReportReady; the core is
+        """The core has taken an event and gave these commands, of which only ReportReady was started; the core is
         as the step left it. Never blocks, never raises. `error` is the class of the error that the step raised.
         """
 

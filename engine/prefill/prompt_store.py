@@ -7,8 +7,8 @@ request: what cannot be stored is dropped and counted. Copies and puts overlap:
     room.finish ──▶ look up what is stored ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
                                                    └──▶ put the batch ──▶ host pages free again
 
-The circuit breaker of decode workers (`tidekv.states.storage.circuit_breaker`) applies: after repeated failures no prompt is stored
-until a probe of storage has succeeded.
+The circuit breaker of decode workers (`tidekv.states.storage.circuit_breaker`) applies: after repeated failures no
+prompt is stored until a probe of storage has succeeded.
 """
 
 from __future__ import annotations

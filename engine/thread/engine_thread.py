@@ -195,9 +195,9 @@ class EngineThread:
     ) -> int:
         """Keep prompt and output in the cache and give everything back; returns its ticket. Never waits.
 
-        The caller loses the pages with this call. `component_pages`: see `DecodeEngine.finish`. Raises InvalidRequest, with
-        nothing changed, for a request that was given back or aborted, for output beyond its room, and for component
-        pages that do not belong to it.
+        The caller loses the pages with this call. `component_pages`: see `DecodeEngine.finish`. Raises InvalidRequest,
+        with nothing changed, for a request that was given back or aborted, for output beyond its room, and for
+        component pages that do not belong to it.
         """
         output, left = self._checked(ready, output_tokens, component_pages)
         ticket = self._tickets.leave(ready, "finish", on_done)

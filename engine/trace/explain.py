@@ -20,98 +20,80 @@ WAIT_WORDS = {
 }
 
 
-def explain(request_trace: RequestTrace, *, now_s: float) -> str:
+def explain(trace: RequestTrace, *, now_s: float) -> str:
     """The story of one request, as lines of text. `now_s` is the end of the journal, for those that are under way."""
-    lines = [_headline(request_trace, now_s)]
-    if request_trace.resumes is not None:
-        since_s = request_trace.arrived_at_s - (request_trace.resumes.given_back_at_s or request_trace.arrived_at_s)
+    lines = [_headline(trace, now_s)]
+    if trace.resumes is not None:
+        since_s = trace.arrived_at_s - (trace.resumes.given_back_at_s or trace.arrived_at_s)
         lines.append(
-            f"It resumes what was retracted {_ms(since_s)} before, of which {request_trace.resumes.held_pages} pages were held "
+            f"It resumes what was retracted {_ms(since_s)} before, of which {trace.resumes.held_pages} pages were held "
             "in host memory."
         )
-    lines += _sources(request_trace)
-    lines += _waits(request_trace, now_s)
-    for plan in request_trace.plans:
-        lines += _plan(request_trace, plan)
-    lines += _works(request_trace)
+    lines += _sources(trace)
+    lines += _waits(trace, now_s)
+    for plan in trace.plans:
+        lines += _plan(trace, plan)
+    lines += _works(trace)
+    lines += [f"Meanwhile, at {_ms(at_s - trace.arrived_at_s)}, {words}." for at_s, words in trace.notes]
     lines += [
-        f"Meanwhile, at {_ms(at_s - request_trace.arrived_at_s)}, {words}." for at_s, words in request_trace.notes
+        f"Fallback at {_ms(note.at_s - trace.arrived_at_s)}: {note.cause}; {note.consequence}."
+        for note in trace.fallbacks
     ]
-    lines += [
-        f"Fallback at {_ms(note.at_s - request_trace.arrived_at_s)}: {note.cause}; {note.consequence}."
-        for note in request_trace.fallbacks
-    ]
-    lines += _waste(request_trace)
-    lines += _faster(request_trace, now_s)
-    if request_trace.ended == "FAILED":
+    lines += _waste(trace)
+    lines += _faster(trace, now_s)
+    if trace.ended == "FAILED":
+        lines.append(f"It failed{' after READY' if trace.was_ready else ''}: {trace.cause}{_detail(trace)}.")
+    if trace.given_back and trace.given_back_at_s is not None:
+        held = f"; {trace.held_pages} pages of it were held in host memory" if trace.given_back == "retracted" else ""
         lines.append(
-            f"It failed{' after READY' if request_trace.was_ready else ''}: {request_trace.cause}{_detail(request_trace)}."
-        )
-    if request_trace.given_back and request_trace.given_back_at_s is not None:
-        held = (
-            f"; {request_trace.held_pages} pages of it were held in host memory"
-            if request_trace.given_back == "retracted"
-            else ""
-        )
-        lines.append(
-            f"It was {request_trace.given_back} {_ms(request_trace.given_back_at_s - (request_trace.ended_at_s or request_trace.arrived_at_s))} after "
-            f"READY, {request_trace.grown_pages} pages longer{held}."
+            f"It was {trace.given_back} {_ms(trace.given_back_at_s - (trace.ended_at_s or trace.arrived_at_s))} after "
+            f"READY, {trace.grown_pages} pages longer{held}."
         )
     return "\n".join(lines)
 
 
-def _headline(request_trace: RequestTrace, now_s: float) -> str:
-    size = f"{request_trace.prompt_tokens} tokens in {request_trace.page_count} pages"
-    if request_trace.ended_at_s is None:
-        state = request_trace.states[-1][1] if request_trace.states else "nowhere"
-        return (
-            f"{request_trace.request_id}: under way in {state} for {_ms(now_s - request_trace.arrived_at_s)}; {size}."
-        )
-    return f"{request_trace.request_id}: {request_trace.ended} after {_ms(request_trace.ended_at_s - request_trace.arrived_at_s)}; {size}."
+def _headline(trace: RequestTrace, now_s: float) -> str:
+    size = f"{trace.prompt_tokens} tokens in {trace.page_count} pages"
+    if trace.ended_at_s is None:
+        state = trace.states[-1][1] if trace.states else "nowhere"
+        return f"{trace.request_id}: under way in {state} for {_ms(now_s - trace.arrived_at_s)}; {size}."
+    return f"{trace.request_id}: {trace.ended} after {_ms(trace.ended_at_s - trace.arrived_at_s)}; {size}."
 
 
-def _sources(request_trace: RequestTrace) -> list[str]:
-    if not request_trace.sources:
+def _sources(trace: RequestTrace) -> list[str]:
+    if not trace.sources:
         return []
-    parts = [
-        f"{request_trace.sources[name]} from {SOURCE_WORDS[name]}"
-        for name in SOURCES
-        if request_trace.sources.get(name)
-    ]
+    parts = [f"{trace.sources[name]} from {SOURCE_WORDS[name]}" for name in SOURCES if trace.sources.get(name)]
     return [f"Tokens by source: {', '.join(parts) or 'none'}."]
 
 
-def _waits(request_trace: RequestTrace, now_s: float) -> list[str]:
-    spent = request_trace.time_in(now_s)
+def _waits(trace: RequestTrace, now_s: float) -> list[str]:
+    spent = trace.time_in(now_s)
     if not spent:
         return []
     total = sum(spent.values())
     parts = ", ".join(f"{state} {_ms(seconds)}" for state, seconds in spent.items())
     longest = max(spent, key=lambda state: spent[state])
     share = f", {spent[longest] / total:.0%} of the time" if total else ""
-    need = (
-        f" (it needed {request_trace.needed_pages} at once)"
-        if longest == "PREALLOC" and request_trace.needed_pages
-        else ""
-    )
+    need = f" (it needed {trace.needed_pages} at once)" if longest == "PREALLOC" and trace.needed_pages else ""
     return [f"Time by state: {parts}.", f"It waited longest in {longest}, {WAIT_WORDS[longest]}{need}{share}."]
 
 
-def _plan(request_trace: RequestTrace, plan: Plan) -> list[str]:
+def _plan(trace: RequestTrace, plan: Plan) -> list[str]:
     matched = f"{plan.l1_pages} pages in L1, {plan.l2_pages} in L2, {plan.l3_pages} in L3"
     shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
     shared += "".join(f", {count} on their way from prefill for {name}" for name, count in plan.sent_pages.items())
     asked = [f"{count} pages of {name}" for name, count in plan.trailing_pages.items()]
     return [
-        f"Plan at {_ms(plan.at_s - request_trace.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "
+        f"Plan at {_ms(plan.at_s - trace.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "
         f"matched {matched}{shared}; promised {plan.promised_tokens} tokens, "
         f"asked prefill for {', '.join([f'{plan.delta_pages} pages', *asked])}."
     ]
 
 
-def _works(request_trace: RequestTrace) -> list[str]:
+def _works(trace: RequestTrace) -> list[str]:
     lines = []
-    for work in request_trace.works:
+    for work in trace.works:
         name = {
             "query": f"Asked storage for pages {_pages(work)}: it has {work.good}",
             "fetch": f"Fetched pages {_pages(work)} from storage{' ahead' if work.ahead else ''}: {work.good} came",
@@ -138,8 +120,8 @@ def _span_words(work: Work) -> str:
     return f"Prefill delivered {work.good} of pages {_pages(work)} ({what}) in {len(work.chunks)} chunks{first}"
 
 
-def _waste(request_trace: RequestTrace) -> list[str]:
-    wasted = [(work.kind, work.wasted) for work in request_trace.works if work.wasted]
+def _waste(trace: RequestTrace) -> list[str]:
+    wasted = [(work.kind, work.wasted) for work in trace.works if work.wasted]
     if not wasted:
         return []
     names = {"fetch": "fetched too late", "span": "sent by prefill for a room that was left", "copy": "copied too late"}
@@ -147,15 +129,15 @@ def _waste(request_trace: RequestTrace) -> list[str]:
     return [f"Wasted: {parts}."]
 
 
-def _faster(request_trace: RequestTrace, now_s: float) -> list[str]:
+def _faster(trace: RequestTrace, now_s: float) -> list[str]:
     """One piece of advice, for what cost most."""
-    spent = request_trace.time_in(now_s)
+    spent = trace.time_in(now_s)
     if not spent or not sum(spent.values()):
         return []
     longest = max(spent, key=lambda state: spent[state])
-    if longest == "TRANSFER" and request_trace.plans:
-        plan = request_trace.plans[-1]
-        extended = sum(work.count for work in request_trace.works if work.kind == "span" and work.span)
+    if longest == "TRANSFER" and trace.plans:
+        plan = trace.plans[-1]
+        extended = sum(work.count for work in trace.works if work.kind == "span" and work.span)
         advice = f"prefill had {plan.delta_pages} pages of delta" + (f" and {extended} of extends" if extended else "")
         advice += "; a longer cached prefix, or a prefill that starts earlier, would have made it faster"
     else:
@@ -170,8 +152,8 @@ def _faster(request_trace: RequestTrace, now_s: float) -> list[str]:
     return [f"What would have helped: {advice}."]
 
 
-def _detail(request_trace: RequestTrace) -> str:
-    lines = request_trace.detail.strip().splitlines()
+def _detail(trace: RequestTrace) -> str:
+    lines = trace.detail.strip().splitlines()
     return f" ({lines[-1].strip()})" if lines else ""
 
 

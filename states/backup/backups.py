@@ -5,8 +5,8 @@ host pages, under a device receipt; when the copy is done the host pages join th
 the host but not in storage is put there, under a host receipt. Host pages are taken as far as eviction gives them: a
 backup that finds no room stops there, and nothing else suffers.
 
-With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and puts begin by themselves,
-for leaves that are about to be evicted, and each ends after its one step.
+With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and puts begin by
+themselves, for leaves that are about to be evicted, and each ends after its one step.
 
 Ranges are counted in pages from the root, never in nodes: nodes split while a copy runs.
 """

@@ -1,10 +1,11 @@
 """The prefix index with components beside it: a match ends where the full KV *and* every component can go on.
 
 The tree is the one of the prefix index, and so are its full pages, receipts and evictions. Beside it, each component
-has its own books in each tier (`tidekv.states.components.component_tier`): its own pool, pages, guards, order of eviction. What ties them
-together is here:
+has its own books in each tier (`tidekv.states.components.component_tier`): its own pool, pages, guards, order of
+eviction. What ties them together is here:
 
-- *MatchResult.* The longest boundary whose tail is whole, for every component, in device and host memory together: what of a
+- *MatchResult.* The longest boundary whose tail is whole, for every component, in device and host memory together: what
+of a
   tail is on the device is used there, what is missing there is loaded from the host. The match then ends at that page,
   as if the index had no more; full pages beyond it are passable and of no use.
 - *Lock and pin.* One receipt keeps the full pages down to a node and the tails of one boundary.

@@ -8,7 +8,8 @@ end*, part of which may lie before the boundary:
                              [boundary, page_count)  own, written by prefill
     the record of a state    own: a copy of the index's, where the boundary is the prompt's end; else prefill's
 
-What storage alone has of [first, boundary) comes to own pages, too, by way of the host (`tidekv.states.components.storage`).
+What storage alone has of [first, boundary) comes to own pages, too, by way of the host
+(`tidekv.states.components.storage`).
 
 A window never grows beyond its tail and the page that is being written, so each request gets that many own pages at
 once and never asks for more: what the window has left behind is written again. All of a component or nothing: where a

@@ -26,7 +26,7 @@ class ReceiverRoom:
     """One room at the receiving side."""
 
     def __init__(self, *, first: int, count: int, component_pages: Iterable[str] = ()) -> None:
-        """Span 0 is pages [first, first + count) of the prompt; `component_pages` are the components of which pages are asked."""
+        """Span 0 is pages [first, first + count) of the prompt; `component_pages` names the requested components."""
         self.has_aux = False
         self._component_pages = set(component_pages)
         """Components whose tail was asked for and is not here yet."""

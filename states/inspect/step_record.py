@@ -47,9 +47,9 @@ BOOK_NUMBERS = (
     "host_protected",
     "host_receipts",
 )
-"""What `StepResult.books` holds: recency, the free page of each pool that is taken next (-1: none), and for each pool its
+"""Numbers in `StepResult.books`: recency, the next free page of each pool (-1: none), and for each pool its
 pages by condition, cached pages that are protected, and live locks or pins. Behind them, for each component and each
-of its tiers, first on the device, the same as of a pool: `TAIL_NUMBERS`.
+of its tiers, first on the device, the same as of a pool: `COMPONENT_NUMBERS`.
 """
 COMPONENT_NUMBERS = ("next", "free", "owned", "cached", "draining", "protected", "receipts")
 

@@ -10,9 +10,9 @@ fetched in runs, as a plan would, but to host pages only, and no more than `look
 
 Admission does not wait for it. When the request is admitted, its plan finds [first, joined) on the host like any other
 page, and loads it by copy; these tokens count as "l3", since storage brought them for this request. Runs that are still
-under way become loads of the plan (`tidekv.states.request.plan`), so that no page is read twice. What the plan cannot use,
-and everything if the request leaves (aborted, failed, sent back), is released: landed pages are cache as any other, and
-a read that is under way keeps its host pages until it ends (`LateFetch`).
+under way become loads of the plan (`tidekv.states.request.plan`), so that no page is read twice. What the plan cannot
+use, and everything if the request leaves (aborted, failed, sent back), is released: landed pages are cache as any
+other, and a read that is under way keeps its host pages until it ends (`LateFetch`).
 
 Neither place in the queue nor device pages depend on it. Host pages come as eviction gives them, and none where that is
 nothing; those that are held cannot be evicted until the request is admitted or gone, which the bound keeps in bounds.

@@ -1,7 +1,7 @@
 """Restoring a prompt: the grant, the plan, the commit, and giving everything back.
 
-The methods that take an event are actions of the request machine; `tidekv.states.request.table` says when each of them runs. A
-prompt's pages while the plan is made:
+The methods that take an event are actions of the request machine; `tidekv.states.request.table` says when each of them
+runs. A prompt's pages while the plan is made:
 
     [0, matched)             in device memory (L1), locked; some of it under another request's load
     [matched, host_end)      in host memory (L2), pinned: loads by copy
@@ -146,7 +146,7 @@ class Restore:
             self._state.pages_freed = True
 
     def grant(self, request: Request) -> bool:
-        """MatchResult, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
+        """Match, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
         was taken so far.
         """
         state = self._state

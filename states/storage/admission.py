@@ -1,7 +1,7 @@
 """Whether storage is asked at all, and for how many pages: limits on fetches, and the breaker.
 
-The breaker (`tidekv.states.storage.circuit_breaker`) counts failures and lates in a row. While it is open nothing is asked, and
-requests go on without storage; its waits and probes are operations of the core.
+The breaker (`tidekv.states.storage.circuit_breaker`) counts failures and lates in a row. While it is open nothing is
+asked, and requests go on without storage; its waits and probes are operations of the core.
 
     closed ──failures in a row──▶ open, waiting ──back-off is over──▶ open, probing ──StorageProbed──▶ closed
                                         ▲                                │ with an error

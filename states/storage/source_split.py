@@ -1,12 +1,12 @@
 """Which of two ways is to bring pages that both have: what storage has, prefill can send as well.
 
-Pure arithmetic on two measures of each way: what a page costs on it of late (`tidekv.states.storage.throughput`), and how many pages
-wait on it already. With `prefetch` "soonest" they are asked twice. A plan divides what storage has so that both ways
-end at the same time: the front is fetched, the rest is part of the delta. And whenever prefill has brought all that it
-was asked for while fetches are under way, their tail is divided anew and its last part is asked of prefill by extend:
-so a storage that turns out slower than it was does not delay what the network brings sooner, and a fetch that was to
-have landed by then counts in its pace. The other way round there is no remedy (nobody fetches to pages that prefill may
-be writing to), but the next plan knows better.
+Pure arithmetic on two measures of each way: what a page costs on it of late (`tidekv.states.storage.throughput`), and
+how many pages wait on it already. With `prefetch` "soonest" they are asked twice. A plan divides what storage has so
+that both ways end at the same time: the front is fetched, the rest is part of the delta. And whenever prefill has
+brought all that it was asked for while fetches are under way, their tail is divided anew and its last part is asked of
+prefill by extend: so a storage that turns out slower than it was does not delay what the network brings sooner, and a
+fetch that was to have landed by then counts in its pace. The other way round there is no remedy (nobody fetches to
+pages that prefill may be writing to), but the next plan knows better.
 
 Where nothing is known of one of them, a plan fetches all, and the tail is halved each time: after a few halvings what
 is left is one fetch, and something is known.

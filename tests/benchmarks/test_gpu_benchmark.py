@@ -18,26 +18,21 @@ from tidekv.backends.copies.pieces import PieceShape
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 @pytest.fixture
 def gpu() -> ModuleType:
-    return importlib.import_module("gpu")
+    return importlib.import_module("benchmarks.gpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without CUDA")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py"), "--json", str(file)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.gpu", "--json", str(file)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "not measured: there was no GPU: the CUDA paths have not run\n"
     assert json.loads(file.read_text())["verdict"] == "not measured"
-    read = importlib.import_module("measurements").read_gpu(file, done.stdout)
+    read = importlib.import_module("benchmarks.measurements").read_gpu(file, done.stdout)
     assert read.why_not("gpu.copies") == ("not measured", "there was no GPU: the CUDA paths have not run")
 
 
@@ -48,7 +43,7 @@ def no_bytes(*tensors: torch.Tensor, pairs: range, pieces: range, shape: PieceSh
 def test_its_parts_run_and_bring_the_figures_that_targets_ask_for(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rig_module = importlib.import_module("gpu_rig")
+    rig_module = importlib.import_module("benchmarks.gpu_rig")
     shape = rig_module.Shape
     small = tuple(shape("tiny", page_size, layers=2, kv_heads=1) for page_size in (4, 1))
     for module in (gpu, rig_module):
@@ -61,7 +56,8 @@ def test_its_parts_run_and_bring_the_figures_that_targets_ask_for(
     report = gpu.Report({"card": "none"})
     gpu.measure_speeds(rig, report)
     asyncio.run(gpu.measure_load(rig, report))
-    asked = [target for target in importlib.import_module("target_table").TARGETS if target.measurement == "gpu"]
+    targets = importlib.import_module("benchmarks.target_table").TARGETS
+    asked = [target for target in targets if target.measurement == "gpu"]
     assert {target.figure for target in asked} == set(report.figures) == set(report.words)
     report.print()
     said = capsys.readouterr().out

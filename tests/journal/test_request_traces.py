@@ -1,4 +1,4 @@
-"""RequestTraces of simulated runs with every fault: nothing goes another way than planned without a cause that is told."""
+"""Traces of simulated runs with every fault: each deviation from a plan has a cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Rollback` beside the standard library's `ExitStack`: the same callbacks run, in the same order, with the same errors."""
+"""`Rollback` against the standard library's `ExitStack`: same callbacks, same order, same errors."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ class Promise(Message, frozen=True, tag="promise"):
 
     Every rank of a decode instance promises the room to every prefill rank, under the name of their `group`; the room
     opens when all have promised the same. `pages` is None where this prefill rank writes nothing to that decode rank,
-    and only compares; empty, it is a full hit. `component_pages` names every component once, of each what is asked for beside the
-    pages, to be in place before the last chunk of span 0. None: the worker has no components.
+    and only compares; empty, it is a full hit. `component_pages` names every component once, of each what is asked for
+    beside the pages, to be in place before the last chunk of span 0. None: the worker has no components.
     `tokens` is None where prefill has them from elsewhere; empty bytes are a different thing, and wrong here.
     `key_seed` is what the storage keys of the prompt's pages begin with: empty, or 32 bytes of its namespace; None: the
     prompt must be kept nowhere.

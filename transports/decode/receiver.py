@@ -152,10 +152,10 @@ class Receiver:
     ) -> None:
         """Tell the prefill at `address` what not to send and where the rest goes → PromiseSent or RoomFailed.
 
-        `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere. `component_pages` is what
-        is asked of components. A prefill that is not connected `patience_s` from now is given up for this room; others
-        may go on waiting for it. Raises LocalProtocolError for a room that is open already, InvalidConfig if the heads
-        of the model cannot lie on so many prefill ranks.
+        `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere.
+        `component_pages` is what is asked of components. A prefill that is not connected `patience_s` from now is given
+        up for this room; others may go on waiting for it. Raises LocalProtocolError for a room that is open already,
+        InvalidConfig if the heads of the model cannot lie on so many prefill ranks.
         """
         room_key = (request_id, generation)
         if room_key in self._rooms:

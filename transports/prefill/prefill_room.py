@@ -36,8 +36,8 @@ class RoomOutcome(StrEnum):
 class Room:
     """The hand-over of one prompt to one decode worker, or to all ranks of one.
 
-    Send all pages of the prompt, in order, and of each component the tail that is asked for (`component_pages`), then finish; the
-    pages stay yours, but must stay as they are until `received` returns.
+    Send all pages of the prompt, in order, and of each component the tail that is asked for (`component_pages`), then
+    finish; the pages stay yours, but must stay as they are until `received` returns.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class Room:
 
     async def send_component_pages(self, component: str, pages: Iterable[int] | PageIds) -> None:
         """Hand over the tail of a component, once the whole prompt is computed and before `finish`: ids of our pool of
-        this component, one for each position that `component_pages` names. Of a state that is its record after the last token.
+        this component, one for each position that `component_pages` names. Of a state that is its record after the last
+        token.
 
         Returns when it was posted; also, doing nothing, when decode asks for none of it or the room has ended. Raises
         InvalidRequest for a component that there is not, or other pages than are asked for, and then nothing is sent.

@@ -230,7 +230,7 @@ class RoomWriter(Generic[RoomT]):
             expected = "nothing" if promise.pages is None else "pages"
             raise RemoteProtocolError(
                 f"decode's rank {promise.rank} of {promise.ranks} expects {expected} of prefill's rank "
-                f"{self._send_context.rank}, whose heads are {'others' if self.peer.target is None else 'among its own'}"
+                f"{self._send_context.rank}, whose heads are {'others' if self.peer.target is None else 'its own'}"
             )
         if promise.pages is None:
             page_size = self._send_context.page_size
