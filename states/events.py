@@ -136,7 +136,8 @@ class ClockAdvanced(Event, frozen=True, kw_only=True):
 
 class StorageAnswered(Event, frozen=True, kw_only=True):
     """Storage has the first `found` of the requested pages: a hint. An error counts as none. `component_pages` is
-    the same for components, if they were requested. For several ranks it is what all of them have: the pages of one boundary,
+    the same for components, if they were requested. For several ranks it is what all of them have: the pages of one
+    boundary,
     as far as they are not in the caches.
     """
 
