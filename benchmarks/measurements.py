@@ -171,7 +171,7 @@ def ends_held() -> Iterator[set[signal.Signals]]:
     """Block terminating signals until a process started within can be ended by its id; yields those blocked before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
-        yield before
+        yield {signal.Signals(number) for number in before}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
