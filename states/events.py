@@ -148,7 +148,7 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
 
 
 class PagesFetched(Event, frozen=True, kw_only=True):
-    """The first `good` pages of a fetch (FetchPages, FetchComponent) are in host memory and verified; nothing writes to any
+    """The first `good` pages of a fetch (FetchPages, FetchComponent) are in host memory and verified; nothing writes to
     of its pages now.
     """
 
