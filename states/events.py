@@ -149,7 +149,7 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
 
 class PagesFetched(Event, frozen=True, kw_only=True):
     """The first `good` pages of a fetch (FetchPages, FetchComponent) are in host memory and verified; nothing writes to
-    of its pages now.
+    any of their pages now.
     """
 
     op: int
