@@ -386,10 +386,11 @@ class Runtime:
         if self.broken is not None:
             return
         LOG.critical("the engine stops: it broke", exc_info=error)
-        self.front.stop()
         self.broken = error
         self.is_open = False
         self.calls.end_all(f"the engine broke: {type(error).__name__}: {error}")
+        # Last: with ranks it calls into the channel, which may be what broke.
+        self.front.stop()
 
     async def close(self) -> None:
         """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything.
