@@ -182,8 +182,8 @@ class Core:
         return count_core(self)
 
     def keys_put(self, op: int) -> tuple[str, bytes]:
-        """Namespace and keys, from the first page on, of what StoreTail `op` puts, or StorePages of no request's tokens
-        (serial 0): when they are started.
+        """Namespace and keys, from the first page on, of what StoreComponent `op` puts, or a StorePages
+        of no request's tokens (serial 0), when it is started.
         """
         return self.backups.keys_put(op)
 

@@ -63,7 +63,7 @@ config = tidekv.EngineConfig(
 `load()` makes one from the same sources as the commands:
 
 ```python
-from tidekv.engine.configuration import load
+from tidekv.engine.config import load
 
 loaded = load("worker.toml")
 config = loaded.configuration.engine  # An EngineConfig.

@@ -191,15 +191,31 @@ class Executor:
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
 
     def _probe(self, command: commands.ProbeStorage) -> None:
-        self.use_storage(self._run_probe(self.need_storage(), command), f"probe {command.op}")
+        storage = self.need_storage()
+        if self._in_flight.is_probed:
+            self._probed(command, f"{storage.uri} has not ended its last probe")
+            return
+        # The probe itself cannot be cut off. Its outcome can: what it brings later is for an operation that has ended.
+        slow = f"{storage.uri} did not end a probe within {self._store_timeout_s:g} s"
+        late = asyncio.get_running_loop().call_later(self._store_timeout_s, self._probed, command, slow)
+        self._in_flight.is_probed = True
+        self.use_storage(self._run_probe(storage, command, late, self._in_flight), f"probe {command.op}")
 
-    async def _run_probe(self, storage: Storage, command: commands.ProbeStorage) -> None:
+    async def _run_probe(
+        self, storage: Storage, command: commands.ProbeStorage, late: asyncio.TimerHandle, in_flight: CallsInFlight
+    ) -> None:
         error = ""
         try:
             for engine in (storage, *self.component_pages.storages.values()):
                 await own_cancels_only(engine.probe(), "storage")
         except Exception as raised:
             error = self.words_of(command, raised)
+        finally:
+            in_flight.is_probed = False
+            late.cancel()
+        self._probed(command, error)
+
+    def _probed(self, command: commands.ProbeStorage, error: str) -> None:
         self._post(events.StorageProbed(at_s=self._clock(), op=command.op, error=error))
 
     def need_storage(self) -> Storage:

@@ -3,7 +3,7 @@
     Request ──▶ Load            a run of the tree's device pages that something fills, shared with other requests
             ──▶ Room ──▶ Span   what prefill was asked to write
             ──▶ Ahead           what is fetched while the request waits for device pages
-            ──▶ RequestTails    pages of components, and their fetches from storage (TailFetch)
+            ──▶ RequestComponents pages of components, and their fetches from storage (ComponentFetch)
 
 These records name one another, in both directions, so they share a module. They hold facts and answer questions about
 themselves; the rules that change them are in the module of each concept (`loads`, `rooms`, `lookahead`,
