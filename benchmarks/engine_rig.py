@@ -127,8 +127,8 @@ class ScriptedLink:
         self._incoming.append(frame)
         self._arrived.set()
 
-    def blame(self) -> None:
-        """See `Link.blame`."""
+    def report_offence(self) -> None:
+        """See `Link.report_offence`."""
 
     async def close(self, cause: str = "") -> None:
         """See `Link.close`."""
