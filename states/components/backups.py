@@ -83,7 +83,7 @@ class ComponentPuts:
     def _begin(self, leaf: Node, components: Iterable[str]) -> None:
         if self.storage.is_usable and self._state.index.tree.is_stored(leaf):
             for name in components or self._index.components:
-                first, pages = self._index.tail("host", name, leaf)
+                first, pages = self._index.trailing_pages_of("host", name, leaf)
                 if len(pages) == leaf.depth_pages - first:
                     ordered = page_ids(pages[at] for at in range(first, leaf.depth_pages))
                     self._start(ComponentPut(self, name, leaf, first, ordered))
@@ -194,8 +194,8 @@ class ComponentBackups:
     def begin(self, leaf: Node) -> None:
         """Copy to the host what it lacks of the tails at the end of `leaf`, whose full pages are in both tiers."""
         for name in self._index.components:
-            first, device = self._index.tail("device", name, leaf)
-            _, host = self._index.tail("host", name, leaf)
+            first, device = self._index.trailing_pages_of("device", name, leaf)
+            _, host = self._index.trailing_pages_of("host", name, leaf)
             missing = [at for at in range(first, leaf.depth_pages) if at not in host]
             if missing and all(at in device for at in missing):
                 self._copy(name, leaf, first, [device[at] for at in missing], host)

@@ -83,7 +83,7 @@ class ComponentTier:
         """Keep what there is, and what will be, at positions [first, end of `node`)."""
         guard = Guard(node, first)
         self.receipts += 1
-        for above in reach(node, first):
+        for above in nodes_covering(node, first):
             holding = self._take(above)
             holding.guards[guard] = None
             self._put(above, holding)
@@ -93,7 +93,7 @@ class ComponentTier:
         """Take a guard away. What nobody else guards was used until now."""
         self.receipts -= 1
         # Nodes above first: a tail that has lost its first pages is of no use, and what is left of it goes next.
-        for above in reversed(reach(guard.node, guard.first)):
+        for above in reversed(nodes_covering(guard.node, guard.first)):
             holding = self._take(above)
             del holding.guards[guard]
             self._put(above, holding)
@@ -166,7 +166,7 @@ class ComponentTier:
         """Recount everything: `nodes` are those of the tree that have full pages in this tier."""
         reached: dict[Node, set[Guard]] = {}
         for guard in (expected := list(guards)):
-            for node in reach(guard.node, guard.first):
+            for node in nodes_covering(guard.node, guard.first):
                 reached.setdefault(node, set()).add(guard)
         kept = page_ids()
         for node, holding in (*self._idle.items(), *self._guarded.items()):
@@ -214,7 +214,7 @@ class ComponentTier:
             raise BrokenInvariant(f"{self.account.name}: {node} {words}")
 
 
-def reach(node: Node, first: int) -> list[Node]:
+def nodes_covering(node: Node, first: int) -> list[Node]:
     """The nodes of the positions [first, end of `node`), from below."""
     nodes = []
     while node.parent is not None and node.depth_pages > first:

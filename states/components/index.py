@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tidekv.states.components.component_tier import ComponentTier, Guard, reach
+from tidekv.states.components.component_tier import ComponentTier, Guard, nodes_covering
 from tidekv.states.components.specs import Component, Ranges, longest_boundary, served_boundaries
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool
@@ -102,9 +102,9 @@ class ComponentIndex:
         pages = sum(self.probe_prefix(namespace, keys, use_host=use_host))
         match = self.index.match(namespace, keys[: pages * self.index.tree.key_bytes])
         for name in self.components:
-            tail = reach(match.host_node, self._first(name, pages))[::-1]
-            self.device[name].use(tail)
-            self.host[name].use(tail)
+            nodes = nodes_covering(match.host_node, self._first(name, pages))[::-1]
+            self.device[name].use(nodes)
+            self.host[name].use(nodes)
         return match
 
     def probe_prefix(self, namespace: str, keys: bytes, *, use_host: bool = True) -> tuple[int, int]:
@@ -142,11 +142,11 @@ class ComponentIndex:
             count += sum(at not in here for at in range(first, boundary))
         return count
 
-    def tail(self, tier: TierName, name: str, node: Node) -> tuple[int, dict[int, int]]:
+    def trailing_pages_of(self, tier: TierName, name: str, node: Node) -> tuple[int, dict[int, int]]:
         """Where the tail at the end of `node` begins, and which pages of it this tier has, by position."""
         first = self._first(name, node.depth_pages)
         pages: dict[int, int] = {}
-        for above in reach(node, first):
+        for above in nodes_covering(node, first):
             pages.update(self._tier(tier)[name].pages_of(above))
         return first, {at: page for at, page in pages.items() if at >= first}
 
@@ -158,7 +158,7 @@ class ComponentIndex:
 
     def unlock(self, receipt: ComponentReceipt) -> None:
         """Give back a receipt of `lock`."""
-        self._let_go(receipt, self.device)
+        self._release(receipt, self.device)
         self.index.unlock(receipt.full)
 
     def pin(self, node: Node, *, boundary: int) -> ComponentReceipt:
@@ -167,7 +167,7 @@ class ComponentIndex:
 
     def unpin(self, receipt: ComponentReceipt) -> None:
         """Give back a receipt of `pin`."""
-        self._let_go(receipt, self.host)
+        self._release(receipt, self.host)
         self.index.unpin(receipt.full)
 
     # --- Going on from a match ---
@@ -206,7 +206,7 @@ class ComponentIndex:
         for name, positions in missing.items():
             tier = self.device[name]
             tier.evict(wanted[name] - tier.account.free)
-            component_pages[name] = self._tail(
+            component_pages[name] = self._match_of(
                 name, match.host_node, boundary, firsts[name], positions, tier.account.take(wanted[name])
             )
         return Reserved(boundary, lock, pin, component_pages)
@@ -248,7 +248,7 @@ class ComponentIndex:
         Returns the pages to use from now on, and those that are still the caller's. A record that is entered must not
         be written any more.
         """
-        nodes = reach(node, first)[::-1]
+        nodes = nodes_covering(node, first)[::-1]
         self.index.tree.require(node)
         if not 0 <= first <= first + len(pages) <= node.depth_pages:
             raise BrokenInvariant(f"{name}: positions [{first}, {first + len(pages)}) are not above the end of {node}")
@@ -325,7 +325,7 @@ class ComponentIndex:
         self._receipts[receipt] = None
         return receipt
 
-    def _let_go(self, receipt: ComponentReceipt, tiers: dict[str, ComponentTier]) -> None:
+    def _release(self, receipt: ComponentReceipt, tiers: dict[str, ComponentTier]) -> None:
         if receipt not in self._receipts or receipt.full.kind != ("device" if tiers is self.device else "host"):
             raise BrokenInvariant(f"{receipt.full} is not such a receipt of components, or was given back before")
         del self._receipts[receipt]
@@ -336,15 +336,15 @@ class ComponentIndex:
         """The positions for which a request needs a page of its own. Of a state that is its record, wherever it is."""
         if not self.components[name].is_shared:
             return [first]
-        here = {at for above in reach(node, first) for at in self.device[name].pages_of(above)}
+        here = {at for above in nodes_covering(node, first) for at in self.device[name].pages_of(above)}
         return [at for at in range(first, boundary) if at not in here]
 
-    def _tail(
+    def _match_of(
         self, name: str, node: Node, boundary: int, first: int, missing: list[int], own: PageIds
     ) -> ComponentMatch:
         device: dict[int, int] = {}
         host: dict[int, int] = {}
-        for above in reach(node, first):
+        for above in nodes_covering(node, first):
             device.update(self.device[name].pages_of(above))
             host.update(self.host[name].pages_of(above))
         ours = dict(zip(missing, own, strict=False))

@@ -30,7 +30,7 @@ from tidekv.states.components.storage import (
     WITHOUT_HOST,
     WITHOUT_STORAGE,
     ComponentStorage,
-    distrust,
+    preempt,
 )
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.request.request import Request, RequestComponents
@@ -101,15 +101,15 @@ class ComponentRestore:
             return False
         component_pages = request.component_pages = RequestComponents(request, reserved)
         component_pages.fetched_pages = reserved.boundary - here
-        for name, tail in reserved.component_pages.items():
-            first = component_pages.firsts[name] = max(tail.first, needed[name])
+        for name, matched in reserved.component_pages.items():
+            first = component_pages.firsts[name] = max(matched.first, needed[name])
             begin = max(first, reserved.boundary)
-            remote = tail.own[len(tail.own) - spare[name] :] if components[name].is_shared else tail.own
+            remote = matched.own[len(matched.own) - spare[name] :] if components[name].is_shared else matched.own
             remote = remote[: request.page_count - begin]
             # A caller that computes by itself writes to the same pages; prefill does not.
             component_pages.remote[name] = page_ids() if request.recomputes else remote
-            component_pages.tables[name] = tail.table + remote if components[name].is_shared else tail.table
-        holes = {name: tail.stored[0] for name, tail in reserved.component_pages.items() if tail.stored[0]}
+            component_pages.tables[name] = matched.table + remote if components[name].is_shared else matched.table
+        holes = {name: matched.stored[0] for name, matched in reserved.component_pages.items() if matched.stored[0]}
         if holes and not request.stored_end:
             raise BrokenInvariant(f"the caches serve {request} at page {reserved.boundary}, and nobody holds {holes}")
         if not self.storage.reserve(component_pages):
@@ -121,15 +121,15 @@ class ComponentRestore:
 
     def does_with_less(self, request: Request) -> bool:
         """Whether a request that could not reserve tries with less at once; else it waits for freed pages."""
-        if request.stored_end and (request.component_limit or self._is_alone()):
+        if request.stored_end and (request.component_limit or self._pools_unused()):
             request.component_limit = WITHOUT_STORAGE
             return True
-        if request.component_limit < WITHOUT_COMPONENTS and self._is_alone():
+        if request.component_limit < WITHOUT_COMPONENTS and self._pools_unused():
             request.component_limit = WITHOUT_COMPONENTS
             return True
         return False
 
-    def _is_alone(self) -> bool:
+    def _pools_unused(self) -> bool:
         """Whether no request holds anything of components: waiting for them would be in vain."""
         tiers = self._index.device.values()
         return not any(tier.receipts or tier.account.owned or tier.account.draining for tier in tiers)
@@ -142,7 +142,7 @@ class ComponentRestore:
         assert component_pages is not None
         if request.stored_end:
             return not request.restore_limit
-        loads = any(len(tail.loads[0]) for tail in component_pages.reserved.component_pages.values())
+        loads = any(len(matched.loads[0]) for matched in component_pages.reserved.component_pages.values())
         is_trusted = request.restore_limit < 2 or not (match.host_pages or loads)
         return is_trusted and match.device_pages + match.host_pages == component_pages.boundary
 
@@ -151,7 +151,7 @@ class ComponentRestore:
         component_pages = request.component_pages
         assert component_pages is not None
         if end < component_pages.boundary:
-            distrust(self._state, component_pages, WITHOUT_STORAGE, "not all that storage has can be fetched")
+            preempt(self._state, component_pages, WITHOUT_STORAGE, "not all that storage has can be fetched")
         return end >= component_pages.boundary
 
     def begin(self, request: Request, node: Node, undo: Rollback) -> None:
@@ -162,9 +162,9 @@ class ComponentRestore:
         undo.callback(self._lock_at, component_pages, component_pages.lock.full.node)
         self._lock_at(component_pages, node)
         undo.callback(self._forget_copies, component_pages)
-        for name, tail in component_pages.reserved.component_pages.items():
-            self._copy(component_pages, name, "host", tail.loads, undo)
-            self._copy(component_pages, name, "device", tail.clones, undo)
+        for name, matched in component_pages.reserved.component_pages.items():
+            self._copy(component_pages, name, "host", matched.loads, undo)
+            self._copy(component_pages, name, "device", matched.clones, undo)
         self.storage.begin(request, component_pages, undo)
 
     def _copy(
@@ -218,7 +218,7 @@ class ComponentRestore:
         component_pages.copies -= 1
         if error:
             self._state.count("copies_failed")
-            distrust(self._state, component_pages, WITHOUT_HOST, "a copy of a component failed")
+            preempt(self._state, component_pages, WITHOUT_HOST, "a copy of a component failed")
         if component_pages.request is not None:
             self._state.dirty[component_pages.request] = None
         elif not component_pages.copies:
@@ -227,7 +227,7 @@ class ComponentRestore:
     def is_late(self, component_pages: RequestComponents) -> None:
         """A copy did not end in time: the request starts over on other pages."""
         self._state.count("copies_late")
-        distrust(self._state, component_pages, WITHOUT_HOST, "a copy of a component did not end in time")
+        preempt(self._state, component_pages, WITHOUT_HOST, "a copy of a component did not end in time")
 
     # --- The ends ---
 
@@ -236,36 +236,38 @@ class ComponentRestore:
         component_pages = request.component_pages
         assert component_pages is not None and component_pages.lock is not None
         component_pages.remote = {}
-        for name, tail in component_pages.reserved.component_pages.items():
+        for name, matched in component_pages.reserved.component_pages.items():
             if self._index.components[name].is_shared:
-                self._enter(component_pages, name, tail.first, tail.table)
-        self._let_go_of_sources(component_pages)
+                self._enter(component_pages, name, matched.first, matched.table)
+        self._release_pin(component_pages)
         return component_pages.table
 
     def keep(self, request: Request, left: tuple[ComponentLeft, ...], node: Node) -> None:
         """Enter what the caller has left of components into the index, as far as the full pages reach: to `node`."""
         component_pages = request.component_pages
         assert component_pages is not None
-        for tail in left:
-            pages = page_ids(tail.pages[: max(0, node.depth_pages - tail.first)])
-            first = component_pages.firsts[tail.component]
-            shared = component_pages.tables[tail.component]
-            for position, page in enumerate(pages, tail.first):
+        for entry in left:
+            pages = page_ids(entry.pages[: max(0, node.depth_pages - entry.first)])
+            first = component_pages.firsts[entry.component]
+            shared = component_pages.tables[entry.component]
+            for position, page in enumerate(pages, entry.first):
                 is_shared = first <= position < first + len(shared) and shared[position - first] == page
-                if page not in component_pages.own[tail.component] and not is_shared:
-                    raise BrokenInvariant(f"{request} leaves page {page} of {tail.component!r}, which it does not have")
+                if page not in component_pages.own[entry.component] and not is_shared:
+                    raise BrokenInvariant(
+                        f"{request} leaves page {page} of {entry.component!r}, which it does not have"
+                    )
             if not pages:
                 # All of it lies beyond what is kept.
                 continue
-            _, unused = self._index.insert("device", tail.component, node, tail.first, pages)
+            _, unused = self._index.insert("device", entry.component, node, entry.first, pages)
             taken = without(pages, unused)
-            component_pages.own[tail.component] = without(component_pages.own[tail.component], taken)
+            component_pages.own[entry.component] = without(component_pages.own[entry.component], taken)
 
     def leave(self, request: Request) -> None:
         """Give everything back; pages that copies still write to when those have ended."""
         if request.component_pages is None:
             return
-        self.storage.let_go(request.component_pages)
+        self.storage.abandon_fetches(request.component_pages)
         if not request.component_pages.copies:
             self.give_up(request.component_pages)
         request.component_pages.request = None
@@ -279,10 +281,10 @@ class ComponentRestore:
         if component_pages.lock is not None:
             self._index.unlock(component_pages.lock)
             component_pages.lock = None
-        self._let_go_of_sources(component_pages)
+        self._release_pin(component_pages)
         self._state.pages_freed = True
 
-    def _let_go_of_sources(self, component_pages: RequestComponents) -> None:
+    def _release_pin(self, component_pages: RequestComponents) -> None:
         if component_pages.pin is not None:
             self._index.unpin(component_pages.pin)
             component_pages.pin = None

@@ -50,25 +50,25 @@ BOUNDARIES_TRIED_MAX = 16
 """So many boundaries that limits on fetches forbid are tried before a request does without storage."""
 
 
-class Reach(msgspec.Struct, frozen=True):
+class PrefixCoverage(msgspec.Struct, frozen=True):
     """How far a prompt can go on from the caches, and from these together with what storage says that it has."""
 
-    here: int
+    cached_boundary: int
     """The longest boundary that the caches serve alone."""
-    full: int
+    cached_pages: int
     """Full pages in the caches."""
-    end: int
+    available_pages: int
     """Full pages in the caches and then in storage."""
     served: list[Ranges]
     """For each component, the boundaries that it serves."""
 
     def longest(self, limit: int) -> int:
         """The longest boundary up to `limit`; 0 where none is longer than what the caches serve."""
-        found = longest_boundary(min(limit, self.end), self.served)
-        return found if found > self.here else 0
+        found = longest_boundary(min(limit, self.available_pages), self.served)
+        return found if found > self.cached_boundary else 0
 
 
-def distrust(state: CoreState, component_pages: RequestComponents, limit: int, cause: str) -> None:
+def preempt(state: CoreState, component_pages: RequestComponents, limit: int, cause: str) -> None:
     """Something did not come: the request of these tails starts over, on other pages, and with less."""
     request = component_pages.request
     if request is not None and request not in state.preempted:
@@ -145,7 +145,7 @@ class ComponentStorage:
 
     # --- The question ---
 
-    def ask(self, request: Request) -> None:
+    def query(self, request: Request) -> None:
         """Ask storage for full pages and tails beyond what the caches can go on from, unless that is too little."""
         state = self._state
         settings = state.settings
@@ -155,8 +155,8 @@ class ComponentStorage:
             return
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
         longest = max(component.trailing_pages(settings.page_size) for component in self._index.components.values())
-        query = StorageQuery(state, self._storage, request)
-        request.query_op = state.start_operation(query, deadline_s=settings.query_deadline_s)
+        operation = StorageQuery(state, self._storage, request)
+        request.query_op = state.start_operation(operation, deadline_s=settings.query_deadline_s)
         request.stored_first, request.stored_found, request.stored_components = first, 0, ()
         state.emit(
             QueryComponents(
@@ -172,9 +172,9 @@ class ComponentStorage:
         """Whether it is not known what storage has: the answer is to come. It is asked again where pages in front of
         those that it told of have left the caches; each time for more, so that this comes to an end.
         """
-        may_ask = not request.query_op and request.stored_found and self._is_allowed(request)
-        if may_ask and sum(self._state.index.probe_prefix(request.namespace, request.keys)) < request.stored_first:
-            self.ask(request)
+        may_query = not request.query_op and request.stored_found and self._is_allowed(request)
+        if may_query and sum(self._state.index.probe_prefix(request.namespace, request.keys)) < request.stored_first:
+            self.query(request)
         return request.query_op > 0
 
     # --- The plan ---
@@ -185,17 +185,16 @@ class ComponentStorage:
         request.stored_cause = "storage_left_alone"
         if not (request.stored_found or request.stored_components) or not self._is_allowed(request):
             return 0
-        reach = self.reach(
+        coverage = self.coverage(
             request.namespace, request.keys, request.stored_first, request.stored_found, request.stored_components
         )
-        found = self._longest(request, reach)
-        if (found - reach.here) * state.settings.page_size >= max(state.settings.prefetch_threshold_tokens, 1):
-            return found
-        return 0
+        found = self._longest(request, coverage)
+        gain_tokens = (found - coverage.cached_boundary) * state.settings.page_size
+        return found if gain_tokens >= max(state.settings.prefetch_threshold_tokens, 1) else 0
 
-    def reach(
+    def coverage(
         self, namespace: str, keys: bytes, first: int, found: int, component_pages: tuple[StoredComponent, ...]
-    ) -> Reach:
+    ) -> PrefixCoverage:
         """How far the caches and storage reach together, now: storage has `found` full pages from `first` on, and these
         pages of components.
         """
@@ -203,13 +202,13 @@ class ComponentStorage:
         full = sum(self._state.index.probe_prefix(namespace, keys))
         pages = len(keys) // self._state.settings.key_bytes
         end = full if full < first else max(full, min(first + max(found, 0), pages))
-        stored = {tail.component: _positions(tail.ranges, pages) for tail in component_pages}
-        return Reach(here, full, end, self._index.served(namespace, keys, full, stored))
+        stored = {entry.component: _positions(entry.ranges, pages) for entry in component_pages}
+        return PrefixCoverage(here, full, end, self._index.served(namespace, keys, full, stored))
 
     def _is_allowed(self, request: Request) -> bool:
         return self._storage.is_usable and not (request.restore_limit or request.component_limit)
 
-    def _longest(self, request: Request, reach: Reach) -> int:
+    def _longest(self, request: Request, coverage: PrefixCoverage) -> int:
         """The longest boundary for which no more is to be fetched than limits and host pages allow; that of the caches
         where there is none beyond it.
         """
@@ -217,9 +216,9 @@ class ComponentStorage:
         request.stored_cause = "no_component"
         left_s = request.deadline_at_s - state.now_s
         room = state.host.free + state.index.host_evictable
-        full, limit = reach.full, reach.end
+        full, limit = coverage.cached_pages, coverage.available_pages
         for _ in range(BOUNDARIES_TRIED_MAX):
-            end = reach.longest(limit)
+            end = coverage.longest(limit)
             if not end:
                 break
             pages = max(0, end - full)
@@ -231,7 +230,7 @@ class ComponentStorage:
                 return end
             request.stored_cause = "limit" if fitting < count else "no_host_page"
             limit = min(end - 1, full + min(fitting, room)) if pages > min(fitting, room) else end - 1
-        return reach.here
+        return coverage.cached_boundary
 
     def needed_from(self, request: Request) -> dict[str, int]:
         """By component, the first position that a request needs at the end of its prompt."""
@@ -241,8 +240,8 @@ class ComponentStorage:
 
     def reserve(self, component_pages: RequestComponents) -> bool:
         """Take host pages for what is to be fetched; False where there are too few, with some of them taken."""
-        for name, tail in component_pages.reserved.component_pages.items():
-            positions, targets = tail.stored
+        for name, matched in component_pages.reserved.component_pages.items():
+            positions, targets = matched.stored
             if not positions:
                 continue
             pages = self._index.take_host(name, len(positions))
@@ -325,16 +324,14 @@ class ComponentStorage:
         self._storage.fetch_over(fetch)
         self.copied(fetch)
         fetch.component_pages.copies -= 1
-        distrust(self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
+        preempt(self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
 
     def is_late(self, fetch: ComponentFetch) -> None:
         """The request starts over; the fetch keeps its host pages until it ends."""
         self._state.count("l3_fetches_late")
         self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._give_up(fetch)
-        distrust(
-            self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not bring a component's tail in time"
-        )
+        preempt(self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not bring a component's tail in time")
 
     def copied(self, fetch: ComponentFetch) -> None:
         """The copy to the device is over, well or not, or there will be none. Can be called again where it raised."""
@@ -344,7 +341,7 @@ class ComponentStorage:
 
     # --- The ends ---
 
-    def let_go(self, component_pages: RequestComponents) -> None:
+    def abandon_fetches(self, component_pages: RequestComponents) -> None:
         """The request leaves: it waits for no fetch any more. Copies go on to its device pages."""
         for fetch in list(component_pages.fetches):
             if fetch.stage is ComponentStage.FETCHING:

@@ -131,7 +131,7 @@ class Restore:
         if self._component_pages is None:
             self._fetches.ask(request)
         elif not request.component_limit:
-            self._component_pages.storage.ask(request)
+            self._component_pages.storage.query(request)
 
     def note_answer(self, request: Request, event: StorageAnswered) -> None:
         """Keep what storage has answered; no pages if it is too late with its answer."""
