@@ -312,8 +312,8 @@ class Core:
 
     def _raised(self, request: Request, event: Event | None) -> None:
         """A rule of this request raised just now, taking `event` (None: while it waited for admission)."""
+        self.state.note_raise(request)
         request.raised += 1
-        self.state.count("transitions_raised")
         if request.raised > RAISES_MAX:
             raise  # Called while the exception is handled: even failing the request does not work.
         before = request.state

@@ -6,7 +6,6 @@ Nothing here decides. An effect never raises into the driver: what goes wrong is
 from __future__ import annotations
 
 import asyncio
-import logging
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -24,11 +23,10 @@ if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.decode.known_digests import KnownDigests
     from tidekv.engine.decode.token_record import Caller
+    from tidekv.engine.log import CoreLog
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
     from tidekv.transports.decode.receiver import Receiver
-
-LOG = logging.getLogger("tidekv.engine")
 
 
 class Executor:
@@ -45,6 +43,7 @@ class Executor:
         component_copiers: Mapping[str, PageCopier],
         receiver: Receiver,
         keys_put: Callable[[int], tuple[str, bytes]],
+        log: CoreLog,
         page_keys: PageKeys,
         known: KnownDigests,
         store_timeout_s: float,
@@ -60,6 +59,7 @@ class Executor:
         self._component_copiers = component_copiers
         self._receiver = receiver
         self._keys_put = keys_put
+        self._log = log
         self._page_keys = page_keys
         self._known = known
         self._store_timeout_s = store_timeout_s
@@ -100,7 +100,7 @@ class Executor:
         except Exception:
             self.raised += 1
             detail = traceback.format_exc()
-            LOG.warning("starting %s raised:\n%s", type(command).__name__, detail)
+            self._log.of_command(command).warning("starting a command raised", traceback=detail)
             if isinstance(command, commands.Operation):
                 self._post(events.CommandRaised(at_s=self._clock(), op=command.op, detail=detail))
             elif isinstance(command, commands.SendPromise | commands.SendExtend):
@@ -191,15 +191,31 @@ class Executor:
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
 
     def _probe(self, command: commands.ProbeStorage) -> None:
-        self.use_storage(self._run_probe(self.need_storage(), command), f"probe {command.op}")
+        storage = self.need_storage()
+        if self._in_flight.is_probed:
+            self._probed(command, f"{storage.uri} has not ended its last probe")
+            return
+        # The probe itself cannot be cut off. Its outcome can: what it brings later is for an operation that has ended.
+        slow = f"{storage.uri} did not end a probe within {self._store_timeout_s:g} s"
+        late = asyncio.get_running_loop().call_later(self._store_timeout_s, self._probed, command, slow)
+        self._in_flight.is_probed = True
+        self.use_storage(self._run_probe(storage, command, late, self._in_flight), f"probe {command.op}")
 
-    async def _run_probe(self, storage: Storage, command: commands.ProbeStorage) -> None:
+    async def _run_probe(
+        self, storage: Storage, command: commands.ProbeStorage, late: asyncio.TimerHandle, in_flight: CallsInFlight
+    ) -> None:
         error = ""
         try:
             for engine in (storage, *self.component_pages.storages.values()):
                 await own_cancels_only(engine.probe(), "storage")
         except Exception as raised:
             error = self.words_of(command, raised)
+        finally:
+            in_flight.is_probed = False
+            late.cancel()
+        self._probed(command, error)
+
+    def _probed(self, command: commands.ProbeStorage, error: str) -> None:
         self._post(events.StorageProbed(at_s=self._clock(), op=command.op, error=error))
 
     def need_storage(self) -> Storage:
@@ -218,7 +234,7 @@ class Executor:
         if isinstance(raised, TidekvError):
             return str(raised)
         self.raised += 1
-        LOG.error("%s raised", type(command).__name__, exc_info=raised)
+        self._log.of_command(command).error("a command raised", exc_info=raised)
         return "".join(traceback.format_exception(raised))
 
     # --- Copies ---

@@ -1,8 +1,7 @@
-"""Storage keys of prompts that were hashed lately: who goes on from one of them hashes its new pages alone.
+"""Cache of recent prompts' page keys, so that an extended prompt hashes only its new pages.
 
-The chain of keys names a whole prefix, so that prompts with the same namespace and the same first pages have the same
-first keys. What is remembered is looked for by a prompt's first page, newest first. It is a cache and nothing else:
-whatever it has forgotten is hashed again.
+A key names a whole prefix, so prompts with the same namespace and the same first pages share their first keys. Prompts
+are looked up by their first page, newest first. What was evicted from the cache is hashed again.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from tidekv.backends.keys.page_keys import PageKeys
 
 PROMPTS_MAX = 8
-"""So many prompts that begin with the same page are remembered: turns of one conversation, users of one system prompt.
-"""
+"""Maximum prompts that begin with the same page: turns of one conversation, or users of one system prompt."""
 REMEMBERED_BYTES_MAX = 32 << 20
 DIGEST_MEMORY_BYTES = 88
 """Memory of one digest, as an object of its own, and of its place in a list."""
@@ -39,26 +37,26 @@ class Known(NamedTuple):
 
 
 class KnownDigests:
-    """What one engine remembers. Used on the loop alone."""
+    """The cache of one engine. Used on the loop only."""
 
     def __init__(self, page_keys: PageKeys) -> None:
         self._page_bytes = TOKEN_BYTES * page_keys.page_size
         # A page that is named by pairs of tokens needs the token behind it.
         self._more_bytes = page_keys.key_bytes - self._page_bytes
         self._prompts: dict[tuple[bytes, bytes], list[Known]] = {}
-        """By seed and first page: the one last used is last, in both."""
+        """By seed and first page; the most recently used is last, in both."""
         self._bytes = 0
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that all of it takes, estimated from above."""
+        """Memory of the whole cache, estimated from above."""
         return self._bytes
 
     def __len__(self) -> int:
         return sum(len(prompts) for prompts in self._prompts.values())
 
     def of(self, seed: bytes, packed: bytes) -> list[bytes]:
-        """The keys of the first pages of a prompt, as many as are known; the caller owns the list."""
+        """Return the keys of the first pages of a prompt, as many as are known; the caller owns the list."""
         prompts = self._prompts.get((seed, self._pages(packed, 1)), ())
         longest: list[bytes] = []
         for known in reversed(prompts):
@@ -69,7 +67,7 @@ class KnownDigests:
         return longest
 
     def remember(self, seed: bytes, packed: bytes, digests: list[bytes]) -> None:
-        """Remember the keys of the first pages of a prompt, in place of those of a prompt that it goes on from."""
+        """Add the keys of the first pages of a prompt; they replace those of a prompt that it extends."""
         first = (seed, self._pages(packed, 1))
         if first not in self._prompts:
             self._bytes += FIRST_PAGE_MEMORY_BYTES + len(first[1])
@@ -92,11 +90,11 @@ class KnownDigests:
                 self._bytes -= FIRST_PAGE_MEMORY_BYTES + len(oldest[1])
 
     def _pages(self, packed: bytes, count: int) -> bytes:
-        """What the keys of so many first pages are made of."""
+        """Return the bytes that the keys of the first `count` pages are made of."""
         return packed[: count * self._page_bytes + self._more_bytes]
 
     def _shared_pages(self, packed: bytes, known: Known) -> int:
-        """How many first pages of a prompt are those of a known one: by bisection, since equality costs one memcmp."""
+        """Count the first pages that a prompt shares with a known one, by bisection: equality costs one memcmp."""
         low, high = 1, min((len(packed) - self._more_bytes) // self._page_bytes, len(known.digests))
         if known.packed.startswith(self._pages(packed, high)):
             return high

@@ -1,4 +1,4 @@
-"""What every call to a storage engine goes through; the engine may be another project's code."""
+"""Wrappers of all calls to a storage engine: ownership of cancellations, and the count of calls in flight."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class CallsInFlight:
 
     def __init__(self) -> None:
         self.count = 0
+        self.is_probed = False
+        """Whether a probe is in flight: a store that hangs is not probed again before that one has ended."""
         self._quiet = asyncio.Event()
         self._quiet.set()
 
     def begin(self, call: Awaitable[None]) -> Coroutine[object, object, None]:
-        """Count a call from now on until it ends; the caller runs what this returns."""
+        """Count a call until it ends; the caller runs the returned coroutine."""
         self.count += 1
         self._quiet.clear()
         return self._run(call)
@@ -64,8 +66,8 @@ class StorageCalls(Protocol):
 
 
 async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
-    """Await a call into code that is not ours. A cancellation that comes from within it, and was not meant for us, is
-    its failure: it must not end the effect without an outcome.
+    """Await a call into foreign code. A cancellation that comes from within it counts as its failure: it must not end
+    the effect without an outcome.
     """
     try:
         return await call
@@ -77,5 +79,5 @@ async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
 
 
 def leading(flags: Sequence[bool]) -> int:
-    """How many are True before the first that is not."""
+    """Return how many are True before the first that is not."""
     return next((at for at, flag in enumerate(flags) if not flag), len(flags))

@@ -14,7 +14,6 @@ until a probe of storage has succeeded.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.page_layout import same_pages
+from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tidekv.states.types import PageIds
     from tidekv.transports.prefill.prefill_room import Room
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 BOUNCE_PAGES = 256
 """Maximum host pages of a peer that was given no host pool."""
 

@@ -53,7 +53,7 @@ NO_CAUSE = {
     # Storage is asked again: nothing went wrong any more.
     "l3_breaker_closed",
     # What is written back or dropped belongs to nobody who is served, and what was fetched ahead is no trouble.
-    "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "component_pages_stored",
+    "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "component_pages_stored", "l3_puts_declined",
     # Nor is what several requests are sent once.
     "shared_transfer_pages",
 }  # fmt: skip

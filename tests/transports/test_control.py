@@ -545,3 +545,10 @@ async def test_a_listener_that_proves_another_secret_is_told_as_that(ends: Ends)
         await ends.dial(f"{host}:{port}", secret="s")
     assert failed.value.cause is PrefillCause.WRONG_SECRET
     server.close()
+
+
+async def test_a_host_that_lost_power_is_noticed_by_the_kernel_of_both_ends(ends: Ends) -> None:
+    for link in await ends.pair():
+        connection = link._writer.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == control.KEEPALIVE_S

@@ -98,6 +98,9 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
 CLOSE_S = 1.0
+KEEPALIVE_S = 20
+"""Seconds of silence after which the kernel asks whether the other host is still there, and between its questions."""
+KEEPALIVES_MISSED_MAX = 3
 BACKLOG = 128
 SMALL_FRAME_BYTES = 64 * 1024
 """A frame up to this size fits into the buffer that each stream has anyway: no budget counts it."""
@@ -431,7 +434,7 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
     try:
         async with asyncio.timeout(options.handshake_s):
             reader, writer = await asyncio.open_connection(host, port, ssl=options.dial_tls)
-            _send_at_once(writer)
+            _set_up(writer)
             await _prove(reader, writer, options.secret)
     except BaseException as error:
         if writer is not None:
@@ -504,7 +507,7 @@ async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> None:
-    _send_at_once(writer)
+    _set_up(writer)
     ours = secrets.token_bytes(NONCE_BYTES)
     writer.write(_greeting(ours))
     theirs = _nonce_of(await reader.readexactly(GREETING_BYTES))
@@ -531,10 +534,16 @@ def _proof(secret: str, role: bytes, dialler: bytes, listener: bytes) -> bytes:
     return hmac.digest(secret.encode(), MAGIC + role + dialler + listener, "sha256")
 
 
-def _send_at_once(writer: asyncio.StreamWriter) -> None:
-    """Small frames must not wait for the acknowledgement of the one before."""
+def _set_up(writer: asyncio.StreamWriter) -> None:
+    """Set the options of a connection that this end has just opened or accepted."""
     connection = cast("socket.socket", writer.get_extra_info("socket"))
+    # Small frames must not wait for the acknowledgement of the one before.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that lost power closes nothing. Its links would count against its quota for ever.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES_MISSED_MAX)
 
 
 async def _streams(
