@@ -16,7 +16,6 @@ PARTS = (
     ("/states/request/", "machine"),
     *((f"/states/{name}.py", "index") for name in INDEX_FILES),
     *((f"/states/{name}.py", "budget") for name in ("accounts", "conditions", "queue", "core_state")),
-    ("/states/witness.py", "journal"),
     ("/states/", "rules"),
     ("/engine/journal/", "journal"),
     ("/structlog/", "journal"),

@@ -60,7 +60,7 @@ class Side:
         """CPU per request, for each block."""
         self.loop_s = self.writer_s = 0.0
         self.calls = 0
-        """Observed steps."""
+        """Observed steps and turn ends."""
 
     def watch_journal(self) -> None:
         """From now on, sum up the loop's time in the journal. The measurement itself has a cost, too."""
@@ -74,8 +74,17 @@ class Side:
             self.loop_s += clock() - started_s
             self.calls += 1
 
+        end_turn = journal.end_turn
+
+        def watched_end() -> None:
+            started_s = clock()
+            end_turn()
+            self.loop_s += clock() - started_s
+            self.calls += 1
+
         between = SimpleNamespace(stepped=watched)
         driver._watchers = tuple(between if watcher is journal else watcher for watcher in driver._watchers)
+        journal.end_turn = watched_end  # type: ignore[method-assign]  # What it watches.
 
     async def prepare(self) -> tuple[list[array[int]], list[array[int]]]:
         """Return prompts and outputs of a block."""

@@ -7,7 +7,6 @@ thread records the stack of the loop's thread. While the engine is idle neither 
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import threading
 import time
@@ -15,9 +14,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tidekv.engine.log import engine_log
 from tidekv.engine.metrics.fold import Histogram
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 
 BEATS_PER_LIMIT = 5
 """Time stamps per limit. A stall is detected with an error of at most one interval between them."""
@@ -104,6 +104,6 @@ class Watchdog:
         self.hold_up_count += 1
         if len(self.hold_ups) < REPORTS_KEPT_MAX:
             self.hold_ups.append(hold_up)
-        LOG.warning("the event loop has been held up for %.0f ms by:\n%s", seconds * 1e3, stack)
+        LOG.warning("the event loop is held up", held_up_ms=round(seconds * 1e3), stack=stack)
         if self._report is not None:
             self._report(hold_up)

@@ -317,8 +317,8 @@ class Core:
 
         Must be called in the `except` block of that exception.
         """
+        self.state.note_raise(request)
         request.raised += 1
-        self.state.count("transitions_raised")
         if request.raised > RAISES_MAX:
             raise  # Re-raises the exception being handled: even failing the request has raised.
         before = request.state

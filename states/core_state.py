@@ -106,6 +106,8 @@ class CoreState:
         self.operations: dict[int, Operation] = {}
         self.requests: dict[str, Request] = {}
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.raise_watchers: list[Callable[[Request | None], None]] = []
+        """Called by `note_raise`. They change nothing and never raise."""
 
         # Work queues: what a rule leaves for others to do in the same step.
         self.answers: dict[Request, Event] = {}
@@ -148,6 +150,14 @@ class CoreState:
         del self.requests[request.request_id]
         self.dirty.pop(request, None)
 
+    def note_raise(self, request: Request | None = None) -> None:
+        """Count a rule that raised and that the core survives, and call the watchers, with the request that pays for it
+        (None: no single request). Call it while the exception is handled.
+        """
+        self.count("transitions_raised")
+        for watcher in self.raise_watchers:
+            watcher(request)
+
     def run_guarded(self, rule: Callable[[], None], recover: Callable[[], None] | None = None) -> None:
         """Run a rule that belongs to no single request. If it raises, run `recover`, or else the rule once more."""
         try:
@@ -155,7 +165,7 @@ class CoreState:
         except BrokenInvariant:
             raise
         except Exception:
-            self.count("transitions_raised")
+            self.note_raise()
             (recover or rule)()
 
     # --- Operations and deadlines ---

@@ -137,18 +137,23 @@ class JournalDamaged(TidekvError):
 
 
 class ReplayDiverged(TidekvError):
-    """The core answers an event in another way than it did in the journal: its rules are not what they were.
+    """Something else follows from an event than in the run: the rules of the core have changed.
 
-    `seq` and `event` are the first such event; `recorded` and `replayed` are both answers, in words.
+    `seq`, `event` and `turn` are the first such event and its turn; `parts` names what differs: "raises", "error",
+    "moves", "commands", "evictions", or a part of the state. `recorded` and `replayed` are both sides, in words.
     """
 
-    def __init__(self, *, seq: int, event: str, recorded: str, replayed: str, hint: str = "") -> None:
+    def __init__(
+        self, *, seq: int, event: str, turn: int, parts: tuple[str, ...], recorded: str, replayed: str, hint: str = ""
+    ) -> None:
         super().__init__(
-            f"replay diverged at event {seq}: {event}\n  recorded: {recorded}\n  replayed: {replayed}"
-            + (f"\n  {hint}" if hint else "")
+            f"replay diverged at event {seq} (turn {turn}) in {', '.join(parts)}: {event}\n"
+            f"  recorded: {recorded}\n  replayed: {replayed}" + (f"\n  {hint}" if hint else "")
         )
         self.seq = seq
         self.event = event
+        self.turn = turn
+        self.parts = parts
         self.recorded = recorded
         self.replayed = replayed
 

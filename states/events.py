@@ -14,11 +14,11 @@ import msgspec
 from tidekv.states.storage.policy import StoragePolicy
 
 NO_DEADLINE = float("inf")
-"""As `deadline_at_s`. JSON has no word for it: an encoder leaves out this very object, since it is the default."""
+"""As `deadline_at_s`: none."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """A fact. Encoded without the fields that have their default."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """A fact. Encoded as its name and the values of its fields, in order."""
 
     at_s: float
 

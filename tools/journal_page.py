@@ -5,108 +5,135 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from types import ModuleType
+from typing import TYPE_CHECKING, get_args
 
-from tidekv.engine.journal import lines
+from tidekv.engine.journal import format as journal_format
+from tidekv.engine.journal.digest import STATE_PARTS
+from tidekv.engine.journal.format import (
+    JOURNAL_VERSION,
+    EndLine,
+    EventRecord,
+    GapLine,
+    RaiseRecord,
+    RunLine,
+    SegmentLine,
+    TurnLine,
+    event_types,
+    field_types,
+    seal,
+)
 from tidekv.engine.journal.journal import CLOSE_S, COALESCE_S
 from tidekv.engine.journal.pages import DIGEST_BYTES
-from tidekv.engine.journal.schema import event_types, field_types
+from tidekv.engine.journal.recorder import Recorder
 from tidekv.states import events
-from tidekv.states.inspect import step_record
-from tidekv.states.inspect.step_record import BOOK_NUMBERS, BOOKS_EVERY, COMMANDS, COMPONENT_NUMBERS, short_fields
+from tidekv.states.core import Core
+from tidekv.states.settings import CoreSettings
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 INTRODUCTION = """# The journal
 
 <!-- Generated: python -m tools.journal_page > docs/journal.md -->
 
-A journal holds one run of one engine: every event that its core took, and in short what followed from each. It is text,
-one JSON object a line. This is version {version} of the format; a journal of another version, or of other event types,
-is refused by name: the tidekv that wrote it reads it.
+A journal holds the facts of one run of one engine: every event that its core took, turn of the loop by turn, every
+raise of a rule, and digests of what followed. `tidekv replay` steps a fresh core through the facts and compares the
+digests; `explain` and `timeline` replay as well, and show what followed. It is text, one JSON object a line,
+rendered by structlog. This is version {version}; a journal of another version, or of other event types, is refused
+by name: use the tidekv that wrote it.
 
-**Checksums.** Every line ends in `"crc"`: eight hexadecimal digits, the CRC-32 of the line without `,"crc":"…"`, begun
-with the CRC of the line before (0 for the first). A changed bit, a line that is missing, or two that changed places are
-found at that line.
+A turn in which one request arrives (`journal.tokens`; the line is one line):
 
-**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64. They tell which pages are equal, and nothing
-else. Each is a SipHash of the page's tokens under the secret that Python draws for itself when a process starts, and
-that is written nowhere. Where Python hashes in another way, or `PYTHONHASHSEED` gives the secret, it is BLAKE2b under a
-secret of the run. With `journal.tokens` keys are the tokens themselves, packed as little-endian u32;
-with `bigram_keys` each page's key has the token behind the page as well.
-Texts of errors are written as they are.
+```json
+{example}
+```
 
-**Files.** With `journal.segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal.segments_max` the
-oldest are deleted, and what is left cannot be replayed, since a replay needs the run from its start: it is refused with
-the number of the first segment that is there. What an earlier run left under the same name is moved aside, to
-`NAME.previous`.
+**Checksums.** Every line ends in `"sum"`: the XXH32 of the line without `,"sum":"…"`, in eight hexadecimal digits,
+seeded with the sum of the line before (0 for the first). A flipped bit, and a lost, repeated or moved line are
+reported at that line (`JournalDamaged`).
 
-**The end.** A run that was closed has an `end` line. After kill -9 there is none, and maybe half a line: all before it
-is good, and at most the last {coalesce_s:g} s are missing. Nobody can tell that from a journal that was cut afterwards.
-So `tidekv replay`, `explain` and `timeline` take all that is there, say on one line of standard error where it ends,
-and exit with code 2; with `--torn-ok` they exit with code 0, unless not even one event is left.
+**Digests.** `digest` is XXH3-64, rolling: over the MessagePack of each step's moves, commands and evictions, and
+behind each turn over the numbers of each part of the state ({parts}, and each tier of each component). `checks` and
+`parts` hold 16 bits of it behind each of these. So a replay by changed rules stops at the first event from which
+something else follows, and `ReplayDiverged` names the event and what differs: "raises", "error", "moves",
+"commands", "evictions", or a part of the state. The end record has checksums of the final index, pools and
+requests, and every counter.
 
-**A slow disk.** Writing never holds up the service. What cannot be written in time is dropped, and a `gap` line says
-how many events; a disk that is full ends the journal. Both, and what closing the engine could not write any more
-within {close_s:g} s, is told to the log (`tidekv.journal`).
+**Raises.** A rule that raises does not end a journal. The record names the rule, the exception and its traceback,
+and where in the core it raised: the replay raises at the same instruction and goes on. By the same code and the
+same version of Python the place is exact; by other code the replay may diverge there, in "raises". An exception
+that left `Core.step` stands in `errors`: a refused event, or the end of the engine.
 
-**Replay.** The same events give the same answers, to the last page. So only events are inputs; `gave` and `state` are
-there to compare with, and to read. Every `gave` is compared word by word, and the final numbers with those of the `end`
-line. So the first event that moves a request in another way, gives another command, takes other pages, or evicts
-others is named. What shows in the numbers of `books` alone, which one event of {books_every} has, is named at the next
-event that has them.
+**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64. They tell which pages are equal, and
+nothing else: each is a SipHash of the page's tokens under the secret that Python draws at the start of a process
+and that is not written anywhere. If Python hashes in another way, or `PYTHONHASHSEED` gives the secret, it is
+BLAKE2b under a secret of the run. With `journal.tokens` keys are the tokens, packed as little-endian u32; with
+`bigram_keys` each page's key has the token behind the page as well. Texts of errors are written as they are.
+
+**Files.** With `journal.segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal.segments_max`
+the oldest are deleted, and the rest cannot be replayed: a replay needs the run from its start. An earlier run of
+the same name is moved to `NAME.previous`.
+
+**The end.** A run that was closed has an `end` line. After kill -9 it is missing, and the last line may be cut off:
+all lines before it are good, and at most the last {coalesce_s:g} s are missing. A journal that was cut later looks
+the same. So `replay`, `explain` and `timeline` take what is there, print where it ends on standard error and exit
+with code 2; with `--torn-ok` they exit with code 0 unless not one event is left.
+
+**A slow disk.** Writing never blocks the engine. Turns that the disk is too slow for are dropped, and a `gap` line
+counts them; a full disk ends the journal. Both are logged (`tidekv.journal`), and so is what closing the engine
+could not write within {close_s:g} s.
 """
 
 
 def journal_document() -> str:
-    """The whole page, as Markdown."""
-    words = INTRODUCTION.format(
-        version=lines.JOURNAL_VERSION,
-        digest_bytes=DIGEST_BYTES,
-        coalesce_s=COALESCE_S,
-        close_s=CLOSE_S,
-        books_every=BOOKS_EVERY,
-    )
-    parts = [words, "## Lines\n"]
-    parts += [
-        _section(line, f'`"event": "{line.__struct_config__.tag}"`', lines, skip=())
-        for line in (lines.RunLine, lines.SegmentLine, lines.StepsLine, lines.GapLine, lines.EndLine)
+    """Return the whole page, as Markdown."""
+    parts = [
+        INTRODUCTION.format(
+            version=JOURNAL_VERSION,
+            example=_example(),
+            parts=", ".join(STATE_PARTS),
+            digest_bytes=DIGEST_BYTES,
+            coalesce_s=COALESCE_S,
+            close_s=CLOSE_S,
+        ),
+        "## Lines\n",
     ]
-    parts.append(_section(lines.StepRecord, "One of `steps`", lines, skip=()))
-    parts.append(_section(step_record.StepResult, "`gave`", step_record, skip=()))
-    parts.append(
-        f"The numbers of `books` are: {', '.join(f'`{name}`' for name in BOOK_NUMBERS)}. `tick` counts uses of the "
-        "index, `next` is the free page that is taken next (-1: none is free), pages are counted by condition, "
-        "`protected` ones are cached and may not go, `receipts` are live locks or pins. Where there are windows "
-        f"and states, the numbers {', '.join(f'`{name}`' for name in COMPONENT_NUMBERS)} of each follow in the "
-        "order of "
-        "the settings, first of its pages on the device, then of those on the host.\n"
-    )
-    parts.append(
-        "## Events\n\nFields that have their default are left out. All have `type`, the heading, and `at_s`.\n"
-    )
-    parts += [_section(kind, f"`{kind.__name__}`", events, skip=("at_s",)) for kind in event_types()]
-    parts.append(
-        "## Commands in short\n\nName first, then these fields, in this order; of pages the "
-        "CRC-32 of their ids (little-endian i32). `detail` is empty: it holds words for people.\n"
-    )
-    for kind in COMMANDS:
-        pages = short_fields(kind)[1]
-        fields = [f"`{name}` (pages)" if name in pages else f"`{name}`" for name in kind.__struct_fields__]
-        parts.append(f"- `{kind.__name__}`: {', '.join(fields)}")
+    parts += [
+        _section(line, f'`"event": "{line.__struct_config__.tag}"`')
+        for line in (RunLine, SegmentLine, TurnLine, GapLine, EndLine)
+    ]
+    parts.append(_section(RaiseRecord, "One of `raises`"))
+    parts.append("## Events\n\n`[type, field, …]`, all fields in this order.\n")
+    parts += ["| type | fields | |", "|---|---|---|"]
+    with_keys = {kind.__struct_config__.tag: kind for kind in get_args(EventRecord)}
+    for kind in event_types():
+        fields = ", ".join(f"`{name}`" for name in with_keys[kind.__name__].__struct_fields__)
+        parts.append(f"| `{kind.__name__}` | {fields} | {_words(kind)} |")
     return "\n".join(parts) + "\n"
 
 
-def _section(kind: type, title: str, module: ModuleType, *, skip: tuple[str, ...]) -> str:
-    words = " ".join((inspect.getdoc(kind) or "").split())
-    notes = _attribute_notes(module, kind.__name__)
-    rows = [f"### {title}\n", f"{words}\n"]
-    fields = {name: type_words for name, type_words in field_types(kind).items() if name not in skip}
-    if fields:
-        rows += ["| field | type | |", "|---|---|---|"]
-        for name, type_words in fields.items():
-            escaped = type_words.replace("|", "\\|")
-            rows.append(f"| `{name}` | `{escaped}` | {notes.get(name, '')} |")
-        rows.append("")
-    return "\n".join(rows)
+def _example() -> str:
+    core = Core(CoreSettings(page_size=2, key_bytes=8, device_pages=8))
+    recorder = Recorder(core, with_tokens=True)
+    keys = b"".join(token.to_bytes(4, "little") for token in (101, 102, 103, 104))
+    event = events.RequestArrived(at_s=12.5, request_id="r1", serial=1, keys=keys, prompt_tokens=5)
+    recorder.stepped(event, core.step(event))
+    turn = recorder.end_turn()
+    assert turn is not None
+    return seal(recorder.render(turn), 0)[0].decode().strip()
+
+
+def _section(kind: type, title: str) -> str:
+    notes = _attribute_notes(journal_format, kind.__name__)
+    rows = [f"### {title}\n", f"{_words(kind)}\n", "| field | type | |", "|---|---|---|"]
+    for name, type_words in field_types(kind).items():
+        escaped = type_words.replace("|", "\\|")
+        rows.append(f"| `{name}` | `{escaped}` | {notes.get(name, '')} |")
+    return "\n".join([*rows, ""])
+
+
+def _words(kind: type) -> str:
+    return " ".join((inspect.getdoc(kind) or "").split()).replace("|", "\\|")
 
 
 def _attribute_notes(module: ModuleType, name: str) -> dict[str, str]:

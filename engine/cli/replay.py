@@ -31,8 +31,8 @@ def replay(
 ) -> None:
     """Step a fresh core through a journal and compare every state, plan, lock, page and command.
 
-    Exit code 0: identical. 1: the core decides otherwise; the first such event is shown with both sides. 2: the journal
-    is damaged, its tail is missing, or it is no journal of this version.
+    Rules that raised in the run raise again. Exit code 0: identical. 1: the core decides otherwise; the first such
+    event is shown with what differs. 2: the journal is damaged, its tail is missing, or it is of another version.
     """
     from tidekv.engine.journal import Replayer
     from tidekv.engine.journal.shrink import shrink as shrink_journal
@@ -49,13 +49,14 @@ def replay(
         print(f"tidekv: {diverged}", file=sys.stderr)
         raise typer.Exit(DIVERGED) from None
     refuse_without_events(replayer)
+    raises = f", {replayed.raises} raises of rules" if replayed.raises else ""
     if replayed.torn is not None:
-        print(f"identical as far as the journal goes: {replayed.events} events")
+        print(f"identical as far as the journal goes: {replayed.events} events{raises}")
         tell_torn(replayer, torn_ok=torn_ok)
     elif replayed.complete:
-        print(f"identical: {replayed.events} events, final index, pools and counters")
+        print(f"identical: {replayed.events} events{raises}, final index, pools and counters")
     else:
-        print(f"identical: {replayed.events} events, stopped there")
+        print(f"identical: {replayed.events} events{raises}, stopped there")
         _show(replayer)
 
 

@@ -16,13 +16,13 @@ by nothing: what completes after it finds its request gone.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tidekv.engine.log import engine_log
 from tidekv.states.commands import Command, ReportReady
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
@@ -40,7 +40,7 @@ from tidekv.states.events import (
     StorageChanged,
 )
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 
 TURN_S_MAX = 0.001
 """Events are taken for so long in one callback; then others get their turn."""
@@ -208,7 +208,9 @@ class Driver:
         except IllegalEvent as error:
             self.illegal_events += 1
             self.last_illegal = str(error)
-            LOG.error("the core refused an event, and changed nothing: %s", error)
+            LOG.error(
+                "the core refused an event, and changed nothing", event_type=type(event).__name__, cause=str(error)
+            )
             self._tell_watchers(event, [], type(error).__name__)
             return False
         except BaseException as error:

@@ -14,7 +14,6 @@ the full page at its position, so both stand for the same prompt.
 from __future__ import annotations
 
 import asyncio
-import logging
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -32,11 +31,10 @@ if TYPE_CHECKING:
     from tidekv.backends.keys.prompt_keys import Prompt, PromptKeys
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.decode.pending_calls import PendingCalls
+    from tidekv.engine.log import CoreLog
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
     from tidekv.transports.decode.receiver import Receiver
-
-LOG = logging.getLogger("tidekv.engine")
 
 Query: TypeAlias = commands.QueryStorage | commands.QueryComponents
 Fetch: TypeAlias = commands.FetchPages | commands.FetchComponent
@@ -86,6 +84,7 @@ class Executor:
         component_copiers: Mapping[str, PageCopier],
         receiver: Receiver,
         keys_put: Callable[[int], tuple[str, bytes]],
+        log: CoreLog,
         prompt_keys: PromptKeys,
         store_timeout_s: float,
         query_timeout_s: float,
@@ -102,6 +101,7 @@ class Executor:
         self._component_copiers = component_copiers
         self._receiver = receiver
         self._keys_put = keys_put
+        self._log = log
         self._prompt_keys = prompt_keys
         self._store_timeout_s = store_timeout_s
         self._query_timeout_s = query_timeout_s
@@ -135,7 +135,7 @@ class Executor:
         except Exception:
             self.raised += 1
             detail = traceback.format_exc()
-            LOG.warning("starting %s raised:\n%s", type(command).__name__, detail)
+            self._log.of_command(command).warning("starting a command raised", traceback=detail)
             if isinstance(command, commands.Operation):
                 self._post(events.CommandRaised(at_s=self._clock(), op=command.op, detail=detail))
             elif isinstance(command, commands.SendPromise | commands.SendExtend):
@@ -293,7 +293,7 @@ class Executor:
         if isinstance(raised, TidekvError):
             return str(raised)
         self.raised += 1
-        LOG.error("%s raised", type(command).__name__, exc_info=raised)
+        self._log.of_command(command).error("a command raised", exc_info=raised)
         return "".join(traceback.format_exception(raised))
 
     # --- Copies ---

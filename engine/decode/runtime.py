@@ -32,6 +32,7 @@ from tidekv.engine.journal import Journal
 from tidekv.engine.journal.opening import open_journal
 from tidekv.engine.kv_events.publisher import KVEventPublisher
 from tidekv.engine.kv_events.watcher import KVEventWatcher
+from tidekv.engine.log import CoreLog, engine_log
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.ranks.driver import RankDriver
@@ -159,7 +160,7 @@ class EffectGroup:
             self._on_failure(failures.exceptions[0])
 
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 # transitions logs every trigger at DEBUG, which costs ten times the trigger when somebody turns DEBUG on for all.
 logging.getLogger("transitions").setLevel(logging.WARNING)
 
@@ -215,6 +216,7 @@ class Runtime:
                 components=tuple(pools.component for pools in components),
             )
         )
+        self.log = CoreLog(self.core)
         self.calls = PendingCalls(page_size=device.layout.page_size, last_resort=recompute)
         self.poller = PollerThread()
         # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
@@ -298,7 +300,7 @@ class Runtime:
             self.transport,
             memory=memory,
             identity=self.identity,
-            deliver=self.front.post,
+            deliver=self._deliver,
             deliver_aux=self.calls.note_aux,
             clock=self.driver.clock,
             lease_s=config.peer.lease_s,
@@ -321,6 +323,7 @@ class Runtime:
             component_copiers=self.component_copiers,
             receiver=self.receiver,
             keys_put=lambda op: self.core.keys_put(op),
+            log=self.log,
             prompt_keys=self.prompt_keys,
             store_timeout_s=config.storage.store_timeout_s,
             query_timeout_s=config.storage.query_deadline_s,
@@ -371,11 +374,20 @@ class Runtime:
         if self.journal is not None:
             await settled(asyncio.ensure_future(asyncio.to_thread(self.journal.close)))
         self.core = Core(self.core.settings)
+        self.log.follow(self.core)
         if self._fold is not None:
             self._fold.follow(self.core)
         await self._drive_core()
 
+    def _deliver(self, event: events.Event) -> None:
+        """Take what a peer has sent."""
+        self.log.note_event(event)
+        self.front.post(event)
+
     def _after_drain(self) -> None:
+        if self.journal is not None:
+            self.journal.end_turn()
+        self.log.end_turn()
         if self.ranks is not None:
             self.ranks.after_drain()
         self.watchdog.set_busy(not self.core.is_idle)
@@ -430,9 +442,9 @@ class Runtime:
             return  # It broke meanwhile.
         except TimeoutError:
             LOG.warning(
-                "closed after %g s with work in flight: %s",
-                SETTLE_SHARE * self.config.close_deadline_s,
-                self.core.statistics(),
+                "closed with work in flight",
+                after_s=SETTLE_SHARE * self.config.close_deadline_s,
+                core=self.core.statistics(),
             )
         self.driver.stop()
         self.calls.end_all("the engine was closed")
@@ -454,7 +466,7 @@ class Runtime:
             self.storage_poller,
         ]
         if self.group is not None and not await self.group.close(timeout_s=stop_s / 4):
-            LOG.error("effects did not end within %g s of being cancelled", stop_s / 4)
+            LOG.error("cancelled commands did not end in time", after_s=stop_s / 4)
         failures = await close_in_order(started, part_s=CLOSE_PART_S, late_s=stop_s / 4)
         self.storage_in_use.abandon_leaving()
         self.watchdog.set_busy(False)

@@ -1,72 +1,62 @@
-"""The journal of a running engine: a recorder, and a thread that writes what it has recorded.
+"""The journal of a running engine: a recorder on the loop, and a thread that writes its lines to disk.
 
-Writing never blocks the loop. Steps are encoded on the loop, a slice of some at a time: a thread would hold the
-interpreter for just as long, would find nothing of them in its cache, and each hand-over of the interpreter costs as
-much as some steps. The thread does what takes long: hashing a prompt of many new pages, and the disk. It wakes a moment
-after something was noted, makes a line of what there is, and writes all lines at once; kill -9 loses that moment at
-most. If the disk is too slow, events are dropped, never the service: a `gap` line says how many. At its end the journal
-logs what it lacks.
+The loop encodes: a thread would hold the interpreter for as long, and for longer at a stretch. Turns with a very long
+prompt are left to the thread, which also seals the lines and writes them. It wakes a moment after the first turn and
+writes all that there is; kill -9 loses at most that moment. Behind a slow disk turns are dropped, never the service: a
+`gap` line counts them. What is missing in the journal at its end is logged.
 
-    step ──▶ waiting ──▶ slice or thread ──▶ lines ──▶ disk
+    step ──▶ Recorder ──end_turn──▶ line ──▶ queue ──▶ thread: checksum, file
+                              └──▶ turn with a long prompt ──▶ thread: digests, line
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, WITH_KEYS, Recorder
+from tidekv.engine.journal.format import seal
+from tidekv.engine.journal.recorder import Recorder, Stepped, Turn
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
-from tidekv.states.inspect.step_record import StepNotes
+from tidekv.engine.log import engine_log
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from tidekv.states.commands import Command
     from tidekv.states.core import Core
-    from tidekv.states.events import Event
 
-LOG = logging.getLogger("tidekv.journal")
+LOG = engine_log("tidekv.journal")
 
-SLICE_STEPS = 64
-"""So many steps are encoded at once: some tenths of a millisecond's work."""
-SLICE_STEPS_MAX = 128
-"""So many, where more have come while the thread encoded."""
-SLICE_PAGES_MAX = 512
-"""So many pages are hashed for a slice; a prompt with more that are new is left to the thread."""
-STEPS_WAITING_MAX = 1 << 17
-"""Steps that may wait to be encoded."""
+PAGES_ON_LOOP_MAX = 2048
+"""Maximum pages of a prompt that the loop hashes, half a millisecond; a longer prompt is left to the thread."""
 BYTES_WAITING_MAX = 64 << 20
-"""Bytes that may wait for the disk, and bytes of page keys that may wait to be encoded. What comes then is dropped."""
+"""Maximum bytes that wait for the thread. Turns that come then are dropped."""
 COALESCE_S = 0.1
-"""What is noted waits so long for more, unless there is much."""
+"""Seconds that the thread waits for more turns, unless HURRY_BYTES wait."""
 HURRY_BYTES = 1 << 20
 BREATH_S = 0.001
-"""Between two long pieces of work the thread leaves the interpreter to the loop for so long."""
+"""Seconds for which the thread leaves the interpreter to the loop between blocks of a long prompt."""
 CLOSE_S = 10.0
-"""How long closing waits for the disk."""
-LINES_PER_WRITE_MAX = 64
+"""Seconds that closing waits for the disk."""
+LINES_PER_WRITE_MAX = 512
 
 
-class SealedLine(NamedTuple):
+class Waiting(NamedTuple):
     """A line on its way to the disk."""
 
-    pieces: list[bytes]
-    steps: int
+    line: bytes | Turn
+    """Without its checksum; or a turn that the thread renders."""
     size_bytes: int
-    begins_segment: bool
+    events: int
 
 
 class Journal:
     """Records one core, and writes its journal to `path` (a file, or a directory that gets a file for each run).
 
-    With `segment_bytes` the journal goes on in a new file whenever one has that size; with `segments_max` only so many
-    of the newest are kept, and what was deleted cannot be replayed any more. 0 means no limit.
+    With `segment_bytes` the journal goes on in a new file when one has that size; with `segments_max` only so many of
+    the newest are kept, and the journal can no longer be replayed once the first is deleted. 0 disables either.
     """
 
     def __init__(
@@ -81,7 +71,7 @@ class Journal:
         segment_bytes: int = 0,
         segments_max: int = 0,
     ) -> None:
-        """Raises InvalidConfig where the file cannot be written."""
+        """Raises InvalidConfig if the file cannot be written."""
         self._recorder = Recorder(
             core,
             with_tokens=with_tokens,
@@ -91,110 +81,83 @@ class Journal:
             started_unix_s=time.time(),
             breathe=lambda: time.sleep(BREATH_S),
         )
+        self._longest_on_loop = PAGES_ON_LOOP_MAX * core.settings.key_bytes
         self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
-        self._note = self._recorder.note
-        self._waiting: deque[StepNotes | int] = deque()
-        """Steps that are not encoded yet, and counts of steps that were dropped."""
-        self._lines: deque[SealedLine] = deque()
-        """What is to be written."""
-        self._encoding = threading.Lock()
-        """Whoever has it may take from `_waiting` and add to `_lines`."""
-        self._is_for_thread = False
-        """Whether the next step has more pages than can be hashed on the loop."""
-        self._is_hindered = False
-        """Whether steps are not simply taken: there is too much, or the journal has ended early."""
-        self._missing = 0
-        """Steps that were noted and dropped, since the last count of such."""
-        self._unnoted = 0
-        """Steps after its early end."""
-        self._gaps_waiting = 0
-        """Counts in `_waiting`; raised before such a count is there."""
-        # Each of these only grows, and is changed by one thread alone, or by who has the lock.
+        self.stepped: Stepped = self._recorder.stepped
+        """Takes the step that the core has just made. Never blocks."""
+        self._queue: deque[Waiting] = deque()
+        # Each counter only grows and has one writer: the loop, or the thread.
+        self._queued_bytes = self._taken_bytes = 0
+        self._left_to_thread = self._rendered = 0
+        """Turns that the thread is to render, and that it has rendered. While they differ it renders all turns."""
         self._events_written = 0
-        self._keys_noted_bytes = self._keys_encoded_bytes = 0
-        self._encoded_bytes = self._taken_bytes = 0
-        self._is_awake = False
-        run_line = self._recorder.run_line()
+        self._missing_turns = self._missing_events = 0
+        """Dropped since the last gap line that was queued."""
+        first, self._sum = seal(self._recorder.run_line(), 0)
         self._segment_bytes_max = segment_bytes
-        self._segment, self._segment_bytes = 0, len(run_line)
-        """The segment that the next line belongs to, and what it has so far."""
-        self._files = SegmentFiles(self.path, segments_max=segments_max, run_line=run_line)
+        self._segment_bytes = len(first)
+        self._files = SegmentFiles(self.path, segments_max=segments_max, run_line=first)
         self._failure: Exception | None = None
-        self._has_ended = False
-        self._is_given_up = False
-        self._wake = threading.Event()
-        self._hurry = threading.Event()
-        self._closing = threading.Event()
+        self._has_ended = self._is_given_up = False
+        self._is_awake = False
+        self._wake, self._hurry, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="tidekv-journal", daemon=True)
         self._thread.start()
 
     # --- On the loop ---
 
-    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """Take the step that the core has just made. Never blocks."""
-        if self._failure is not None:
-            self._unnoted += 1
+    def end_turn(self) -> None:
+        """Queue the steps since the last call as one turn. Never blocks."""
+        turn = self._recorder.end_turn()
+        if turn is None or self._failure is not None:
             return
-        noted = self._note(event, given, error)
-        if self._is_hindered and not self._has_caught_up():
-            self._missing += 1
+        if not self._has_room():
+            self._missing_turns += 1
+            self._missing_events += len(turn.line.took)
             return
-        if type(event) in WITH_KEYS:
-            self._keys_noted_bytes += len(event.keys)  # type: ignore[attr-defined]  # All kinds of that set have them.
-        self._waiting.append(noted)
-        if len(self._waiting) >= SLICE_STEPS:
-            self._encode_slice()
-        self._wake_thread()
+        try:
+            if self._missing_turns:
+                self._queue_gap()
+            sizes = turn.keys_bytes()
+            events = len(turn.line.took)
+            if self._left_to_thread == self._rendered and max(sizes, default=0) <= self._longest_on_loop:
+                line = self._recorder.render(turn)
+                self._put(Waiting(line, len(line), events))
+            else:
+                self._left_to_thread += 1
+                self._put(Waiting(turn, sum(sizes) + events, events))
+        except Exception as error:
+            self._end_early(error)
 
-    def _wake_thread(self) -> None:
+    def _has_room(self) -> bool:
+        waiting = self._queued_bytes - self._taken_bytes
+        # Once turns were dropped, half of the room must be free again: one gap line, not many.
+        return waiting <= (BYTES_WAITING_MAX // 2 if self._missing_turns else BYTES_WAITING_MAX)
+
+    def _queue_gap(self) -> None:
+        line = self._recorder.gap_line(self._missing_turns, self._missing_events)
+        self._missing_turns = self._missing_events = 0
+        self._put(Waiting(line, len(line), 0))
+
+    def _put(self, waiting: Waiting) -> None:
+        self._queued_bytes += waiting.size_bytes
+        self._queue.append(waiting)
         if not self._is_awake:
             self._is_awake = True
             self._wake.set()
-
-    def _encode_slice(self) -> None:
-        """Make a line of what waits, unless that is work for the thread, or the thread is doing it."""
-        if not self._is_for_thread and self._encoding.acquire(blocking=False):
-            try:
-                self._encode_line(SLICE_STEPS_MAX, SLICE_PAGES_MAX)
-            except Exception as error:
-                self._end_early(error)
-            finally:
-                self._encoding.release()
-        if self._is_for_thread or self._encoded_bytes - self._taken_bytes > HURRY_BYTES:
+        if self._queued_bytes - self._taken_bytes > HURRY_BYTES:
             self._hurry.set()
-        self._is_hindered = self._waits_more_than(1)
-
-    def _waits_more_than(self, share: float) -> bool:
-        """Whether more waits than that share of what may."""
-        keys_bytes = self._keys_noted_bytes - self._keys_encoded_bytes
-        encoded_bytes = self._encoded_bytes - self._taken_bytes
-        most = max(keys_bytes / BYTES_WAITING_MAX, encoded_bytes / BYTES_WAITING_MAX)
-        return max(most, len(self._waiting) / STEPS_WAITING_MAX) > share
-
-    def _has_caught_up(self) -> bool:
-        """Whether steps may wait again, after there was too much: the count of those that were dropped goes first."""
-        if self._waits_more_than(0.5):
-            return False
-        self._gaps_waiting += 1
-        self._waiting.append(self._missing)
-        self._is_hindered, self._missing = False, 0
-        return True
 
     @property
     def events_dropped(self) -> int:
-        """Events that are not in the journal: it could not be written, or not fast enough. Right once it is closed;
-        before that, those that are still to be written are counted as well.
-        """
-        return self._events_noted - self._events_written
-
-    @property
-    def _events_noted(self) -> int:
-        return self._recorder.step_recorder.events + self._unnoted
+        """Events that are not in the journal. Before `close` those that still wait are counted, too."""
+        return self._recorder.events - self._events_written
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is waiting and the end record, and close the file, within `timeout_s`. The core is not stepped any
-        more. What is missing in the journal then is told to the log.
+        """Write what waits and the end record, and close the file, within `timeout_s`. The core is not stepped any
+        more. Logs what is missing in the journal.
         """
+        self.end_turn()
         self._closing.set()
         self._hurry.set()
         self._wake.set()
@@ -206,63 +169,22 @@ class Journal:
             cause = "the disk was too slow" if self._failure is None else str(self._failure)
         if self.events_dropped or not self._has_ended:
             LOG.warning(
-                "journal %s is incomplete: %d of %d events are not in it%s: %s",
-                self.path,
-                self.events_dropped,
-                self._events_noted,
-                "" if self._has_ended else ", nor is its end record",
-                cause,
+                "the journal is incomplete",
+                journal=str(self.path),
+                events=self._recorder.events,
+                missing=self.events_dropped,
+                has_end=self._has_ended,
+                cause=cause,
             )
 
-    # --- Under the lock ---
-
-    def _encode_line(self, steps_max: int, pages_max: int) -> int:
-        """Make a line of at most so many steps, with at most so many pages to be hashed; returns how many entries that
-        took.
-        """
-        steps = self._take_steps(steps_max)
-        if steps:
-            encoded = self._recorder.encode(steps, pages_max=pages_max)
-            if encoded.steps < len(steps):
-                self._waiting.extendleft(reversed(steps[encoded.steps :]))
-                self._is_for_thread = not encoded.steps
-            if encoded.steps:
-                self._keys_encoded_bytes += encoded.keys_bytes
-                self._go_on_in_a_new_segment_if_full()
-                self._add_line(self._recorder.steps_pieces(encoded), encoded.steps)
-            return encoded.steps
-        if self._waiting:
-            dropped = self._waiting.popleft()
-            assert isinstance(dropped, int), "steps in front of a count would have been taken"
-            self._gaps_waiting -= 1
-            self._go_on_in_a_new_segment_if_full()
-            self._add_line([self._recorder.gap_line(dropped)])
-            return 1
-        return 0
-
-    def _go_on_in_a_new_segment_if_full(self) -> None:
-        # Before a line is made: the checksums run through.
-        if self._segment_bytes_max and self._segment_bytes >= self._segment_bytes_max:
-            self._segment, self._segment_bytes = self._segment + 1, 0
-            self._add_line([self._recorder.segment_line(self._segment)], begins_segment=True)
-
-    def _add_line(self, pieces: list[bytes], steps: int = 0, *, begins_segment: bool = False) -> None:
-        size_bytes = sum(map(len, pieces))
-        self._segment_bytes += size_bytes
-        self._encoded_bytes += size_bytes
-        self._lines.append(SealedLine(pieces, steps, size_bytes, begins_segment))
-
-    def _take_steps(self, steps_max: int) -> list[StepNotes]:
-        """So many steps, at most: those in front of the first count of steps that were dropped."""
-        waiting = self._waiting
-        # In this order: a count that comes from now on stands behind all of these.
-        most = min(len(waiting), steps_max)
-        if not self._gaps_waiting:
-            return [waiting.popleft() for _ in range(most)]  # type: ignore[misc]  # There is no count among them.
-        steps: list[StepNotes] = []
-        while len(steps) < most and isinstance(waiting[0], StepNotes):
-            steps.append(waiting.popleft())  # type: ignore[arg-type]  # The one that was just looked at.
-        return steps
+    def _end_early(self, error: Exception) -> None:
+        """A full or missing disk, or a defect, ends the journal and never the service."""
+        self._failure = error
+        self._queue.clear()
+        trace = None if isinstance(error, OSError) else error
+        LOG.warning(
+            "the journal ends here, the engine goes on", journal=str(self.path), cause=str(error), exc_info=trace
+        )
 
     # --- On the journal's thread ---
 
@@ -272,7 +194,7 @@ class Journal:
             self._hurry.wait(COALESCE_S)
             self._wake.clear()
             self._hurry.clear()
-            # Before looking: what is noted from now on sets the event again.
+            # Before the queue is read: what is queued from now on sets the event again.
             self._is_awake = False
             self._guard(self._write_waiting)
         self._guard(self._write_waiting)
@@ -280,7 +202,7 @@ class Journal:
         try:
             self._files.close()
         except OSError as error:
-            # Some disks say only now that they have not taken what they took.
+            # Some disks report only now that they did not store what they accepted.
             self._failure, self._has_ended = self._failure or error, False
 
     def _guard(self, write: Callable[[], None]) -> None:
@@ -290,41 +212,41 @@ class Journal:
             except Exception as error:
                 self._end_early(error)
 
-    def _end_early(self, error: Exception) -> None:
-        """A disk that is full or gone ends the journal, never the service; and so does a mistake of ours."""
-        self._failure = error
-        self._waiting.clear()
-        self._lines.clear()
-        words = None if isinstance(error, OSError) else error
-        LOG.warning("journal %s ends here, the engine goes on: %s", self.path, error, exc_info=words)
-
     def _write_waiting(self) -> None:
-        # Not more than there is now: what comes meanwhile makes longer lines later.
-        left = len(self._waiting)
-        while left > 0 and not self._is_given_up:
-            with self._encoding:
-                self._is_for_thread = False
-                taken = self._encode_line(STEPS_PER_LINE_MAX, sys.maxsize)
-            left = left - taken if taken else 0
-            if left > 0 and not self._closing.is_set():
-                time.sleep(BREATH_S)
-        while self._lines and not self._is_given_up:
-            self._write_lines()
+        queue = self._queue
+        while queue and not self._is_given_up:
+            lines: list[bytes] = []
+            events = taken_bytes = 0
+            while queue and len(lines) < LINES_PER_WRITE_MAX:
+                waiting = queue.popleft()
+                line = waiting.line
+                if isinstance(line, Turn):
+                    line = self._recorder.render(line)
+                    self._rendered += 1
+                if self._segment_bytes_max and self._segment_bytes >= self._segment_bytes_max:
+                    self._files.write(lines)
+                    lines = [self._begin_segment(self._events_written + events)]
+                lines.append(self._sealed(line))
+                events += waiting.events
+                taken_bytes += waiting.size_bytes
+            self._files.write(lines)
+            self._events_written += events
+            self._taken_bytes += taken_bytes
 
-    def _write_lines(self) -> None:
-        """Write the next lines of one segment at once."""
-        lines = self._lines
-        if lines[0].begins_segment:
-            self._files.begin_next()
-        taken = [lines.popleft()]
-        while lines and len(taken) < LINES_PER_WRITE_MAX and not lines[0].begins_segment:
-            taken.append(lines.popleft())
-        self._files.write([piece for line in taken for piece in line.pieces])
-        self._events_written += sum([line.steps for line in taken])
-        self._taken_bytes += sum([line.size_bytes for line in taken])
+    def _begin_segment(self, first_event: int) -> bytes:
+        self._files.begin_next()
+        self._segment_bytes = 0
+        return self._sealed(
+            self._recorder.segment_line(self._files.number, first_event=first_event, previous=self._sum)
+        )
+
+    def _sealed(self, line: bytes) -> bytes:
+        sealed, self._sum = seal(line, self._sum)
+        self._segment_bytes += len(sealed)
+        return sealed
 
     def _write_end(self) -> None:
-        if self._missing:
-            self._files.write([self._recorder.gap_line(self._missing)])
-        self._files.write([self._recorder.end_line()])
+        if self._missing_turns:
+            self._files.write([self._sealed(self._recorder.gap_line(self._missing_turns, self._missing_events))])
+        self._files.write([self._sealed(self._recorder.end_line())])
         self._has_ended = True

@@ -1,9 +1,9 @@
-"""Page keys for a journal: keyed digests instead of tokens, so that it tells nobody what users wrote.
+"""Page keys for a journal: keyed digests instead of tokens, so that a journal does not reveal prompts.
 
-Each page's digest is over its tokens alone: the index asks pages for equality and for nothing else. It is keyed by the
-secret that Python draws for its own hash (SipHash) when a process starts, and that nobody writes anywhere. Without it,
-nobody can find out by guessing which prompts were served. Where that hash is no SipHash, or its secret was given from
-outside, a keyed hash of hashlib is used under a secret of the run: it costs several times as much.
+Each page's digest is over its tokens only: the index compares pages for equality and needs nothing else. The key is the
+secret that Python draws for its own hash (SipHash) at the start of a process. It is not written anywhere, and without
+it no guess at a prompt can be verified. If Python's hash is not SipHash, or `PYTHONHASHSEED` sets its secret, BLAKE2b
+under a secret of the run is used, at several times the cost.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ IS_SECRET = (
 )
 """Whether Python's hash of bytes is keyed by a secret."""
 CONVERSATIONS_MAX = 16
-"""So many prompts that begin with the same page are remembered: a conversation grows, and is hashed once."""
+"""Maximum prompts remembered by one first page: a growing conversation is hashed once."""
 REMEMBERED_BYTES_MAX = 32 << 20
 BLOCK_PAGES = 1024
-"""Half a millisecond's work."""
+"""Pages hashed at a stretch: half a millisecond."""
 GROUP_PAGES = 64
-"""So many pages are hashed by one call."""
+"""Pages hashed by one call."""
 
 
 class Group(NamedTuple):
@@ -55,11 +55,8 @@ class PageDigests:
         self.hashed = 0
         """Pages that were hashed so far."""
 
-    def of(self, keys: bytes, known: bytes = b"", *, pages_max: int = sys.maxsize) -> bytes | None:
-        """One digest of DIGEST_BYTES for each page's key. `known` are those of the first pages.
-
-        None, and nothing is done, where more than `pages_max` pages would have to be hashed.
-        """
+    def of(self, keys: bytes, known: bytes = b"") -> bytes:
+        """One digest of DIGEST_BYTES for each page's key. `known` are those of the first pages."""
         if not keys:
             return b""
         first_page = keys[: self._width]
@@ -67,7 +64,7 @@ class PageDigests:
         found = -1
         if prompts:
             if known:
-                # Mostly it goes on from the prompt that was asked for last of these.
+                # Usually it continues the prompt that was used last of these.
                 found = len(prompts) - 1 if prompts[-1][1] is known else -1
             else:
                 for at in range(len(prompts) - 1, -1, -1):
@@ -75,13 +72,10 @@ class PageDigests:
                         known, found = prompts[at][1], at
                         break
         first = len(known) // DIGEST_BYTES * self._width
-        new_bytes = len(keys) - first
-        if new_bytes > pages_max * self._width:
-            return None
         digests = known
-        if new_bytes:
+        if len(keys) > first:
             digests += self._hash(keys, first)
-            self.hashed += new_bytes // self._width
+            self.hashed += (len(keys) - first) // self._width
         if prompts is None:
             prompts = self._remembered[first_page] = []
         self._remember(prompts, found, keys, digests)

@@ -1,8 +1,8 @@
-"""Reads the lines of a journal, file by file, and vouches for each: it is what was written, where it was written.
+"""Reads the lines of a journal, file by file, and checks that each is the line that was written in that place.
 
-What is wrong is said once and at its line: JournalRefused for what is no journal of this version, JournalDamaged for a
-line that was changed, lost or moved. Only at the very end is less than perfect expected: a run that was killed has no
-end record, and maybe half a line. That is told (`torn`), and what stands before it is good.
+Raises JournalRefused for a file that is no journal of this version, and JournalDamaged for a line that was changed,
+lost or moved. A run that was killed has no end record and may end in half a line: that is reported as `torn`, and every
+line before it is good.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 
 import msgspec
 
-from tidekv.engine.journal.lines import (
+from tidekv.engine.journal.format import (
     JOURNAL_VERSION,
     AnyLine,
     EndLine,
     GapLine,
     RunLine,
     SegmentLine,
-    StepsLine,
+    TurnLine,
+    schema_checksum,
     unseal,
 )
-from tidekv.engine.journal.schema import schema_checksum
 from tidekv.engine.journal.segments import segment_numbers, segment_path
 from tidekv.states.errors import JournalDamaged, JournalRefused
 
@@ -46,14 +46,14 @@ class JournalReader:
     """The lines of one journal, from its first file on."""
 
     def __init__(self, path: str | Path, *, force: bool = False) -> None:
-        """Reads the header. Raises JournalRefused or JournalDamaged. `force` reads other event types as well as can."""
+        """Read the header. Raises JournalRefused, JournalDamaged. `force` tries a journal of other event types."""
         self.path = Path(path)
         self.torn: JournalDamaged | None = None
-        """Set at the end where the end record is missing: why, and at which line."""
+        """Set at the end of a journal without an end record: why, and at which line."""
         self.place = (str(self.path), 1)
         """File and number of the line that was read last."""
         self._force = force
-        self._crc = 0
+        self._sum = 0
         self.header = self._read_header()
 
     def _read_header(self) -> RunLine:
@@ -77,8 +77,8 @@ class JournalReader:
         unsealed = unseal(line.removesuffix(b"\n"), 0)
         body = line if unsealed is None else unsealed[0]
         start = _start_of(body)
-        # Version 1 had no checksums; of later ones, a header whose checksum is wrong was changed.
-        has_checksum = b'"crc":"' in line
+        # Earlier versions had another checksum, or none; a header of this version whose checksum is wrong was changed.
+        has_checksum = b'"sum":"' in line
         is_another = start.version != JOURNAL_VERSION if unsealed is not None or not has_checksum else False
         if start.event == "run" and is_another:
             raise JournalRefused(
@@ -105,12 +105,12 @@ class JournalReader:
         assert isinstance(header, RunLine)
         return header
 
-    def lines(self) -> Iterator[StepsLine | EndLine]:
-        """All lines behind the header, in order; stops at the end record, or sets `torn` and stops.
+    def lines(self) -> Iterator[TurnLine | EndLine]:
+        """Yield all lines behind the header, in order; stop at the end record, or set `torn` and stop.
 
         Raises JournalDamaged at the first line that is not what was written there.
         """
-        self._crc = 0
+        self._sum = 0
         number = 0
         while True:
             path = segment_path(self.path, number)
@@ -132,7 +132,7 @@ class JournalReader:
                 )
                 return
 
-    def _lines_of(self, path: Path, number: int) -> Generator[StepsLine | EndLine, None, bool]:
+    def _lines_of(self, path: Path, number: int) -> Generator[TurnLine | EndLine, None, bool]:
         ended = False
         with path.open("rb") as file:
             for at, raw in enumerate(file, start=1):
@@ -146,7 +146,7 @@ class JournalReader:
                 if isinstance(line, RunLine | SegmentLine):
                     self._check_start(line, at, number)
                 elif isinstance(line, GapLine):
-                    raise self._damaged(at, f"{line.events} events were never written: the writer could not keep up")
+                    raise self._damaged(at, f"{line.events} events were never written: the disk was too slow")
                 else:
                     ended = isinstance(line, EndLine)
                     yield line
@@ -158,10 +158,10 @@ class JournalReader:
             raise self._damaged(at, "a header stands where none was written")
 
     def _checked(self, line: bytes, at: int) -> AnyLine:
-        unsealed = unseal(line, self._crc)
+        unsealed = unseal(line, self._sum)
         if unsealed is None:
             raise self._damaged(at, NOT_AS_WRITTEN)
-        body, self._crc = unsealed
+        body, self._sum = unsealed
         return self._decode(body, at)
 
     def _decode(self, body: bytes, at: int) -> AnyLine:

@@ -1,44 +1,71 @@
-"""Turns the steps of one core into journal lines. No thread, no clock of its own, no policy: whoever calls it writes.
+"""Makes journal lines of the steps of one core. It has no thread and no clock, and writes nothing.
 
-Three parts: `note` belongs to the thread that steps the core and takes what may change after the step; `encode` is most
-of the work (digests of page keys, JSON); lines add the checksums. The last two may run elsewhere and later.
-Lines of steps are sealed as they come from the encoder; the few others are rendered by structlog.
+`stepped` takes each step and rolls the digest, `end_turn` returns the turn. `render` makes its line: page keys become
+digests, and structlog renders the record by msgspec. The writer seals lines with their checksums.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import traceback
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import structlog
 
-from tidekv.engine.journal.final import final_state
-from tidekv.engine.journal.lines import JOURNAL_VERSION, seal, seal_steps
+from tidekv.engine.journal.digest import StepDigest, final_state
+from tidekv.engine.journal.format import (
+    JOURNAL_VERSION,
+    ArrivalRecord,
+    EndLine,
+    ErrorRecord,
+    FinishRecord,
+    GapLine,
+    RetractRecord,
+    RunLine,
+    SegmentLine,
+    TurnLine,
+    code_checksum,
+    encode_line,
+    package_versions,
+    schema_checksum,
+)
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
-from tidekv.engine.journal.schema import code_checksum, package_versions, schema_checksum
-from tidekv.states.events import NO_DEADLINE, FinishRequested, RequestArrived, RetractRequested
-from tidekv.states.inspect.step_record import StepNotes, StepRecorder, encode_pages
+from tidekv.engine.journal.raises import raise_record
+from tidekv.states.errors import IllegalEvent
+from tidekv.states.events import Event, FinishRequested, RequestArrived, RetractRequested
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tidekv.engine.journal.format import EventRecord, Line, RaiseRecord
+    from tidekv.states.commands import Command
     from tidekv.states.core import Core
+    from tidekv.states.request.request import Request
 
-STEPS_PER_LINE_MAX = 512
 ARRIVED_MIN = 256
-"""Keys of so many requests are kept before those that are over are looked for."""
+"""Keys of so many requests are kept before those of requests that ended are looked for."""
+NOT_ARRIVED = (b"", b"")
 
 
-class EncodedSteps(NamedTuple):
-    """Steps on their way to a line."""
+class Turn(NamedTuple):
+    """One turn of the loop, before it is encoded."""
 
-    steps: int
-    """How many."""
-    json: bytes
-    """A list of them."""
-    keys_bytes: int
-    """Bytes of page keys that they had."""
+    line: TurnLine
+    """Its events still have their page keys."""
+    keyed: list[int]
+    """Which of the events have page keys."""
+
+    def keys_bytes(self) -> list[int]:
+        """Bytes of the page keys of each of these, before the turn is rendered."""
+        return [len(self.line.took[at].keys) for at in self.keyed]  # type: ignore[union-attr]  # These have keys.
+
+
+class Stepped(Protocol):
+    """A function that takes the steps of a core."""
+
+    def __call__(self, event: Event, given: Sequence[Command], error: str = "") -> None: ...
 
 
 class Recorder:
@@ -55,174 +82,174 @@ class Recorder:
         started_unix_s: float = 0.0,
         breathe: Callable[[], None] | None = None,
     ) -> None:
-        """`breathe` is called now and then while long prompts are hashed, to leave the interpreter to others."""
+        """`breathe` is called now and then while long prompts are hashed, to leave the interpreter to other threads."""
         self.run = secrets.token_hex(8)
+        self.turns = self.events = 0
+        """Turns that have ended, and events that were taken."""
         self._core = core
-        self.step_recorder = StepRecorder(core)
-        self.note = self.step_recorder.note
-        """Takes the step that the core has just made; see StepRecorder.note."""
-        self.events = 0
-        """Events that are in the lines so far."""
-        self._crc = 0
+        self._digest = StepDigest(core)
+        self._took: list[EventRecord] = []
+        self._checks: list[int] = []
+        self._raises: list[RaiseRecord] = []
+        self._errors: list[ErrorRecord] = []
+        self._keyed: list[int] = []
+        core.state.raise_watchers.append(self._note_raise)
         self._digests = None if with_tokens else PageDigests(core.settings.key_bytes, breathe)
         self._arrived: dict[str, tuple[bytes, bytes]] = {}
-        """By request: the keys that have arrived, and their digests, or no bytes where these were not kept."""
+        """By request: the keys that arrived, and as they were written."""
         self._arrived_max = ARRIVED_MIN
-        self._encode = msgspec.json.Encoder(enc_hook=encode_pages).encode
-        self._line = b""
-        # structlog renders and chains each line; where lines go is the caller's business.
-        self._log = structlog.wrap_logger(
-            self, processors=[self._render], wrapper_class=structlog.make_filtering_bound_logger(0)
-        ).bind()
+        self._log = structlog.wrap_logger(Rendered(), processors=[_render], wrapper_class=structlog.BoundLogger).bind()
         settings = core.settings
         if not with_tokens:
             settings = msgspec.structs.replace(settings, key_bytes=DIGEST_BYTES)
-        self._header: dict[str, object] = {
-            "version": JOURNAL_VERSION,
-            "run": self.run,
-            "schema": schema_checksum(),
-            "code": code_checksum(),
-            "packages": package_versions(),
-            "page_keys": "tokens" if with_tokens else "digests",
-            "core": settings,
-            "config": dict(config or {}),
-            "layout": dict(layout or {}),
-            "instance": instance,
-            "started_unix_s": started_unix_s,
-        }
-
-    # --- One thread at a time, in the order of the steps ---
-
-    def encode(self, noted: Sequence[StepNotes], *, pages_max: int = sys.maxsize) -> EncodedSteps:
-        """Steps as they will be written, up to the first that would need more than `pages_max` pages to be hashed, all
-        in all. Each of them once: what was encoded has digests in place of its keys.
-        """
-        left, count, keys_bytes = pages_max, len(noted), 0
-        for at, step in enumerate(noted):
-            if type(step.took) in WITH_KEYS:
-                had_bytes = len(step.took.keys)  # type: ignore[attr-defined]  # All kinds of that set have them.
-                hashed = self._hide_tokens(step, left)
-                if hashed is None:
-                    count, noted = at, noted[:at]
-                    break
-                left -= hashed
-                keys_bytes += had_bytes
-        return EncodedSteps(count, self._encode_whole(noted), keys_bytes)
-
-    # --- One thread at a time, in the order of the lines ---
-
-    def run_line(self) -> bytes:
-        """The first line."""
-        return self._say("run", **self._header)
-
-    def segment_line(self, number: int) -> bytes:
-        """The first line of a further file."""
-        return self._say(
-            "segment",
+        self._header = RunLine(
             version=JOURNAL_VERSION,
             run=self.run,
-            number=number,
-            first_seq=self.events,
-            previous_crc=f"{self._crc:08x}",
+            schema=schema_checksum(),
+            code=code_checksum(),
+            packages=package_versions(),
+            page_keys="tokens" if with_tokens else "digests",
+            key_bytes=core.settings.key_bytes,
+            core=settings,
+            config=dict(config or {}),
+            layout=dict(layout or {}),
+            instance=instance,
+            started_unix_s=started_unix_s,
         )
 
-    def steps_pieces(self, encoded: EncodedSteps) -> list[bytes]:
-        """One line of steps, in pieces: to put them together would copy them."""
-        self.events += encoded.steps
-        pieces, self._crc = seal_steps(encoded.json, self._crc)
-        return pieces
+    # --- On the thread of the core ---
 
-    def steps_line(self, encoded: EncodedSteps) -> bytes:
-        """One line of steps."""
-        return b"".join(self.steps_pieces(encoded))
+    def stepped(self, event: Event, given: Sequence[Command], error: str = "") -> None:
+        """Take the step that the core has just made. With `error`, its exception is being handled."""
+        self._took.append(event)
+        self._checks.append(self._digest.stepped(given))
+        if type(event) in WITH_KEYS:
+            self._keyed.append(len(self._took) - 1)
+        if error:
+            self._note_error(error)
 
-    def gap_line(self, events: int) -> bytes:
-        """Say that steps are missing here."""
-        self.events += events
-        return self._say("gap", events=events)
+    def end_turn(self) -> Turn | None:
+        """End the turn; None if the core took no event in it."""
+        took = self._took
+        if not took:
+            return None
+        parts = self._digest.end_turn()
+        line = TurnLine(
+            turn=self.turns,
+            at_s=self._core.state.now_s,
+            took=took,
+            checks=self._checks,
+            parts=parts,
+            digest=f"{self._digest.value:016x}",
+            raises=self._raises,
+            errors=self._errors,
+        )
+        turn = Turn(line, self._keyed)
+        self.turns += 1
+        self.events += len(took)
+        # The turn has the lists: it may be rendered much later.
+        self._took, self._checks, self._keyed, self._raises, self._errors = [], [], [], [], []
+        return turn
+
+    def _note_raise(self, request: Request | None) -> None:
+        self._raises.append(raise_record(len(self._took), request))
+
+    def _note_error(self, name: str) -> None:
+        error = sys.exception()
+        # A refused event has changed nothing; its traceback is of no use.
+        is_told = error is not None and not isinstance(error, IllegalEvent)
+        trace = "".join(traceback.format_exception(error)) if is_told else ""
+        self._errors.append(ErrorRecord(len(self._took) - 1, name, "" if error is None else str(error), trace))
+
+    # --- One thread at a time, in the order of the turns ---
+
+    def render(self, turn: Turn) -> bytes:
+        """Return the line of a turn, without its checksum."""
+        took = turn.line.took
+        for at in turn.keyed:
+            event = took[at]
+            assert isinstance(event, Event), "a turn is rendered once"
+            took[at] = WITH_KEYS[type(event)](self, event)
+        return self._say(turn.line)
+
+    # --- Other lines ---
+
+    def run_line(self) -> bytes:
+        """The first line, without its checksum."""
+        return self._say(self._header)
+
+    def segment_line(self, number: int, *, first_event: int, previous: int) -> bytes:
+        """The first line of a further file, without its checksum."""
+        return self._say(
+            SegmentLine(
+                version=JOURNAL_VERSION,
+                run=self.run,
+                number=number,
+                first_event=first_event,
+                previous_sum=f"{previous:08x}",
+            )
+        )
+
+    def gap_line(self, turns: int, events: int) -> bytes:
+        """A line for turns that are missing, without its checksum."""
+        return self._say(GapLine(turns=turns, events=events))
 
     def end_line(self) -> bytes:
-        """The last line. The core is not stepped any more."""
-        return self._say("end", events=self.events, final=final_state(self._core))
+        """The last line, without its checksum. The core is not stepped any more."""
+        return self._say(EndLine(turns=self.turns, events=self.events, final=final_state(self._core)))
 
-    def info(self, line: bytes) -> None:
-        """Structlog hands over a rendered line here."""
-        self._line = line
+    def _say(self, line: Line) -> bytes:
+        rendered: bytes = self._log.info(line)
+        return rendered
 
-    def _say(self, kind: str, **fields: object) -> bytes:
-        self._log.info(kind, **fields)
-        return self._line
+    # --- Page keys ---
 
-    def _render(self, logger: object, method: str, fields: Mapping[str, object]) -> bytes:
-        body = self._encode({"event": fields["event"], **fields})
-        line, self._crc = seal(body, self._crc)
-        return line
+    def _arrival(self, event: RequestArrived) -> ArrivalRecord:
+        keys = event.keys
+        written = keys if self._digests is None else self._digests.of(keys)
+        if len(self._arrived) > self._arrived_max:
+            self._forget_ended()
+        self._arrived[event.request_id] = (keys, written)
+        return ArrivalRecord.of(event, written)
 
-    def _encode_whole(self, value: object) -> bytes:
-        try:
-            return self._encode(value)
-        except UnicodeEncodeError:
-            # Half a character, as names of files in the words of an error may hold it: JSON has no word for that.
-            return self._encode(_with_whole_characters(msgspec.to_builtins(value, enc_hook=encode_pages)))
+    def _finish(self, event: FinishRequested) -> FinishRecord:
+        return FinishRecord(event.at_s, event.request_id, *self._left(event))
 
-    def _hide_tokens(self, step: StepNotes, pages_max: int) -> int | None:
-        """Put digests in place of the keys; returns how many pages were hashed, None where that would be too many."""
-        event = step.took
-        if type(event) is RequestArrived:
-            found = self._digests_of(event.keys, b"", pages_max)
-            if found is None:
-                return None
-            written, hashed = found
-            if len(self._arrived) > self._arrived_max:
-                self._forget_the_dead()
-            self._arrived[event.request_id] = (event.keys, written)
-            deadline_at_s = NO_DEADLINE if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s
-            step.took = msgspec.structs.replace(event, keys=written, deadline_at_s=deadline_at_s)
-            return hashed
-        assert type(event) is FinishRequested or type(event) is RetractRequested
-        # What was finished begins with what has arrived, whose pages are known and not written again.
-        keys, known = self._arrived.get(event.request_id, NOT_ARRIVED)
+    def _retract(self, event: RetractRequested) -> RetractRecord:
+        return RetractRecord(event.at_s, event.request_id, *self._left(event))
+
+    def _left(self, event: FinishRequested | RetractRequested) -> tuple[bytes, int, Any, int]:
+        """What a request leaves: keys behind those of its arrival, tokens, tails, and pages that are left out."""
+        keys, known = self._arrived.pop(event.request_id, NOT_ARRIVED)
         if not event.keys.startswith(keys):
             keys, known = NOT_ARRIVED
-        found = self._digests_of(event.keys, known, pages_max)
-        if found is None:
-            return None
-        written, hashed = found
-        self._arrived.pop(event.request_id, None)
-        key_bytes = self._core.settings.key_bytes
-        step.same_pages = len(keys) // key_bytes
-        left_out = step.same_pages * (key_bytes if self._digests is None else DIGEST_BYTES)
-        step.took = msgspec.structs.replace(event, keys=written[left_out:])
-        return hashed
+        written = event.keys if self._digests is None else self._digests.of(event.keys, known)
+        same_pages = len(keys) // self._core.settings.key_bytes
+        return written[len(known) :], event.tokens, event.component_pages, same_pages
 
-    def _digests_of(self, keys: bytes, known: bytes, pages_max: int) -> tuple[bytes, int] | None:
-        """What is written of keys, and how many pages were hashed for it; None where those would be too many."""
-        digests = self._digests
-        if digests is None:
-            return keys, 0
-        before = digests.hashed
-        written = digests.of(keys, known, pages_max=pages_max)
-        return None if written is None else (written, digests.hashed - before)
-
-    def _forget_the_dead(self) -> None:
-        """Drop the keys of requests that failed or were aborted. If an event of one is still to come, it is written
-        with all its keys.
-        """
+    def _forget_ended(self) -> None:
+        """Drop the keys of requests that failed. An event that still comes of one is written with all its keys."""
         requests = self._core.state.requests
         for name in [name for name in self._arrived if name not in requests]:
             del self._arrived[name]
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
-NOT_ARRIVED = (b"", b"")
-WITH_KEYS = frozenset((RequestArrived, FinishRequested, RetractRequested))
+WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], ArrivalRecord | FinishRecord | RetractRecord]] = {
+    RequestArrived: Recorder._arrival,
+    FinishRequested: Recorder._finish,
+    RetractRequested: Recorder._retract,
+}
 
 
-def _with_whole_characters(value: object) -> object:
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        return {_with_whole_characters(name): _with_whole_characters(field) for name, field in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_whole_characters(entry) for entry in value]
-    return value
+class Rendered:
+    """A logger for structlog that returns each rendered line to its caller."""
+
+    def info(self, line: bytes) -> bytes:
+        """Return the line."""
+        return line
+
+
+def _render(logger: object, method: str, record: Mapping[str, Any]) -> bytes:
+    """Render a record of structlog. Its event is the line: spreading its fields would cost as much as encoding them."""
+    return encode_line(record["event"])

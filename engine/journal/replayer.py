@@ -1,27 +1,42 @@
-"""Steps a fresh core through a journal and compares every answer with the recorded one."""
+"""Steps a fresh core through a journal, raises where its rules raised, and compares every digest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.engine.journal.final import final_state
-from tidekv.engine.journal.lines import EndLine, RunLine, StepRecord
+from tidekv.engine.journal.digest import StepDigest, final_state
+from tidekv.engine.journal.format import (
+    ArrivalRecord,
+    EndLine,
+    ErrorRecord,
+    EventRecord,
+    FinishRecord,
+    RaiseRecord,
+    RetractRecord,
+    RunLine,
+    TurnLine,
+    code_checksum,
+)
+from tidekv.engine.journal.raises import RaiseInjector, raise_record
 from tidekv.engine.journal.reader import JournalReader
-from tidekv.engine.journal.schema import code_checksum
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, JournalDamaged, ReplayDiverged
-from tidekv.states.events import Event, FinishRequested, RequestArrived, RetractRequested
-from tidekv.states.inspect.step_record import BOOKS_EVERY, StepRecorder, StepResult, encode_pages
-from tidekv.states.request.request import State
+from tidekv.states.events import Event, RequestArrived
+from tidekv.states.request.request import Request, State
 
-OTHER_CODE = "the code of the core is not that which wrote the journal"
-BOOKS_ALONE = (
-    f"only the books differ, which one event of {BOOKS_EVERY} has: it may be an earlier one since the last such"
-)
+if TYPE_CHECKING:
+    from tidekv.engine.decode.driver import Watcher
+
+OTHER_CODE = "the code of the core is not the code that wrote the journal"
+FOLLOWED = ("moves", "commands", "evictions")
+"""What a check of `TurnLine.checks` holds 16 bits of, the highest first."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -31,20 +46,24 @@ class Step(msgspec.Struct, frozen=True):
     event: Event
     commands: list[Command]
     moves: list[tuple[str, State]]
-    """Requests that changed state, in order, with the state that they came to."""
+    """Requests that changed state, in order, with their new state."""
     error: str
     """The class of the error that the step raised; "" for none."""
+    raises: Sequence[RaiseRecord] = ()
+    """Rules that raised within the step, and that the core survived."""
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """What a replay found: everything identical, as far as the journal goes."""
+    """The result of a replay that did not diverge."""
 
     events: int
     """Events that were taken again."""
     complete: bool
-    """The journal was followed to its end record, and the final index, pools and counters are those of the run."""
+    """The replay reached the end record, and the final index, pools and counters are those of the run."""
     torn: JournalDamaged | None
-    """Where and how the tail of the journal is missing; None where the replay was stopped, or is complete."""
+    """Where the tail of the journal is missing; None if the replay was stopped or is complete."""
+    raises: int = 0
+    """Rules that raised, in the run and again in the replay."""
 
 
 class Replayer:
@@ -53,22 +72,23 @@ class Replayer:
         replayer = Replayer("run.journal")
         replayer.run()                  # or: for step in replayer.steps(): … replayer.core …
 
-    `core` is the core as it is after the last step that was made: read it freely. One Replayer replays once.
+    `core` is the core behind the last step that was made: read it freely. One Replayer replays once.
     """
 
     def __init__(self, path: str | Path, *, force: bool = False, compare: bool = True) -> None:
-        """Raises JournalRefused for what is no journal of this version, JournalDamaged for a broken header.
+        """Raises JournalRefused for a file that is no journal of this version, JournalDamaged for a broken header.
 
-        `force` reads journals of other event types as well as can be. Without `compare` answers are not compared: the
-        core of today decides, whatever the journal says.
+        `force` tries journals of other event types. Without `compare` no digest is compared: today's core decides.
         """
         self._reader = JournalReader(path, force=force)
         self._compare = compare
         self.core = Core(self.header.core)
-        self._step_recorder = StepRecorder(self.core)
-        self._encode = msgspec.json.Encoder(enc_hook=encode_pages).encode
+        self._digest = StepDigest(self.core)
+        self._injector = RaiseInjector(self.core, key_bytes=self.header.key_bytes)
+        self.core.state.raise_watchers.append(self._note_raise)
+        self._raised: list[RaiseRecord] = []
         self._arrived: dict[str, bytes] = {}
-        self._events = 0
+        self._turns = self._events = self._raises = 0
         self._complete = False
 
     @property
@@ -78,7 +98,7 @@ class Replayer:
 
     @property
     def place(self) -> tuple[str, int]:
-        """File and line of the step that was made last."""
+        """File and line of the last step."""
         return self._reader.place
 
     @property
@@ -88,115 +108,186 @@ class Replayer:
 
     @property
     def torn(self) -> JournalDamaged | None:
-        """Where and how the tail of the journal is missing, once `steps` has come there."""
+        """Where the tail of the journal is missing, once `steps` has reached it."""
         return self._reader.torn
 
-    def run(self, *, until: int | None = None) -> Replayed:
-        """Replay to the end, or up to and with event `until`.
+    def run(self, *observers: Watcher, until: int | None = None) -> Replayed:
+        """Replay to the end, or up to and with event `until`; `observers` follow every step.
 
-        Raises ReplayDiverged at the first event that the core answers in another way, JournalDamaged at the first line
-        that is not what was written.
+        Raises ReplayDiverged at the first event from which something else follows than in the run, and JournalDamaged
+        at the first line that is not the one that was written.
         """
-        for _ in self.steps(until=until):
-            pass
-        return Replayed(self._events, self._complete, self.torn)
+        for step in self.steps(until=until):
+            for observer in observers:
+                observer.stepped(step.event, step.commands, step.error)
+        return Replayed(self._events, self._complete, self.torn, self._raises)
 
     def steps(self, *, until: int | None = None) -> Iterator[Step]:
-        """The same, event by event."""
+        """Yield the same, step by step. Behind the last step of a turn its state is compared when the next is asked
+        for.
+        """
         if until is not None and until < 0:
             return
         for line in self._reader.lines():
             if isinstance(line, EndLine):
                 self._check_end(line)
                 continue
-            for record in line.steps:
-                yield self._step(record)
-                if until is not None and record.seq >= until:
+            if line.turn != self._turns:
+                raise self._damaged(f"turn {self._turns} is missing: turn {line.turn} is in its place")
+            if len(line.checks) != len(line.took):
+                raise self._damaged(f"turn {line.turn} has {len(line.took)} events and {len(line.checks)} checks")
+            for step in self._turn(line):
+                yield step
+                if until is not None and step.seq >= until:
                     return
 
-    def _step(self, record: StepRecord) -> Step:
-        if record.seq != self._events:
-            raise self._damaged(f"event {self._events} is missing: event {record.seq} stands in its place")
-        event = self.event_of(record)
-        error = ""
-        commands: list[Command] = []
-        try:
-            commands = self.core.step(event)
-        except IllegalEvent as illegal:
-            error = type(illegal).__name__
-        except Exception as broken:
-            # Whatever it is, it ended the run as well, or else the answers differ.
-            error = type(broken).__name__
-        answer = self._encode(self._step_recorder.note(event, commands, error).gave)
-        self._events += 1
-        if self._compare and answer != bytes(record.gave):
-            recorded, replayed = _by_name(bytes(record.gave)), _by_name(answer)
-            raise ReplayDiverged(
-                seq=record.seq,
-                event=in_short(event),
-                recorded=_in_words(recorded),
-                replayed=_in_words(replayed),
-                hint=self._hint(only_books={**recorded, "books": ""} == {**replayed, "books": ""}),
-            )
-        return Step(record.seq, event, commands, self.core.moves, error)
+    def _turn(self, line: TurnLine) -> Iterator[Step]:
+        raises: dict[int, list[RaiseRecord]] = defaultdict(list)
+        for raised in line.raises:
+            raises[raised.at].append(raised)
+        errors = {error.at: error for error in line.errors}
+        for at, (took, check) in enumerate(zip(line.took, line.checks, strict=True)):
+            yield self._step(line, self.event_of(took), check, raises.get(at, ()), errors.get(at))
+        parts = self._digest.end_turn()
+        self._turns += 1
+        if self._compare and (parts != line.parts or f"{self._digest.value:016x}" != line.digest):
+            self._diverge_in_state(line, parts)
 
-    def event_of(self, record: StepRecord) -> Event:
-        """The event of a record, with all its keys. Call it for every record, in order."""
-        event = record.took
-        if isinstance(event, RequestArrived):
+    def _step(
+        self, line: TurnLine, event: Event, check: int, raises: Sequence[RaiseRecord], error: ErrorRecord | None
+    ) -> Step:
+        seq, self._raised = self._events, []
+        commands: list[Command] = []
+        raised = ""
+        try:
+            commands = self._injector.step(event, raises)
+        except IllegalEvent as illegal:
+            raised = type(illegal).__name__
+        except Exception as broken:
+            # Whatever it is: if it did not end the run as well, the error differs below.
+            raised = type(broken).__name__
+        followed = self._digest.followed(commands)
+        ours = self._digest.stepped(commands)
+        self._events += 1
+        self._raises += len(self._raised)
+        if self._compare:
+            theirs = {"raises": _raises_in_words(raises), "error": "" if error is None else error.error}
+            found = {"raises": _raises_in_words(self._raised), "error": raised}
+            differing = [name for name in theirs if theirs[name] != found[name]]
+            recorded = {name: theirs[name] or "none" for name in differing}
+            replayed = {name: found[name] or "none" for name in differing}
+            if ours != check:
+                for name, shift, what in zip(FOLLOWED, (32, 16, 0), followed, strict=True):
+                    digests = check >> shift & 0xFFFF, ours >> shift & 0xFFFF
+                    if digests[0] != digests[1]:
+                        differing.append(name)
+                        recorded[name] = f"digest {digests[0]:04x}" if digests[0] else "none"
+                        replayed[name] = f"digest {digests[1]:04x} of {_in_words(what)}" if what else "none"
+                        # The digest rolls: everything behind the first difference differs as well.
+                        break
+            if differing:
+                self._diverge(seq, in_short(event), line, differing, recorded, replayed)
+        return Step(seq, event, commands, self.core.moves, raised, raises)
+
+    def _diverge_in_state(self, line: TurnLine, parts: list[int]) -> None:
+        names = self._digest.parts
+        at = next((at for at, (ours, theirs) in enumerate(zip(parts, line.parts, strict=False)) if ours != theirs), -1)
+        name = names[at] if at >= 0 else "digest"
+        numbers = self._digest.accounts().get(name, {})
+        self._diverge(
+            self._events - 1,
+            f"the state behind turn {line.turn}",
+            line,
+            [name],
+            {name: f"digest {line.parts[at]:04x}" if at >= 0 else line.digest},
+            {name: f"digest {parts[at]:04x} of {numbers}" if at >= 0 else f"{self._digest.value:016x}"},
+        )
+
+    def _diverge(
+        self,
+        seq: int,
+        event: str,
+        line: TurnLine | None,
+        parts: Sequence[str],
+        recorded: dict[str, str],
+        replayed: dict[str, str],
+    ) -> None:
+        raise ReplayDiverged(
+            seq=seq,
+            event=event,
+            turn=self._turns if line is None else line.turn,
+            parts=tuple(parts),
+            recorded=_by_name(recorded),
+            replayed=_by_name(replayed),
+            hint=OTHER_CODE if self.header.code != code_checksum() else "",
+        )
+
+    def event_of(self, record: EventRecord) -> Event:
+        """Return the event of a record, with all its keys. Call it for every record, in order."""
+        if isinstance(record, Event):
+            return record
+        if isinstance(record, ArrivalRecord):
+            event: RequestArrived = record.event()
             self._arrived[event.request_id] = event.keys
-        elif isinstance(event, FinishRequested | RetractRequested):
-            known = self._arrived.pop(event.request_id, b"")
-            width = self.header.core.key_bytes
-            if len(known) < record.same_pages * width:
-                raise self._damaged(f"event {record.seq} goes on from an arrival that is not in the journal")
-            return msgspec.structs.replace(event, keys=known[: record.same_pages * width] + event.keys)
-        return event
+            return event
+        assert isinstance(record, FinishRecord | RetractRecord)
+        known = self._arrived.pop(record.request_id, b"")
+        width = record.same_pages * self.header.core.key_bytes
+        if len(known) < width:
+            raise self._damaged(f"event {self._events} continues an arrival that is not in the journal")
+        return record.event(known[:width])
 
     def _check_end(self, line: EndLine) -> None:
-        if line.events != self._events:
-            raise self._damaged(f"the end record counts {line.events} events, the journal has {self._events}")
+        if (line.turns, line.events) != (self._turns, self._events):
+            raise self._damaged(
+                f"the end record counts {line.turns} turns of {line.events} events, the journal has {self._turns} of "
+                f"{self._events}"
+            )
         if self._compare:
             ours = final_state(self.core)
             differing = sorted(
                 name for name in ours.keys() | line.final.keys() if ours.get(name) != line.final.get(name)
             )
             if differing:
-                raise ReplayDiverged(
-                    seq=self._events,
-                    event="the end of the run",
-                    recorded=", ".join(f"{name} {line.final.get(name)}" for name in differing),
-                    replayed=", ".join(f"{name} {ours.get(name)}" for name in differing),
-                    hint=self._hint(),
+                self._diverge(
+                    self._events,
+                    "the end of the run",
+                    None,
+                    differing,
+                    {name: str(line.final.get(name)) for name in differing},
+                    {name: str(ours.get(name)) for name in differing},
                 )
         self._complete = True
 
-    def _hint(self, *, only_books: bool = False) -> str:
-        hints = [BOOKS_ALONE] if only_books else []
-        if self.header.code != code_checksum():
-            hints.append(OTHER_CODE)
-        return "; ".join(hints)
+    def _note_raise(self, request: Request | None) -> None:
+        assert sys.exception() is not None
+        self._raised.append(raise_record(0, request))
 
     def _damaged(self, cause: str) -> JournalDamaged:
         path, line = self.place
         return JournalDamaged(path=path, line=line, cause=cause)
 
 
-def _by_name(answer: bytes) -> dict[str, str]:
-    """The fields of an encoded answer, but those that are empty."""
-    fields = msgspec.json.decode(answer, type=list[msgspec.Raw])
-    words = [bytes(field).decode() for field in fields]
-    return {
-        name: word for name, word in zip(StepResult.__struct_fields__, words, strict=False) if word not in ("[]", '""')
-    }
+def _raises_in_words(raises: Sequence[RaiseRecord]) -> str:
+    return ", ".join(f"{raised.error} in {raised.rule}" for raised in raises)
 
 
-def _in_words(fields: dict[str, str]) -> str:
-    return f"{{{', '.join(f'{name}: {word}' for name, word in fields.items())}}}"
+def _in_words(what: object) -> str:
+    return repr(what) if not isinstance(what, list) else f"[{', '.join(map(_short, what))}]"
+
+
+def _short(entry: object) -> str:
+    if isinstance(entry, tuple):
+        return f"({', '.join(_short(part) for part in entry)})"
+    return str(getattr(entry, "value", None) or entry)
+
+
+def _by_name(fields: dict[str, str]) -> str:
+    return f"{{{', '.join(f'{name}: {words}' for name, words in fields.items())}}}"
 
 
 def in_short(event: Event) -> str:
-    """An event in one line, without keys and without the trace of an error."""
+    """Return an event in one line, without keys and without the trace of an error."""
     fields = {
         name: value
         for name, value in msgspec.structs.asdict(event).items()

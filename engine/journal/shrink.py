@@ -1,8 +1,9 @@
 """Makes a short journal of one that ends in an error of the core, or that replays differently.
 
-Where a step raises, requests and then single events are left out for as long as the same class of error is still
-raised. What is left out shifts the numbers of operations, so outcomes are told by what their operation was for. Where
-the core answers differently, there is no other core to compare with: the journal is cut behind the first difference.
+If a step ends in an error, requests and then single events are left out for as long as the same class of error still
+ends the run. That shifts the numbers of operations, so outcomes are matched by what their operation was for. Raises of
+the run happen again wherever their place is still reached. A journal that diverges is cut behind the first difference:
+there is no other core to compare with.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from tidekv.engine.journal.left_components import Left, LeftComponents
-from tidekv.engine.journal.lines import RunLine, StepRecord, StepsLine, seal
+from tidekv.engine.journal.format import EndLine, RaiseRecord, RunLine, TurnLine, encode_line, write_lines
+from tidekv.engine.journal.raises import RaiseInjector
 from tidekv.engine.journal.reader import JournalReader
-from tidekv.engine.journal.recorder import STEPS_PER_LINE_MAX, Recorder
+from tidekv.engine.journal.recorder import Recorder
 from tidekv.engine.journal.replayer import Replayer
 from tidekv.states.backup.backups import Backup
-from tidekv.states.commands import Operation
+from tidekv.states.commands import Command, Operation, ReportReady
 from tidekv.states.components.request_components import ComponentCopy
+from tidekv.states.components.specs import ComponentTable
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, InvalidRequest, ReplayDiverged
-from tidekv.states.events import Event
+from tidekv.states.events import ComponentLeft, Event, FinishRequested, RetractRequested
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.request.restore import Recomputation
 from tidekv.states.storage.admission import StorageQuery
@@ -35,6 +37,12 @@ RUNS_MAX = 2000
 
 Purpose: TypeAlias = "tuple[str, tuple[str, ...], int]"
 """What an operation is for: its command, its requests, and which of such it is."""
+
+
+Place: TypeAlias = "tuple[bool, int]"
+"""Whether a page is one of the request's own, and which of those; else the position of a shared one."""
+Left: TypeAlias = "tuple[str, int, tuple[Place, ...]]"
+"""Component, first position, and the pages."""
 
 
 class Shrunk(msgspec.Struct, frozen=True):
@@ -47,15 +55,15 @@ class Shrunk(msgspec.Struct, frozen=True):
 
 
 def shrink(path: str | Path, out: str | Path) -> Shrunk:
-    """Write a short journal to `out`. Raises InvalidRequest where the journal replays without error or difference."""
+    """Write a short journal to `out`. Raises InvalidRequest if the journal replays without error and difference."""
     replayer = Replayer(path)
     taken: list[Event] = []
     purposes, component_pages = _Purposes(), LeftComponents()
-    left: dict[int, tuple[Left, ...]] = {}
+    facts: dict[int, _Facts] = {}
     try:
         for step in replayer.steps():
             taken.append(step.event)
-            left[id(step.event)] = component_pages.places(step.event)
+            facts[id(step.event)] = _Facts(component_pages.places(step.event), step.raises)
             if step.error not in ("", IllegalEvent.__name__):
                 break
             purposes.note(step.commands, replayer.core)
@@ -63,11 +71,23 @@ def shrink(path: str | Path, out: str | Path) -> Shrunk:
         else:
             raise InvalidRequest(f"journal {str(path)!r} has no error and no difference to shrink to")
     except ReplayDiverged as diverged:
-        _cut(path, out, diverged.seq)
-        return Shrunk(_count(path), diverged.seq + 1, f"the core answers event {diverged.seq} differently")
-    shortened = _Reduction(replayer.header, purposes.of_op, left, step.error).reduce(taken)
+        before, after = _cut(path, out, diverged.turn)
+        return Shrunk(before, after, f"the replay diverges at event {diverged.seq}, in {', '.join(diverged.parts)}")
+    shortened = _Reduction(replayer.header, purposes.of_op, facts, step.error).reduce(taken)
     _write(out, replayer.header, shortened)
     return Shrunk(len(taken), len(shortened), f"the last event raises {step.error}")
+
+
+class _Facts(NamedTuple):
+    """What belongs to an event beside its fields."""
+
+    left: tuple[Left, ...]
+    """What it leaves of components."""
+    raises: Sequence[RaiseRecord]
+
+
+Taken: TypeAlias = "tuple[Event, Sequence[RaiseRecord]]"
+"""An event as a shortened run takes it, with the raises of rules within its step."""
 
 
 class _Purposes:
@@ -104,21 +124,67 @@ def _requests_of(operation: object) -> tuple[str, ...]:
     return () if request is None else (request.request_id,)
 
 
+class LeftComponents:
+    """Follows one run: what its READY requests were given of components."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, dict[str, ComponentTable]] = {}
+
+    def note(self, given: Iterable[Command]) -> None:
+        """Note what a step has told callers."""
+        for command in given:
+            if isinstance(command, ReportReady):
+                self._tables[command.request_id] = {table.component: table for table in command.component_pages or ()}
+
+    def places(self, event: Event) -> tuple[Left, ...]:
+        """What an event of this run leaves; what is not the request's is left out."""
+        if not isinstance(event, FinishRequested | RetractRequested):
+            return ()
+        tables = self._tables.get(event.request_id, {})
+        found = []
+        for tail in event.component_pages:
+            table = tables.get(tail.component)
+            if table is not None:
+                own = {page: (True, at) for at, page in enumerate(table.own)}
+                places = (own.get(page, (False, position)) for position, page in enumerate(tail.pages, tail.first))
+                found.append((tail.component, tail.first, tuple(places)))
+        return tuple(found)
+
+    def leave(self, event: Event, left: tuple[Left, ...]) -> Event:
+        """An event of another run, with the pages that it leaves in this one. A component whose pages are not all there
+        is left out.
+        """
+        if not isinstance(event, FinishRequested | RetractRequested):
+            return event
+        tables = self._tables.get(event.request_id, {})
+        component_pages = []
+        for component, first, places in left:
+            table = tables.get(component)
+            pages = [] if table is None else [page for place in places if (page := _page_at(table, place)) is not None]
+            if len(pages) == len(places):
+                component_pages.append(ComponentLeft(component, first, tuple(pages)))
+        return msgspec.structs.replace(event, component_pages=tuple(component_pages))
+
+
+def _page_at(table: ComponentTable, place: Place) -> int | None:
+    is_own, at = place
+    pages, number = (table.own, at) if is_own else (table.pages, at - table.first)
+    return pages[number] if 0 <= number < len(pages) else None
+
+
 class _Reduction:
     """Leaves out what is not needed for the error."""
 
-    def __init__(
-        self, header: RunLine, purposes: dict[int, Purpose], left: dict[int, tuple[Left, ...]], error: str
-    ) -> None:
-        """`left`: what each event leaves of components, by the id of the event."""
+    def __init__(self, header: RunLine, purposes: dict[int, Purpose], facts: dict[int, _Facts], error: str) -> None:
+        """`facts` are by the id of the event."""
         self._header = header
         self._purposes = purposes
-        self._left = left
+        self._facts = facts
         self._error = error
         self._runs = 0
 
-    def reduce(self, events: Sequence[Event]) -> list[Event]:
-        """A short list of events, the last of which raises the error."""
+    def reduce(self, events: Sequence[Event]) -> list[Taken]:
+        """Return a short list of events, the last of which raises the error."""
         kept = list(events)
         size = max(1, len(self._requests(kept)) // 2)
         while size:
@@ -136,7 +202,7 @@ class _Reduction:
                 at -= size
             size //= 2
         run = self._run(kept)
-        return kept if run is None else run[1]
+        return [(event, self._facts[id(event)].raises) for event in kept] if run is None else run[1]
 
     def _without(self, events: list[Event], is_gone: Callable[[Event], bool]) -> list[Event]:
         fewer = [event for event in events if not is_gone(event)]
@@ -156,17 +222,19 @@ class _Reduction:
         name = getattr(event, "request_id", None)
         return set() if name is None else {name}
 
-    def _run(self, events: list[Event]) -> tuple[list[Event], list[Event]] | None:
-        """The events that mattered to a core, where the last of them raised the error: as they were, and with the
-        numbers that operations have in that run. What the core does not know or refuses does not matter.
+    def _run(self, events: list[Event]) -> tuple[list[Event], list[Taken]] | None:
+        """Return the events that mattered to a core if the last of them raised the error: as they were, and with the
+        numbers that operations have in this run. Events that the core does not know or refuses do not matter.
         """
         if self._runs >= RUNS_MAX:
             return None
         self._runs += 1
         core = Core(self._header.core)
+        # Numbers of operations are locals of the stack, and differ in a shorter run.
+        injector = RaiseInjector(core, key_bytes=self._header.key_bytes, compares_locals=False)
         purposes, component_pages = _Purposes(), LeftComponents()
         mattered: list[Event] = []
-        taken: list[Event] = []
+        taken: list[Taken] = []
         for original in events:
             event = original
             op = getattr(event, "op", None)
@@ -175,10 +243,11 @@ class _Reduction:
                 if known is None:
                     continue
                 event = msgspec.structs.replace(event, op=known)
-            event = component_pages.leave(event, self._left[id(original)])
+            facts = self._facts[id(original)]
+            event = component_pages.leave(event, facts.left)
             error = ""
             try:
-                given = core.step(event)
+                given = injector.step(event, facts.raises)
                 purposes.note(given, core)
                 component_pages.note(given)
             except IllegalEvent:
@@ -186,43 +255,43 @@ class _Reduction:
             except Exception as raised:
                 error = type(raised).__name__
             mattered.append(original)
-            taken.append(event)
+            taken.append((event, facts.raises))
             if error:
                 return (mattered, taken) if error == self._error else None
         return None
 
 
-def _write(out: str | Path, header: RunLine, events: list[Event]) -> None:
-    """Run the events once more, and record it. The keys are what they were in the journal."""
+def _write(out: str | Path, header: RunLine, events: Sequence[Taken]) -> None:
+    """Run the events once more and record them, each as a turn. The keys are those of the journal."""
     core = Core(header.core)
     recorder = Recorder(core, with_tokens=True, config=header.config, layout=header.layout, instance=header.instance)
+    injector = RaiseInjector(core, key_bytes=header.key_bytes, compares_locals=False)
     lines = [recorder.run_line()]
-    for event in events:
+    for event, raises in events:
         try:
-            noted = recorder.note(event, core.step(event))
+            recorder.stepped(event, injector.step(event, raises))
         except Exception as error:
-            noted = recorder.note(event, [], type(error).__name__)
-        lines.append(recorder.steps_line(recorder.encode([noted])))
-    Path(out).write_bytes(b"".join([*lines, recorder.end_line()]))
+            recorder.stepped(event, [], type(error).__name__)
+        turn = recorder.end_turn()
+        assert turn is not None
+        lines.append(recorder.render(turn))
+    write_lines(out, [*lines, recorder.end_line()])
 
 
-def _cut(path: str | Path, out: str | Path, last_seq: int) -> None:
-    """Copy the journal up to and with an event. It has no end record then, as if the run had been killed."""
-    encode = msgspec.json.Encoder().encode
+def _cut(path: str | Path, out: str | Path, last_turn: int) -> tuple[int, int]:
+    """Copy the journal up to and with a turn; returns the events before and after. It has no end record then, as if the
+    run had been killed.
+    """
     reader = JournalReader(path)
-    line, crc = seal(encode(reader.header), 0)
-    written = [line]
-    records: list[StepRecord] = []
+    lines = [encode_line(reader.header)]
+    before = after = 0
     for read in reader.lines():
-        if isinstance(read, StepsLine):
-            records += [record for record in read.steps if record.seq <= last_seq]
-        if records and records[-1].seq == last_seq:
-            break
-    for at in range(0, len(records), STEPS_PER_LINE_MAX):
-        line, crc = seal(encode(StepsLine(steps=records[at : at + STEPS_PER_LINE_MAX])), crc)
-        written.append(line)
-    Path(out).write_bytes(b"".join(written))
-
-
-def _count(path: str | Path) -> int:
-    return sum(len(line.steps) for line in JournalReader(path).lines() if isinstance(line, StepsLine))
+        if isinstance(read, TurnLine):
+            before += len(read.took)
+            if read.turn <= last_turn:
+                after += len(read.took)
+                lines.append(encode_line(read))
+        elif isinstance(read, EndLine) and last_turn > read.turns - 1:
+            lines.append(encode_line(read))
+    write_lines(out, lines)
+    return before, after

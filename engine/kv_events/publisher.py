@@ -10,7 +10,6 @@ The loop's thread only appends to a queue. One thread does the rest, and sleeps 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -18,12 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from tidekv.engine.kv_events.messages import KVEvent, packed
+from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig
 
 if TYPE_CHECKING:
     import zmq
 
-LOG = logging.getLogger("tidekv.kv_events")
+LOG = engine_log("tidekv.kv_events")
 BATCHES_WAITING_MAX: Final = 10_000
 END: Final = (-1).to_bytes(8, "big", signed=True)
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -98,7 +98,7 @@ class KVEventPublisher:
             self._wake.send(b"end")
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            LOG.error("the thread of KV events did not end within %s s", CLOSE_TIMEOUT_S)
+            LOG.error("the thread of KV events did not end in time", after_s=CLOSE_TIMEOUT_S)
             return
         self._wake.close()
         self._context.term()
@@ -153,7 +153,10 @@ class KVEventPublisher:
     def _replay(self, router: zmq.Socket[bytes]) -> None:
         frames = router.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            LOG.warning("replay request of KV events has %s frames; expected three, the last of 8 bytes", len(frames))
+            LOG.warning(
+                "a replay request for KV events is malformed: it needs three frames, the last of 8 bytes",
+                frames=len(frames),
+            )
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
         for number, payload in self._kept:

@@ -14,7 +14,6 @@ prompt is stored until a probe of storage has succeeded.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.backends.storage.base import leading
+from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tidekv.states.types import PageIds
     from tidekv.transports.prefill.prefill_room import Room
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 BOUNCE_PAGES = 256
 """Maximum host pages of a peer that was given no host pool."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidekv.engine.journal.format import write_lines
 from tidekv.engine.journal.recorder import Recorder
 from tidekv.engine.journal.shrink import shrink
 from tidekv.engine.simulation.simulate import SimulationFailed, simulate
@@ -25,12 +26,9 @@ if TYPE_CHECKING:
     from tidekv.engine.simulation.world import World
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
-    from tidekv.states.inspect.step_record import StepNotes
 
 RUNS_MAX = 60
 """Maximum number of runs."""
-NOT_IN_JOURNAL = "rule_raises"
-"""A raise injected into a rule is not an event, so a replay diverges from there."""
 
 
 class SmallestRun(msgspec.Struct, frozen=True):
@@ -92,29 +90,36 @@ class _Tape:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._noted: list[StepNotes] = []
+        self._lines: list[bytes] = []
 
     def attach(self, world: World) -> None:
         """Record every step from now on."""
         core = world.core
-        self._recorder = Recorder(core, with_tokens=True)
+        recorder = Recorder(core, with_tokens=True)
+        self._lines.append(recorder.run_line())
         step = core.step
+
+        def end_turn() -> None:
+            turn = recorder.end_turn()
+            assert turn is not None
+            self._lines.append(recorder.render(turn))
 
         def taped(event: Event) -> list[Command]:
             try:
                 given = step(event)
             except Exception as error:
-                self._noted.append(self._recorder.note(event, [], type(error).__name__))
+                recorder.stepped(event, [], type(error).__name__)
+                end_turn()
                 raise
-            self._noted.append(self._recorder.note(event, given))
+            recorder.stepped(event, given)
+            end_turn()
             return given
 
         core.step = taped  # type: ignore[method-assign]  # Wraps the method for recording.
 
     def write(self) -> None:
         """Write the records. There is no end record, because the run did not end."""
-        lines = [self._recorder.run_line(), self._recorder.steps_line(self._recorder.encode(self._noted))]
-        self._path.write_bytes(b"".join(lines))
+        write_lines(self._path, self._lines)
 
 
 def find_smallest(
@@ -145,9 +150,7 @@ def find_smallest(
                 break
             size //= 2
     last = _Attempt(seed, best.requests, faults, left_out, path)
-    events = last.events
-    if NOT_IN_JOURNAL not in last.struck:
-        events = _without_idle_events(path, events)
+    events = _without_idle_events(path, last.events)
     return SmallestRun(
         seed=seed,
         requests=last.requests,

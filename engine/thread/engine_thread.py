@@ -11,7 +11,6 @@ One wake-up of the loop serves all orders posted meanwhile, in their order. Only
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
 from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
+from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop import EngineLoop
 from tidekv.engine.thread.tickets import (
     Failed,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineThread", "Failed", "Finished", "Outcome", "Restored", "Retracted"]
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 T = TypeVar("T")
 
 
@@ -396,7 +396,7 @@ class EngineThread:
             ticket.on_done(self._tickets.as_told(outcome))
         except Exception:
             self._callbacks_raised += 1
-            LOG.exception("on_done of request %r raised", ticket.live.request_id)
+            LOG.exception("on_done raised", request_id=ticket.live.request_id)
 
     async def _abort(self, live: Live) -> None:
         if not self._tickets.is_live(live):

@@ -1,4 +1,4 @@
-"""Folds the steps of a replay into stories.
+"""Folds the steps of a core into stories: of a replay, or of a running engine.
 
 What was planned for a request when its promise went out: which pages come from where.
 """
@@ -38,7 +38,7 @@ from tidekv.states.storage.policy import StoragePolicy, policy_of
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from tidekv.engine.journal.replayer import Replayer, Step
+    from tidekv.engine.journal.replayer import Replayer
     from tidekv.states.commands import SendPromise
     from tidekv.states.core import Core
     from tidekv.states.request.request import Request
@@ -92,17 +92,18 @@ UNTOLD_CAUSES = ("rule_raised", "transfer_done", "sender_left", "sender_slow")
 
 
 class RequestTraces:
-    """All requests of a journal. `take` every step, with the core as it is after it."""
+    """All requests of a core; a `Watcher` of its steps, from the first one on."""
 
-    def __init__(self, page_size: int, *, keep: bool = True) -> None:
-        """`keep`: whether `all` keeps those that are over; without it the embedder reads them from `ended`."""
+    def __init__(self, core: Core, *, keep: bool = True) -> None:
+        """`keep`: whether `all` keeps requests that ended; without it the embedder reads them from `ended`."""
         self.all: list[RequestTrace] = []
         """In order of arrival."""
         self.ended: list[RequestTrace] = []
         """Those that became READY or FAILED in the last step."""
         self.last_at_s = 0.0
         self._keep = keep
-        self._page_size = page_size
+        self._core = core
+        self._page_size = core.settings.page_size
         self._live: dict[str, RequestTrace] = {}
         self._by_serial: dict[int, RequestTrace] = {}
         self._open: dict[int, tuple[Work, list[RequestTrace]]] = {}
@@ -143,22 +144,23 @@ class RequestTraces:
         """Every request of that name: ids may be used again."""
         return [request_trace for request_trace in self.all if request_trace.request_id == request_id]
 
-    def take(self, step: Step, core: Core) -> None:
-        """Take one step."""
-        event = self._event = step.event
+    def stepped(self, event: events.Event, given: list[commands.Command], error: str = "") -> None:
+        """See `tidekv.engine.decode.driver.Watcher`."""
+        core = self._core
+        self._event = event
         self.ended = []
         at_s = self.last_at_s = max(self.last_at_s, event.at_s)
-        if isinstance(event, events.RequestArrived) and not step.error:
+        if isinstance(event, events.RequestArrived) and not error:
             self._arrived(event, core)
         self._note_event(event, at_s, core)
         self._end_work(event, at_s, core)
         if core.state.counters.get("transitions_raised", 0) != self._raised:
             self._raised = core.state.counters["transitions_raised"]
             self._note_raises(at_s, core)
-        for request_id, state in step.moves:
+        for request_id, state in core.moves:
             self._move(request_id, state, at_s, core)
         self._begun = set()
-        for command in step.commands:
+        for command in given:
             teller = self._tellers.get(type(command))
             if teller is not None:
                 teller(command, at_s, core)
@@ -454,8 +456,6 @@ class RequestTraces:
 
 
 def read_request_traces(replayer: Replayer) -> RequestTraces:
-    """Replay a journal to its end, and tell all stories."""
-    request_traces = RequestTraces(replayer.header.core.page_size)
-    for step in replayer.steps():
-        request_traces.take(step, replayer.core)
+    """Replay a journal to its end, and return all stories."""
+    replayer.run(request_traces := RequestTraces(replayer.core))
     return request_traces

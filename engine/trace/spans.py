@@ -8,11 +8,10 @@ The embedder's provider exports it; nothing here is global.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import time
 from typing import TYPE_CHECKING
 
-from tidekv.engine.journal.replayer import Step
+from tidekv.engine.log import engine_log
 from tidekv.engine.trace.causes import in_one_line
 from tidekv.engine.trace.request_traces import RequestTraces
 from tidekv.states.errors import InvalidConfig, InvalidRequest
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from tidekv.states.core import Core
     from tidekv.states.events import Event
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 NAME = "tidekv.restore"
 LOST_NAME = "tidekv.lost"
 """The span of a request that failed after it had been READY."""
@@ -72,10 +71,9 @@ class RequestSpans:
         self._core_of = core_of
         self._core = core_of()
         self._tracer = provider.get_tracer("tidekv")
-        self._request_traces = RequestTraces(self._core.settings.page_size, keep=False)
+        self._request_traces = RequestTraces(self._core, keep=False)
         self._unix_ns = time.time_ns() - int(now_s * NS)
         self._parents: dict[str, Context] = {}
-        self._seq = 0
 
     def begun(self, request_id: str) -> None:
         """A caller asks for a request now, in its own context."""
@@ -87,10 +85,9 @@ class RequestSpans:
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """See `tidekv.engine.decode.driver.Watcher`."""
-        self._seq += 1
         try:
             self._follow(self._core_of())
-            self._request_traces.take(Step(self._seq, event, given, self._core.moves, error), self._core)
+            self._request_traces.stepped(event, given, error)
             for request_trace in self._request_traces.ended:
                 self._emit(request_trace)
         except Exception:
@@ -103,7 +100,7 @@ class RequestSpans:
         """A new core has none of the requests that the last one had."""
         if core is not self._core:
             self._core = core
-            self._request_traces = RequestTraces(core.settings.page_size, keep=False)
+            self._request_traces = RequestTraces(core, keep=False)
 
     def _emit(self, request_trace: RequestTrace) -> None:
         from opentelemetry.trace import Status, StatusCode

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tidekv import Replayer, open_storage
-from tidekv.engine.journal.final import final_state
+from tidekv.engine.journal.digest import final_state
 
 PROMPT = list(range(100, 122))
 

@@ -15,7 +15,7 @@ from tests.support.waits import LIMIT_S
 from tidekv import PrefillCause, Replayer
 from tidekv.engine.demo import main_job
 from tidekv.engine.demo.blocks import TraceOptions
-from tidekv.engine.journal.final import final_state
+from tidekv.engine.journal.digest import final_state
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import RequestTraces
 
@@ -40,9 +40,8 @@ async def test_run_with_a_killed_prefill_worker_replays_and_is_explained(
             await decode.engine.finish(await restore, [number])
         await decode.assert_nothing_held()
     replayer = Replayer(path)
-    request_traces = RequestTraces(replayer.header.core.page_size)
-    for step in replayer.steps():
-        request_traces.take(step, replayer.core)
+    request_traces = RequestTraces(replayer.core)
+    replayer.run(request_traces)
     assert replayer.torn is None
     assert final_state(replayer.core) == final_state(decode.engine._core)
     for number in range(3):

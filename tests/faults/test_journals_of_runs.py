@@ -21,8 +21,8 @@ from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.phase import Phase
 from tidekv.engine.demo.trace_run import TraceRun
 from tidekv.engine.demo.traces import read_trace
-from tidekv.engine.journal.final import final_state
-from tidekv.engine.journal.lines import EndLine
+from tidekv.engine.journal.digest import final_state
+from tidekv.engine.journal.format import EndLine
 from tidekv.engine.journal.reader import JournalReader
 from tidekv.states import events
 

@@ -11,22 +11,20 @@ import msgspec
 import pytest
 
 from tidekv.engine.journal import Recorder
+from tidekv.engine.journal.format import write_lines
 from tidekv.engine.metrics import MetricsFold
-from tidekv.engine.simulation.faults import FAULTS, Chosen
+from tidekv.engine.simulation.faults import Chosen
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
 from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.components.specs import Component
 from tidekv.states.core import Core
-from tidekv.states.inspect.step_record import StepNotes
 from tidekv.states.request.request import State
 from tidekv.states.settings import CoreSettings
 from tidekv.states.storage.policy import changed_policy, policy_of
 
-LINE_STEPS = 5
-# A raise that is put into a rule from outside is no event: no journal can hold it.
-FAULTS_IN_EVENTS = tuple(name for name in FAULTS if name != "rule_raises")
+TURN_EVENTS = 5
 
 
 class Tape:
@@ -37,7 +35,8 @@ class Tape:
         self._core = core
         self._recorder = Recorder(core)
         self._lines = [self._recorder.run_line()]
-        self._noted: list[StepNotes] = []
+        self._turn_events = 0
+        self.has_ended = False
         self.fold = MetricsFold(core)
         """What a running engine would serve to Prometheus."""
         self.steps: list[tuple[events.Event, str]] = []
@@ -48,24 +47,29 @@ class Tape:
         try:
             given = self._step(event)
         except Exception as error:
-            self._noted.append(self._recorder.note(event, [], type(error).__name__))
-            self.fold.stepped(event, [], type(error).__name__)
+            self._take(event, [], type(error).__name__)
             raise
-        self._noted.append(self._recorder.note(event, given))
-        self.fold.stepped(event, given)
+        self._take(event, given)
         self.steps.append((event, repr(given)))
-        if len(self._noted) == LINE_STEPS:
-            self._flush()
         return given
 
-    def _flush(self) -> None:
-        if self._noted:
-            self._lines.append(self._recorder.steps_line(self._recorder.encode(self._noted)))
-            self._noted = []
+    def _take(self, event: events.Event, given: list[Command], error: str = "") -> None:
+        self._recorder.stepped(event, given, error)
+        self.fold.stepped(event, given, error)
+        self._turn_events += 1
+        if self._turn_events == TURN_EVENTS:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        turn = self._recorder.end_turn()
+        self._turn_events = 0
+        if turn is not None:
+            self._lines.append(self._recorder.render(turn))
 
     def end(self) -> Path:
-        self._flush()
-        self.path.write_bytes(b"".join([*self._lines, self._recorder.end_line()]))
+        self._end_turn()
+        self.has_ended = True
+        write_lines(self.path, [*self._lines, self._recorder.end_line()])
         return self.path
 
 
@@ -76,9 +80,7 @@ Simulate = Callable[..., Tape]
 def simulate(tmp_path: Path) -> Simulate:
     """Run one seed of the simulation, and tape it; the tape is ended."""
 
-    def run(
-        seed: int = 1, requests: int = 40, faults: Chosen = FAULTS_IN_EVENTS, settings: CoreSettings | None = None
-    ) -> Tape:
+    def run(seed: int = 1, requests: int = 40, faults: Chosen = "all", settings: CoreSettings | None = None) -> Tape:
         drawn = settings or draw_settings(Random(f"settings {seed}"))
         world = World(seed=seed, requests=requests, faults=faults, settings=drawn)
         tape = Tape(world.core, tmp_path / f"{seed}.journal")
@@ -110,8 +112,8 @@ class Play:
 
     def __init__(self, path: Path, patch: Callable[..., None]) -> None:
         self.patch = patch
-        self.raised: dict[int, list[object]] = {}
-        """By part of a core: what a planted bug has raised there so far."""
+        self.raised: list[object] = []
+        """Where a planted bug has raised so far."""
         self.core = Core(PLAY_SETTINGS)
         self.tape = Tape(self.core, path)
         self.at_s = 1.0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tidekv import JournalDamaged, JournalRefused, ReplayDiverged, Replayer
-from tidekv.engine.journal.lines import seal
+from tidekv.engine.journal.format import SUFFIX_BYTES, write_lines
 from tidekv.engine.journal.reader import JournalReader
 
+TURN_EVENTS = 5
 HERE = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
@@ -116,16 +118,19 @@ def test_torn_tail_is_tolerated_and_told_at_every_length(journal: Path) -> None:
             Replayer(broken)
 
 
-def test_line_with_a_good_checksum_and_another_content_is_a_divergence_or_refused(journal: Path) -> None:
-    # Whoever changes a journal on purpose can seal it again; then the core's own digest disagrees.
-    lines = journal.read_bytes().splitlines()
-    crc = 0
-    forged = []
-    for line in lines:
-        body = line[: -len(b',"crc":"00000000"}')] + b"}"
-        sealed, crc = seal(body.replace(b'"PREALLOC"', b'"MATCH"', 1) if line is lines[2] else body, crc)
-        forged.append(sealed)
+@pytest.mark.parametrize(
+    ("field", "at", "part"), [("checks", 32, "moves"), ("checks", 16, "commands"), ("parts", 0, "host pool")]
+)
+def test_line_with_a_good_checksum_and_another_digest_is_a_divergence_in_that_part(
+    journal: Path, field: str, at: int, part: str
+) -> None:
+    # Whoever changes a journal on purpose can seal it again; then the digests of the replay disagree.
+    forged = [line[:-SUFFIX_BYTES] + b"}" for line in journal.read_bytes().splitlines()]
+    turn = msgspec.json.decode(forged[1])
+    turn[field][-1 if field == "parts" else 0] ^= 1 << at
     broken = journal.with_name("broken")
-    broken.write_bytes(b"".join(forged))
-    with pytest.raises(ReplayDiverged):
+    write_lines(broken, [forged[0], msgspec.json.encode(turn), *forged[2:]])
+    with pytest.raises(ReplayDiverged) as diverged:
         Replayer(broken).run()
+    assert diverged.value.parts == (part,)
+    assert (diverged.value.turn, diverged.value.seq) == (0, 0 if field == "checks" else TURN_EVENTS - 1)

@@ -12,7 +12,6 @@ import pytest
 
 from tidekv import InvalidConfig, JournalDamaged, JournalRefused, Replayer
 from tidekv.engine.journal import Journal
-from tidekv.engine.journal import journal as journal_module
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
@@ -30,6 +29,7 @@ def write(path: Path, requests: int, **options: int) -> tuple[Core, Journal]:
             events.AbortRequested(at_s=number, request_id=f"r{number}"),
         ):
             journal.stepped(event, core.step(event))
+            journal.end_turn()
     journal.close()
     return core, journal
 
@@ -41,8 +41,7 @@ def test_journal_is_written_and_replays(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["j"]
 
 
-def test_full_segments_go_on_in_further_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "SLICE_STEPS", 10)
+def test_full_segments_go_on_in_further_files(tmp_path: Path) -> None:
     path = tmp_path / "j"
     write(path, 200, segment_bytes=10_000)
     names = {entry.name for entry in tmp_path.iterdir()}
@@ -60,10 +59,7 @@ def test_full_segments_go_on_in_further_files(tmp_path: Path, monkeypatch: pytes
         Replayer(tmp_path / "aside")
 
 
-def test_oldest_segments_are_deleted_and_the_rest_is_refused_clearly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "SLICE_STEPS", 10)
+def test_oldest_segments_are_deleted_and_the_rest_is_refused_clearly(tmp_path: Path) -> None:
     path = tmp_path / "j"
     write(path, 200, segment_bytes=10_000, segments_max=2)
     assert len(list(tmp_path.iterdir())) == 2
@@ -141,6 +137,7 @@ while True:
     journal.stepped(event, core.step(event))
     event = events.AbortRequested(at_s=number, request_id=f"r{{number}}")
     journal.stepped(event, core.step(event))
+    journal.end_turn()
     if number % 100 == 0 and path.stat().st_size > 100_000:
         print("going", flush=True)
 """

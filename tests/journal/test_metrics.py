@@ -40,10 +40,8 @@ def test_live_replayed_and_recounted_metrics_are_the_same(simulate, seed: int) -
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_cuts_by_cause_are_those_that_stories_tell(simulate, seed: int) -> None:
     replayer = Replayer(simulate(seed, 80).path)
-    fold, request_traces = MetricsFold(replayer.core), RequestTraces(replayer.header.core.page_size)
-    for step in replayer.steps():
-        fold.stepped(step.event, step.commands, step.error)
-        request_traces.take(step, replayer.core)
+    fold, request_traces = MetricsFold(replayer.core), RequestTraces(replayer.core)
+    replayer.run(fold, request_traces)
     told = Counter(
         work.cause
         for request_trace in request_traces.all

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tidekv import ReplayDiverged, Replayer
-from tidekv.engine.journal.final import final_state
+from tidekv.engine.journal.digest import final_state
 from tidekv.engine.simulation.simulate import draw_settings, with_components
 from tidekv.states.core import Core
 from tidekv.states.events import StorageAnswered

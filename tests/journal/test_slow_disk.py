@@ -16,7 +16,7 @@ from tests.support.waits import LIMIT_S
 from tidekv import JournalDamaged, Replayer
 from tidekv.engine.journal import Journal
 from tidekv.engine.journal import journal as journal_module
-from tidekv.engine.journal.lines import EndLine, GapLine, StepsLine, unseal
+from tidekv.engine.journal.format import EndLine, GapLine, TurnLine, unseal
 from tidekv.engine.journal.reader import _DECODER
 from tidekv.states import events
 from tidekv.states.core import Core
@@ -24,8 +24,8 @@ from tidekv.states.settings import CoreSettings
 
 SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16)
 BYTES_MAX = 100_000
-SLICE_BYTES = 20_000
-"""More than any line of a slice has."""
+LINE_BYTES = 2_000
+"""More than any line here has."""
 
 
 class HangingDisk:
@@ -74,7 +74,8 @@ def step(core: Core, journal: Journal, count: int, keys: bytes = b"aabbcc") -> N
             events.RequestArrived(at_s=1, request_id="r", serial=number, keys=keys, prompt_tokens=len(keys)),
             events.AbortRequested(at_s=1, request_id="r"),
         ):
-            journal.stepped(event, core.step(event))
+            journal.stepped(event, core.step(event), "")
+            journal.end_turn()
 
 
 def lines_of(path: Path) -> list[object]:
@@ -93,16 +94,15 @@ def test_loop_goes_on_while_the_disk_hangs_and_what_does_not_fit_is_a_gap(core: 
     disk = HangingDisk(journal)
     # Far more than a pipe holds and than may wait. It all returns, though nothing is read.
     step(core, journal, 4000)
-    assert journal._encoded_bytes - journal._taken_bytes <= BYTES_MAX + SLICE_BYTES
-    assert len(journal._waiting) < journal_module.SLICE_STEPS
-    assert journal._missing > 2000
+    assert journal._queued_bytes - journal._taken_bytes <= BYTES_MAX + LINE_BYTES
+    assert journal._missing_events > 2000
     disk.works()
     journal.close()
     journal._thread.join()
     disk.end()
     lines = lines_of(journal.path)
     gaps = [line.events for line in lines if isinstance(line, GapLine)]
-    written = sum(len(line.steps) for line in lines if isinstance(line, StepsLine))
+    written = sum(len(line.took) for line in lines if isinstance(line, TurnLine))
     assert sum(gaps) == journal.events_dropped > 0
     assert written + sum(gaps) == 8000
     assert isinstance(lines[-1], EndLine)
@@ -115,49 +115,43 @@ def test_after_a_gap_the_journal_goes_on_with_the_right_numbers(core: Core, jour
     disk = HangingDisk(journal)
     step(core, journal, 4000)
     disk.works()
-    while journal._missing:
+    while journal._missing_events:
         step(core, journal, 1)
     step(core, journal, 5)
     journal.close()
     disk.end()
-    seq = 0
+    turns = events_taken = 0
     for line in lines_of(journal.path):
-        if isinstance(line, StepsLine):
-            assert [record.seq for record in line.steps] == list(range(seq, seq + len(line.steps)))
-            seq += len(line.steps)
+        if isinstance(line, TurnLine):
+            assert line.turn == turns
+            turns, events_taken = turns + 1, events_taken + len(line.took)
         elif isinstance(line, GapLine):
-            seq += line.events
-    assert seq == journal._events_noted
+            turns, events_taken = turns + line.turns, events_taken + line.events
+    assert events_taken == turns == journal._recorder.events
 
 
-def test_long_prompts_are_hashed_by_the_thread_and_wait_for_it_within_bounds(core: Core, journal: Journal) -> None:
+def test_long_prompts_are_left_to_the_thread_and_wait_for_it_within_bounds(
+    core: Core, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_longest_on_loop", 1000)
     disk = HangingDisk(journal)
-    # More pages than may be hashed on the loop, each time others.
-    prompts = [bytes(Random(number).randbytes(4000)) for number in range(200)]
-    for keys in prompts:
-        step(core, journal, 1, keys)
-        assert journal._keys_noted_bytes - journal._keys_encoded_bytes <= BYTES_MAX + SLICE_BYTES * 8
+    for number in range(200):
+        step(core, journal, 1, bytes(Random(number).randbytes(4000)))
+        assert journal._queued_bytes - journal._taken_bytes <= BYTES_MAX + 4 * LINE_BYTES
+    assert journal._left_to_thread > 0
     assert journal.events_dropped > 0
     disk.works()
     journal.close()
     disk.end()
-    assert journal._keys_noted_bytes == journal._keys_encoded_bytes
+    assert journal._left_to_thread == journal._rendered
     assert any(isinstance(line, GapLine) for line in lines_of(journal.path))
 
 
-def test_many_prompts_at_once_that_are_not_long_are_no_work_for_the_thread(core: Core, tmp_path: Path) -> None:
+def test_prompts_of_any_length_are_in_the_journal_in_their_order(
+    core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(str(tmp_path / "j"), core)
-    words = Random(2)
-    for _ in range(150):
-        # A slice has more new pages than may be hashed at once, and no prompt has.
-        step(core, journal, 1, words.randbytes(600))
-        assert not journal._is_for_thread
-    journal.close()
-    assert Replayer(journal.path).run().complete
-
-
-def test_prompts_of_any_length_are_in_the_journal_in_their_order(core: Core, tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path / "j"), core)
+    monkeypatch.setattr(journal, "_longest_on_loop", 1000)
     words = Random(1)
     long = words.randbytes(5000)
     prompts = [long[: words.randrange(2, 5000, 2)] for _ in range(150)] + [words.randbytes(3000) for _ in range(20)]
@@ -165,6 +159,7 @@ def test_prompts_of_any_length_are_in_the_journal_in_their_order(core: Core, tmp
     for keys in prompts:
         step(core, journal, 1, keys)
     journal.close()
+    assert 0 < journal._left_to_thread == journal._rendered
     steps = list(Replayer(journal.path).steps())
     assert [len(step.event.keys) // 8 for step in steps[::2]] == [len(keys) // 2 for keys in prompts]  # type: ignore[attr-defined]
 
@@ -176,10 +171,12 @@ def test_closing_does_not_wait_for_ever_and_says_what_is_missing(
     step(core, journal, 2000)
     with caplog.at_level(logging.WARNING, "tidekv.journal"):
         journal.close(timeout_s=0.05)
-    (message,) = caplog.messages
-    assert f"{journal.events_dropped} of 4000 events are not in it, nor is its end record" in message
-    assert "within 0.05 s" in message
-    assert str(journal.path) in message
+    (record,) = caplog.records
+    fields = record.tidekv  # type: ignore[attr-defined]  # What the engine's log adds.
+    assert (fields["event"], fields["events"], fields["has_end"]) == ("the journal is incomplete", 4000, False)
+    assert fields["missing"] == journal.events_dropped > 0
+    assert "within 0.05 s" in fields["cause"]
+    assert str(journal.path) in record.getMessage()
     # Should the disk come back, nothing that would look like an end is written.
     disk.works()
     journal._thread.join()
@@ -199,14 +196,14 @@ def test_full_disk_ends_the_journal_and_not_the_run(
         step(core, journal, 10)
         journal.close()
     now, end = caplog.messages
-    assert "ends here, the engine goes on: [Errno 28]" in now
-    assert "20 of 20 events are not in it, nor is its end record: [Errno 28]" in end
+    assert "the journal ends here, the engine goes on: " in now and "[Errno 28]" in now
+    assert "events=20 missing=20 has_end=False" in end and "[Errno 28]" in end
 
 
 def test_mistake_of_the_writer_ends_the_journal_with_its_traceback(
     core: Core, journal: Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal._recorder, "steps_pieces", lambda encoded: 1 // 0)
+    monkeypatch.setattr(journal._recorder, "render", lambda turn: 1 // 0)
     with caplog.at_level(logging.WARNING, "tidekv.journal"):
         step(core, journal, 10)
         journal.close()

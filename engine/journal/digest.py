@@ -1,0 +1,217 @@
+"""Digests of what follows from events: they tell whether two cores did the same, event by event and part by part.
+
+`StepDigest` rolls one 64-bit number over every move, command and eviction of a core, and at the end of each turn over
+the accounts of each part of its state. Page keys do not enter: a journal holds other keys than its run had.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from tidekv.engine.journal.format import whole_text
+from tidekv.states.commands import ReportFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tidekv.states.commands import Command
+    from tidekv.states.components.component_tier import ComponentTier
+    from tidekv.states.core import Core
+    from tidekv.states.pages.page_pool import PagePool
+    from tidekv.states.prefix.node import Node, TierName
+    from tidekv.states.prefix.tiers import Tier
+    from tidekv.states.request.request import State
+
+STATE_PARTS = ("index", "device pool", "host pool")
+"""Parts of the state with a digest behind each turn; each tier of each component follows."""
+ACCOUNT_NUMBERS = ("free", "owned", "cached", "draining", "protected", "receipts", "next")
+"""Numbers of a pool: pages by state, cached pages that must stay, locks and pins, the next free page (-1: none)."""
+_pack_pool = struct.Struct("<7q").pack
+_pack_tick = struct.Struct("<q").pack
+# Pages are arrays, which msgspec has no form for.
+_encode = msgspec.msgpack.Encoder(enc_hook=bytes).encode
+
+
+class Followed(NamedTuple):
+    """What followed from one event."""
+
+    moves: list[tuple[str, State]]
+    commands: list[Command]
+    evicted: list[tuple[str, int, int]]
+    """Tier, page count and CRC-32 of the page ids of each copy that left the index."""
+
+
+class StepDigest:
+    """Follows one core from its first step on. Call `stepped` behind every step, `end_turn` behind every turn."""
+
+    def __init__(self, core: Core) -> None:
+        self.value = 0
+        """The rolling digest."""
+        self._core = core
+        index, components = core.state.index, core.state.components
+        self._tree = index.tree
+        self._pools: list[tuple[PagePool, Tier | ComponentTier]] = [
+            (core.state.device, index.device_tier),
+            (core.state.host, index.host_tier),
+        ]
+        names = list(STATE_PARTS)
+        if components is not None:
+            self._pools += [(tier.account, tier) for tier in components.tiers]
+            names += [f"component {name} ({side})" for name in components.components for side in ("device", "host")]
+        self.parts = tuple(names)
+        """Names of the parts of the state, in the order of `end_turn`."""
+        self._evicted: list[tuple[str, int, int]] = []
+        index.on_evict.append(self._note_eviction)
+
+    def stepped(self, commands: Sequence[Command]) -> int:
+        """Take the step that the core has just made; returns its check (see `TurnLine.checks`)."""
+        value, check = self.value, 0
+        moves = self._core.moves
+        if moves:
+            value = xxh3_64_intdigest(_encoded(moves), value)
+            check = (value & 0xFFFF) << 32
+        if commands:
+            for command in commands:
+                if type(command) is ReportFailed:
+                    # Its detail is text for people: a traceback, which differs between runs.
+                    commands = [_without_detail(command) for command in commands]
+                    break
+            value = xxh3_64_intdigest(_encoded(commands), value)
+            check |= (value & 0xFFFF) << 16
+        if self._evicted:
+            value = xxh3_64_intdigest(_encode(self._evicted), value)
+            check |= value & 0xFFFF
+            self._evicted = []
+        self.value = value
+        return check
+
+    def followed(self, commands: list[Command]) -> Followed:
+        """What has followed from the step that the core has just made. Call it before `stepped`."""
+        return Followed(self._core.moves, commands, list(self._evicted))
+
+    def end_turn(self) -> list[int]:
+        """Roll over the accounts; returns 16 bits of each part (see `parts`)."""
+        value = xxh3_64_intdigest(_pack_tick(self._tree.tick), self.value)
+        found = [value & 0xFFFF]
+        for account, tier in self._pools:
+            free = account.free_pages
+            numbers = _pack_pool(*account.counts, tier.protected, tier.receipts, free[-1] if free else -1)
+            value = xxh3_64_intdigest(numbers, value)
+            found.append(value & 0xFFFF)
+        self.value = value
+        return found
+
+    def accounts(self) -> dict[str, dict[str, int]]:
+        """The numbers behind each part, by name."""
+        found = {self.parts[0]: {"tick": self._tree.tick}}
+        for name, (account, tier) in zip(self.parts[1:], self._pools, strict=True):
+            free = account.free_pages
+            numbers = (*account.counts, tier.protected, tier.receipts, free[-1] if free else -1)
+            found[name] = dict(zip(ACCOUNT_NUMBERS, numbers, strict=True))
+        return found
+
+    def _note_eviction(self, node: Node, tier: TierName) -> None:
+        pages = node.device if tier == "device" else node.host
+        assert pages is not None
+        self._evicted.append((tier, len(pages), zlib.crc32(pages)))
+
+
+def _encoded(followed: Sequence[object]) -> bytes:
+    try:
+        return _encode(followed)
+    except UnicodeEncodeError:
+        # The journal, and so a replay, has a question mark for a lone surrogate.
+        return _encode(whole_text(msgspec.to_builtins(followed, enc_hook=bytes, builtin_types=(bytes,))))
+
+
+def _without_detail(command: Command) -> Command:
+    return msgspec.structs.replace(command, detail="") if type(command) is ReportFailed else command
+
+
+def final_state(core: Core) -> dict[str, int]:
+    """Checksums of index, pools and requests, and every number of `Core.statistics`. O(tree); changes nothing.
+
+    Page keys do not enter: a journal has others than the run had.
+    """
+    return {
+        "crc_index": _index(core),
+        "crc_device": _pool(core.state.device),
+        "crc_host": _pool(core.state.host),
+        "crc_requests": _requests(core),
+        **_components(core),
+        **core.statistics(),
+    }
+
+
+def _index(core: Core) -> int:
+    crc = 0
+    pack = struct.Struct("<12q").pack
+    for node in core.state.index.nodes():
+        assert node.parent is not None
+        numbers = pack(
+            node.node_id,
+            node.parent.node_id,
+            node.page_count,
+            node.depth_pages,
+            node.tick,
+            node.hits,
+            node.anchored,
+            node.guarded,
+            node.host_anchored,
+            node.host_guarded,
+            node.priority,
+            (node.load is not None) + 2 * node.void + 4 * node.stored,
+        )
+        crc = zlib.crc32(numbers, crc)
+        crc = zlib.crc32(b"" if node.device is None else node.device, crc)
+        crc = zlib.crc32(b"" if node.host is None else node.host, crc)
+    for namespace in core.state.index.tree.roots:
+        crc = zlib.crc32(namespace.encode(), crc)
+    return crc
+
+
+def _components(core: Core) -> dict[str, int]:
+    """Pools of components, and which of their pages each node has."""
+    index = core.state.components
+    if index is None:
+        return {}
+    sums = {}
+    for name in index.components:
+        for tier in (index.device[name], index.host[name]):
+            crc = _pool(tier.account)
+            for node in index.index.nodes():
+                held = sorted(tier.pages_of(node).items())
+                crc = zlib.crc32(repr((node.node_id, held, tier.is_guarded(node))).encode(), crc)
+            sums[f"crc_{name}_{tier.name}"] = crc
+    return sums
+
+
+def _pool(account: PagePool) -> int:
+    conditions = bytes(account.condition(page) for page in range(account.total))
+    return zlib.crc32(account.free_pages, zlib.crc32(conditions))
+
+
+def _requests(core: Core) -> int:
+    crc = 0
+    for request in core.state.requests.values():
+        words = (
+            request.request_id,
+            request.state.value,
+            request.generation,
+            request.attempts,
+            request.raised,
+            request.matched,
+            request.promised,
+            list(request.own),
+            list(request.table),
+            list(request.reserve),
+            request.source_pages,
+            [(load.first, load.page_count, load.stage.value) for load in request.loads],
+        )
+        crc = zlib.crc32(repr(words).encode(), crc)
+    return crc

@@ -1,0 +1,359 @@
+"""The journal's format: what each line holds, how it is encoded, and the checksum that chains the lines.
+
+A line is one JSON object that ends in `"sum"`: the XXH32 of the line without that field, seeded with the sum of the
+line before (0 for the first). A flipped bit, a missing line and two swapped lines are therefore found at that line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args
+
+import msgspec
+from xxhash import xxh32_intdigest
+
+from tidekv import states
+from tidekv.states.events import (
+    NO_DEADLINE,
+    AnyEvent,
+    ComponentLeft,
+    Event,
+    FinishRequested,
+    RequestArrived,
+    RetractRequested,
+)
+from tidekv.states.settings import CoreSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+JOURNAL_VERSION = 6
+"""The version of this format. A journal of another version is refused."""
+PACKAGES = ("tidekv", "transitions", "msgspec", "torch", "nixl")
+CHECKSUM_BYTES = 8
+SUFFIX_BYTES = len(b',"sum":"00000000"}')
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """One line; `event` names its kind."""
+
+
+class RunLine(Line, frozen=True, kw_only=True, tag="run"):
+    """The first line of a run."""
+
+    version: int
+    """JOURNAL_VERSION of the writer."""
+    run: str
+    """A random name of this run, repeated by its segments."""
+    schema: str
+    """A checksum of the event types and their fields."""
+    code: str
+    """A checksum of the source of the core. A replay by other code may rightly diverge."""
+    packages: dict[str, str]
+    """Versions of Python and of the packages that the run used."""
+    page_keys: str
+    """"digests": each key is a keyed digest of a page's tokens, the secret is not written; "tokens": packed tokens."""
+    key_bytes: int
+    """Width of a page's key in the run itself; `core.key_bytes` is the width in this journal."""
+    core: CoreSettings
+    """Settings of the core, pool sizes included."""
+    config: dict[str, object]
+    """Configuration of the engine, as given."""
+    layout: dict[str, object]
+    """Identity and bytes of a page. Informational: no decision reads it."""
+    instance: str
+    started_unix_s: float
+
+
+class SegmentLine(Line, frozen=True, kw_only=True, tag="segment"):
+    """The first line of every further file of a run. Its checksum continues from the last line of the file before."""
+
+    version: int
+    run: str
+    number: int
+    """Counted from 1; the file with the `run` line is number 0."""
+    first_event: int
+    """Number of the first event in this file."""
+    previous_sum: str
+
+
+# --- Events ---
+
+
+class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestArrived"):
+    """A `RequestArrived`. `keys` are those of the journal: digests, or tokens. A null deadline is none."""
+
+    at_s: float
+    request_id: str
+    serial: int
+    keys: bytes
+    prompt_tokens: int
+    namespace: str
+    prefill_count: int
+    deadline_at_s: float | None
+    priority: int
+    cache: bool
+    generation: int
+    can_recompute: bool
+
+    @classmethod
+    def of(cls, event: RequestArrived, keys: bytes) -> ArrivalRecord:
+        """Make the record of an arrival, with the keys as they are written."""
+        return cls(
+            event.at_s,
+            event.request_id,
+            event.serial,
+            keys,
+            event.prompt_tokens,
+            event.namespace,
+            event.prefill_count,
+            None if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s,
+            event.priority,
+            event.cache,
+            event.generation,
+            event.can_recompute,
+        )
+
+    def event(self) -> RequestArrived:
+        """Return the event."""
+        fields = msgspec.structs.asdict(self)
+        if self.deadline_at_s is None:
+            fields["deadline_at_s"] = NO_DEADLINE
+        return RequestArrived(**fields)
+
+
+class FinishRecord(msgspec.Struct, frozen=True, array_like=True, tag="FinishRequested"):
+    """A `FinishRequested`. Its first `same_pages` keys are those of the request's arrival, and are left out."""
+
+    at_s: float
+    request_id: str
+    keys: bytes
+    tokens: int
+    component_pages: tuple[ComponentLeft, ...]
+    same_pages: int
+
+    def event(self, known: bytes) -> FinishRequested:
+        """Return the event; `known` are the keys that were left out."""
+        return FinishRequested(
+            at_s=self.at_s,
+            request_id=self.request_id,
+            keys=known + self.keys,
+            tokens=self.tokens,
+            component_pages=self.component_pages,
+        )
+
+
+class RetractRecord(msgspec.Struct, frozen=True, array_like=True, tag="RetractRequested"):
+    """A `RetractRequested`, written like a `FinishRequested`."""
+
+    at_s: float
+    request_id: str
+    keys: bytes
+    tokens: int
+    component_pages: tuple[ComponentLeft, ...]
+    same_pages: int
+
+    def event(self, known: bytes) -> RetractRequested:
+        """Return the event; `known` are the keys that were left out."""
+        return RetractRequested(
+            at_s=self.at_s,
+            request_id=self.request_id,
+            keys=known + self.keys,
+            tokens=self.tokens,
+            component_pages=self.component_pages,
+        )
+
+
+WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested)
+"""Events with page keys. The journal has records of its own for them."""
+
+
+def event_types() -> tuple[type[Event], ...]:
+    """Every event that a journal can hold, in the order of `tidekv.states.events`."""
+    return get_args(AnyEvent)
+
+
+if TYPE_CHECKING:
+    EventRecord: TypeAlias = Event | ArrivalRecord | FinishRecord | RetractRecord
+else:
+    EventRecord = Union[  # The members are computed.
+        (ArrivalRecord, FinishRecord, RetractRecord, *(kind for kind in event_types() if kind not in WITH_KEYS))
+    ]
+
+
+class FrameRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One frame of the core's stack at a raise."""
+
+    function: str
+    """Qualified name."""
+    offset: int
+    """Bytecode offset of the instruction that raised, or that called the next frame."""
+    line: int
+    locals: dict[str, int | str]
+    """Its local numbers and strings, and the ids of local objects: they tell the iterations of a loop apart."""
+
+
+class RaiseRecord(msgspec.Struct, frozen=True):
+    """A rule that raised within the core, and that the core survived."""
+
+    at: int
+    """The event, counted from 0 within the turn."""
+    rule: str
+    """Qualified name of the rule."""
+    error: str
+    """Qualified name of the exception's class."""
+    text: str
+    """The exception's text."""
+    traceback: str
+    stack: list[FrameRecord]
+    """Where it raised: frames of the core, outermost first. A replay raises at the same instruction."""
+    request_id: str = ""
+    """The request that paid for it; "" if it is the rule's of no request."""
+
+
+class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An exception that left `Core.step`: the event was refused, or the core broke."""
+
+    at: int
+    """The event, counted from 0 within the turn."""
+    error: str
+    """Name of the exception's class."""
+    text: str = ""
+    traceback: str = ""
+    """Empty for a refused event."""
+
+
+class TurnLine(Line, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
+    """The events that one turn of the loop took, in order, and digests of what followed from them."""
+
+    turn: int
+    """Counted from 0, without gaps."""
+    at_s: float
+    """Time of the core behind the last event, in monotonic seconds."""
+    took: list[EventRecord]
+    """The events, each as `[type, field, …]`."""
+    checks: list[int]
+    """By event: 16 bits each of the digest behind its moves, its commands, its evictions; 0 for what is empty."""
+    parts: list[int]
+    """16 bits of a digest of each part of the state behind the turn, in the order of the table below."""
+    digest: str
+    """64 bits, rolling: every move, command, eviction and part of the state since the start of the run."""
+    raises: list[RaiseRecord] = []
+    """Rules that raised."""
+    errors: list[ErrorRecord] = []
+    """Exceptions that left `Core.step`."""
+
+
+class GapLine(Line, frozen=True, kw_only=True, tag="gap"):
+    """Turns are missing here: the disk was too slow. A replay ends in front of it."""
+
+    turns: int
+    events: int
+
+
+class EndLine(Line, frozen=True, kw_only=True, tag="end"):
+    """The last line of a run that was closed. A run that was killed has none."""
+
+    turns: int
+    events: int
+    """Events that the core took."""
+    final: dict[str, int]
+    """Checksums of the index, pools and requests, and every number of `Core.statistics`, at the end."""
+
+
+AnyLine: TypeAlias = RunLine | SegmentLine | TurnLine | GapLine | EndLine
+
+
+# --- Encoding ---
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_line(line: Line) -> bytes:
+    """Encode a line without its checksum. A lone surrogate, which JSON cannot hold, becomes a question mark."""
+    try:
+        return _encode(line)
+    except UnicodeEncodeError:
+        return _encode(whole_text(msgspec.to_builtins(line)))
+
+
+def whole_text(value: Any) -> Any:  # Any: whatever JSON can hold.
+    """Return plain data with a question mark for each lone surrogate in its texts."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {whole_text(name): whole_text(field) for name, field in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole_text(entry) for entry in value]
+    return value
+
+
+def seal(body: bytes, before: int) -> tuple[bytes, int]:
+    """Close an encoded line with its checksum, given that of the line before; returns it with its newline, and its
+    checksum.
+    """
+    # Not zlib.crc32: it lets other threads run during a long line, and the writer would wait for the loop each time.
+    checksum = xxh32_intdigest(body, before)
+    return b'%b,"sum":"%08x"}\n' % (body[:-1], checksum), checksum
+
+
+def unseal(line: bytes, before: int) -> tuple[bytes, int] | None:
+    """Return the body and the checksum of a line without its newline; None if it was not written behind that line."""
+    body = line[:-SUFFIX_BYTES] + b"}"
+    checksum = xxh32_intdigest(body, before)
+    return (body, checksum) if line[-SUFFIX_BYTES:] == b',"sum":"%08x"}' % checksum else None
+
+
+def write_lines(path: str | Path, lines: Iterable[bytes]) -> None:
+    """Write a whole journal of encoded lines to one file."""
+    checksum, sealed = 0, []
+    for line in lines:
+        done, checksum = seal(line, checksum)
+        sealed.append(done)
+    Path(path).write_bytes(b"".join(sealed))
+
+
+# --- What a journal depends on ---
+
+
+@lru_cache(maxsize=1)
+def schema_checksum() -> str:
+    """A checksum of every event type and field, and of every line."""
+    kinds = (*event_types(), *get_args(EventRecord), *get_args(AnyLine), RaiseRecord, FrameRecord, ErrorRecord)
+    words = [(kind.__name__, tuple(field_types(kind).items())) for kind in kinds]
+    return _checksum(repr(words).encode())
+
+
+@lru_cache(maxsize=1)
+def code_checksum() -> str:
+    """A checksum of every source file of the core."""
+    folder = Path(states.__path__[0])
+    return _checksum(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
+
+
+@lru_cache(maxsize=1)
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter to a run."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def field_types(kind: type) -> dict[str, str]:
+    """The fields of a struct with their types as they are written in the source, inherited ones first."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        found.update({name: str(words) for name, words in vars(base).get("__annotations__", {}).items()})
+    return {name: words for name, words in found.items() if not name.startswith("__")}
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=CHECKSUM_BYTES).hexdigest()

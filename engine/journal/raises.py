@@ -1,0 +1,227 @@
+"""Raises of rules as facts: where in the core's code a rule raised, and the same raise again in a replay.
+
+A rule that raises is survived by the core, and what follows depends on how far it came. A defect raises in a replay as
+it did in the run; a raise from outside (memory, a hook, an injected fault) does not. So the place is recorded: the
+frames of the core from `Core.step` down, each with the bytecode offset of its instruction, and the local numbers and
+strings that tell the iterations of a loop apart. A replay follows the same frames and raises in front of the same
+instruction. Frames of other packages, of tests and of the simulation are left out on both sides. By the same code on
+the same version of Python the place is exact; by other code it may not be found, and the replay diverges there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dis
+import sys
+import traceback
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidekv import states
+from tidekv.engine.journal.format import FrameRecord, RaiseRecord
+from tidekv.states.core import Core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import CodeType, FrameType
+
+    from tidekv.states.commands import Command
+    from tidekv.states.events import Event
+    from tidekv.states.request.request import Request
+
+STEP = Core.step.__code__
+STATES = tuple({name for folder in states.__path__ for name in (str(folder), str(Path(folder).resolve()))})
+EMPTY_CODE_BYTES = 8
+"""Frames that a compiled module adds to a traceback have no more code than this."""
+DISPATCHING = ("/core.py", "/core_state.py", "/machine.py", "/table.py")
+ID_FIELDS = ("request_id", "op", "node_id", "first", "serial")
+LOCALS_MAX = 32
+TEXT_MAX = 200
+
+
+class ReplayedRaise(Exception):
+    """A raise of the run, raised again by the replay. Its class has the name of the one in the run."""
+
+
+def raise_record(at: int, request: Request | None) -> RaiseRecord:
+    """Describe the exception that is being handled: call it where the core survives one."""
+    error = sys.exception()
+    assert error is not None, "the core calls its raise watchers while it handles the exception"
+    kind = type(error)
+    stack = _stack_of(error)
+    return RaiseRecord(
+        at=at,
+        rule=_rule_of(error),
+        error=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        text=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        stack=stack,
+        request_id="" if request is None else request.request_id,
+    )
+
+
+def _stack_of(error: BaseException) -> list[FrameRecord]:
+    trace = error.__traceback__
+    assert trace is not None
+    # Above the handler frames are still running; from the handler down they are those of the traceback.
+    outer: list[FrameRecord] = []
+    frame = trace.tb_frame.f_back
+    while trace.tb_frame.f_code is not STEP and frame is not None:
+        if _is_of_core(frame.f_code):
+            outer.append(_record(frame, frame.f_lasti, frame.f_lineno))
+        if frame.f_code is STEP:
+            break
+        frame = frame.f_back
+    found = outer[::-1]
+    while trace is not None:
+        if _is_of_core(trace.tb_frame.f_code):
+            found.append(_record(trace.tb_frame, trace.tb_lasti, trace.tb_lineno))
+        trace = trace.tb_next
+    return found
+
+
+def _record(frame: FrameType, offset: int, line: int) -> FrameRecord:
+    return FrameRecord(frame.f_code.co_qualname, _instruction_at(frame.f_code, offset), line, _locals_of(frame))
+
+
+def _locals_of(frame: FrameType) -> dict[str, int | str]:
+    found: dict[str, int | str] = {}
+    for name, value in frame.f_locals.items():
+        if isinstance(value, bool) or name.startswith("_"):
+            continue
+        if isinstance(value, int | str):
+            found[name] = value if isinstance(value, int) else value[:TEXT_MAX]
+        else:
+            for field in ID_FIELDS:
+                number = getattr(value, field, None)
+                if isinstance(number, int | str):
+                    found[f"{name}.{field}"] = number
+        if len(found) >= LOCALS_MAX:
+            break
+    return found
+
+
+def _rule_of(error: BaseException) -> str:
+    """The first function of the core below its dispatching: the rule."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if _is_of_core(code):
+            found = code.co_qualname
+            if not code.co_filename.endswith(DISPATCHING) and "<lambda>" not in found:
+                break
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _is_of_core(code: CodeType) -> bool:
+    # No replay can follow the frames that a compiled module leaves in a traceback.
+    return code.co_filename.startswith(STATES) and len(code.co_code) > EMPTY_CODE_BYTES
+
+
+@lru_cache(maxsize=1024)
+def _instructions(code: CodeType) -> list[int]:
+    found, before = [], ""
+    for instruction in dis.get_instructions(code):
+        # Python 3.11 calls in two instructions, or in the first if it has specialized that: count both as one.
+        if before != "PRECALL":
+            found.append(instruction.offset)
+        before = instruction.opname
+    return found
+
+
+def _instruction_at(code: CodeType, offset: int) -> int:
+    """Start of the instruction that an offset is within: a call in progress points behind its opcode."""
+    starts = _instructions(code)
+    return starts[max(bisect.bisect_right(starts, offset) - 1, 0)]
+
+
+class RaiseInjector:
+    """Steps a core so that the rules raise where they raised in the run."""
+
+    def __init__(self, core: Core, *, key_bytes: int, compares_locals: bool = True) -> None:
+        """`key_bytes` is the width of a page's key in the run: local offsets into keys scale with it. Without
+        `compares_locals` the first of several iterations raises.
+        """
+        self._core = core
+        self._compares_locals = compares_locals
+        self._scale = (key_bytes, core.settings.key_bytes)
+        self._left: Iterator[RaiseRecord] = iter(())
+        self._next: RaiseRecord | None = None
+        core.state.raise_watchers.append(self._go_on)
+
+    def step(self, event: Event, raises: Sequence[RaiseRecord]) -> list[Command]:
+        """`Core.step` with these raises, in order. One whose place is not reached is left out."""
+        if not raises:
+            return self._core.step(event)
+        self._left = iter(raises)
+        self._next = next(self._left)
+        before = sys.gettrace()
+        sys.settrace(self._entered)
+        try:
+            return self._core.step(event)
+        finally:
+            self._next = None
+            sys.settrace(before)
+
+    def _go_on(self, request: Request | None) -> None:
+        """Trace again: Python stops tracing a thread whose trace function has raised."""
+        if self._next is None:
+            return
+        sys.settrace(self._entered)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not STEP:
+            if _is_of_core(frame.f_code):
+                frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes = self._at_instruction, False, True
+            frame = frame.f_back
+
+    def _entered(self, frame: FrameType, kind: str, argument: Any) -> Any:  # Any: as sys.settrace has it.
+        """A function of the core was called: follow its instructions."""
+        if not _is_of_core(frame.f_code):
+            return None
+        frame.f_trace_lines = False
+        frame.f_trace_opcodes = True
+        return self._at_instruction
+
+    def _at_instruction(self, frame: FrameType, kind: str, argument: Any) -> Any:  # Any: as above.
+        record = self._next
+        if kind == "opcode" and record is not None and frame.f_code.co_qualname == record.stack[-1].function:
+            stack = record.stack
+            if _instruction_at(frame.f_code, frame.f_lasti) == stack[-1].offset and self._is_at(frame, stack):
+                self._next = next(self._left, None)
+                raise _exception_of(record)
+        return self._at_instruction
+
+    def _is_at(self, frame: FrameType, stack: Sequence[FrameRecord]) -> bool:
+        """Whether the frames of the core up to `Core.step` are those of the stack."""
+        current: FrameType | None = frame
+        for recorded in reversed(stack):
+            while current is not None and not _is_of_core(current.f_code):
+                current = current.f_back
+            if current is None or current.f_code.co_qualname != recorded.function:
+                return False
+            if _instruction_at(current.f_code, current.f_lasti) != recorded.offset:
+                return False
+            if self._compares_locals and not self._are_equal(recorded.locals, _locals_of(current)):
+                return False
+            current = current.f_back
+        return True
+
+    def _are_equal(self, recorded: dict[str, int | str], ours: dict[str, int | str]) -> bool:
+        run, replay = self._scale
+        for name, value in recorded.items():
+            found = ours.get(name)
+            if found == value:
+                continue
+            if isinstance(value, int) and isinstance(found, int) and value * replay == found * run:
+                continue
+            return False
+        return True
+
+
+def _exception_of(record: RaiseRecord) -> ReplayedRaise:
+    module, _, name = record.error.rpartition(".")
+    kind = type(name, (ReplayedRaise,), {"__module__": module or "builtins"})
+    found: ReplayedRaise = kind(record.text)
+    return found

@@ -1,0 +1,133 @@
+"""The engine's log: structured records of structlog, and sensible ones of the standard library without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from tidekv.engine.log import CoreLog, engine_log
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.request.request import State
+from tidekv.states.request.restore import Restore
+
+LOG = engine_log("tidekv.engine")
+"""Made at import, as the engine's modules make theirs: before an application configures anything."""
+
+
+@pytest.fixture
+def application() -> Iterator[list[dict[str, Any]]]:
+    """An application that has configured structlog; returns the records that it gets."""
+    records: list[dict[str, Any]] = []
+
+    def keep(logger: object, method: str, record: dict[str, Any]) -> dict[str, Any]:
+        records.append({"level": method, **record})
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[keep])
+    try:
+        yield records
+    finally:
+        structlog.reset_defaults()
+
+
+def test_an_application_that_has_configured_structlog_gets_every_record_with_its_fields(
+    application: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    LOG.bind(request_id="r1").warning("a thing happened", pages=3)
+    assert application == [{"level": "warning", "event": "a thing happened", "request_id": "r1", "pages": 3}]
+    assert not caplog.records
+
+
+def test_without_structlog_records_go_to_the_standard_library_in_words_and_with_their_fields(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    LOG.warning("a thing happened", share="100 %d", pages=3, stack="line 1\nline 2")
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("tidekv.engine", "WARNING")
+    assert record.getMessage() == "a thing happened: share='100 %d' pages=3\nline 1\nline 2"
+    assert record.tidekv == {  # type: ignore[attr-defined]  # What the engine's log adds.
+        "event": "a thing happened", "share": "100 %d", "pages": 3, "stack": "line 1\nline 2",
+    }  # fmt: skip
+
+
+def test_records_below_the_level_of_their_logger_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "tidekv.engine"):
+        LOG.warning("a thing happened")
+        LOG.error("a worse thing happened")
+    assert caplog.messages == ["a worse thing happened"]
+
+
+def test_a_handled_exception_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise KeyError("x")
+    except KeyError:
+        LOG.exception("it raised", part="writer")
+    (record,) = caplog.records
+    assert record.getMessage() == "it raised: part=writer"
+    assert record.exc_info is not None and record.exc_info[0] is KeyError
+
+
+def test_a_rule_that_raises_is_logged_with_its_request_and_its_traceback(
+    application: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig()
+    CoreLog(rig.core)
+    fix_plan, raised = Restore.fix_plan, list[int]()
+
+    def fails_once(self: Restore, *given: Any) -> None:
+        if not raised:
+            raised.append(1)
+            raise ZeroDivisionError("a bug")
+        fix_plan(self, *given)
+
+    monkeypatch.setattr(Restore, "fix_plan", fails_once)
+    rig.arrive("a", b"abcdefgh")
+    (record,) = application
+    assert (record["event"], record["level"]) == ("a rule of the core raised, the request falls back", "error")
+    assert (record["request_id"], record["generation"], record["state"]) == ("a", 0, State.MATCH.value)
+    assert record["exc_info"] is True
+
+
+def test_the_breaker_is_logged_when_it_opens_and_when_it_closes(application: list[dict[str, Any]]) -> None:
+    rig = Rig(breaker_failures=1)
+    log = CoreLog(rig.core)
+    rig.attach_storage()
+    rig.arrive("a", b"abcdefgh")
+    log.end_turn()
+    assert not application
+    query = rig.take(commands.QueryStorage)
+    rig.step(events.StorageAnswered, op=query.op, found=0, error="no server")
+    log.end_turn()
+    log.end_turn()
+    assert [record["level"] for record in application] == ["warning"]
+    probe = rig.take_all(commands.ProbeStorage)
+    if not probe:
+        rig.wait_until(rig.core.next_deadline_s())
+        probe = rig.take_all(commands.ProbeStorage)
+    rig.step(events.StorageProbed, op=probe[0].op)
+    log.end_turn()
+    assert [record["level"] for record in application] == ["warning", "info"]
+
+
+def test_a_lost_peer_is_logged_by_its_name(application: list[dict[str, Any]]) -> None:
+    log = CoreLog(Rig().core)
+    log.note_event(events.AuxLanded(at_s=1.0, request_id="a", generation=0, rank=0))
+    log.note_event(events.WriterLost(at_s=1.0, writer="prefill.1", cause="no heartbeat"))
+    (record,) = application
+    assert (record["peer"], record["cause"]) == ("prefill.1", "no heartbeat")
+
+
+def test_a_command_is_logged_with_its_request_and_the_state_of_that(application: list[dict[str, Any]]) -> None:
+    rig = Rig()
+    log = CoreLog(rig.core)
+    rig.arrive("a", b"abcdefgh")
+    log.of_command(rig.take(commands.SendPromise)).warning("starting a command raised")
+    (record,) = application
+    assert {name: record[name] for name in ("command", "request_id", "generation", "state")} == {
+        "command": "SendPromise", "request_id": "a", "generation": 0, "state": "TRANSFER",
+    }  # fmt: skip
