@@ -33,11 +33,11 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "bytes": PAGES,
     "tuple[str, ...]": st.lists(WORDS, max_size=3).map(tuple),
     "StoragePolicy": st.builds(StoragePolicy),
-    "tuple[TailLeft, ...]": st.lists(
+    "tuple[ComponentLeft, ...]": st.lists(
         st.builds(events.ComponentLeft, WORDS, st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3).map(tuple)),
         max_size=2,
     ).map(tuple),
-    "tuple[StoredTail, ...]": st.lists(
+    "tuple[StoredComponent, ...]": st.lists(
         st.builds(events.StoredComponent, WORDS, st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3).map(tuple)),
         max_size=2,
     ).map(tuple),

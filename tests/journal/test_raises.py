@@ -50,14 +50,14 @@ class Tape:
         return self.path
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda request_trace: request_trace.name)
-def test_a_raise_at_any_call_is_replayed_at_that_call(request_trace: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
+def test_a_raise_at_any_call_is_replayed_at_that_call(story: Any, tmp_path: Path) -> None:
     tapes: list[Tape] = []
 
     def prepare() -> tuple[Rig, Callable[[], object]]:
         rig = Rig(growth_reserve_pages=1)
         tapes.append(Tape(rig, tmp_path / "j"))
-        step = request_trace.prepare(rig)
+        step = story.prepare(rig)
         return rig, lambda: step(rig)
 
     for call, rig in raised_at_each_call(prepare):
