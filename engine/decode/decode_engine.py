@@ -179,6 +179,9 @@ class DecodeEngine:
         """End a request, waiting or READY. True: it is over now, and its id is free; its `restore` raises
         RequestFailed("aborted"), also if the core decided READY before it took the abort. False: it is not live, or was
         given to finish or retract before.
+
+        Waits until the core has taken the abort: for a turn of the loop, with ranks for a vote, which ends within the
+        ranks' `vote_timeout_s`. Transfers that still write are not waited for. The engine's end raises EngineClosed.
         """
         self._runtime.check_open()
         checked(request_id, Text, "request_id")
@@ -398,7 +401,8 @@ class DecodeEngine:
     async def drain(self, timeout_s: float | None = None) -> list[str]:
         """Take no new requests, and wait until those that are live were given back, or the time is up.
 
-        Resuming is still possible. Returns the ids of the requests that are live still.
+        Resuming is still possible. Returns the ids of the requests that are live still. Without `timeout_s` it waits as
+        long as callers keep READY requests, or until the engine ends (EngineClosed): that is the caller's choice.
         """
         self._runtime.check_open()
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
@@ -411,13 +415,20 @@ class DecodeEngine:
         return []
 
     async def wait_formed(self) -> None:
-        """Wait until all ranks of the instance are there (again); without ranks they always are."""
+        """Wait until all ranks of the instance are there (again); without ranks they always are.
+
+        Unbounded, since a lost rank may never come back: set a deadline with `asyncio.timeout`.
+        """
         self._runtime.check_open()
         if self._runtime.ranks is not None:
             await self._runtime.ranks.wait_formed()
 
     async def wait_settled(self) -> None:
-        """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""
+        """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine.
+
+        Restores end by their deadlines; further requests and storage that hangs may prolong the wait without bound: set
+        a deadline with `asyncio.timeout`. The engine's end raises EngineClosed.
+        """
         self._runtime.check_open()
         await self._runtime.wait_settled()
 

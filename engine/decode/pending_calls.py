@@ -175,7 +175,9 @@ class PendingCalls:
         return done
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition holds after a drain. Raises EngineClosed where the engine ends first."""
+        """Wait until a condition holds after a drain. Unbounded: the caller sets the deadline, or knows that the core's
+        next step ends the wait. Raises EngineClosed if the engine ends first.
+        """
         self._check_not_ended()
         if not holds():
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

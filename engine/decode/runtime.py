@@ -442,20 +442,19 @@ class Runtime:
         # Storage begins first: that ends the calls which effects wait for.
         storages = [*self.storage_in_use.retired, *self.storage_in_use.component_pages.values()]
         storages += [] if self.storage is None else [self.storage]
-        started: list[Closable | asyncio.Task[object] | None] = [
-            self.ranks,
-            getattr(self, "receiver", None),
-            self.copier,
-            *self.component_copiers.values(),
-            self._lanes,
-            *(begin_close(storage) for storage in storages),
-            self.transport,
-            self.poller,
-            self.storage_poller,
-        ]
+        closing_storages = [begin_close(storage) for storage in storages]
         if self.group is not None and not await self.group.close(timeout_s=stop_s / 4):
             LOG.error("effects did not end within %g s of being cancelled", stop_s / 4)
-        failures = await close_in_order(started, part_s=CLOSE_PART_S, late_s=stop_s / 4)
+        late_s = stop_s / 4
+        failures = await close_in_order(
+            [self.ranks, getattr(self, "receiver", None)], part_s=CLOSE_PART_S, late_s=late_s
+        )
+        # A copy that hangs is ended by nothing that is closed later.
+        copiers = [self.copier, *self.component_copiers.values(), self._lanes]
+        failures += await close_in_order(copiers, part_s=late_s, late_s=late_s)
+        failures += await close_in_order(
+            [*closing_storages, self.transport, self.poller, self.storage_poller], part_s=CLOSE_PART_S, late_s=late_s
+        )
         self.storage_in_use.abandon_leaving()
         self.watchdog.set_busy(False)
         await asyncio.to_thread(self.watchdog.close)

@@ -126,8 +126,8 @@ class RankDriver:
             ) from None
 
     async def wait_formed(self) -> None:
-        """Wait until all ranks are there (again). Unbounded: the caller sets the deadline (`start` does); `close` ends it
-        with a cancellation.
+        """Wait until all ranks are there (again). Unbounded: the caller sets the deadline, as `start` does; `close`
+        ends it with a cancellation.
         """
         await asyncio.shield(self._formed)
 
