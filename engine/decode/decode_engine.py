@@ -66,7 +66,7 @@ class DecodeEngine:
         on this machine, and the request is READY all the same. `ranks`: it is one of several engines that
         decide as one.
         """
-        self.config = checked(config, EngineConfig, "config", InvalidConfig)
+        self.config: EngineConfig = checked(config, EngineConfig, "config", InvalidConfig)
         self._runtime = Runtime(
             config,
             device=device,

@@ -48,6 +48,8 @@ class CallsInFlight:
 
     def __init__(self) -> None:
         self.count = 0
+        self.is_probed = False
+        """Whether a probe is in flight: a store that hangs is not probed again before that one has ended."""
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -246,15 +248,31 @@ class Executor:
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
 
     def _probe(self, command: commands.ProbeStorage) -> None:
-        self._use_storage(self._run_probe(self._storage_of(""), command), f"probe {command.op}")
+        storage = self._storage_of("")
+        if self._in_flight.is_probed:
+            self._probed(command, f"{storage.uri} has not ended its last probe")
+            return
+        # The probe itself cannot be cut off. Its outcome can: what it brings later is for an operation that has ended.
+        slow = f"{storage.uri} did not end a probe within {self._store_timeout_s:g} s"
+        late = asyncio.get_running_loop().call_later(self._store_timeout_s, self._probed, command, slow)
+        self._in_flight.is_probed = True
+        self._use_storage(self._run_probe(storage, command, late, self._in_flight), f"probe {command.op}")
 
-    async def _run_probe(self, storage: Storage, command: commands.ProbeStorage) -> None:
+    async def _run_probe(
+        self, storage: Storage, command: commands.ProbeStorage, late: asyncio.TimerHandle, in_flight: CallsInFlight
+    ) -> None:
         error = ""
         try:
             for engine in (storage, *self._component_storages.values()):
                 await own_cancels_only(engine.probe(), "storage")
         except Exception as raised:
             error = self._text_of(command, raised)
+        finally:
+            in_flight.is_probed = False
+            late.cancel()
+        self._probed(command, error)
+
+    def _probed(self, command: commands.ProbeStorage, error: str) -> None:
         self._post(events.StorageProbed(at_s=self._clock(), op=command.op, error=error))
 
     def _storage_of(self, component: str) -> Storage:

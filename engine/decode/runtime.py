@@ -1,6 +1,6 @@
 """The parts of a running decode engine: started in order, stopped in the opposite order, whatever fails.
 
-Closing parts in order, each with a bound: what hangs does not keep the others from being closed.
+Closing of parts in order, each with a deadline: a part that hangs does not keep the others from being closed.
 
 One TaskGroup for all effects of an engine, in a task of its own.
 
@@ -56,7 +56,7 @@ class Closable(Protocol):
     """Something that can be closed."""
 
     def close(self) -> Coroutine[object, object, object]:
-        """End it."""
+        """Close the part."""
         ...
 
 
@@ -70,7 +70,7 @@ def begin_close(part: Closable) -> asyncio.Task[object]:
 async def close_in_order(
     parts: Sequence[Closable | asyncio.Task[object] | None], *, part_s: float, late_s: float
 ) -> list[Exception]:
-    """Close these parts, None among them left out; returns what closing them raised.
+    """Close these parts in order, skipping None; returns the errors that they raised.
 
     A part that takes longer than `part_s` is left behind, one that began to close before its turn after `late_s`. Both
     have `late_s` more when all others are closed.
