@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import HostPool, InvalidConfig, KVLayout, StorageFailed, TidekvError
+from tidekv.backends.keys import page_keys
 from tidekv.engine.prefill import prompt_store
 from tidekv.engine.prefill.prefill_peer import PromptStoreSettings
 
@@ -161,6 +162,28 @@ async def test_host_pages_stay_taken_while_a_copy_writes_to_them_though_the_peer
     assert free_then == [3]
     assert pair.peer.statistics()["store_bounce_free"] == 8
     assert pair.peer.statistics()["store_closed_early"] == 1
+
+
+async def test_a_prompt_that_extends_a_stored_one_hashes_only_its_new_pages(
+    make_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    page_digests = page_keys.page_digests
+
+    def counted(*arguments: Any, **options: Any) -> list[bytes]:
+        digests = page_digests(*arguments, **options)
+        hashed.append(len(digests))
+        return digests
+
+    monkeypatch.setattr(page_keys, "page_digests", counted)
+    async with make_pair(prefill_storage=Gated()) as pair:
+        for number, tokens in enumerate((PROMPT, [*PROMPT, *range(200, 212)])):
+            ready = await pair.restore(f"r{number}", tokens)
+            await pair.engine.finish(ready)
+            await pair.engine.flush()
+            await all_pages_back(pair)
+        assert pair.peer.statistics()["store_pages_put"] == 5 + 8
+    assert hashed == [5, 3]
 
 
 class Hanging(Gated):
