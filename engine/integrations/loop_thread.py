@@ -13,6 +13,8 @@ from tidekv.states.errors import EngineClosed, TidekvError
 
 T = TypeVar("T")
 
+CANCEL_S = 5.0
+"""Maximum seconds for calls that were left behind to end once they are cancelled."""
 CLOSE_S = 60.0
 """Maximum seconds for one step of the end of a thread."""
 
@@ -28,7 +30,7 @@ class LoopThread:
         self.poller = PollerThread(name=f"{name}-poller")
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
-        self._finish(self._start_poller())
+        self._finish(self._start_poller(), "starting the poller", CLOSE_S)
 
     @property
     def is_closed(self) -> bool:
@@ -59,32 +61,39 @@ class LoopThread:
         """Accept no more calls, run `last` to its end, and stop. Idempotent.
 
         Raises TidekvError if `last` takes longer than `within_s`, its own deadline, and CLOSE_S: storage that hangs is
-        left behind with this thread.
+        left behind, and the thread is stopped.
         """
         if self._is_closed:
             last.close()
             return
         self._is_closed = True
         try:
-            self._finish(last, within_s + CLOSE_S)
+            self._finish(last, "closing storage", within_s + CLOSE_S)
         finally:
-            self._finish(self.poller.close())
+            self._finish(self.poller.close(), "closing the poller", CLOSE_S)
+            self._finish(_cancel_rest(), "cancelling calls", 2 * CANCEL_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S)
             # A loop that a callback blocks cannot be closed; its thread is a daemon.
             if not self._thread.is_alive():
                 self._loop.close()
 
-    def _finish(self, work: Coroutine[object, object, T], limit_s: float | None = None) -> T:
-        """Run `work` on the loop, also while closing. Raises TidekvError after `limit_s` seconds (None: CLOSE_S), and
-        `work` goes on.
-        """
-        limit_s = CLOSE_S if limit_s is None else limit_s
+    def _finish(self, work: Coroutine[object, object, T], what: str, limit_s: float) -> T:
+        """Run `work` on the loop, also while closing. Raises TidekvError after `limit_s` seconds; `work` goes on."""
         ending = asyncio.run_coroutine_threadsafe(work, self._loop)
         done, _ = concurrent.futures.wait([ending], timeout=limit_s)
         if not done:
-            raise TidekvError(f"{self._name}: {work.__qualname__} did not end within {limit_s:g} s; it is left behind")
+            raise TidekvError(f"{self._name}: {what} did not end within {limit_s:g} s; it is left behind")
         return ending.result()
 
     async def _start_poller(self) -> None:
         self.poller.start()
+
+
+async def _cancel_rest() -> None:
+    """End calls that hang: other threads wait for their futures, which nothing settles once the loop has stopped."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=CANCEL_S)
