@@ -18,6 +18,8 @@ from tidekv.engine.log import engine_log
 from tidekv.engine.metrics.fold import Histogram
 
 LOG = engine_log("tidekv.engine")
+CLOSE_S = 5.0
+"""Maximum seconds that closing waits for the thread, which ends at once unless a report hangs."""
 
 BEATS_PER_LIMIT = 5
 """Time stamps per limit. A stall is detected with an error of at most one interval between them."""
@@ -71,12 +73,14 @@ class Watchdog:
                 self._timer = None
 
     def close(self) -> None:
-        """Stop watching and join the thread."""
+        """Stop watching and join the thread, for at most CLOSE_S: a report that hangs must not delay the end."""
         self.set_busy(False)
         self._closed.set()
         self._busy.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                LOG.error("the watchdog's thread did not end within %g s: a report hangs, or logging", CLOSE_S)
 
     def _beat(self) -> None:
         now_s = time.monotonic()

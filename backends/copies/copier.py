@@ -98,7 +98,10 @@ class PageCopier:
             self._warm_up(self._mover)
 
     async def close(self) -> None:
-        """Refuse further copies, wait until all submitted ones have ended, and stop its own lanes."""
+        """Refuse further copies, wait until all submitted ones have ended, and stop its own lanes.
+
+        Unbounded, since a copy cannot be stopped: the caller sets the deadline, and keeps the memory if it passes.
+        """
         self._closing = True
         while self._in_flight:
             await asyncio.wait(self._in_flight)

@@ -57,7 +57,10 @@ class CopyLanes:
                 self._lanes[direction] = _CopyThread(name=name)
 
     async def close(self) -> None:
-        """Refuse further copies, wait until all submitted ones have ended, and stop the threads."""
+        """Refuse further copies, wait until all submitted ones have ended, and stop the threads.
+
+        Unbounded, since a copy cannot be stopped: the caller sets the deadline, and keeps the memory if it passes.
+        """
         self._closing = True
         while self._in_flight:
             await asyncio.wait(self._in_flight)

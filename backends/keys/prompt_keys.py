@@ -1,11 +1,12 @@
-"""Storage keys of prompts: the only owner of keys that are computed from prompts and remembered.
+"""Storage keys of prompts: hashes the pages of each prompt once, for decode requests, puts and prefill workers.
 
 A key names the whole prefix up to the end of its page, so prompts with the same namespace and the same first pages have
 the same first keys. `PromptKeys` remembers the keys of recent prompts in bounded memory, and a `Prompt` that extends
 one of them hashes its new pages only. What is forgotten is hashed again; keys never depend on what is remembered.
 
-Not used by the KV events and the journal: the former name nodes of the prefix tree, in a thread of their own and
-without the prompts above them; the latter uses keyed digests of single pages, which do not reveal prompts.
+Three components do without it. The KV events name nodes of the prefix tree, in a thread of their own and without the
+prompts above them. The journal uses keyed digests of single pages, which do not reveal prompts. The scheduler side of
+vLLM runs in another process and keeps the keys of a request for its life, which grows by a page every few steps.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class DecodeEngine:
             generation=serial * GENERATIONS_MAX,
             can_recompute=self._calls.last_resort is not None,
         )
-        # From here on the id is live, and the core is told: both or neither, whatever raises in between.
+        # From here on the id is live and the event is posted: both or neither, whatever raises in between.
         try:
             outcome = self._calls.begin(request, prompt, serial=serial, deadline_at_s=arrival.deadline_at_s)
             self._driver.post(arrival)
@@ -158,7 +158,7 @@ class DecodeEngine:
         try:
             ready = await outcome
         except asyncio.CancelledError:
-            # It may have failed just now, unseen, and its name may be another request's already.
+            # It may have failed just now, and its id may be another request's already.
             if outcome.done() and not outcome.cancelled():
                 outcome.exception()
             if self._calls.serial_of(request.request_id) == serial:
@@ -179,6 +179,9 @@ class DecodeEngine:
         """End a request, waiting or READY. True: it is over now, and its id is free; its `restore` raises
         RequestFailed("aborted"), also if the core decided READY before it took the abort. False: it is not live, or was
         given to finish or retract before.
+
+        Waits until the core has taken the abort: for a turn of the loop, with ranks for a vote, which ends within the
+        ranks' `vote_timeout_s`. Transfers that still write are not waited for. The engine's end raises EngineClosed.
         """
         self._runtime.check_open()
         checked(request_id, Text, "request_id")
@@ -195,15 +198,15 @@ class DecodeEngine:
     def grow(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
         """Make room for `tokens` more tokens; returns the pages that this adds to `ready.pages`, mostly none.
 
-        Raises OutOfPages, having changed nothing: retract or finish a request, and call again. InvalidRequest where it
-        was given back, or was lost to an error of ours: then its pages are no longer yours.
+        Raises OutOfPages, having changed nothing: retract or finish a request, and call again. Raises InvalidRequest if
+        the request was given back, or lost to an engine error: then its pages are no longer the caller's.
         """
         self._runtime.check_open()
         return self._growth.grow(ready, tokens)
 
     async def wait_grown(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
-        """Like `grow`, but where the reserve is too small, wait for the ranks to agree on more, which the callers
-        of all ranks ask for. Raises OutOfPages where the pool has no more, or another rank does not ask in time.
+        """Like `grow`, but if the reserve is too small, wait for the ranks to agree on more, which the callers of all
+        ranks must request. Raises OutOfPages if the pool has no more, or another rank's caller does not in time.
         """
         self._runtime.check_open()
         if self._runtime.ranks is None:
@@ -211,8 +214,8 @@ class DecodeEngine:
         return await self._growth.wait_grown(ready, tokens, hold_s=self._runtime.ranks.hold_s)
 
     def note_growth(self, ready: ReadyRequest, page_count: int) -> None:
-        """Say that `grow_from_reserve` took so many pages, on whatever thread: the reserve is refilled soon. To be said
-        before the request is given back; of one that is lost already it says nothing.
+        """Note that `grow_from_reserve` took pages, on any thread: the reserve is refilled soon. Call it before the
+        request is given back. Does nothing for a request that is lost already.
         """
         self._runtime.check_open()
         self._growth.note(ready, page_count)
@@ -255,8 +258,8 @@ class DecodeEngine:
     async def resume(self, retracted: RetractedRequest) -> ReadyRequest:
         """Restore prompt and output so far in a new room; the first token it brings is the next one of the output.
 
-        Raises as `restore`. What was held in host memory is let go of when the request is READY or has failed; it stays
-        held where the call was refused (InvalidRequest, CapacityError).
+        Raises as `restore`. What was held in host memory is released when the request is READY or has failed; it stays
+        held if the call was refused (InvalidRequest, CapacityError).
         """
         self._runtime.check_open()
         checked(retracted, RetractedRequest, "retracted")
@@ -280,7 +283,7 @@ class DecodeEngine:
         output_tokens: Tokens,
         component_pages: LeftComponents | None,
     ) -> asyncio.Future[int]:
-        """Tell the core of the tokens that have KV and of what is left of components; the record learns the tokens."""
+        """Post the tokens that have KV and what is left of components; extend the call's prompt by the tokens."""
         self._runtime.check_open()
         live = self._calls.ready(ready)
         page_keys = self._runtime.prompt_keys.page_keys
@@ -398,7 +401,8 @@ class DecodeEngine:
     async def drain(self, timeout_s: float | None = None) -> list[str]:
         """Take no new requests, and wait until those that are live were given back, or the time is up.
 
-        Resuming is still possible. Returns the ids of the requests that are live still.
+        Resuming is still possible. Returns the ids of the requests that are live still. Without `timeout_s` it waits as
+        long as callers keep READY requests, or until the engine ends (EngineClosed): that is the caller's choice.
         """
         self._runtime.check_open()
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
@@ -411,13 +415,20 @@ class DecodeEngine:
         return []
 
     async def wait_formed(self) -> None:
-        """Wait until all ranks of the instance are there (again); without ranks they always are."""
+        """Wait until all ranks of the instance are there (again); without ranks they always are.
+
+        Unbounded, since a lost rank may never come back: set a deadline with `asyncio.timeout`.
+        """
         self._runtime.check_open()
         if self._runtime.ranks is not None:
             await self._runtime.ranks.wait_formed()
 
     async def wait_settled(self) -> None:
-        """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine."""
+        """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine.
+
+        Restores end by their deadlines; further requests and storage that hangs may prolong the wait without bound: set
+        a deadline with `asyncio.timeout`. The engine's end raises EngineClosed.
+        """
         self._runtime.check_open()
         await self._runtime.wait_settled()
 

@@ -1,16 +1,16 @@
 """One inbox, one consumer: takes events, lets the core decide, starts the commands, keeps the core's one timer.
 
-The core is stepped here and nowhere else, on the loop's thread, between two awaits of anybody. What a command leads to
-comes back through the same inbox; nothing steps the core from within a step.
+The core is stepped here only, on the loop's thread, between two awaits. Outcomes of commands come back through the same
+inbox; nothing steps the core from within a step.
 
-A caller that a step made READY is told first and has its turn of the loop at once. What else the step owes, the words
-to watchers and the other commands, comes in the turn after that, and always before the core is stepped again.
+A step that makes requests READY first resolves their calls, which run in the next turn of the loop. Watchers and the
+other commands of the step follow in the turn after that, and always before the core is stepped again.
 
-What has completed is taken before what callers ask for and before the clock: somebody waits for it already, its pages
-are in use, and the step of a request that arrives is the longest of all. Nothing completes of a request that the core
-has not taken, so causes come before effects all the same; calls stay in order among themselves, and so do completions.
-Callers cannot be put off for ever, since without them nothing is under way that could complete. An abort is overtaken
-by nothing: what completes after it finds its request gone.
+Completions are taken before calls and before the clock: a caller waits for them already, their pages are in use, and
+the step of an arriving request is the longest of all. Nothing completes of a request that the core has not taken, so
+causes still precede effects; calls stay in order among themselves, and so do completions. Calls cannot starve, since
+without them nothing is in flight that could complete. Nothing overtakes an abort: a completion after it finds its
+request gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tidekv.states.events import (
 LOG = engine_log("tidekv.engine")
 
 TURN_S_MAX = 0.001
-"""Events are taken for so long in one callback; then others get their turn."""
+"""Maximum seconds of events in one callback; then other callbacks of the loop run."""
 TIMER_MIN_S = 0.001
 """uvloop runs shorter timers at once, which would spin."""
 
@@ -61,11 +61,11 @@ CALLS = frozenset(
         ClockAdvanced,
     )
 )
-"""What callers ask for, and the clock: taken when nothing that has completed waits."""
+"""Calls and the clock: taken if no completion waits."""
 
 
 class Watcher(Protocol):
-    """Whoever is told of every step of the core: the journal, the metrics."""
+    """Receives every step of the core: the journal, the metrics."""
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """The core has taken an event and gave these commands, of which only ReportReady was started; the core is
@@ -87,7 +87,7 @@ class Driver:
         is_agreed: bool = False,
     ) -> None:
         """With `is_agreed` the ranks of an instance have agreed on all that is posted and on its order, and have one
-        clock: nothing goes before anything else, and ClockAdvanced is posted by somebody else.
+        clock: nothing goes before anything else, and the rank driver posts ClockAdvanced.
         """
         self._core = core
         self._is_agreed = self._is_in_order = is_agreed
@@ -97,9 +97,9 @@ class Driver:
         self._after_drain = after_drain
         self._completed: deque[Event] = deque()
         self._calls: deque[Event] = deque()
-        """Behind `_completed`. Where an abort is among them, everything that comes is put here."""
+        """Taken after `_completed`. While an abort is in it, every event is put here."""
         self._owed: tuple[Event, list[Command]] | None = None
-        """The last step, while only the callers that it made READY know of it."""
+        """The last step, while its watchers and commands other than ReportReady have not run."""
         self._armed = False
         self._stepping = False
         self._broken = False
@@ -115,10 +115,10 @@ class Driver:
     """Monotonic seconds, as events carry them. (`loop.time()` of uvloop steps by a millisecond.)"""
 
     def check(self) -> None:
-        """Raise where no request can be taken now. Here it always can: there are no ranks to wait for."""
+        """Raise if no request can be taken now. Without ranks it always can."""
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell one more of every step from now on, behind the others."""
+        """Add a watcher behind the others; it receives every step from now on."""
         self._watchers = (*self._watchers, watcher)
 
     @property
@@ -128,7 +128,7 @@ class Driver:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the core has taken every event that was posted, and everybody knows."""
+        """Whether the core has taken every posted event, and all commands and watchers of its steps have run."""
         return not (self._completed or self._calls) and self._owed is None
 
     def post(self, event: Event) -> None:
@@ -170,7 +170,7 @@ class Driver:
             self._timer = None
 
     def _drain(self) -> None:
-        # Armed still: what is posted meanwhile is taken in this turn or in the next one, behind whom this one wakes up.
+        # Still armed: events posted meanwhile are taken in this turn, or in the next, after calls woken in this one.
         try:
             if not self.is_caught_up:
                 self._take_batch()
@@ -194,7 +194,7 @@ class Driver:
                 if self.clock() > ends_at_s:
                     break
         except BaseException as error:
-            # Whatever it is, the core can no longer be trusted: stop loudly, let nobody wait for ever.
+            # The core can no longer be trusted: stop loudly, and end every wait.
             self.stop()
             self._on_broken(error)
         finally:
@@ -202,7 +202,7 @@ class Driver:
         self._after_drain()
 
     def _step(self, event: Event) -> bool:
-        """Let the core take an event, and tell those whom that made READY; says whether there are any."""
+        """Step the core with an event, and resolve the calls that became READY; return whether there are any."""
         try:
             commands = self._core.step(event)
         except IllegalEvent as error:
@@ -225,7 +225,7 @@ class Driver:
         return is_told
 
     def _settle_step(self) -> None:
-        """Give what the last step owes."""
+        """Run the watchers and remaining commands of the last step."""
         if self._owed is None:
             return
         (event, commands), self._owed = self._owed, None
@@ -255,7 +255,7 @@ class Driver:
         now_s = self.clock()
         due = self._core.next_deadline_s()
         if due is not None and due <= now_s:
-            # Behind whatever has completed meanwhile: finished work never becomes a timeout.
+            # Posted after completions that wait: finished work never becomes a timeout.
             self.post(ClockAdvanced(at_s=now_s))
         else:
             self._arm_timer()

@@ -2,7 +2,8 @@
 
 It decides nothing and never raises into the driver: a failure is an outcome, with its text.
 
-The storage hit count of a request takes this way, and enters the core once:
+The storage hit count of a request passes seven modules and enters the core by one event; the core passes it on within
+that step, by the row of `StorageAnswered` in the table of the request machine:
 
     storage engine `exists` ──▶ executor `_run_query` ──StorageAnswered──▶ driver ──▶ core `step` ──▶ storage admission
     `StorageQuery` ──▶ restore `note_answer`, `fix_plan` ──▶ plan `PlanFetches.load`, whose loads are sources of READY

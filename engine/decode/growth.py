@@ -3,9 +3,9 @@
     ready.pages     [0, length) has tokens or room for them; the last page may have room for more
     ready.reserve   page ids that are the request's already; growth takes them from the front
 
-The core is told afterwards (`GrowthTaken`): it counts the same pages off the front of the same queue, and refills it at
-the back. So taking needs neither the core nor its loop, and whoever owns the request may take on a thread of its own,
-as long as every taking is told before the request is given back.
+The core takes `GrowthTaken` afterwards: it counts the same pages off the front of the same queue, and refills it at the
+back. So taking pages needs neither the core nor its loop, and the owner of a request may take them on a thread of its
+own, if each taking is posted before the request is given back.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Growth:
 
     def _tell(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> None:
         self._front.take_now(self._event(ready, page_count, wanted=wanted))
-        # Whatever became of it became of it now: nobody writes to pages that are no longer the request's.
+        # It ended just now: pages that are no longer the request's must not be written to.
         self._calls.ready(ready)
 
     def _event(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> events.GrowthTaken:
@@ -129,7 +129,7 @@ def pack_output(tokens: Tokens, *, vocabulary: int | None) -> bytes:
     try:
         is_empty = not len(tokens)
     except TypeError:
-        is_empty = False  # No sequence; packing says so.
+        is_empty = False  # No sequence; packing raises for it.
     return b"" if is_empty else pack_tokens(tokens, vocabulary=vocabulary)
 
 

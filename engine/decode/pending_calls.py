@@ -1,4 +1,4 @@
-"""Who waits for what: the calls of the embedder, from their start to the core's answer."""
+"""Pending calls of the embedder, from their start to the core's answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FlushAnswer = dict[str, dict[str, int]]
 
 
 class LiveCall:
-    """One request as its caller sees it: waiting, then READY, until it is given back."""
+    """A live request as its caller sees it: waiting, then READY, until it is given back."""
 
     def __init__(self, request: DecodeRequest, prompt: Prompt, *, serial: int, deadline_at_s: float) -> None:
         self.request = request
@@ -42,19 +42,17 @@ class LiveCall:
         self.deadline_at_s = deadline_at_s
         """Time, on the driver's clock, by which the request must be ready."""
         self.core_serial = serial
-        """The number that the core knows its tokens by: the leader's, where there are ranks."""
+        """The number by which the core names its tokens; with ranks, the leader's."""
         self.outcome: asyncio.Future[ReadyRequest] = asyncio.get_running_loop().create_future()
         self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
-        """First token and aux by generation: they come before the core is told."""
+        """First token and aux by generation: they arrive before the core takes the event."""
         self.ready: ReadyRequest | None = None
         self.prefill_words = ""
-        """What the prefill of this rank said when it failed: ranks agree on the cause, not on its words."""
+        """Message of this rank's prefill when it failed. Ranks agree on the cause only."""
         self.reserves_given = 0
-        """Answers to its growth so far."""
+        """Number of answers to its growth so far."""
         self.is_aborted = False
-        """An abort was posted for it: whatever the core decides before it takes that, the pages are no longer the
-        caller's.
-        """
+        """An abort was posted. Even if the core decides READY before it takes that, the pages are not the caller's."""
 
 
 class PendingCalls:
@@ -63,9 +61,9 @@ class PendingCalls:
     def __init__(self, *, page_size: int, last_resort: Recompute | None) -> None:
         self.last_resort = last_resort
         self.drop_cause = "aborted"
-        """Why a READY request is dropped, if it is: a caller's abort, unless a rank is lost."""
+        """Cause for READY requests that the core drops: a caller's abort, unless a rank is lost."""
         self.on_begin: Callable[[str], None] | None = None
-        """Whoever is to know in whose context a request was asked for."""
+        """Called with the id of each request, in the context of the call that submits it."""
         self._page_size = page_size
         self._live: dict[str, LiveCall] = {}
         self._tokens_left: dict[int, Prompt] = {}
@@ -99,7 +97,7 @@ class PendingCalls:
         return live.outcome
 
     def withdraw(self, request_id: str, *, serial: int) -> None:
-        """Forget a request that the core was never told of. Does nothing if another one has the id."""
+        """Forget a request that was not posted to the core. Does nothing if another request has the id."""
         if self.serial_of(request_id) == serial:
             del self._live[request_id]
 
@@ -117,24 +115,24 @@ class PendingCalls:
         return request_id in self._live
 
     def serial_of(self, request_id: str) -> int | None:
-        """The number of the live request of that name. Names come again, these numbers do not."""
+        """The number of the live request with that id. Ids are used again, numbers are not."""
         live = self._live.get(request_id)
         return None if live is None else live.serial
 
     def adopt(self, request_id: str, core_serial: int) -> None:
-        """The core knows the tokens of this request by another number."""
+        """Note the number by which the core names this request's tokens."""
         self._live[request_id].core_serial = core_serial
 
     def is_given_back(self, request_id: str) -> bool:
-        """Whether finish or retract was called for it, and has no answer yet."""
+        """Whether finish or retract was called for the request and has no answer yet."""
         return request_id in self._ends
 
     def arriving(self, core: Core) -> int:
-        """Requests that the core has not taken yet; those that are being retracted count as well."""
+        """Number of requests that the core has not taken yet, and of those being retracted."""
         return len(self._live) - len(core.state.requests)
 
     def live_ids(self) -> list[str]:
-        """Every live request."""
+        """Ids of all live requests."""
         return list(self._live)
 
     def ready(self, ready: ReadyRequest) -> LiveCall:
@@ -152,7 +150,7 @@ class PendingCalls:
         return live
 
     def expect(self, ready: ReadyRequest) -> asyncio.Future[int]:
-        """A future for the answer to finish or retract; `unexpect` takes it back."""
+        """Return a future for the answer to finish or retract; `unexpect` takes it back."""
         live = self.ready(ready)
         self._tokens_left[live.core_serial] = live.prompt
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -160,22 +158,24 @@ class PendingCalls:
         return done
 
     def unexpect(self, ready: ReadyRequest) -> None:
-        """Rollback `expect`: the core was never told."""
+        """Undo `expect`, if the event was not posted."""
         self._ends.pop(ready.request_id, None)
         self._tokens_left.pop(self._live[ready.request_id].core_serial, None)
 
     def unexpect_flush(self, call: int) -> None:
-        """Rollback `expect_flush`: the core was never told."""
+        """Undo `expect_flush`, if the event was not posted."""
         self._flushes.pop(call, None)
 
     def expect_flush(self, call: int) -> asyncio.Future[FlushAnswer]:
-        """A future for the answer to a flush."""
+        """Return a future for the answer to a flush."""
         done: asyncio.Future[FlushAnswer] = asyncio.get_running_loop().create_future()
         self._flushes[call] = done
         return done
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition holds after a drain. Raises EngineClosed where the engine ends first."""
+        """Wait until a condition holds after a drain. Unbounded: the caller sets the deadline, or knows that the core's
+        next step ends the wait. Raises EngineClosed if the engine ends first.
+        """
         self._check_not_ended()
         if not holds():
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -183,7 +183,7 @@ class PendingCalls:
             await waiter
 
     def after_drain(self) -> None:
-        """The core has taken events: look whether somebody's condition holds now."""
+        """End the waits whose condition holds now. Call it after the core has taken events."""
         if not self._waiters:
             return
         waiting = []
@@ -197,13 +197,13 @@ class PendingCalls:
         self._waiters = waiting
 
     def note_aux(self, request_id: str, generation: int, first_token: int, aux: object) -> None:
-        """What prefill sent along with the end of a room."""
+        """Keep the first token and aux data that prefill sent with the end of a room."""
         live = self._live.get(request_id)
         if live is not None:
             live.first_tokens[generation] = (first_token, aux if isinstance(aux, dict) else {})
 
     def end_all(self, words: str) -> None:
-        """The engine ends: nobody waits for an answer that cannot come, now or later."""
+        """Fail all calls with EngineClosed, now and from now on, since the engine ends."""
         self._ended = words
         futures: list[
             asyncio.Future[ReadyRequest] | asyncio.Future[int] | asyncio.Future[FlushAnswer] | asyncio.Future[None]
@@ -213,7 +213,7 @@ class PendingCalls:
         for future in futures:
             if not future.done():
                 future.set_exception(EngineClosed(words))
-                # A caller that has gone away must not be told by the loop's exception hook as well.
+                # Retrieved, so that asyncio does not report the error of a call that was cancelled.
                 future.exception()
         self._live.clear()
         self._ends.clear()
@@ -243,7 +243,7 @@ class PendingCalls:
         self, command: commands.Recompute, end: Callable[[commands.Recompute, Exception | None], None]
     ) -> Coroutine[object, object, None]:
         """Have the caller compute what no prefill can send; `end` is called with the outcome."""
-        # Looked up now: when the work begins, the request may be gone, and its name another's.
+        # Looked up now: when the work begins, the request may be gone, and its id used again.
         return self._recompute(self._live[command.request_id], command, end)
 
     async def _recompute(
@@ -252,7 +252,7 @@ class PendingCalls:
         command: commands.Recompute,
         end: Callable[[commands.Recompute, Exception | None], None],
     ) -> None:
-        assert self.last_resort is not None, "the core was told that the caller can recompute"
+        assert self.last_resort is not None, "the core was given can_recompute"
         if self._live.get(command.request_id) is not live:
             end(command, RequestFailed(command.request_id, "ended before its recompute began"))
             return
@@ -283,7 +283,7 @@ class PendingCalls:
             prompt_tokens=len(live.prompt.packed) // 4,
             first_token=first_token,
             aux=aux,
-            # The caller's own: the command is still to be written down.
+            # A copy for the caller: the journal still has to encode the command.
             sources=dict(command.sources),
             length=len(live.prompt.packed) // 4,
             packed_tokens=live.prompt.packed,
@@ -295,7 +295,7 @@ class PendingCalls:
             live.outcome.set_result(live.ready)
 
     def note_prefill(self, request_id: str, words: str) -> None:
-        """Keep what the prefill of this rank said about a request, for the error that its caller may get."""
+        """Keep the message of this rank's prefill about a request, for the error that its caller may get."""
         if (live := self._live.get(request_id)) is not None:
             live.prefill_words = words
 
@@ -310,7 +310,7 @@ class PendingCalls:
         self._fail(RequestFailed(command.request_id, self.drop_cause))
 
     def _fail(self, error: RequestFailed) -> None:
-        """The request is over; whoever waits for it, or has just given it back, hears why."""
+        """End a request: fail its `restore`, and its `finish` or `retract` if one was just called."""
         live = self._live.pop(error.request_id)
         self._tokens_left.pop(live.core_serial, None)
         for future in (live.outcome, self._ends.pop(error.request_id, None)):
@@ -333,12 +333,12 @@ class PendingCalls:
         self._live.pop(request_id)
         done = self._ends.pop(request_id, None)
         if done is None:
-            raise BrokenInvariant(f"request {request_id!r} was given back, and nobody had asked for it")
+            raise BrokenInvariant(f"request {request_id!r} was given back, but neither finish nor retract was called")
         if not done.done():
             done.set_result(answer)
 
     def _tell_flushed(self, command: commands.ReportFlushed) -> None:
-        # The leader alone flushes: its caller waits, those of other ranks do not.
+        # Only the leader's caller flushes and waits; other ranks have no call.
         done = self._flushes.pop(command.call, None)
         if done is not None and not done.done():
             done.set_result({"dropped": command.dropped, "spared": command.spared})

@@ -1,11 +1,8 @@
-"""The parts of a running decode engine: started in order, stopped in the opposite order, whatever fails.
+"""Composition root of a decode engine: its parts, started in order and stopped in the opposite order.
 
-Closing of parts in order, each with a deadline: a part that hangs does not keep the others from being closed.
-
-One TaskGroup for all effects of an engine, in a task of its own.
-
-A TaskGroup cancels the task that entered it and wraps what leaves the block. Entered by the embedder's own task it
-would wrap the embedder's exceptions; so a supervisor task enters it, and tells when an effect broke.
+Runtime         makes the parts, connects them, starts and stops them
+EffectGroup     one TaskGroup, in a task of its own, for all effects of an engine
+close_in_order  closes parts, each with a bound, so that one that hangs does not keep the others open
 """
 
 from __future__ import annotations
@@ -52,131 +49,23 @@ if TYPE_CHECKING:
     from tidekv.engine.decode.values import Recompute
     from tidekv.transports.base import Transport
 
-
-class Closable(Protocol):
-    """Something that can be closed."""
-
-    def close(self) -> Coroutine[object, object, object]:
-        """Close the part."""
-        ...
-
-
-def begin_close(part: Closable) -> asyncio.Task[object]:
-    """Begin to close a part before its turn; `close_in_order` takes the task in its place."""
-    closing: asyncio.Task[object] = asyncio.ensure_future(part.close())
-    closing.set_name(f"closing {type(part).__name__}")
-    return closing
-
-
-async def close_in_order(
-    parts: Sequence[Closable | asyncio.Task[object] | None], *, part_s: float, late_s: float
-) -> list[Exception]:
-    """Close these parts in order, skipping None; returns the errors that they raised.
-
-    A part that takes longer than `part_s` is left behind, one that began to close before its turn after `late_s`. Both
-    have `late_s` more when all others are closed.
-    """
-    failures: list[Exception] = []
-    late: list[asyncio.Task[object]] = []
-    for part in parts:
-        if part is None:
-            continue
-        begun = isinstance(part, asyncio.Task)
-        closing = part if isinstance(part, asyncio.Task) else begin_close(part)
-        if not await _has_ended(closing, late_s if begun else part_s, failures):
-            late.append(closing)
-    for closing in late:
-        # The pollers are closed by now, which ends what hung in them.
-        if not await _has_ended(closing, late_s, failures):
-            closing.cancel()
-            failures.append(TidekvError(f"{closing.get_name()} did not end in time"))
-    return failures
-
-
-async def _has_ended(closing: asyncio.Task[object], timeout_s: float, failures: list[Exception]) -> bool:
-    await asyncio.wait([closing], timeout=timeout_s)
-    if not closing.done():
-        return False
-    error = TidekvError(f"{closing.get_name()} cancelled itself") if closing.cancelled() else closing.exception()
-    if isinstance(error, Exception):
-        failures.append(error)
-    elif error is not None:
-        raise error
-    return True
-
-
-class EffectGroup:
-    """Runs effects until `close`. An effect that raises is a bug: `on_failure` hears of it, all others are ended."""
-
-    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
-        self._on_failure = on_failure
-        self._group: asyncio.TaskGroup | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._ended = asyncio.Event()
-
-    async def start(self) -> None:
-        """Be ready for effects when this returns."""
-        ready = asyncio.Event()
-        self._supervisor = asyncio.create_task(self._run(ready), name="tidekv effects")
-        await ready.wait()
-
-    def spawn(self, effect: Awaitable[None], name: str) -> None:
-        """Run an effect."""
-
-        async def run() -> None:
-            try:
-                await effect
-            except Exception as error:
-                # The group tells of it only when all others have ended, which may be never.
-                self._on_failure(error)
-                raise
-
-        assert self._group is not None, "effects are spawned after start and before close"
-        self._group.create_task(run(), name=f"tidekv {name}")
-
-    async def close(self, *, timeout_s: float) -> bool:
-        """Wait for the effects that run; after `timeout_s` cancel them and wait as long again. False: some go on.
-
-        An effect that uses memory which others may write to settles before it ends, cancelled or not.
-        """
-        if self._supervisor is None:
-            return True
-        self._ended.set()
-        for patience_is_over in (False, True):
-            if patience_is_over:
-                self._supervisor.cancel()
-            await asyncio.wait([self._supervisor], timeout=timeout_s)
-            if self._supervisor.done():
-                return True
-        return False
-
-    async def _run(self, ready: asyncio.Event) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                ready.set()
-                await self._ended.wait()
-        except BaseExceptionGroup as failures:
-            self._on_failure(failures.exceptions[0])
-
-
 LOG = engine_log("tidekv.engine")
-# transitions logs every trigger at DEBUG, which costs ten times the trigger when somebody turns DEBUG on for all.
+# transitions logs every trigger at DEBUG, which costs ten times the trigger if DEBUG is on for all loggers.
 logging.getLogger("transitions").setLevel(logging.WARNING)
 
 CLOSE_PART_S = 60.0
-"""A part that takes longer to close hangs: the others are closed without it."""
+"""Seconds after which a part that does not close is left behind."""
 SETTLE_SHARE = 0.6
-"""Share of `close_deadline_s` that what is in flight has to end; the rest is for closing the parts."""
+"""Share of `close_deadline_s` for requests, storage calls and ranks to end; the rest is for closing the parts."""
 STOP_MIN_S = 2.0
-"""Seconds for closing the parts, at least."""
+"""Minimum seconds for closing the parts."""
 
 
 class Runtime:
-    """Everything that one engine consists of. Made outside a loop, started and closed on the loop that uses it."""
+    """The parts of one engine. Made outside a loop, started and closed on the loop that uses it."""
 
     driver: Driver
-    front: Driver | RankDriver  # Takes what callers, effects and receiver tell.
+    front: Driver | RankDriver  # Takes the events of callers, effects and receiver.
     executor: Executor
     receiver: Receiver
 
@@ -219,7 +108,7 @@ class Runtime:
         self.log = CoreLog(self.core)
         self.calls = PendingCalls(page_size=device.layout.page_size, last_resort=recompute)
         self.poller = PollerThread()
-        # File I/O copies within the call that posts it: it must not hold up the transfers of the other poller.
+        # File I/O copies within the call that posts it, which would delay transfers that share its poller.
         self.storage_poller = PollerThread(name="tidekv-storage-poller")
         self.watchdog = Watchdog(limit_s=config.loop_stall_report_s)
         self.transport = transport
@@ -245,10 +134,7 @@ class Runtime:
         self.storage_in_use = StorageInUse(self, storage)
 
     async def start(self) -> None:
-        """Start poller, transport, pools, storage. Raises what they raise, with everything stopped again.
-
-        Once only: what was started and stopped does not start again. Raises EngineClosed.
-        """
+        """Start all parts. Raises what they raise, with everything stopped again, and EngineClosed the second time."""
         if self.loop is not None:
             raise EngineClosed("this engine was entered before: an engine lives once, make another one")
         self.loop = asyncio.get_running_loop()
@@ -333,7 +219,7 @@ class Runtime:
             await self.ranks.start()
 
     def _start_copiers(self) -> None:
-        """All of them share two lanes; there are none where nothing can be copied."""
+        """Start one copier for each pair of pools, on two shared lanes; none without host pages and components."""
         if self.host is None and not self.components:
             return
         lanes = self._lanes = CopyLanes(self._device.device)
@@ -346,7 +232,7 @@ class Runtime:
             self.component_copiers[name].start()
 
     async def _drive_core(self) -> None:
-        """Begin to step the core, and to tell whoever watches it."""
+        """Make the journal and the driver of the core, with its watchers."""
         self.journal = await open_journal(
             self.config,
             self.core,
@@ -369,7 +255,7 @@ class Runtime:
             self.ranks.attach(self.core, self.driver, has_storage=self.storage is not None)
 
     async def _begin_anew(self) -> None:
-        """A rank was lost and nothing is in flight: the next group begins with an empty core and a new journal."""
+        """Begin with an empty core and a new journal, after a rank was lost and everything in flight has ended."""
         self.driver.stop()
         if self.journal is not None:
             await settled(asyncio.ensure_future(asyncio.to_thread(self.journal.close)))
@@ -394,7 +280,7 @@ class Runtime:
         self.calls.after_drain()
 
     def _break(self, error: BaseException) -> None:
-        """The core is not to be trusted any more: everybody who waits hears of it, and `close` raises it."""
+        """Stop taking events, since the core cannot be trusted. Every waiting call and `close` raise the error."""
         if self.broken is not None:
             return
         LOG.critical("the engine stops: it broke", exc_info=error)
@@ -407,8 +293,8 @@ class Runtime:
     async def close(self) -> None:
         """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything.
 
-        A storage that hangs is given up at that deadline as well. Raises what broke the engine, if something did. A
-        cancelled caller waits for the end all the same.
+        Storage that hangs is left behind at that deadline as well. Raises what broke the engine, if something did. A
+        cancelled caller still waits for the end.
         """
         await settled(asyncio.get_running_loop().create_task(self._close(), name="tidekv close"))
 
@@ -439,7 +325,7 @@ class Runtime:
                 if self.ranks is not None:
                     await self.ranks.leave(self.config.close_deadline_s)
         except EngineClosed:
-            return  # It broke meanwhile.
+            return  # The engine broke meanwhile.
         except TimeoutError:
             LOG.warning(
                 "closed with work in flight",
@@ -451,23 +337,22 @@ class Runtime:
 
     async def _stop(self) -> None:
         stop_s = max((1 - SETTLE_SHARE) * self.config.close_deadline_s, STOP_MIN_S)
-        # Storage begins first: that ends the calls which effects wait for.
+        # Storage begins to close first, since that ends the calls that effects wait for.
         storages = [*self.storage_in_use.retired, *self.storage_in_use.component_pages.values()]
         storages += [] if self.storage is None else [self.storage]
-        started: list[Closable | asyncio.Task[object] | None] = [
-            self.ranks,
-            getattr(self, "receiver", None),
-            self.copier,
-            *self.component_copiers.values(),
-            self._lanes,
-            *(begin_close(storage) for storage in storages),
-            self.transport,
-            self.poller,
-            self.storage_poller,
-        ]
+        closing_storages = [begin_close(storage) for storage in storages]
         if self.group is not None and not await self.group.close(timeout_s=stop_s / 4):
             LOG.error("cancelled commands did not end in time", after_s=stop_s / 4)
-        failures = await close_in_order(started, part_s=CLOSE_PART_S, late_s=stop_s / 4)
+        late_s = stop_s / 4
+        failures = await close_in_order(
+            [self.ranks, getattr(self, "receiver", None)], part_s=CLOSE_PART_S, late_s=late_s
+        )
+        # A copy that hangs is ended by nothing that is closed later.
+        copiers = [self.copier, *self.component_copiers.values(), self._lanes]
+        failures += await close_in_order(copiers, part_s=late_s, late_s=late_s)
+        failures += await close_in_order(
+            [*closing_storages, self.transport, self.poller, self.storage_poller], part_s=CLOSE_PART_S, late_s=late_s
+        )
         self.storage_in_use.abandon_leaving()
         self.watchdog.set_busy(False)
         await asyncio.to_thread(self.watchdog.close)
@@ -486,7 +371,7 @@ class Runtime:
         return self.storage_in_use.current
 
     def check_open(self) -> None:
-        """Raise EngineClosed where it takes no calls, InvalidRequest on another loop than its own."""
+        """Raise EngineClosed if the engine takes no calls, InvalidRequest on another loop than its own."""
         if not self.is_open:
             if (error := self.broken) is not None:
                 raise EngineClosed(f"the engine broke: {type(error).__name__}: {error}; make a new one") from error
@@ -531,3 +416,114 @@ class Runtime:
             "loop_held_up": self.watchdog.hold_up_count,
             "ranks": None if self.ranks is None else self.ranks.statistics(),
         }
+
+
+class Closable(Protocol):
+    """A part that can be closed."""
+
+    def close(self) -> Coroutine[object, object, object]:
+        """Close the part."""
+        ...
+
+
+def begin_close(part: Closable) -> asyncio.Task[object]:
+    """Begin to close a part before its turn; `close_in_order` takes the task in its place."""
+    closing: asyncio.Task[object] = asyncio.ensure_future(part.close())
+    closing.set_name(f"closing {type(part).__name__}")
+    return closing
+
+
+async def close_in_order(
+    parts: Sequence[Closable | asyncio.Task[object] | None], *, part_s: float, late_s: float
+) -> list[Exception]:
+    """Close these parts in order, without those that are None; return what closing them raised.
+
+    A part is waited for `part_s` seconds; one that began to close before its turn, `late_s`. Parts that have not ended
+    then get `late_s` more after all others are closed, and are cancelled and left behind.
+    """
+    failures: list[Exception] = []
+    late: list[asyncio.Task[object]] = []
+    for part in parts:
+        if part is None:
+            continue
+        begun = isinstance(part, asyncio.Task)
+        closing = part if isinstance(part, asyncio.Task) else begin_close(part)
+        if not await _has_ended(closing, late_s if begun else part_s, failures):
+            late.append(closing)
+    for closing in late:
+        # If pollers were among the parts, they are closed by now, which ends what hung in them.
+        if not await _has_ended(closing, late_s, failures):
+            closing.cancel()
+            failures.append(TidekvError(f"{closing.get_name()} did not end in time"))
+    return failures
+
+
+async def _has_ended(closing: asyncio.Task[object], timeout_s: float, failures: list[Exception]) -> bool:
+    await asyncio.wait([closing], timeout=timeout_s)
+    if not closing.done():
+        return False
+    error = TidekvError(f"{closing.get_name()} cancelled itself") if closing.cancelled() else closing.exception()
+    if isinstance(error, Exception):
+        failures.append(error)
+    elif error is not None:
+        raise error
+    return True
+
+
+class EffectGroup:
+    """Runs effects until `close`. An effect that raises is a defect: it is passed to `on_failure`, all others end.
+
+    A TaskGroup cancels the task that entered it and wraps what leaves its block. Entered by the embedder's own task, it
+    would wrap the embedder's exceptions, so a supervisor task enters it.
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+        self._on_failure = on_failure
+        self._group: asyncio.TaskGroup | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the supervisor; when this returns, effects can be spawned."""
+        ready = asyncio.Event()
+        self._supervisor = asyncio.create_task(self._run(ready), name="tidekv effects")
+        await ready.wait()
+
+    def spawn(self, effect: Awaitable[None], name: str) -> None:
+        """Run an effect."""
+
+        async def run() -> None:
+            try:
+                await effect
+            except Exception as error:
+                # The group raises it only after all other effects have ended, which may be never.
+                self._on_failure(error)
+                raise
+
+        assert self._group is not None, "effects are spawned after start and before close"
+        self._group.create_task(run(), name=f"tidekv {name}")
+
+    async def close(self, *, timeout_s: float) -> bool:
+        """Wait for running effects; after `timeout_s` cancel them and wait as long again. False if some still run.
+
+        An effect whose memory may still be written to settles before it ends, even if it is cancelled.
+        """
+        if self._supervisor is None:
+            return True
+        self._ended.set()
+        for patience_is_over in (False, True):
+            if patience_is_over:
+                self._supervisor.cancel()
+            await asyncio.wait([self._supervisor], timeout=timeout_s)
+            if self._supervisor.done():
+                return True
+        return False
+
+    async def _run(self, ready: asyncio.Event) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                ready.set()
+                await self._ended.wait()
+        except BaseExceptionGroup as failures:
+            self._on_failure(failures.exceptions[0])

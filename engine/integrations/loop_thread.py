@@ -9,9 +9,14 @@ from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 from tidekv.engine.poller import PollerThread
-from tidekv.states.errors import EngineClosed
+from tidekv.states.errors import EngineClosed, TidekvError
 
 T = TypeVar("T")
+
+CANCEL_S = 5.0
+"""Maximum seconds for calls that were left behind to end once they are cancelled."""
+CLOSE_S = 60.0
+"""Maximum seconds for one step of the end of a thread."""
 
 
 class LoopThread:
@@ -25,7 +30,7 @@ class LoopThread:
         self.poller = PollerThread(name=f"{name}-poller")
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
-        self.finish(self._start_poller())
+        self._finish(self._start_poller(), "starting the poller", CLOSE_S)
 
     @property
     def is_closed(self) -> bool:
@@ -46,26 +51,49 @@ class LoopThread:
         self._loop.call_soon_threadsafe(step)
 
     def call(self, work: Coroutine[object, object, T]) -> T:
-        """Run `work` on the loop and return its result. Raises EngineClosed once closed."""
+        """Run `work` on the loop and return its result. Raises EngineClosed once closed.
+
+        `work` has the deadline, as calls into storage do: pages that it still reads or writes must not be given up.
+        """
         return self.start(work).result()
 
-    def finish(self, work: Coroutine[object, object, T]) -> T:
-        """As `call`, but also while closing: for the last steps of the thread's owner."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def close(self, last: Coroutine[object, object, None], *, within_s: float = 0.0) -> None:
+        """Accept no more calls, run `last` to its end, and stop. Idempotent.
 
-    def close(self, last: Coroutine[object, object, None]) -> None:
-        """Accept no more calls, run `last` to its end, and stop. Idempotent."""
+        Raises TidekvError if `last` takes longer than `within_s`, its own deadline, and CLOSE_S: storage that hangs is
+        left behind, and the thread is stopped.
+        """
         if self._is_closed:
             last.close()
             return
         self._is_closed = True
         try:
-            self.finish(last)
+            self._finish(last, "closing storage", within_s + CLOSE_S)
         finally:
-            self.finish(self.poller.close())
+            self._finish(self.poller.close(), "closing the poller", CLOSE_S)
+            self._finish(_cancel_rest(), "cancelling calls", 2 * CANCEL_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(CLOSE_S)
+            # A loop that a callback blocks cannot be closed; its thread is a daemon.
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    def _finish(self, work: Coroutine[object, object, T], what: str, limit_s: float) -> T:
+        """Run `work` on the loop, also while closing. Raises TidekvError after `limit_s` seconds; `work` goes on."""
+        ending = asyncio.run_coroutine_threadsafe(work, self._loop)
+        done, _ = concurrent.futures.wait([ending], timeout=limit_s)
+        if not done:
+            raise TidekvError(f"{self._name}: {what} did not end within {limit_s:g} s; it is left behind")
+        return ending.result()
 
     async def _start_poller(self) -> None:
         self.poller.start()
+
+
+async def _cancel_rest() -> None:
+    """End calls that hang: other threads wait for their futures, which nothing settles once the loop has stopped."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=CANCEL_S)

@@ -20,10 +20,11 @@ from tidekv.backends.component_pools import ComponentPools, check_components, wi
 from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prompt_store import PromptStore, PromptStoreSettings
-from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause
+from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, short
 from tidekv.transports.base import Poller, Transport
+from tidekv.transports.blocking import settled
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome, RoomSettings
 from tidekv.transports.prefill.sender import Sender
 from tidekv.transports.tasks import OwnedTasks
@@ -240,7 +241,10 @@ class PrefillPeer:
         return {**self._sender.statistics(), **({} if self._store is None else self._store.statistics())}
 
     async def wait_stored(self) -> None:
-        """Wait until each prompt finished so far is stored or given up. Returns at once without storage."""
+        """Wait until each prompt finished so far is stored or given up. Returns at once without storage.
+
+        Unbounded, since a put may take `put_timeout_s` and storage may hang: set a deadline with `asyncio.timeout`.
+        """
         if self._store is not None:
             await self._store.wait_stored()
 
@@ -256,7 +260,15 @@ class PrefillPeer:
         finally:
             if not ending.done():
                 await self._transport.close()
-            await ending
+            # Writes have ended with the transport; a task of `on_room` may still ignore its cancellation.
+            try:
+                await settled(ending, timeout_s=self._close_deadline_s)
+            except TimeoutError:
+                ending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                raise TidekvError(
+                    f"rooms did not end within {self._close_deadline_s:g} s of the transport's end: on_room ignores its"
+                    " cancellation, or copies its pages"
+                ) from None
 
     async def _close_rooms(self) -> None:
         try:

@@ -28,14 +28,15 @@ from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.backends.storage.base import leading
 from tidekv.engine.log import engine_log
-from tidekv.states.errors import InvalidConfig, TidekvError
+from tidekv.states.errors import InvalidConfig, StorageFailed, TidekvError
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.validation import Count, Options, PositiveCount, Seconds
+from tidekv.transports.blocking import settled
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from tidekv.backends.base import Poller
     from tidekv.backends.component_pools import ComponentPools
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from tidekv.transports.prefill.prefill_room import Room
 
 LOG = engine_log("tidekv.engine")
+CLOSE_S = 30.0
+"""Maximum seconds that closing waits for cancelled puts, for storage, and for the copier."""
 BOUNCE_PAGES = 256
 """Maximum host pages of a peer that was given no host pool."""
 
@@ -130,7 +133,7 @@ class PromptStore:
         await self._storage.register(self._host.memory, self._host.page, namespace=self._namespace, poller=poller)
 
     async def wait_stored(self) -> None:
-        """Wait until each prompt finished so far is stored or given up."""
+        """Wait until each prompt finished so far is stored or given up. Unbounded: the caller sets the deadline."""
         while self._rooms or self._bounce.free < self._bounce.total:
             await self._next_change()
 
@@ -142,15 +145,29 @@ class PromptStore:
                 await self.wait_stored()
         except TimeoutError:
             self.counts["store_closed_early"] += 1
-        await self._tasks.close()
+        try:
+            await self._ended(self._tasks.close(), "puts that were cancelled")
+        except StorageFailed as error:
+            # `close` raises if they never end; until then the rooms of the peer can end.
+            LOG.warning("%s", error)
 
     async def close(self) -> None:
-        """Close storage, which the store owns, and the copier."""
+        """Close storage, which the store owns, and the copier. Raises StorageFailed for what takes longer than CLOSE_S:
+        its calls are left behind.
+        """
         try:
-            await self._storage.close()
+            await self._ended(self._storage.close(), "storage")
         finally:
             if self._copier is not None:
-                await self._copier.close()
+                await self._ended(self._copier.close(), "the copier")
+
+    async def _ended(self, closing: Coroutine[object, object, None], what: str) -> None:
+        task = asyncio.get_running_loop().create_task(closing, name=f"prompt store: closing {what}")
+        try:
+            await settled(task, timeout_s=CLOSE_S)
+        except TimeoutError:
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            raise StorageFailed(f"{what} of {self._storage.uri} did not end within {CLOSE_S:g} s") from None
 
     def statistics(self) -> dict[str, int]:
         """Return counts of pages and prompts; all names begin with store_."""
@@ -291,6 +308,7 @@ class PromptStore:
         self._changed.set()
 
     async def _next_change(self) -> None:
+        """Wait until a room or host pages were given back. Unbounded: each caller has a deadline."""
         self._changed.clear()
         await self._changed.wait()
 

@@ -52,7 +52,7 @@ class Phase(enum.Enum):
 
 
 EPOCH_GENERATIONS = 1 << 44
-"""Rooms of one epoch of a group: a generation is never used again, whoever led before."""
+"""Generations of one epoch of a group: none is used again, whichever rank led before."""
 TIMER_MIN_S = 0.001
 LAST_VOTE_S = 0.1
 """A vote that all ranks have taken part in ends on all of them within this."""
@@ -133,7 +133,9 @@ class RankDriver:
         await asyncio.shield(self._formed)
 
     async def leave(self, timeout_s: float) -> None:
-        """Nothing is in flight: wait until the other ranks want to leave as well, so that nobody is taken for lost."""
+        """Wait, at most `timeout_s`, until the other ranks leave as well, so that none is taken for lost. Call it when
+        nothing is in flight.
+        """
         if self._phase is Phase.VOTING:
             self._agreement.leave()
             self._heard()
@@ -179,7 +181,7 @@ class RankDriver:
         if self._phase is Phase.CLOSED:
             return
         if isinstance(event, events.FlushRequested | events.PolicyChanged) and self._group.rank != LEADER:
-            raise InvalidRequest(f"flush and change_policy are for all ranks: call them on rank {LEADER} alone")
+            raise InvalidRequest(f"flush and change_policy are for all ranks: call them on rank {LEADER} only")
         if isinstance(event, events.RequestArrived):
             event = msgspec.structs.replace(
                 event, generation=event.generation + self._channel.epoch * EPOCH_GENERATIONS
@@ -208,7 +210,7 @@ class RankDriver:
         self.post(event)
 
     def stop(self) -> None:
-        """This rank's engine broke, or ends: its core takes no more. Others hear of it in one last vote."""
+        """Take no more events, since this rank's engine broke or ends; a last vote announces it to the other ranks."""
         self._driver.stop()
         if self._phase is Phase.VOTING:
             self._agreement.has_broken = True
@@ -299,7 +301,7 @@ class RankDriver:
         if self._phase is not Phase.VOTING or opening.epoch != self._channel.epoch or vote.cancelled():
             return
         if failed is not None:
-            # This turn never ends: the group is over as soon as somebody is named.
+            # This turn never ends: the group is over as soon as the lost rank is named.
             self._channel.vote_failed(opening.turn, str(failed))
             return
         try:
@@ -331,7 +333,7 @@ class RankDriver:
         self._is_called = True
         self._loop.call_soon(self._begin_turn)
         self._heard()
-        # Whoever waits until the core is caught up could not see that within the turn.
+        # Waits for a core that is caught up could not end within the turn.
         self._calls.after_drain()
 
     def _refuse(self, refusal: Refusal) -> None:
@@ -415,7 +417,7 @@ class RankDriver:
         if self._phase is not Phase.VOTING:
             return
         if not self._driver.is_caught_up:
-            # A request that arrives in this turn is not live before the core has taken it: nobody would abort it.
+            # A request that arrives in this turn is not live before the core has taken it, so it would not be aborted.
             self._loop.call_soon(self._lose, lost)
             return
         if self._agreement.is_leaving and not self._left.done():

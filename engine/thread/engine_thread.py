@@ -123,8 +123,8 @@ class EngineThread:
 
         `drain` first waits, at most `timeout_s`, until live requests are given back by another thread or by `on_done`.
         A single-threaded scheduler instead calls `drain(0)`, continues until it has nothing left, and then closes.
-        Raises, once, what broke the engine or its thread. Outcomes not yet taken can still be polled; the eventfd is
-        closed.
+        Raises, once, what broke the engine or its thread, and TidekvError if the thread hangs. Outcomes not yet taken
+        can still be polled; the eventfd is closed.
         """
         if self._loop.is_forked:
             return []

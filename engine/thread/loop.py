@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
-from tidekv.states.errors import EngineClosed, InvalidRequest
+from tidekv.states.errors import EngineClosed, InvalidRequest, TidekvError
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
     from tidekv.engine.decode.decode_engine import DecodeEngine
 
 T = TypeVar("T")
+
+END_S = 300.0
+"""Seconds beyond `close_deadline_s` that the thread has to end; the engine bounds the end of each of its parts."""
 
 
 class EngineLoop:
@@ -46,7 +49,10 @@ class EngineLoop:
     # --- On any thread ---
 
     def start(self) -> None:
-        """Start thread and engine; raises what the engine's start raises, with the thread gone."""
+        """Start thread and engine; raises what the engine's start raises, with the thread gone.
+
+        The start of the engine has the deadlines: of ranks, transport and storage.
+        """
         if self._thread.ident is not None:
             raise EngineClosed("this engine's thread was started before: it lives once, make another one")
         self._thread.start()
@@ -59,13 +65,20 @@ class EngineLoop:
             raise
 
     def stop(self) -> None:
-        """Close the engine and join the thread."""
+        """Close the engine and join the thread. Raises TidekvError if it has not ended after `close_deadline_s` and
+        END_S, and leaves it running.
+        """
         self._wants_stop = True
         with self._lock:
             if not self._closed:
                 self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread.ident is not None:
-            self._thread.join()
+            limit_s = self.engine.config.close_deadline_s + END_S
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                raise TidekvError(
+                    f"{self._thread.name} did not end within {limit_s:g} s: it hangs, and is left running"
+                )
 
     @property
     def is_up(self) -> bool:
@@ -98,7 +111,9 @@ class EngineLoop:
             self._post(order)
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Run a function on the loop and wait for its result or error. Raises EngineClosed."""
+        """Run a function on the loop and wait for its result or error. Raises EngineClosed; the end of the thread ends
+        every wait.
+        """
         if self.is_here:
             # Orders posted before this call run first, as they do for a call from another thread.
             self._take_orders()
@@ -106,7 +121,9 @@ class EngineLoop:
         return self._wait_for(lambda answer: _settle(answer, question))
 
     def ask_async(self, work: Callable[[], Awaitable[T]]) -> T:
-        """As `ask`, for a coroutine. Raises InvalidRequest on the engine's thread, which would wait for itself."""
+        """As `ask`, for a coroutine, which has its own deadline if it needs one. Raises InvalidRequest on the engine's
+        thread, which would wait for itself.
+        """
         if self.is_here:
             raise InvalidRequest("this call waits for the engine's thread, and was made on it: make it elsewhere")
 

@@ -13,6 +13,9 @@ from rich.text import Text
 from tidekv.engine.trace.top import Sample, scrape, show
 from tidekv.states.errors import InvalidRequest
 
+CLOSE_S = 5.0
+"""Maximum seconds that the end of a view waits for its last look."""
+
 
 class LiveView:
     """Shows one engine after another. Use it as a context: it owns the thread that looks."""
@@ -36,7 +39,8 @@ class LiveView:
     ) -> None:
         self._is_closing = True
         self._wake.set()
-        self._thread.join()
+        # The thread ends after its present look, whose scrape has a deadline.
+        self._thread.join(CLOSE_S)
 
     def watch(self, address: str | None) -> None:
         """Look at the engine whose metrics are here, now and again; None: it is over, and its last picture stays."""

@@ -184,6 +184,26 @@ async def test_a_part_that_hangs_does_not_keep_the_others_from_closing(monkeypat
     assert ours() == set()
 
 
+async def test_a_copier_that_hangs_is_left_behind_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "CLOSE_PART_S", 3600.0)
+    monkeypatch.setattr(runtime, "STOP_MIN_S", 0.1)
+    engine = make_engine(EngineConfig(close_deadline_s=0.05), host=HostPool.allocate(LAYOUT, 8))
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(40):
+        with pytest.raises(ExceptionGroup, match="closing the engine") as caught:
+            async with engine:
+                copier = engine._runtime.copier
+                assert copier is not None
+                close, copier.close = copier.close, hang  # type: ignore[method-assign]  # The fault of this test.
+    assert "PageCopier did not end in time" in str(caught.value.exceptions[0])
+    await close()
+    await asyncio.sleep(0)
+    assert ours() == set()
+
+
 async def test_a_store_whose_index_another_process_keeps_locked_does_not_hold_up_the_end(
     make_pair, tmp_path: Path
 ) -> None:

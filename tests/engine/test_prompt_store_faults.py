@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
 import pytest
 
 from tests.support.waits import LIMIT_S
-from tidekv import HostPool, InvalidConfig, KVLayout
+from tidekv import HostPool, InvalidConfig, KVLayout, StorageFailed, TidekvError
+from tidekv.backends.keys import page_keys
+from tidekv.engine.prefill import prompt_store
 from tidekv.engine.prefill.prefill_peer import PromptStoreSettings
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
@@ -159,3 +162,78 @@ async def test_host_pages_stay_taken_while_a_copy_writes_to_them_though_the_peer
     assert free_then == [3]
     assert pair.peer.statistics()["store_bounce_free"] == 8
     assert pair.peer.statistics()["store_closed_early"] == 1
+
+
+async def test_a_prompt_that_extends_a_stored_one_hashes_only_its_new_pages(
+    make_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    page_digests = page_keys.page_digests
+
+    def counted(*arguments: Any, **options: Any) -> list[bytes]:
+        digests = page_digests(*arguments, **options)
+        hashed.append(len(digests))
+        return digests
+
+    monkeypatch.setattr(page_keys, "page_digests", counted)
+    async with make_pair(prefill_storage=Gated()) as pair:
+        for number, tokens in enumerate((PROMPT, [*PROMPT, *range(200, 212)])):
+            ready = await pair.restore(f"r{number}", tokens)
+            await pair.engine.finish(ready)
+            await pair.engine.flush()
+            await all_pages_back(pair)
+        assert pair.peer.statistics()["store_pages_put"] == 5 + 8
+    assert hashed == [5, 3]
+
+
+class Hanging(Gated):
+    """An engine whose puts and whose end never come, cancelled or not."""
+
+    def __init__(self, never: asyncio.Event) -> None:
+        super().__init__()
+        self._never = never
+
+    async def put_from(self, keys: list[bytes], pages: object, *, timeout_s: float) -> list[bool]:
+        while not self._never.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._never.wait()
+        return [True] * len(keys)
+
+    async def close(self) -> None:
+        await self._never.wait()
+
+
+async def test_storage_that_hangs_is_left_behind_and_the_peer_closes(
+    make_pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prompt_store, "CLOSE_S", 0.05)
+    never = asyncio.Event()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(StorageFailed, match="storage of gated: did not end within"):
+            async with make_pair(prefill_storage=Hanging(never)) as pair:
+                pair.peer._store.settings = PromptStoreSettings(close_wait_s=0.01)
+                await serve_one(pair)
+    assert "puts that were cancelled of gated: did not end" in caplog.text
+    never.set()
+    await pair.peer._store._tasks.close()
+
+
+async def test_a_room_whose_program_ignores_its_cancellation_does_not_keep_the_peer_from_closing(make_pair) -> None:
+    serving, never = asyncio.Event(), asyncio.Event()
+
+    async def ignore(_: object) -> None:
+        serving.set()
+        while not never.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await never.wait()
+
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(TidekvError, match="on_room ignores its cancellation"):
+            async with make_pair() as pair:
+                pair.peer._on_room, pair.peer._close_deadline_s = ignore, 0.05
+                restoring = asyncio.ensure_future(pair.restore("r1", PROMPT))
+                await serving.wait()
+                await pair.engine.abort("r1")
+                await asyncio.gather(restoring, return_exceptions=True)
+    never.set()
+    await pair.peer._tasks.close()

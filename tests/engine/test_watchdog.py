@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 
+import pytest
+
+from tidekv.engine import watchdog as module
 from tidekv.engine.watchdog import LoopStall, Watchdog
 
 
@@ -53,3 +57,23 @@ async def test_closing_does_not_wait_for_the_next_beat() -> None:
     closing.start()
     closing.join(10.0)
     assert not closing.is_alive()
+
+
+async def test_a_report_that_hangs_does_not_keep_the_watchdog_from_closing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.01)
+    reported, released = threading.Event(), threading.Event()
+
+    def hang(_: LoopStall) -> None:
+        reported.set()
+        released.wait()
+
+    watchdog = Watchdog(limit_s=0.02, report=hang)
+    watchdog.start()
+    watchdog.set_busy(True)
+    hold_the_loop_up(reported)
+    with caplog.at_level(logging.ERROR):
+        watchdog.close()
+    assert "did not end" in caplog.text
+    released.set()

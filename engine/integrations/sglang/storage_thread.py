@@ -16,7 +16,7 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage, leading
-from tidekv.engine.integrations.loop_thread import LoopThread
+from tidekv.engine.integrations.loop_thread import CLOSE_S, LoopThread
 from tidekv.states.types import page_ids
 
 BATCH_BYTES: Final = 64 << 20
@@ -95,6 +95,13 @@ class StorageThread:
         return self._loop.call(self._storage.clear())
 
     def close(self) -> None:
-        """Wait for running calls, and close everything. Idempotent."""
-        with self._reading, self._writing:
+        """Wait for running calls, for at most CLOSE_S, and close everything. Idempotent.
+
+        Raises TidekvError if storage hangs: it is left behind with the calls that use it.
+        """
+        held = [lock for lock in (self._reading, self._writing) if lock.acquire(timeout=CLOSE_S)]
+        try:
             self._loop.close(self._storage.close())
+        finally:
+            for lock in held:
+                lock.release()

@@ -251,7 +251,7 @@ class WorkerPages:
 
     def close(self) -> None:
         """Finish running jobs, within the timeout for saves, and close everything. Idempotent."""
-        self._loop.close(self._close())
+        self._loop.close(self._close(), within_s=self._settings.save_timeout_s)
         self._writer.shutdown()
 
     # --- Loads ---

@@ -27,7 +27,8 @@ from tidekv import (
     Restored,
     Retracted,
 )
-from tidekv.states.errors import BrokenInvariant
+from tidekv.engine.thread import loop
+from tidekv.states.errors import BrokenInvariant, TidekvError
 from tidekv.transports.loopback import LoopbackNetwork
 
 WAIT_S = LIMIT_S
@@ -135,6 +136,20 @@ def test_a_caller_that_waits_when_the_thread_dies_is_told(running) -> None:
         rig.thread._loop.post(rig.thread._loop._loop.stop)
         assert isinstance(told.get(timeout=WAIT_S), EngineClosed)
         waiter.join()
+
+
+def test_a_thread_that_hangs_is_named_when_it_is_closed_and_can_be_closed_later(
+    running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked, released = threading.Event(), threading.Event()
+    with running() as rig:
+        rig.thread._loop.post(lambda: (blocked.set(), released.wait(WAIT_S)))
+        assert blocked.wait(WAIT_S)
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "END_S", 0.01 - rig.thread._engine.config.close_deadline_s)
+            with pytest.raises(TidekvError, match=r"did not end within 0[.]01 s: it hangs"):
+                rig.thread._loop.stop()
+        released.set()
 
 
 def test_a_forked_child_is_told_and_a_spawned_one_cannot_have_it(running) -> None:
