@@ -313,8 +313,8 @@ class LoopbackTransport:
             raise TransferFailed(f"{self.instance} has no memory to write from, or is closed")
         if not isinstance(peer, LoopbackPeer) or len(our_pages) != len(their_pages):
             raise LocalProtocolError(f"{len(our_pages)} pages cannot be written over {len(their_pages)}")
-        check_pages(our_pages, peer.exchange.ours, whose="our")
-        check_pages(their_pages, peer.memory, whose="their")
+        check_pages(our_pages, peer.exchange.ours, owner="our")
+        check_pages(their_pages, peer.memory, owner="their")
         work = asyncio.get_running_loop().create_task(self._copy(peer, our_pages, their_pages))
         self._writes.add(work)
         work.add_done_callback(self._writes.discard)
