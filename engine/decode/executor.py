@@ -290,7 +290,7 @@ class Executor:
             key_seed=record.key_seed,
             component_pages=command.component_pages,
             # A prefill that does not answer must leave the prefills behind it their share of the time.
-            patience_s=max(record.deadline_at_s - self._clock(), 0.0) / (len(record.address_list) - command.prefill),
+            connect_s=max(record.deadline_at_s - self._clock(), 0.0) / (len(record.address_list) - command.prefill),
         )
 
     def _extend(self, command: commands.SendExtend) -> None:
