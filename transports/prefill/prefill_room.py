@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from tidekv.states.errors import InvalidRequest, PrefillCause, ProtocolError
-from tidekv.states.handover.sender import ComponentAsked
+from tidekv.states.handover.sender import ComponentRequest
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.transports import base
 from tidekv.transports.control import wire
@@ -92,12 +92,12 @@ class Room:
         return self._state.computed
 
     @property
-    def component_pages(self) -> dict[str, ComponentAsked]:
+    def component_pages(self) -> dict[str, ComponentRequest]:
         """The pages that decode requests of each component, by name; empty without components.
 
         A component with zero requested pages need not be sent.
         """
-        return self._state.component_pages.asked
+        return self._state.component_pages.requested
 
     @property
     def sends_nothing(self) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tidekv.states.ranks.agreement import Opening
-    from tidekv.states.ranks.votes import Words
+    from tidekv.states.ranks.votes import SlotValues
 
 LOG = logging.getLogger("tidekv.transports")
 OUTGOING_BYTES_MAX = 64 * 1024 * 1024
@@ -170,7 +170,7 @@ class RankChannel:
         """Follower: request a turn from the leader."""
         self._send_to_leader(wire.Wish(self.epoch))
 
-    def vote(self, turn: int, slots: Words) -> asyncio.Future[Words]:
+    def vote(self, turn: int, slots: SlotValues) -> asyncio.Future[SlotValues]:
         """Cast this rank's vote of a turn. The result arrives in `slots`, under MIN over all ranks.
 
         Raises TransferFailed; the caller then calls `vote_failed`.

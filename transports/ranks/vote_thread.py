@@ -35,7 +35,7 @@ from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.states.ranks.agreement import LEADER
 
 if TYPE_CHECKING:
-    from tidekv.states.ranks.votes import Words
+    from tidekv.states.ranks.votes import SlotValues
 
 CAST_TAGS, ANSWER_TAGS = 1 << 20, 1 << 21
 """Base of the message tags, plus the number of slots: a vote of another length never lands in this vote's buffer."""
@@ -115,7 +115,7 @@ class VoteThread:
         check_group(group, rank=self._rank, ranks=self._ranks)
         self._group, self._is_own = group, False
 
-    def reduce(self, slots: Words) -> asyncio.Future[Words]:
+    def reduce(self, slots: SlotValues) -> asyncio.Future[SlotValues]:
         """Vote: replace the slots by their minimum over all ranks, in the same array. Raises TransferFailed."""
         self.votes += 1
         return self._call(lambda: self._reduce(slots))
@@ -152,7 +152,7 @@ class VoteThread:
         group: Any = distributed.ProcessGroupGloo(prefix, self._rank, self._ranks, options)
         self._group = group
 
-    def _reduce(self, slots: Words) -> Words:
+    def _reduce(self, slots: SlotValues) -> SlotValues:
         if self._ranks == 1:
             return slots
         if self._group is None:
