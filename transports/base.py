@@ -283,9 +283,9 @@ def check_memory(memory: PoolMemory) -> None:
             raise RemoteProtocolError(f"peer announces segment {index} out of bounds: {segment}")
 
 
-def check_pages(pages: PageIds, memory: PoolMemory, *, whose: str) -> None:
+def check_pages(pages: PageIds, memory: PoolMemory, *, owner: str) -> None:
     """Validate page ids against a pool before addresses are computed from them. Raises RemoteProtocolError."""
     if pages and not 0 <= min(pages) <= max(pages) < memory.page_count:
         raise RemoteProtocolError(
-            f"{whose} page ids reach {min(pages)} to {max(pages)}, the pool has {memory.page_count}"
+            f"{owner} page ids reach {min(pages)} to {max(pages)}, the pool has {memory.page_count}"
         )

@@ -1,7 +1,7 @@
-"""Calls that may block, or hang for ever, kept off the event loop and under a deadline.
+"""Calls that may block or hang, run off the event loop and under a deadline.
 
-Each call has a daemon thread of its own: a library's hung call must not keep the process from ending, which the worker
-threads of an executor do.
+Each call runs in its own daemon thread: a hung call of a library must not keep the process from ending, as a worker
+thread of an executor would.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ T = TypeVar("T")
 
 
 async def call_in_thread(call: Callable[[], T], *, what: str, timeout_s: float) -> T:
-    """Run `call` in a thread and return its result, or raise its error; TransferFailed when it takes too long.
+    """Run `call` in a thread and return its result, or raise its error. Raises TransferFailed after `timeout_s`
+    seconds.
 
-    A cancelled caller waits for the call's end first (until the deadline), so that what it changed is known.
+    A cancelled caller waits for the end of the call first (until the deadline), so that its effect is known.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
-    def tell(result: T | None, error: BaseException | None) -> None:
+    def resolve(result: T | None, error: BaseException | None) -> None:
         if error is not None:
             outcome.set_exception(error)
         else:
-            outcome.set_result(result)  # type: ignore[arg-type]  # There is a result where there is no error.
+            outcome.set_result(result)  # type: ignore[arg-type]  # Without an error there is a result.
 
     def run() -> None:
         try:
             answer = (call(), None)
-        except BaseException as error:  # It is raised in the caller.
+        except BaseException as error:  # Raised again in the caller.
             answer = (None, error)  # type: ignore[assignment]  # See above.
         try:
-            loop.call_soon_threadsafe(tell, *answer)
+            loop.call_soon_threadsafe(resolve, *answer)
         except RuntimeError:
-            return  # The loop was closed: nobody waits any more.
+            return  # The loop is closed: no caller waits for the result.
 
     threading.Thread(target=run, name=f"tidekv-{what}", daemon=True).start()
     try:
         return await settled(outcome, timeout_s=timeout_s)
     except TimeoutError as error:
+        # The thread may still end with an error later, which asyncio would report as never retrieved.
         outcome.add_done_callback(_retrieve)
         raise TransferFailed(f"{what} did not end within {timeout_s:g} s") from error
 
@@ -51,12 +53,14 @@ async def call_in_thread(call: Callable[[], T], *, what: str, timeout_s: float) 
 async def settled(
     future: asyncio.Future[T], *, timeout_s: float | None = None, on_cancel: Callable[[], None] | None = None
 ) -> T:
-    """Wait for a future that a cancelled caller must not leave behind: it ends first, then the cancellation is raised.
+    """Wait for a future to end even if the caller is cancelled; the cancellation is raised afterwards.
 
-    Raises TimeoutError where the deadline passes; `future` goes on then.
+    `on_cancel` is called at each cancellation, to make the end come sooner. Raises TimeoutError after `timeout_s`
+    seconds; the future continues then.
     """
     if timeout_s is None:
         return await _Settling(future, on_cancel)
+    # `_Settling` cannot be left early, so a wait with a deadline is a loop around `asyncio.wait`.
     loop = asyncio.get_running_loop()
     deadline_at = loop.time() + timeout_s
     cancelled: asyncio.CancelledError | None = None
@@ -78,11 +82,11 @@ async def settled(
 
 
 class _Settling(Generic[T]):
-    """A future as a task sees it that waits for it and cannot be kept from it.
+    """Awaitable that makes a task wait for a future and refuses its cancellation until the future has ended.
 
-    What can be awaited is what has these four names (see `asyncio.isfuture`). A task that is cancelled asks what it
-    waits for to cancel itself; where that refuses, the task goes on waiting and is cancelled at the end of the wait.
-    A future more that stands between both, as in `asyncio.shield`, costs each wait one more turn of the loop.
+    It has the four attributes that asyncio requires of a future in `await` (see `asyncio.isfuture`). A cancelled task
+    calls `cancel` of the object it awaits; if that refuses, the task keeps waiting and is cancelled at the end of the
+    wait. A second future in between, as in `asyncio.shield`, would cost each wait one more loop iteration.
     """
 
     def __init__(self, future: asyncio.Future[T], on_cancel: Callable[[], None] | None) -> None:
@@ -93,7 +97,7 @@ class _Settling(Generic[T]):
         self.add_done_callback = future.add_done_callback
 
     def cancel(self, msg: object = None) -> bool:
-        """Refuse, and tell whoever can make the end come sooner."""
+        """Refuse, and call `on_cancel`."""
         if self._on_cancel is not None:
             self._on_cancel()
         return False
@@ -111,6 +115,6 @@ class _Settling(Generic[T]):
 
 
 def _retrieve(future: asyncio.Future[T]) -> None:
-    """Look at the outcome of a future that nobody waits for, so that asyncio does not report it as lost."""
+    """Retrieve the exception of an abandoned future, so that asyncio does not report it as never retrieved."""
     if not future.cancelled():
         future.exception()

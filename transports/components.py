@@ -1,9 +1,9 @@
-"""Components at a hand-over: each is judged and exchanged as the pages are, with a pool of its own.
+"""Components in a hand-over: each is checked and exchanged as the pages are, with its own pool.
 
-What a Hello says of a component is looked at as a Hello of its own (`hello_of`), so that one set of rules judges pages
-and components. Where both ends have other numbers of ranks, a window is divided by its heads as the pages are, if its
-heads lie on the ranks as theirs do. A record of a state is one thing: it is exchanged between ranks that hold the same.
-Pure arithmetic, no memory.
+The part of a Hello about one component is turned into a Hello of its own (`hello_of`), so that one set of rules checks
+pages and components. If the two ends have different numbers of ranks, a window is divided by its heads as the pages
+are, provided that its heads are partitioned like theirs. A record of a state is indivisible: it is exchanged between
+ranks with equal shares. Pure arithmetic, no memory access.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tidekv.transports.control import wire
 
 
 def components_of(hello: wire.Hello) -> dict[str, ComponentIdentity]:
-    """The components of a Hello by name."""
+    """Return the components of a Hello by name."""
     return {component.name: component for component in hello.identity.components}
 
 
 def hello_of(hello: wire.Hello, name: str) -> wire.Hello:
-    """What the Hello would be if this component were all that its speaker has."""
+    """Return the Hello as if this component were all that its sender has."""
     component = components_of(hello)[name]
     first, *others = component.groups
     identity = Identity(
@@ -42,15 +42,17 @@ def hello_of(hello: wire.Hello, name: str) -> wire.Hello:
 
 
 def is_divided_like_pages(hello: wire.Hello, name: str) -> bool:
-    """Whether the heads of a component lie on the ranks as those of the pages do."""
+    """Whether the heads of a component are partitioned over the ranks as those of the pages are."""
     component, pages = components_of(hello)[name], hello.identity
     first = component.groups[0]
     return component.kind == "window" and (first.kind, first.kv_heads) == (pages.kind, pages.kv_heads)
 
 
 def exchanges_with(*, decode: wire.Hello, prefill: wire.Hello) -> dict[str, Exchange] | None:
-    """The bytes that this prefill rank writes to this decode rank, of the pages ("full") and of each component, of
-    pools that were judged; None: it writes none. Raises PeerMismatch where heads cannot lie on such ranks.
+    """Return the bytes that this prefill rank writes to this decode rank: of the pages ("full") and of each component.
+
+    The pools must have been checked. None: it writes none. Raises PeerMismatch if the heads cannot be partitioned over
+    these ranks.
     """
     share = slices.share_between(decode=decode, prefill=prefill)
     if share is None:

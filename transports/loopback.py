@@ -1,7 +1,7 @@
 """A transport inside one process: control links that still encode and decode every frame, and writes by memory copy.
 
-It keeps the contract of a real one, so that the whole hand-over can be tested without sockets, and it can be held, cut
-and silenced at will: `LoopbackNetwork` is where tests take hold of it. It moves host memory only.
+It keeps the contract of a real transport, so the whole hand-over can be tested without sockets. `LoopbackNetwork` gives
+tests hooks to hold writes, cut links and drop frames. It moves host memory only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tidekv.transports.control import wire
 from tidekv.transports.tasks import OwnedTasks, settle
 
 OUTGOING_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX
-# Between so many copied bytes the loop may serve others.
 SLICE_BYTES = 1024 * 1024
+"""Bytes copied before the loop runs other tasks."""
 
 
 class LoopbackNetwork:
-    """What the loopback transports of one process share: who listens where, who lives, and the hooks of tests.
+    """State shared by the loopback transports of one process: listeners, living transports, and the hooks of tests.
 
-    `before_write(writer, target, pages)` is awaited before the bytes of a write move. `loses(sender, message)` tells
-    whether a frame gets lost without anybody noticing.
+    `before_write(writer, target, pages)` is awaited before the bytes of a write move. `loses(sender, message)` returns
+    True for a frame to drop without an error.
     """
 
     def __init__(self) -> None:
@@ -44,33 +44,33 @@ class LoopbackNetwork:
         self.loses: Callable[[str, wire.Message], bool] | None = None
         self._listeners: dict[str, LoopbackListener] = {}
         self._living: dict[str, LoopbackTransport] = {}
-        self._mourners: dict[str, list[asyncio.Future[None]]] = {}
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._ports = 0
 
     def join(self, transport: LoopbackTransport) -> None:
-        """Take a transport in."""
+        """Add a transport."""
         self._living[transport.instance] = transport
 
     def leave(self, instance: str) -> None:
-        """A transport is gone: whoever waits for its end hears of it."""
+        """Remove a transport; calls of `wait_gone` for it return."""
         self._living.pop(instance, None)
-        for mourner in self._mourners.pop(instance, []):
-            if not mourner.done():
-                mourner.set_result(None)
+        for waiter in self._waiters.pop(instance, []):
+            if not waiter.done():
+                waiter.set_result(None)
 
     def living(self, instance: str) -> LoopbackTransport | None:
-        """The transport of this instance, while it lives."""
+        """Return the transport of this instance; None after its end."""
         return self._living.get(instance)
 
     async def wait_gone(self, instance: str) -> None:
-        """Return once no such transport lives."""
+        """Return once no transport of this instance lives."""
         if instance in self._living:
-            mourner = asyncio.get_running_loop().create_future()
-            self._mourners.setdefault(instance, []).append(mourner)
-            await mourner
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(instance, []).append(waiter)
+            await waiter
 
     def open(self, address: str, listener: LoopbackListener) -> str:
-        """Enter a listener; an address that ends in ":0" gets a port of its own."""
+        """Register a listener and return its address; ":0" at the end is replaced by a free port."""
         if address.endswith(":0"):
             self._ports += 1
             address = f"{address[:-1]}{self._ports}"
@@ -80,15 +80,15 @@ class LoopbackNetwork:
         return address
 
     def listener(self, address: str) -> LoopbackListener | None:
-        """Who listens at an address."""
+        """Return the listener at an address."""
         return self._listeners.get(address)
 
     def shut(self, address: str) -> None:
-        """Forget a listener."""
+        """Remove a listener."""
         self._listeners.pop(address, None)
 
     def cut(self, instance: str, cause: str = "connection cut") -> None:
-        """Break all links of a transport, without a word of farewell."""
+        """Break all links of a transport without a Bye."""
         for link in list(self._living[instance].links):
             link.break_off(cause)
 
@@ -102,7 +102,7 @@ class LoopbackNetwork:
         self.leave(instance)
 
 
-# The one exception to "no shared state": like a host's own loopback device, it is what one process has in common.
+# Global on purpose: like the loopback device of a host, it connects all transports of the process by default.
 PROCESS_NETWORK = LoopbackNetwork()
 
 
@@ -123,7 +123,7 @@ class LoopbackLink:
         owner.links.add(self)
 
     def pair_with(self, other: LoopbackLink) -> None:
-        """Join two ends."""
+        """Connect two ends."""
         self._other, other._other = other, self
 
     def send(self, message: wire.Message) -> None:
@@ -167,7 +167,7 @@ class LoopbackLink:
         self._frame_bytes_max = wire.FRAME_BYTES_MAX
 
     def report_offence(self) -> None:
-        """See `Link.report_offence`; whoever is in this process is refused by nobody, but counted."""
+        """See `Link.report_offence`. Offences are counted; no peer of this process is refused."""
         if self.on_offence is not None:
             self.on_offence()
             self.on_offence = None
@@ -181,7 +181,7 @@ class LoopbackLink:
         await asyncio.sleep(0)
 
     def break_off(self, cause: str) -> None:
-        """End both ends at once; what was sent before can still be read by the other."""
+        """End both ends at once; the other end can still read what was sent before."""
         if self._other is not None and self._other._ending is None:
             self._other._ending = f"{self._other.peer_label} closed the connection: {cause}"
             self._other._arrived.set()
@@ -216,7 +216,7 @@ class LoopbackListener:
         self._tasks = OwnedTasks(f"listener of {owner.instance}")
 
     def accept(self, dialler: LoopbackTransport) -> LoopbackLink:
-        """A pair of ends: serves one, returns the other."""
+        """Make a pair of ends: serve one in a task, return the other."""
         theirs = LoopbackLink(dialler, self.address)
         ours = LoopbackLink(self.owner, dialler.instance)
         ours.pair_with(theirs)
@@ -258,7 +258,7 @@ class LoopbackPeer(msgspec.Struct, frozen=True):
 
 
 class LoopbackTransport:
-    """See `Transport`. Without a network it joins the one of this process."""
+    """See `Transport`. Without a network it joins that of this process."""
 
     def __init__(self, name: str, network: LoopbackNetwork | None = None) -> None:
         self.name = name
@@ -300,12 +300,12 @@ class LoopbackTransport:
         check_memory(memory)
         if memory not in peer._memories:
             raise RemoteProtocolError(f"{instance} announces memory that it did not register")
-        # A peer that is written nothing needs no pool of ours.
+        # Without pools of ours no write is possible, but a handle may still be made.
         whole = Exchange(ours=self._memories[0] if self._memories else memory, theirs=memory)
         return LoopbackPeer(instance=instance, memory=memory, exchange=exchange or whole)
 
     async def remove_peer(self, peer: PeerMemory) -> None:
-        """See `Transport.remove_peer`; a handle holds nothing here."""
+        """See `Transport.remove_peer`; a handle owns nothing here."""
 
     async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
         """See `Transport.write`."""
@@ -313,8 +313,8 @@ class LoopbackTransport:
             raise TransferFailed(f"{self.instance} has no memory to write from, or is closed")
         if not isinstance(peer, LoopbackPeer) or len(our_pages) != len(their_pages):
             raise LocalProtocolError(f"{len(our_pages)} pages cannot be written over {len(their_pages)}")
-        check_pages(our_pages, peer.exchange.ours, whose="our")
-        check_pages(their_pages, peer.memory, whose="their")
+        check_pages(our_pages, peer.exchange.ours, owner="our")
+        check_pages(their_pages, peer.memory, owner="their")
         work = asyncio.get_running_loop().create_task(self._copy(peer, our_pages, their_pages))
         self._writes.add(work)
         work.add_done_callback(self._writes.discard)
@@ -329,13 +329,13 @@ class LoopbackTransport:
         return written
 
     def check_address(self, address: str) -> None:
-        """See `Transport.check_address`. Every name is an address."""
+        """See `Transport.check_address`. Every name is a valid address."""
 
     async def dial(self, address: str) -> LoopbackLink:
         """See `Transport.dial`."""
         listener = self.network.listener(address)
         if listener is None:
-            raise DialFailed(PrefillCause.CONNECTION_REFUSED, f"cannot reach {address}: nobody listens there")
+            raise DialFailed(PrefillCause.CONNECTION_REFUSED, f"cannot reach {address}: it has no listener")
         return listener.accept(self)
 
     async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> LoopbackListener:
@@ -358,7 +358,7 @@ class LoopbackTransport:
         self.network.leave(self.instance)
 
     def die(self) -> None:
-        """From now on no write of this transport lands; see `LoopbackNetwork.kill`."""
+        """Let no further write of this transport land; see `LoopbackNetwork.kill`."""
         self._dead = True
 
     def statistics(self) -> dict[str, int | float]:
@@ -372,7 +372,7 @@ class LoopbackTransport:
         since_pause = 0
         for our_page, their_page in zip(our_pages, their_pages, strict=True):
             if self._dead or self.network.living(peer.instance) is None:
-                # A dead writer writes no more, and the memory of a dead target may be no memory any more.
+                # A dead writer writes no more, and the memory of a dead target may be unmapped.
                 raise TransferFailed(f"{self.instance} or {peer.instance} is gone")
             for source, target in zip(ours.segments, theirs.segments, strict=True):
                 ctypes.memmove(

@@ -1,12 +1,8 @@
-"""Whether another process of this machine still lives: the proof of death that lets a quarantined page go.
+"""Proof that a process of this machine has ended, after which memory that it may have written can be reused.
 
-A pid alone proves nothing, since it may have been given away again, and a pid of another process namespace says
-nothing at all: hence the mark. Must never guess: what cannot be proven is not dead.
-
-Waiting for the proven death of a process on this host, after which memory that it may have written can be reused.
-
-A missed heartbeat proves nothing, and neither does a closed connection: a stopped process keeps its writes and
-continues them later. What proves death is that the kernel says so.
+A pid alone proves nothing, since the kernel reuses pids, and a pid of another process namespace has no meaning here:
+hence the mark. A missed heartbeat or a closed connection proves nothing either: a stopped process keeps its writes and
+continues them later. Only the kernel's report is proof; without it a process is not considered dead.
 """
 
 from __future__ import annotations
@@ -19,20 +15,20 @@ from tidekv.transports.control.wire import ProcessMark
 
 
 def this_process() -> ProcessMark:
-    """The mark of the calling process."""
+    """Return the mark of the calling process."""
     pid = os.getpid()
     return ProcessMark(host=_host(), pid=pid, started=_started(pid) or 0)
 
 
 def is_gone(mark: ProcessMark) -> bool:
-    """True when the marked process ran on this host and runs no more; False when it runs, or nobody here can know."""
+    """True if the marked process ran on this host and has ended; False if it runs, or if this host cannot tell."""
     if not mark.host or mark.host != _host() or not mark.started:
         return False
     return _started(mark.pid) != mark.started
 
 
 def _host() -> str:
-    """Boot of the machine and process namespace; empty where /proc does not tell."""
+    """Boot id of the machine and process namespace; empty if /proc does not show them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -41,39 +37,39 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Start time in kernel ticks; None where there is no such process, or only its zombie, which writes no more."""
+    """Start time in kernel ticks; None if there is no such process, or only its zombie, which writes no more."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command may hold anything, blanks and brackets too: the fields start after its last bracket.
+    # The command name may contain blanks and brackets: the fields start after its last closing bracket.
     fields = text[text.rindex(")") + 2 :].split()
-    # A zombie whose other threads still run is alive: its first thread has merely returned.
+    # A zombie with other running threads is alive: only its first thread has returned. Field 17 is the thread count.
     return None if fields[0] in ("Z", "X", "x") and int(fields[17]) <= 1 else int(fields[19])
 
 
 LOOK_INTERVAL_S = 0.1
 
 
-def is_judged_here(mark: ProcessMark) -> bool:
-    """Tell whether the kernel can tell us of this process's end: another one of our boot and our pid namespace."""
+def is_observable(mark: ProcessMark) -> bool:
+    """Whether this kernel can report the end of the process: another process of our boot and pid namespace."""
     ours = this_process()
     return bool(mark.host) and mark.host == ours.host and mark.started > 0 and mark.pid not in (0, ours.pid)
 
 
 async def wait_dead(mark: ProcessMark) -> None:
-    """Return once a process of this host has ended; never before. A stopped process has not. May be cancelled."""
+    """Return once a process of this host has ended, never before. A stopped process has not ended. May be cancelled."""
     try:
         descriptor = os.pidfd_open(mark.pid)
     except ProcessLookupError:
         return
     except OSError:
-        # No pidfd here (an old kernel, a sandbox's filter): look at /proc now and then.
-        while not is_gone(mark):  # noqa: ASYNC110  # Nothing could set an event: the process is another one.
+        # No pidfd here (an old kernel, a sandbox's filter): poll /proc.
+        while not is_gone(mark):  # noqa: ASYNC110  # No event exists: another process ends.
             await asyncio.sleep(LOOK_INTERVAL_S)
         return
     try:
-        # The descriptor pins whatever process has the pid now; if that is another one, ours is gone already.
+        # The descriptor refers to the process that has the pid now; if that is a later one, the marked one is gone.
         if not is_gone(mark):
             await _wait_readable(descriptor)
     finally:
@@ -81,7 +77,7 @@ async def wait_dead(mark: ProcessMark) -> None:
 
 
 async def _wait_readable(descriptor: int) -> None:
-    """Wait until a pidfd is readable: its process, with all threads, has ended."""
+    """Wait until a pidfd is readable: its process has ended, with all threads."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(descriptor, readable.set)

@@ -1,8 +1,8 @@
-"""Which bytes of both pools a hand-over between two ranks pairs up: whole pieces, or the heads that both of them hold.
+"""Bytes that two ranks exchange in a hand-over: whole pieces, or the heads that both of them hold.
 
-A piece of a page is [page_size, heads, head_dim]. Some of its heads lie in one stretch within a token only, so that a
-page of a slice is `page_size` stretches a piece, each of which NIXL is given as one strided row over the pool. Nothing
-is staged: the same bytes cross the wire as between equal ranks, in smaller stretches. Pure arithmetic, no memory.
+A piece of a page is [page_size, heads, head_dim]. A subset of its heads is contiguous only within a token, so a page of
+a slice has `page_size` contiguous parts per piece, each of which NIXL gets as one strided row over the pool. Nothing is
+staged: the same bytes cross the wire as between equal ranks, in smaller parts. Pure arithmetic, no memory access.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ OF_LAYERS = ("layers", "kv_heads", "page_bytes", "piece_bytes", "groups")
 
 
 def holding(identity: Identity, *, ranks: int, kv_heads_total: int = 0) -> HeadPartition:
-    """How heads lie on so many ranks of this identity, which are those of one stage. Raises InvalidConfig."""
+    """Return the partition of KV heads over `ranks` ranks of one stage with this identity. Raises InvalidConfig."""
     return partition_of(ranks=ranks, heads=identity.kv_heads, kind=identity.kind, total=kv_heads_total)
 
 
 def expected_writers(decode: HeadPartition, *, rank: int, prefill_ranks: int, stages: int = 1) -> tuple[int, ...]:
-    """The prefill ranks that write to this decode rank: those of its stage that hold heads of its own. `decode` is how
-    heads lie on the ranks of one stage. Raises InvalidConfig where heads cannot lie on so many.
+    """Return the prefill ranks that write to this decode rank: those of its stage that hold heads of its own.
+
+    `decode` is the partition over the ranks of one stage. Raises InvalidConfig if the heads cannot be partitioned over
+    the prefill ranks.
     """
     check_stages(ranks=prefill_ranks, stages=stages)
     width = prefill_ranks // stages
@@ -43,9 +45,9 @@ def expected_writers(decode: HeadPartition, *, rank: int, prefill_ranks: int, st
 
 
 def share_between(*, decode: wire.Hello, prefill: wire.Hello) -> HeadSlice | None:
-    """The heads that this prefill rank writes to this decode rank; None: none.
+    """Return the heads that this prefill rank writes to this decode rank; None: none.
 
-    Raises PeerMismatch where the heads of the model cannot lie on such ranks.
+    Raises PeerMismatch if the heads of the model cannot be partitioned over these ranks.
     """
     try:
         there, here = (_holding_of(hello) for hello in (decode, prefill))
@@ -60,7 +62,10 @@ def share_between(*, decode: wire.Hello, prefill: wire.Hello) -> HeadSlice | Non
 
 
 def exchange_of(share: HeadSlice, *, decode: wire.Hello, prefill: wire.Hello) -> Exchange:
-    """The bytes of a share of heads in both pools, which were judged: whole pages where it is all that both hold."""
+    """Return the bytes of a slice of heads in both pools, which must have been checked.
+
+    Whole pages if both ranks hold exactly this slice.
+    """
     there, here = decode.identity.kv_heads, prefill.identity.kv_heads
     if share.count == there == here:
         return Exchange(ours=prefill.memory, theirs=decode.memory)
@@ -72,18 +77,19 @@ def exchange_of(share: HeadSlice, *, decode: wire.Hello, prefill: wire.Hello) ->
 
 
 def in_heads_of(theirs: wire.Hello, ours: wire.Hello) -> tuple[Identity, tuple[int, ...]]:
-    """The peer's identity and the bytes of its pool's pieces, as they were if it held as many heads as we do.
+    """Return the peer's identity and piece sizes, scaled to the number of heads that we hold.
 
-    As they are where that cannot be said, so that comparing them with ours names what differs.
+    Unscaled if they cannot be scaled; a comparison with ours then names the difference.
     """
     identity, pieces = theirs.identity, tuple(segment.piece_bytes for segment in theirs.memory.segments)
     if (theirs.stages, ours.stages) != (1, 1) and _stage_of(theirs)[0] != _stage_of(ours)[0]:
-        # Another stage has other layers: nothing is exchanged with it but promises.
+        # Another stage holds other layers: only promises are exchanged with it, so its layers are not compared.
         mine, own = ours.identity, tuple(segment.piece_bytes for segment in ours.memory.segments)
         layers = {name: getattr(mine, name) for name in OF_LAYERS}
         return msgspec.structs.replace(identity, **layers), own
     there, here = identity.kv_heads, ours.identity.kv_heads
     sizes = (*identity.piece_bytes, *pieces, identity.page_bytes)
+    # Sizes scale by heads only if every size is a multiple of them, and no layer group has a head count of its own.
     scales = there > 0 and not any(size % there for size in sizes) and not getattr(identity, "groups", ())
     if there == here or not scales or total_of(theirs) != total_of(ours):
         return identity, pieces
@@ -97,7 +103,7 @@ def in_heads_of(theirs: wire.Hello, ours: wire.Hello) -> tuple[Identity, tuple[i
 
 
 def heads_of(memory: PoolMemory, *, page_size: int, heads: int, first: int, count: int) -> PoolMemory:
-    """Heads [first, first + count) of each token, as pieces of their own: `page_size` of them for each piece."""
+    """Return heads [first, first + count) of each token as separate segments: `page_size` of them per piece."""
     segments = []
     for segment in memory.segments:
         token_bytes = segment.piece_bytes // page_size
@@ -115,7 +121,7 @@ def heads_of(memory: PoolMemory, *, page_size: int, heads: int, first: int, coun
 
 
 def total_of(hello: wire.Hello) -> int:
-    """How many KV heads the speaker's model has, as far as it can be told from the ranks."""
+    """Number of KV heads of the sender's model, as far as its ranks determine it."""
     if hello.kv_heads_total or hello.identity.kind == "mla":
         return hello.kv_heads_total or hello.identity.kv_heads
     return hello.identity.kv_heads * hello.ranks // hello.stages

@@ -1,6 +1,6 @@
-"""Background tasks with one owner, who hears of their failures and waits for their end.
+"""Background tasks with one owner, which reports their failures and waits for their end.
 
-For objects whose life is `start` and `close` rather than a block: a `TaskGroup` belongs to the task that entered it.
+For objects with `start` and `close` instead of a block: a `TaskGroup` belongs to the task that entered it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ T = TypeVar("T")
 class OwnedTasks:
     """Tasks that live no longer than their owner.
 
-    An exception that leaves a task is a bug of ours: the loop's exception handler hears of it at once, and `close`
-    raises the first one.
+    An exception that leaves a task is a bug of ours: the loop's exception handler is called at once, and `close` raises
+    the first one.
     """
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._tasks: set[asyncio.Task[Any]] = set()  # Results of every kind; only whoever spawned looks at them.
+        self._tasks: set[asyncio.Task[Any]] = set()  # Results of every kind; only the caller of `spawn` uses them.
         self._failure: BaseException | None = None
         self._closing = False
 
@@ -29,7 +29,7 @@ class OwnedTasks:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[object, object, T], *, name: str) -> asyncio.Task[T]:
-        """Run `work` in a task of this owner."""
+        """Run `work` in a task of this owner. Raises RuntimeError after `close`."""
         if self._closing:
             work.close()
             raise RuntimeError(f"{self._label} is closing and starts no {name}")
@@ -39,15 +39,16 @@ class OwnedTasks:
         return task
 
     async def close(self) -> None:
-        """Cancel what still runs, wait for all of it, and raise the first failure there was."""
+        """Cancel the running tasks, wait for all of them, and raise the first failure."""
         self._closing = True
+        # `close` may be called by one of the tasks, which must neither cancel nor await itself.
         current = asyncio.current_task()
         for task in self._tasks:
             if task is not current:
                 task.cancel()
         while rest := [task for task in self._tasks if task is not current]:
             await asyncio.wait(rest)
-            # The callbacks that take ended tasks out of the set run on the loop's next turn.
+            # The callbacks that remove ended tasks from the set run in the next loop iteration.
             await asyncio.sleep(0)
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -64,9 +65,9 @@ class OwnedTasks:
 
 
 async def settle(work: asyncio.Future[int]) -> int:
-    """Wait for `work` to its end, whatever happens to the caller; a cancellation is raised only then.
+    """Wait for `work` to end even if the caller is cancelled; the cancellation is raised afterwards.
 
-    For writes that nothing can stop: whoever gives up on one must still not touch its pages before it has ended.
+    For writes that cannot be stopped: their pages must not be reused before they have ended.
     """
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
@@ -75,7 +76,7 @@ async def settle(work: asyncio.Future[int]) -> int:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        # The outcome is looked at, so that a failure of the write is not reported as never retrieved.
+        # Retrieved, so that asyncio does not report a failure of the write as never retrieved.
         if not work.cancelled():
             work.exception()
         raise cancelled

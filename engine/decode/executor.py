@@ -352,7 +352,7 @@ class Executor:
             key_seed=live.prompt.seed if live.request.cache else None,
             component_pages=command.component_pages,
             # A prefill that does not answer leaves the prefills after it their share of the time.
-            patience_s=max(live.deadline_at_s - self._clock(), 0.0) / (len(addresses) - command.prefill),
+            connect_s=max(live.deadline_at_s - self._clock(), 0.0) / (len(addresses) - command.prefill),
         )
 
     def _extend(self, command: commands.SendExtend) -> None:

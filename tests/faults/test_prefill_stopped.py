@@ -127,7 +127,7 @@ async def test_a_stopped_prefill_that_is_killed_gives_its_pages_back(
         await stop_midway(child, after_pages=4)
         waiting = decode.start("lost", prompt(1, 10))
         await child.wait_stopped()
-        with pytest.raises(RequestFailed, match="was not heard of") as failed:
+        with pytest.raises(RequestFailed, match="was silent for") as failed:
             await waiting
         assert failed.value.cause == "prefill silent"
         assert decode.core()["device_draining"] == 10

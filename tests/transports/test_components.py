@@ -139,15 +139,15 @@ async def test_without_components_nothing_is_asked_for(world) -> None:
 @pytest.mark.parametrize(
     ("component_pages", "words"),
     [
-        (None, r"decode's promise says nothing of components; both ends have \['ssm', 'swa'\]"),
-        ([], r"says \[\] of components"),
-        (WINDOW, r"says \['swa'\] of components"),
-        ([*STATE, *STATE], r"says \['ssm', 'ssm'\] of components"),
+        (None, r"names no components; both ends have the components \['ssm', 'swa'\]"),
+        ([], r"names no components"),
+        (WINDOW, r"names \['swa'\]"),
+        ([*STATE, *STATE], r"names \['ssm', 'ssm'\]"),
         ([ComponentPages("swa", 3, page_ids([10])), *STATE], "does not end with the prompt of 5 pages"),
-        ([ComponentPages("swa", 2, page_ids([10, 11, 12])), *STATE], "which is more than its tail"),
+        ([ComponentPages("swa", 2, page_ids([10, 11, 12])), *STATE], "which is more than the prompt's end needs"),
         (
             [*WINDOW, ComponentPages("ssm", 3, page_ids([1, 2]))],
-            "asks for 2 pages of component 'ssm', which is more than",
+            "requests 2 pages of component 'ssm' from position 3",
         ),
         ([ComponentPages("swa", 3, page_ids([10, 10])), *STATE], "names a page of component 'swa' twice"),
         (

@@ -85,8 +85,8 @@ async def test_waiting_can_be_given_up_and_leaves_no_descriptor(child: Child, wa
 
 def test_only_processes_of_this_kernel_are_judged(child: Child) -> None:
     _, mark = child
-    assert process.is_judged_here(mark)
-    assert not process.is_judged_here(process.this_process())
+    assert process.is_observable(mark)
+    assert not process.is_observable(process.this_process())
     for other in (replace(mark, host="elsewhere"), replace(mark, host=""), replace(mark, pid=0)):
-        assert not process.is_judged_here(other)
-    assert not process.is_judged_here(replace(mark, started=0))
+        assert not process.is_observable(other)
+    assert not process.is_observable(replace(mark, started=0))

@@ -210,13 +210,13 @@ async def test_a_room_that_waits_for_other_ranks_ends_with_its_lease(world, deco
     now_s = 9.0
     link.send(wire.Ping(sent_at=0.0, rooms=(("r2", 0),)))
     assert isinstance(await decode.hear(link), wire.Ping)
-    assert prefill.sender.statistics()["rooms_gathering"] == 2
+    assert prefill.sender.statistics()["rooms_pending"] == 2
     now_s = 10.0
     prefill.sender.check_leases()
     refused = await decode.hear(link)
     assert isinstance(refused, wire.Refused)
     assert refused.room.request_id == "r1"
-    assert prefill.sender.statistics()["rooms_gathering"] == 1
+    assert prefill.sender.statistics()["rooms_pending"] == 1
 
 
 def test_many_rooms_are_named_in_several_pings() -> None:

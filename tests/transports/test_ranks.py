@@ -318,7 +318,7 @@ EMBEDDED = """
 import asyncio, sys
 from array import array
 from torch import distributed
-from tidekv.transports.vote_thread import VoteThread
+from tidekv.transports.ranks.vote_thread import VoteThread
 
 async def vote(rank):
     thread = VoteThread(rank=rank, ranks=2, host="127.0.0.1", timeout_s=30.0)
@@ -408,7 +408,7 @@ async def test_the_store_that_groups_are_formed_by_listens_on_the_host_of_the_ra
 async def test_a_stranger_at_the_rank_channel_sends_small_frames_and_has_few_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks, "STRANGERS_MAX", 2)
+    monkeypatch.setattr(ranks, "UNADMITTED_MAX", 2)
     address = free_address()
     leader = Member(0, 2, address, silence_s=30.0)
     await leader.channel.start()

@@ -146,7 +146,7 @@ async def test_a_silent_peer_is_lost_though_its_link_is_open(world) -> None:
     await decode.wait(events.PromiseSent)
     world.network.loses = lambda sender, message: True
     lost = await decode.wait(events.WriterLost)
-    assert "not heard of" in lost.cause
+    assert "was silent for" in lost.cause
 
 
 async def test_pings_keep_a_link_and_its_lease_alive(world) -> None:

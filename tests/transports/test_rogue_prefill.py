@@ -208,10 +208,10 @@ async def test_a_room_waits_for_a_handshake_no_longer_than_its_share_and_others_
     rogue.says_hello.clear()
     rogue.lies = {"lease_s": 60.0}
     decode = await world.decode(heartbeat_s=15.0, missed_s=60.0, lease_s=60.0)
-    decode.promise(rogue.address, "hasty", tokens=16, promised=8, pages=[1, 2], patience_s=0.05)
-    decode.promise(rogue.address, "patient", tokens=16, promised=8, pages=[3, 4], patience_s=60.0)
+    decode.promise(rogue.address, "hasty", tokens=16, promised=8, pages=[1, 2], connect_s=0.05)
+    decode.promise(rogue.address, "patient", tokens=16, promised=8, pages=[3, 4], connect_s=60.0)
     decode.promise(rogue.address, "without", tokens=16, promised=8, pages=[5, 6])
-    decode.promise(rogue.address, "aborted", tokens=16, promised=8, pages=[7, 8], patience_s=0.05)
+    decode.promise(rogue.address, "aborted", tokens=16, promised=8, pages=[7, 8], connect_s=0.05)
     decode.receiver.abort("aborted", 0)
     failed = await decode.wait(events.RoomFailed)
     assert (failed.request_id, failed.settled) == ("hasty", True)
@@ -222,13 +222,13 @@ async def test_a_room_waits_for_a_handshake_no_longer_than_its_share_and_others_
     asked = [message.room.request_id for message in rogue.heard if isinstance(message, wire.Promise)]
     assert asked == ["patient", "without"]
     assert len(decode.of(events.RoomFailed)) == 1
-    assert all(room.patience is None for room in decode.receiver._rooms.values())
+    assert all(room.connect_timer is None for room in decode.receiver._rooms.values())
 
 
 async def test_closing_a_receiver_in_a_handshake_closes_the_link_and_tells_nothing(world, rogue) -> None:
     rogue.says_hello.clear()
     decode = await world.decode()
-    decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2], patience_s=0.05)
+    decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2], connect_s=0.05)
     await rogue.accepted.wait()
     await decode.receiver.close()
     assert not decode.transport.links

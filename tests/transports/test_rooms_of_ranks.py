@@ -35,7 +35,7 @@ class Ranks:
 async def pending_room(prefills: list, count: int) -> None:
     """Return when so many promises wait for others at each of these; frames take a few turns of the loop."""
     for _ in range(1000):
-        if all(prefill.sender.statistics()["rooms_gathering"] == count for prefill in prefills):
+        if all(prefill.sender.statistics()["rooms_pending"] == count for prefill in prefills):
             return
         await asyncio.sleep(0)
     raise AssertionError([prefill.sender.statistics() for prefill in prefills])
@@ -93,7 +93,7 @@ async def test_promises_that_differ_are_refused_on_all_ranks_with_both_numbers(m
         assert all("promised 4 of 8 tokens" in cause and "promised 0 of 8 tokens" in cause for cause in causes)
     for prefill in ranks.prefills:
         statistics = prefill.sender.statistics()
-        assert (statistics["promises_differ"], statistics["rooms_gathering"]) == (1, 0)
+        assert (statistics["promises_differ"], statistics["rooms_pending"]) == (1, 0)
         assert statistics["pages_sent"] == 0
     # The next generation, on which they agree, is served.
     ranks.promise("r1", promised=4, generation=1)
@@ -253,7 +253,7 @@ async def test_a_link_that_breaks_before_all_have_promised_refuses_the_room(make
     # The other rank's own room still waits; it gives it up.
     ranks.decodes[0].receiver.abort("r1", 0)
     await ranks.decodes[0].wait(events.RoomDrained)
-    assert ranks.prefills[0].sender.statistics()["rooms_gathering"] == 0
+    assert ranks.prefills[0].sender.statistics()["rooms_pending"] == 0
 
 
 async def test_a_promise_on_the_link_of_another_rank_breaks_its_room(decode, world) -> None:
@@ -273,4 +273,4 @@ async def test_who_expects_pages_of_a_rank_without_its_heads_is_told_so(decode, 
     link.send(wire.Promise(room=decode.room(), prompt_tokens=8, decode_prefix_len=8, pages=None))
     failed = await decode.hear(link)
     assert isinstance(failed, wire.Failed)
-    assert "expects nothing of prefill's rank 0, whose heads are among its own" in failed.cause
+    assert "expects nothing of prefill's rank 0, which holds some of its heads" in failed.cause

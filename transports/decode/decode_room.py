@@ -1,8 +1,8 @@
-"""What is known of one room at the decode side: a leg to each prefill rank, and which of them write.
+"""One room at the decode side: a rank link to each prefill rank, and which of them write.
 
-1 prefill rank                  one leg, whose writer is known to the core by its instance
-n ranks, one writes to us       that leg, and legs that only promise: their ranks compare, and have Received
-n ranks, several write to us    the core counts what each has written; a loss of one is the failure of the room
+1 prefill rank                  one rank link, whose writer the core knows by its instance
+n ranks, one writes to us       that rank link, and others that only promise: their ranks compare, and get Received
+n ranks, several write to us    the core counts what each has written; the loss of one fails the room
 """
 
 from __future__ import annotations
@@ -28,82 +28,82 @@ FrameOfRoom: TypeAlias = "wire.Chunk | wire.ComponentSent | wire.Aux | wire.Refu
 
 
 class DecodeRoom:
-    """One room, and its legs."""
+    """One room, and its rank links."""
 
     def __init__(
         self, promise: wire.Promise, links: Sequence[PrefillLink[RankLink]], writers: Sequence[int], *, page_size: int
     ) -> None:
-        """`links` are those to all prefill ranks, in order; `writers` says which of these write to us, in the order of
-        the heads.
+        """`links` are those to all prefill ranks, in order; `writers` are the indices of those that write to us, in the
+        order of the heads.
         """
         self.key = promise.room
         self.writers = len(writers)
-        """How many of its legs write."""
-        self.is_told_sent = False
-        self.is_told_failed = False
-        self.patience: asyncio.TimerHandle | None = None
-        """Ends the wait for links that are not open."""
+        """Number of rank links that write."""
+        self.is_sent_reported = False
+        self.is_failure_reported = False
+        self.connect_timer: asyncio.TimerHandle | None = None
+        """Timer that ends the wait for links that are not open."""
         first = promise.decode_prefix_len // page_size
         count = len(promise.pages or b"") // 4
         self.rank_links: list[RankLink] = []
         for at, link in enumerate(links):
             number = writers.index(at) if at in writers else None
             rank_link = RankLink(self, link, place=(at, len(links)), number=number)
-            asked = [tail.component for tail in promise.component_pages or () if tail.pages]
+            asked = [each.component for each in promise.component_pages or () if each.pages]
             rank_link.state = ReceiverRoom(first=first, count=count, component_pages=asked)
-            # Whoever does not write to us only compares.
+            # A rank that does not write to us gets no pages: it only compares the promise.
             rank_link.waiting.append(promise if at in writers else _without_pages(promise))
             self.rank_links.append(rank_link)
 
     @property
     def room_key(self) -> RoomKey:
-        """Its key among the rooms of this worker."""
+        """Key of the room within this worker: request id and generation."""
         return (self.key.request_id, self.key.generation)
 
     @property
-    def unconnected_legs(self) -> list[RankLink]:
-        """Its legs whose links have not been opened yet."""
+    def unconnected(self) -> list[RankLink]:
+        """Rank links whose link has not been opened yet."""
         return [rank_link for rank_link in self.rank_links if rank_link.link.theirs is None]
 
-    def end_patience(self) -> None:
-        """Stop the wait for links."""
-        if self.patience is not None:
-            self.patience.cancel()
-            self.patience = None
+    def stop_connect_timer(self) -> None:
+        """Stop the timer for links that are not open."""
+        if self.connect_timer is not None:
+            self.connect_timer.cancel()
+            self.connect_timer = None
 
     @property
     def has_one_writer(self) -> bool:
-        """Whether the core knows its writer as a process that may be lost."""
+        """True if the core knows the room's writer as a process that may be lost."""
         return self.writers == 1
 
 
 def packed_components(component_pages: Iterable[ComponentPages] | None) -> tuple[wire.ComponentRequest, ...] | None:
-    """What is asked of components, as it travels."""
+    """Return the requested pages of components in their wire form."""
     if component_pages is None:
         return None
     return tuple(
-        wire.ComponentRequest(component=t.component, first=t.first, pages=wire.pack_pages(t.pages))
-        for t in component_pages
+        wire.ComponentRequest(component=each.component, first=each.first, pages=wire.pack_pages(each.pages))
+        for each in component_pages
     )
 
 
 def _without_pages(promise: wire.Promise) -> wire.Promise:
     component_pages = promise.component_pages
     if component_pages is not None:
-        component_pages = tuple(msgspec.structs.replace(tail, pages=None) for tail in component_pages)
+        component_pages = tuple(msgspec.structs.replace(each, pages=None) for each in component_pages)
     return msgspec.structs.replace(promise, pages=None, component_pages=component_pages)
 
 
 class RankLink:
-    """One room's part at one prefill rank. `waiting` are its frames while the link is being opened."""
+    """One room's part at one prefill rank. `waiting` are its messages while the link is being opened."""
 
     state: ReceiverRoom
 
     def __init__(
         self, room: DecodeRoom, link: PrefillLink[RankLink], *, place: tuple[int, int], number: int | None
     ) -> None:
-        """`place`: the rank, and of how many, that must be at the other end. `number`: which of the writers it is, None
-        where it writes nothing.
+        """`place` is the expected rank at the other end and the number of ranks. `number` is its index among the
+        writers; None: it writes nothing.
         """
         self.room = room
         self.link = link
@@ -113,18 +113,19 @@ class RankLink:
         self.has_ended = False
 
 
-class Told:
-    """What the core is told of rooms beside their frames."""
+class RoomEvents:
+    """Events about rooms that do not result from a single message of prefill."""
 
     def __init__(self, deliver: Callable[[events.AnyEvent], None], clock: Callable[[], float]) -> None:
         self._deliver = deliver
         self._clock = clock
 
     def sent(self, room: DecodeRoom, writer: str) -> None:
-        """The promise is on its way; told once. Where several write, a loss is never told as that of a writer."""
-        if room.is_told_sent:
+        """Deliver PromiseSent, once per room."""
+        # With several writers the room has a writer name of its own: the loss of one is reported as RoomFailed instead.
+        if room.is_sent_reported:
             return
-        room.is_told_sent = True
+        room.is_sent_reported = True
         request_id, generation = room.room_key
         self._deliver(
             events.PromiseSent(
@@ -137,17 +138,17 @@ class Told:
         )
 
     def failed(self, room: DecodeRoom, cause: str) -> None:
-        """The room will not be completed, and ranks may still be writing; told once."""
-        if not room.is_told_failed:
-            room.is_told_failed = True
+        """Deliver RoomFailed, once per room: it will not be completed, and ranks may still be writing."""
+        if not room.is_failure_reported:
+            room.is_failure_reported = True
             self._fail(room.room_key, cause, settled=False)
 
     def never_sent(self, room_key: RoomKey, cause: str) -> None:
-        """The room will not be completed, and nobody was promised anything."""
+        """Deliver RoomFailed, settled: the room will not be completed, and no rank was promised anything."""
         self._fail(room_key, cause, settled=True)
 
     def drained(self, room_key: RoomKey, number: int) -> None:
-        """A writer has stopped, or will never begin."""
+        """Deliver RoomDrained: a writer has stopped, or will never start."""
         request_id, generation = room_key
         self._deliver(events.RoomDrained(at_s=self._clock(), request_id=request_id, generation=generation, rank=number))
 
@@ -161,14 +162,16 @@ class Told:
 
 
 def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.AnyEvent | None:
-    """What a frame means to the core, which knows the writers of a room by numbers from 0 on; None: nothing, since it
-    is late, or the word about a tail, which is judged here. Raises RemoteProtocolError.
+    """Return the core's event for a message, which numbers the writers of a room from 0.
+
+    None: nothing to deliver, since the message is late, or is a ComponentSent, which is recorded here. Raises
+    RemoteProtocolError for a message that contradicts the room.
     """
     (request_id, generation), number = rank_link.room.room_key, rank_link.number or 0
     if isinstance(message, wire.Chunk | wire.ComponentSent | wire.Aux) and (
         message.rank != rank_link.place[0] or rank_link.number is None
     ):
-        raise RemoteProtocolError(f"rank {message.rank} speaks on the link of rank {rank_link.place[0]}")
+        raise RemoteProtocolError(f"a message of rank {message.rank} came on the link of rank {rank_link.place[0]}")
     match message:
         case wire.Chunk(span=span, first=first, count=count, last=last):
             rank_link.state.land(span=span, first=first, count=count, last=last)
@@ -194,9 +197,9 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
             rank_link.state.refuse(span)
             return events.RoomRefused(at_s=at_s, request_id=request_id, generation=generation, span=span, cause=cause)
         case wire.Failed(cause=cause):
-            if rank_link.room.is_told_failed:
+            if rank_link.room.is_failure_reported:
                 return None
-            rank_link.room.is_told_failed = True
+            rank_link.room.is_failure_reported = True
             return events.RoomFailed(
                 at_s=at_s, request_id=request_id, generation=generation, cause=cause, settled=False
             )

@@ -1,21 +1,21 @@
-"""The decode side of the hand-over: promises out, chunks in, and the proof that nobody writes to a page any more.
+"""The decode side of the hand-over: promises out, chunks in, and the proof that no process writes to a page any more.
 
-One link per prefill address, shared by all rooms there. What comes is judged and becomes the events of
-`tidekv.states.events`; frames of other workers, other rooms and ended ones are dropped and counted. How a room ends:
+One link per prefill address, shared by all rooms there. Messages are checked and become events of
+`tidekv.states.events`; those for other workers, unknown rooms and ended rooms are dropped and counted. How a room ends:
 
-    received        decode has all: prefill is told, the room is forgotten
-    aborted         prefill is told; its Drained becomes RoomDrained, and the room is forgotten
-    failed          by prefill (Failed) or for what prefill did wrong: RoomFailed, not settled, then RoomDrained;
-                    prefill is told to stop without an abort of the core
-    never promised  no link was opened (nobody there, or kept away): RoomFailed, settled. Aborted meanwhile: RoomDrained
+    received        decode has all: prefill gets Received, the room is forgotten
+    aborted         prefill gets Abort; its Drained becomes RoomDrained, and the room is forgotten
+    failed          by prefill (Failed) or for an error of prefill: RoomFailed, not settled, then RoomDrained;
+                    prefill gets Abort without an abort of the core
+    never promised  no link was opened (unreachable, or in back-off): RoomFailed, settled; RoomDrained if aborted before
     link lost       WriterLost once for all rooms; RoomDrained for each when the same process is reached again, or
                     WriterDead when its death is proven
 
-An abort of a room that is not known here is answered by RoomDrained at once: it was never promised, or has drained.
+An abort of an unknown room is answered by RoomDrained at once: it was never promised, or has drained.
 
 An address may name all ranks of a prefill instance, joined by commas. Every rank is promised the room, and compares;
-those that hold heads of ours write them. Where several write, what one of them does to the room is told of its number
-among them, and the loss of one fails the room: the others are told to stop.
+those that hold heads of ours write them. If several write, events name each by its number among the writers, and the
+loss of one fails the room: the others get Abort.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from tidekv.transports.decode.decode_room import (
     DecodeRoom,
     FrameOfRoom,
     RankLink,
+    RoomEvents,
     RoomKey,
-    Told,
     event_of,
     packed_components,
 )
 from tidekv.transports.decode.prefill_link import PrefillLink, cause_of
 from tidekv.transports.tasks import OwnedTasks
 
-REDIAL_S_MAX = 4.0  # Pages wait in the quarantine meanwhile.
+REDIAL_S_MAX = 4.0
+"""Maximum seconds between attempts to reach a lost writer again; its pages stay in quarantine meanwhile."""
 LOG = logging.getLogger("tidekv.transports")
 
 COUNTS = (
@@ -66,11 +67,11 @@ COUNTS = (
     "redials",
     "rooms_broken",
 )
-"""What is counted, so that statistics have all counts from the start."""
+"""Names of all counts, so that statistics contain them from the start."""
 
 
 class Receiver:
-    """All rooms of one decode worker. Every method runs on the loop; `deliver` is called there too."""
+    """All rooms of one decode worker. Every method runs on the loop, and `deliver` is called there, too."""
 
     def __init__(
         self,
@@ -91,8 +92,10 @@ class Receiver:
         group: Callable[[], str] = lambda: "",
         component_memory: Mapping[str, PoolMemory] | None = None,
     ) -> None:
-        """`memory`, and that of each component by its name, must be registered before the first promise. `deliver_aux`
-        gets request id, generation, first token and aux, before the AuxLanded that belongs to it.
+        """`memory`, and that of each component by its name, must be registered before the first promise. `lease_s`,
+        `heartbeat_s` and `missed_s` are seconds: the lease of our rooms at prefill, the interval of pings, the silence
+        after which a link is lost. `deliver_aux` is called with request id, generation, first token and aux, before the
+        AuxLanded that belongs to it. Raises InvalidConfig.
         """
         if not (0 < heartbeat_s <= missed_s <= lease_s <= wire.SECONDS_MAX and heartbeat_s < lease_s):
             raise InvalidConfig(
@@ -103,7 +106,7 @@ class Receiver:
         self._transport = transport
         self._identity = identity
         self._deliver = deliver
-        self._told = Told(deliver, clock)
+        self._room_events = RoomEvents(deliver, clock)
         self._deliver_aux = deliver_aux
         self._clock = clock
         self._heartbeat_s = heartbeat_s
@@ -111,15 +114,16 @@ class Receiver:
         self._rank = rank
         self._ranks = ranks
         place = {"rank": rank, "ranks": ranks, "kv_heads_total": kv_heads_total, "stages": stages}
-        say_hello = partial(handshake.make_hello, transport, memory=memory, component_memory=component_memory)
-        self._make_hello = partial(say_hello, identity=identity, lease_s=lease_s, heartbeat_s=heartbeat_s, **place)
+        make = partial(handshake.make_hello, transport, memory=memory, component_memory=component_memory)
+        self._make_hello = partial(make, identity=identity, lease_s=lease_s, heartbeat_s=heartbeat_s, **place)
         holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
         self._writers = cache(partial(slices.expected_writers, holding, rank=rank, stages=stages))
         self._group = group
         self._links: dict[str, PrefillLink[RankLink]] = {}
         self._rooms: dict[RoomKey, DecodeRoom] = {}
-        # Legs of lost links that may still be written to, by writer; and who waits for the writer's end.
+        # Rank links of lost links whose pages may still be written to, by writer.
         self._lost: dict[str, dict[RoomKey, RankLink]] = {}
+        # Writers whose death is awaited, and writers that are being dialled again.
         self._watched: set[str] = set()
         self._redialled: set[str] = set()
         self._peer_backoff = PeerBackoff(clock=clock)
@@ -127,13 +131,13 @@ class Receiver:
         self._ours: wire.Hello | None = None
 
     async def start(self) -> None:
-        """Make our Hello; the transport is started and has our memory."""
+        """Make our Hello. The transport is started and has our memory."""
         self._ours = self._make_hello()
 
     async def close(self) -> None:
-        """Close all links; no event comes after that. Rooms that are not settled stay so: abort them first."""
+        """Close all links; no event is delivered after that. Rooms that are not settled stay so: abort them first."""
         for room in self._rooms.values():
-            room.end_patience()
+            room.stop_connect_timer()
         await self._tasks.close()
 
     def promise(
@@ -148,21 +152,22 @@ class Receiver:
         tokens: bytes | None = None,
         key_seed: bytes | None = None,
         component_pages: Iterable[ComponentPages] | None = None,
-        patience_s: float = math.inf,
+        connect_s: float = math.inf,
     ) -> None:
-        """Tell the prefill at `address` what not to send and where the rest goes → PromiseSent or RoomFailed.
+        """Promise a room to the prefill at `address` → PromiseSent or RoomFailed.
 
-        `key_seed` begins the storage keys of the prompt's pages; None: prefill must keep them nowhere.
-        `component_pages` is what is asked of components. A prefill that is not connected `patience_s` from now is given
-        up for this room; others may go on waiting for it. Raises LocalProtocolError for a room that is open already,
-        InvalidConfig if the heads of the model cannot lie on so many prefill ranks.
+        `promised_tokens` is the length of the prefix that decode has; `pages` are the destinations of the rest, and
+        `component_pages` those of components. `key_seed` starts the storage keys of the prompt's pages; None: prefill
+        must not store them. If the prefill is not connected within `connect_s` seconds, this room fails; other
+        rooms may wait longer for it. Raises LocalProtocolError for a room that is open already, InvalidConfig if the
+        heads of the model cannot be partitioned over that number of prefill ranks.
         """
         room_key = (request_id, generation)
         if room_key in self._rooms:
             raise LocalProtocolError(f"request {request_id!r} has promised generation {generation} already")
         addresses = address.split(",")
-        if cause := self._pause(addresses):
-            self._told.never_sent(room_key, cause)
+        if cause := self._refusal_to_dial(addresses):
+            self._room_events.never_sent(room_key, cause)
             return
         name = self._transport.name
         epoch = self._transport.instance.removeprefix(f"{name}-")
@@ -174,7 +179,7 @@ class Receiver:
             rank=self._rank,
             ranks=self._ranks,
             group=self._group(),
-            # The ranks of an instance have the same tokens: one of them brings them.
+            # All ranks of an instance have the same tokens: rank 0 sends them.
             tokens=tokens if self._rank == 0 else None,
             key_seed=key_seed,
             component_pages=packed_components(component_pages),
@@ -185,14 +190,15 @@ class Receiver:
         for rank_link in room.rank_links:
             rank_link.link.rank_links[rank_link] = None
         for rank_link in list(room.rank_links):
+            # Opening one may have failed the room and removed the others.
             if rank_link.link.theirs is not None and rank_link in room.rank_links:
-                self._open_leg(rank_link, rank_link.link.theirs)
-        if patience_s < math.inf and room_key in self._rooms and room.unconnected_legs:
-            lose = partial(self._lose_patience, room, patience_s)
-            room.patience = asyncio.get_running_loop().call_later(patience_s, lose)
+                self._open_rank_link(rank_link, rank_link.link.theirs)
+        if connect_s < math.inf and room_key in self._rooms and room.unconnected:
+            lose = partial(self._end_connecting, room, connect_s)
+            room.connect_timer = asyncio.get_running_loop().call_later(connect_s, lose)
 
-    def _pause(self, addresses: list[str]) -> str:
-        """Why one of these is not dialled now, in words."""
+    def _refusal_to_dial(self, addresses: list[str]) -> str:
+        """Return why one of these addresses is not dialled now; empty if all may be."""
         for address in addresses:
             if address not in self._links and (pause_s := self._peer_backoff.pause_left_s(address)) > 0:
                 self.counts["dials_in_pause"] += 1
@@ -202,7 +208,7 @@ class Receiver:
         return ""
 
     def extend(self, request_id: str, generation: int, span: int, first: int, pages: PageIds) -> None:
-        """Ask for further pages; nothing happens where the room has ended, since that was told."""
+        """Request further pages. Does nothing if the room has ended, since its end was delivered."""
         room = self._rooms.get((request_id, generation))
         for rank_link in [] if room is None else room.rank_links:
             if rank_link.number is None or rank_link.has_ended:
@@ -210,44 +216,42 @@ class Receiver:
             rank_link.state.extend(span, first, len(pages))
             message = wire.Extend(room=rank_link.room.key, span=span, first=first, pages=wire.pack_pages(pages))
             if rank_link.link.is_open:
-                rank_link.link.say(message)
+                rank_link.link.send(message)
             else:
                 rank_link.waiting.append(message)
 
     def abort(self, request_id: str, generation: int) -> None:
-        """Have prefill stop → RoomDrained, or WriterDead; see the top of this file for a room not known or not
-        promised yet.
-        """
+        """Make prefill stop → RoomDrained, or WriterDead. The module docstring covers unknown and unpromised rooms."""
         room_key = (request_id, generation)
         room = self._rooms.get(room_key)
         lost = any(room_key in rank_links for rank_links in self._lost.values())
         if room is None:
             if not lost:
-                self._told.drained(room_key, 0)
+                self._room_events.drained(room_key, 0)
             return
         for rank_link in list(room.rank_links):
             if not rank_link.link.is_open:
-                # Its promise never left.
+                # Its promise was never sent.
                 self._forget(rank_link)
                 if rank_link.number is not None:
-                    self._told.drained(room_key, rank_link.number)
+                    self._room_events.drained(room_key, rank_link.number)
             elif not rank_link.has_ended:
                 self._stop(rank_link)
 
     def received(self, request_id: str, generation: int) -> None:
-        """Tell prefill that it may free its pages; the room is over."""
+        """Let prefill free its pages; the room is over."""
         room_key = (request_id, generation)
         room = self._rooms.pop(room_key, None)
         if room is not None:
-            room.end_patience()
+            room.stop_connect_timer()
         for rank_link in [] if room is None else room.rank_links:
             rank_link.link.rank_links.pop(rank_link, None)
-            rank_link.link.say(wire.Received(room=rank_link.room.key))
+            rank_link.link.send(wire.Received(room=rank_link.room.key))
         for writer in [writer for writer, rooms in self._lost.items() if rooms.pop(room_key, None) and not rooms]:
             del self._lost[writer]
 
     def statistics(self) -> dict[str, int | float]:
-        """links, rooms_open, rooms_unsettled (ended or lost, maybe still written to), and counts of what was odd."""
+        """links, rooms_open, rooms_unsettled (ended or lost, maybe still written to), and counts of unusual events."""
         ended = sum(any(rank_link.has_ended for rank_link in room.rank_links) for room in self._rooms.values())
         return {
             "links": sum(link.is_open for link in self._links.values()),
@@ -262,40 +266,41 @@ class Receiver:
         self._peer_backoff.note(link.address)
 
     def link_opened(self, link: PrefillLink[RankLink], theirs: wire.Hello) -> None:
-        """See `LinkOwner`: settle what an earlier link to this process left, and say what waited."""
+        """See `LinkOwner`: abort the rooms that an earlier link to this process left, and send waiting messages."""
+        # The same process lives: its Drained will settle what the lost link left open.
         for room_key, rank_link in self._lost.pop(theirs.instance, {}).items():
             rank_link.link = link
             link.rank_links[rank_link] = None
             room = self._rooms.setdefault(room_key, rank_link.room)
             room.rank_links.append(rank_link)
             self._stop(rank_link)
-        for rank_link in self._legs_of(link):
+        for rank_link in self._rank_links_of(link):
             if not rank_link.has_ended and rank_link in rank_link.room.rank_links:
-                self._open_leg(rank_link, theirs)
+                self._open_rank_link(rank_link, theirs)
 
     def link_refused(self, link: PrefillLink[RankLink], cause: str) -> None:
         """See `LinkOwner`: nothing was promised, so nothing can be written."""
         self.counts["dials_failed"] += 1
         del self._links[link.address]
-        for rank_link in self._legs_of(link):
+        for rank_link in self._rank_links_of(link):
             self._fail_unsent(rank_link, cause)
 
     def link_lost(self, link: PrefillLink[RankLink], cause: str) -> None:
-        """See `LinkOwner`: its rooms may still be written to, by a process that may be dead."""
+        """See `LinkOwner`: its rooms may still be written to, by a process that may be alive or dead."""
         assert link.theirs is not None
         writer = link.theirs.instance
         del self._links[link.address]
-        for rank_link in self._legs_of(link):
+        for rank_link in self._rank_links_of(link):
             self._forget(rank_link)
             if rank_link.number is not None:
                 self._lost.setdefault(writer, {})[rank_link.room.room_key] = rank_link
             if rank_link.number is None or not rank_link.room.has_one_writer:
                 kind, detail = PrefillCause.parse(cause) or (PrefillCause.LOST, cause)
-                self._told.failed(rank_link.room, kind.words(f"{link.address} is lost: {detail}"))
+                self._room_events.failed(rank_link.room, kind.words(f"{link.address} is lost: {detail}"))
         for other in self._links.values():
             if other.theirs is not None and other.theirs.instance == writer:
-                # The same process under another address: the core gives up all rooms of the writer.
-                for rank_link in self._legs_of(other):
+                # The same process under another address: WriterLost ends all rooms of the writer in the core.
+                for rank_link in self._rank_links_of(other):
                     self._stop(rank_link)
         self._deliver(events.WriterLost(at_s=self._clock(), writer=writer, cause=cause))
         if writer not in self._watched:
@@ -303,7 +308,7 @@ class Receiver:
             self._tasks.spawn(self._watch(writer, link.theirs), name=f"end of {writer}")
         if writer in self._lost and writer not in self._redialled:
             self._redialled.add(writer)
-            self._tasks.spawn(self._reach_again(writer, link.address), name=f"redial {link.address}")
+            self._tasks.spawn(self._redial(writer, link.address), name=f"redial {link.address}")
 
     def rooms_of(self, link: PrefillLink[RankLink]) -> list[tuple[str, int]]:
         """See `LinkOwner`."""
@@ -325,7 +330,7 @@ class Receiver:
                 elif rank_link.has_ended:
                     self.counts["frames_late"] += 1
                 else:
-                    self._take_of_leg(rank_link, message)
+                    self._take_of_rank_link(rank_link, message)
             case _:
                 raise RemoteProtocolError(f"{link.address} sent {type(message).__name__}, which is ours to send")
 
@@ -344,28 +349,28 @@ class Receiver:
         self._tasks.spawn(link.run(self._transport, self._ours, self._tasks), name=f"link to {address}")
         return link
 
-    def _legs_of(self, link: PrefillLink[RankLink]) -> list[RankLink]:
+    def _rank_links_of(self, link: PrefillLink[RankLink]) -> list[RankLink]:
         return list(link.rank_links)
 
     def _forget(self, rank_link: RankLink) -> None:
-        """Nothing of a leg is waited for here any more; with the last of them its room is forgotten."""
+        """Remove a rank link from its room and its link; the room is forgotten with its last rank link."""
         rank_link.room.rank_links.remove(rank_link)
         rank_link.link.rank_links.pop(rank_link, None)
         if not rank_link.room.rank_links:
-            rank_link.room.end_patience()
+            rank_link.room.stop_connect_timer()
             del self._rooms[rank_link.room.room_key]
 
-    def _lose_patience(self, room: DecodeRoom, patience_s: float) -> None:
-        for rank_link in room.unconnected_legs:
+    def _end_connecting(self, room: DecodeRoom, connect_s: float) -> None:
+        for rank_link in room.unconnected:
             cause = (
-                f"{rank_link.link.address} was not connected within {patience_s:.3g} s, its share of the request's time"
+                f"{rank_link.link.address} was not connected within {connect_s:.3g} s, its share of the request's time"
             )
             self._fail_unsent(rank_link, PrefillCause.SILENT.words(cause))
 
-    def _open_leg(self, rank_link: RankLink, theirs: wire.Hello) -> None:
-        """Say what waited for the link."""
-        if not rank_link.room.unconnected_legs:
-            rank_link.room.end_patience()
+    def _open_rank_link(self, rank_link: RankLink, theirs: wire.Hello) -> None:
+        """Check the rank at the other end, and send the messages that waited for the link."""
+        if not rank_link.room.unconnected:
+            rank_link.room.stop_connect_timer()
         waiting, rank_link.waiting = rank_link.waiting, []
         try:
             if rank_link.place != (theirs.rank, theirs.ranks):
@@ -373,13 +378,13 @@ class Receiver:
                 raise PeerMismatch(field=f"rank (at {rank_link.link.address})", ours=wanted, theirs=found)
             wire.check_name(rank_link.room.key.request_id)
             for message in waiting:
-                rank_link.link.say_or_raise(message)
+                rank_link.link.send_or_raise(message)
         except TidekvError as error:
-            # A link that failed just now, or a promise that no frame can hold: it did not leave.
+            # The link has just failed, or no frame can hold the promise: it was not sent.
             self._fail_unsent(rank_link, cause_of(error).words(str(error)))
             return
         if rank_link.number is not None:
-            self._told.sent(rank_link.room, theirs.instance)
+            self._room_events.sent(rank_link.room, theirs.instance)
 
     async def _watch(self, writer: str, theirs: wire.Hello) -> None:
         await self._transport.wait_gone(writer, theirs)
@@ -388,10 +393,12 @@ class Receiver:
         self._deliver(events.WriterDead(at_s=self._clock(), writer=writer))
         for room_key, rank_link in lost.items():
             if not rank_link.room.has_one_writer:
-                self._told.drained(room_key, rank_link.number or 0)
+                self._room_events.drained(room_key, rank_link.number or 0)
 
-    async def _reach_again(self, writer: str, address: str) -> None:
-        """While rooms of a lost writer are not settled, look whether it is only the link that broke."""
+    async def _redial(self, writer: str, address: str) -> None:
+        """Dial a lost writer's address at growing intervals while rooms of it are unsettled: only the link may have
+        broken.
+        """
         pause_s = 2 * self._heartbeat_s
         while writer in self._lost:
             await asyncio.sleep(pause_s)
@@ -401,19 +408,19 @@ class Receiver:
                 self._connect(address)
         self._redialled.discard(writer)
 
-    def _take_of_leg(self, rank_link: RankLink, message: FrameOfRoom) -> None:
+    def _take_of_rank_link(self, rank_link: RankLink, message: FrameOfRoom) -> None:
         try:
             event = event_of(rank_link, message, self._clock())
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
             cause = PrefillCause.PROTOCOL_ERROR.words(f"{rank_link.link.address} broke the protocol: {error}")
-            self._told.failed(rank_link.room, cause)
+            self._room_events.failed(rank_link.room, cause)
             self._stop(rank_link)
             return
         if isinstance(message, wire.Failed | wire.Refused):
             rank_link.has_ended |= isinstance(message, wire.Failed)
             LOG.warning(
-                "request %s, generation %s: %s says: %s",
+                "request %s, generation %s: %s sent: %s",
                 *rank_link.room.room_key,
                 rank_link.link.address,
                 message.cause,
@@ -434,31 +441,32 @@ class Receiver:
         if not rank_link.has_ended:
             self.counts["rooms_broken"] += 1
             cause = PrefillCause.PROTOCOL_ERROR.words(f"{rank_link.link.address} stopped the room without a cause")
-            self._told.failed(rank_link.room, cause)
+            self._room_events.failed(rank_link.room, cause)
         if rank_link.number is not None:
-            self._told.drained(room_key, rank_link.number)
+            self._room_events.drained(room_key, rank_link.number)
 
     def _stop(self, rank_link: RankLink) -> None:
-        """Have prefill stop; from now on only its Drained counts."""
+        """Send Abort; from now on only Drained is accepted from this rank."""
         rank_link.has_ended = True
-        rank_link.link.say(wire.Abort(room=rank_link.room.key))
+        rank_link.link.send(wire.Abort(room=rank_link.room.key))
 
     def _fail_unsent(self, rank_link: RankLink, cause: str) -> None:
-        """A promise did not leave: its rank will write nothing."""
+        """Fail a room whose promise was not sent to this rank, which will write nothing."""
         room = rank_link.room
         if rank_link not in room.rank_links:
             return
         self._forget(rank_link)
         if rank_link.number is not None and room.has_one_writer:
+            # The remaining ranks only compare: without a writer none of them needs to settle.
             for other in list(room.rank_links):
                 self._forget_or_stop(other)
-            self._told.never_sent(room.room_key, cause)
+            self._room_events.never_sent(room.room_key, cause)
             return
         if rank_link.number is not None:
-            self._told.sent(room, "")
-        self._told.failed(room, cause)
+            self._room_events.sent(room, "")
+        self._room_events.failed(room, cause)
         if rank_link.number is not None:
-            self._told.drained(room.room_key, rank_link.number)
+            self._room_events.drained(room.room_key, rank_link.number)
 
     def _forget_or_stop(self, rank_link: RankLink) -> None:
         if not rank_link.link.is_open:

@@ -15,9 +15,8 @@ from tidekv.states.errors import RemoteProtocolError, TransferFailed
 from tidekv.states.types import PoolMemory, Segment
 from tidekv.transports.base import Poller
 from tidekv.transports.blocking import call_in_thread, settled
-from tidekv.transports.nixl.agent import NixlAgent, PeerDisconnected
+from tidekv.transports.nixl.agent import NixlAgent, PeerDisconnected, Request
 from tidekv.transports.nixl.peers import NixlPeer, NixlPeers
-from tidekv.transports.nixl.writes import Probe
 from tidekv.transports.tasks import OwnedTasks
 
 PROBE_INTERVAL_S = 0.5
@@ -109,3 +108,29 @@ class Presence:
         first = Segment(address=peer.memory.segments[0].address, piece_bytes=1, stride_bytes=1, page_count=1)
         theirs = self._agent.prepare((first,), kind=peer.memory.kind, device=peer.memory.device, owner=peer.instance)
         return self._landing_list, theirs
+
+
+class Probe:
+    """A Pollable that reads one byte of a peer into unused memory."""
+
+    rounds = 0
+
+    def __init__(self, agent: NixlAgent, *, our_list: int, their_list: int) -> None:
+        self._agent = agent
+        self._lists = (our_list, their_list)
+        self._request: Request | None = None
+
+    def post(self) -> bool:
+        """Post the read. Raises PeerDisconnected."""
+        self._request = self._agent.read_request(*self._lists)
+        return self._request.post()
+
+    def check(self) -> bool:
+        """Return True if the byte has arrived. Raises PeerDisconnected."""
+        assert self._request is not None, "a probe is checked before it is posted"
+        return self._request.check()
+
+    def release(self) -> None:
+        """Release the read."""
+        if self._request is not None:
+            self._request.release()

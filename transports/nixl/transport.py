@@ -262,7 +262,7 @@ class NixlTransport:
         closed.
         """
         self._registered()
-        if process.is_judged_here(hello.process):
+        if process.is_observable(hello.process):
             await process.wait_dead(hello.process)
         else:
             assert self._presence is not None, "presence is made with the peers"

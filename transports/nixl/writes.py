@@ -253,35 +253,6 @@ class PartedWrite:
         return not self.parts_in_flight and (not self._left or not self.is_live)
 
 
-class Probe:
-    """A Pollable that reads one byte of a peer into unused memory, to detect whether NIXL still reaches the peer.
-
-    A read leaves nothing behind at the peer, unlike a notification, which the peer would never take.
-    """
-
-    rounds = 0
-
-    def __init__(self, agent: NixlAgent, *, our_list: int, their_list: int) -> None:
-        self._agent = agent
-        self._lists = (our_list, their_list)
-        self._request: Request | None = None
-
-    def post(self) -> bool:
-        """Post the read. Raises PeerDisconnected."""
-        self._request = self._agent.read_request(*self._lists)
-        return self._request.post()
-
-    def check(self) -> bool:
-        """Return True if the byte has arrived. Raises PeerDisconnected."""
-        assert self._request is not None, "a probe is checked before it is posted"
-        return self._request.check()
-
-    def release(self) -> None:
-        """Release the read."""
-        if self._request is not None:
-            self._request.release()
-
-
 def _copy_of(error: TransferFailed) -> TransferFailed:
     """Return an equal error of its own, with `error` as its cause."""
     copy = type(error)(*error.args)

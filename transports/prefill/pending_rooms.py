@@ -1,4 +1,4 @@
-"""Promises of rooms that wait for those of other ranks: a room opens when every decode rank has promised the same."""
+"""Promises of rooms that wait for other ranks: a room opens once every decode rank has promised the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidekv.transports.control import wire
 from tidekv.transports.prefill.room_writer import DecodePeer
 
 RoomOfRanks: TypeAlias = tuple[str, str, int]
-"""What the ranks of one instance know a room by: the name of their group, request id, generation."""
+"""Key of a room for all ranks of one instance: the name of their group, request id, generation."""
 
 
 class PendingRoom:
@@ -20,19 +20,19 @@ class PendingRoom:
         self.name = name
         self.promises: list[tuple[DecodePeer, wire.Promise]] = []
         self.extends: list[wire.Extend] = []
-        """What ranks asked for in addition while others had not promised yet."""
+        """Further pages requested by ranks before all ranks had promised."""
         self.difference = ""
-        """Why the room will never open."""
+        """Why the room will never open; empty if it may."""
         self._promise_check = PromiseCheck()
         self._lease_until_s: dict[DecodePeer, float] = {}
 
     @property
     def lease_until_s(self) -> float:
-        """Until when all ranks that have promised must have named the room again."""
+        """Time at which the first lease of the ranks that have promised expires."""
         return min(self._lease_until_s.values())
 
     def renew(self, peer: DecodePeer, at_s: float) -> None:
-        """A rank that has promised named the room."""
+        """Extend the lease of a rank: it named the room at `at_s`."""
         self._lease_until_s[peer] = at_s + peer.lease_s
 
     @property
@@ -41,7 +41,7 @@ class PendingRoom:
         return self._promise_check.is_complete
 
     def take(self, peer: DecodePeer, promise: wire.Promise, at_s: float) -> None:
-        """Note a promise, and how it differs."""
+        """Add a promise, and set `difference` if it differs from earlier ones."""
         self.renew(peer, at_s)
         self.promises.append((peer, promise))
         difference = self._promise_check.take(
@@ -53,13 +53,13 @@ class PendingRoom:
                 key_seed=promise.key_seed,
                 component_pages=None
                 if promise.component_pages is None
-                else tuple((tail.component, tail.first) for tail in promise.component_pages),
+                else tuple((request.component, request.first) for request in promise.component_pages),
             )
         )
         self.difference = self.difference or difference
 
     def in_order(self) -> list[tuple[DecodePeer, wire.Promise]]:
-        """The promises in the order of the ranks."""
+        """Return the promises in the order of the ranks."""
         return sorted(self.promises, key=lambda entry: entry[1].rank)
 
 
@@ -74,14 +74,16 @@ class PendingRooms:
         return len(self._by_key)
 
     def of(self, key: wire.Room) -> PendingRoom | None:
-        """The gathering that one rank's room is part of."""
+        """Return the pending room that one rank's room belongs to."""
         return self._by_key.get(key)
 
     def __iter__(self) -> Iterator[PendingRoom]:
         return iter(list(self._by_name.values()))
 
     def take(self, peer: DecodePeer, promise: wire.Promise, at_s: float) -> PendingRoom:
-        """Note a promise; what came of it is left to the caller, who drops the gathering when it is over."""
+        """Add a promise and return its pending room. The caller checks it, and drops it when it is complete or
+        refused.
+        """
         name = (promise.group, promise.room.request_id, promise.room.generation)
         pending_room = self._by_name.setdefault(name, PendingRoom(name))
         pending_room.take(peer, promise, at_s)
@@ -89,13 +91,13 @@ class PendingRooms:
         return pending_room
 
     def drop(self, pending_room: PendingRoom) -> None:
-        """Forget a gathering."""
+        """Forget a pending room."""
         self._by_name.pop(pending_room.name, None)
         for _, promise in pending_room.promises:
             self._by_key.pop(promise.room, None)
 
     def of_peer(self, peer: DecodePeer) -> list[PendingRoom]:
-        """The gatherings that a decode rank is part of."""
+        """Return the pending rooms that a decode rank is part of."""
         return [
             pending_room
             for pending_room in self._by_name.values()

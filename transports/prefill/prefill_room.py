@@ -1,7 +1,7 @@
-"""One room at the prefill side: what the embedder holds. Each decode rank of the room has a `RoomWriter` of its own.
+"""One room at the prefill side, as the embedder holds it. Each decode rank of the room has its own `RoomWriter`.
 
-Whatever ends one delivery ends the room: the ranks of a decode instance go on together or not at all. The room is over
-when it has an outcome and no delivery has a write in flight.
+The end of one room writer ends the room: the ranks of a decode instance continue together or not at all. The room is
+over when it has an outcome and no room writer has a write in flight.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RoomOutcome(StrEnum):
 class Room:
     """The hand-over of one prompt to one decode worker, or to all ranks of one.
 
-    Send all pages of the prompt, in order, and of each component the tail that is asked for (`component_pages`), then
-    finish; the pages stay yours, but must stay as they are until `received` returns.
+    Send all pages of the prompt, in order, then the requested pages of each component (`component_pages`), then finish.
+    The caller owns the pages, and must not change or free them until `received` returns.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class Room:
         *,
         on_end: Callable[[Room], None],
     ) -> None:
-        """Take the promises of all decode ranks over, which are the same but for their destinations. Raises
-        RemoteProtocolError where one contradicts itself or our pools.
+        """Take over the promises of all decode ranks, which differ only in their destinations.
+
+        Raises RemoteProtocolError if one contradicts itself or our pools.
         """
         _, first = promises[0]
         self.request_id = first.room.request_id
@@ -65,19 +66,19 @@ class Room:
         self._handed_over = asyncio.Event()
         self._settled = asyncio.Event()
         self._readers = 0
-        # All deliveries remember the same pages and end together: the first speaks for all.
+        # All room writers remember the same pages and end together, so the state of the first represents all.
         self._state = self.room_writers[0].state
         for peer, _ in promises:
             peer.rooms += 1
 
     @property
     def key(self) -> wire.Room:
-        """The room's name, as the lowest decode rank says it."""
+        """The room's key at its lowest decode rank."""
         return self.room_writers[0].key
 
     @property
     def cause(self) -> str | None:
-        """Why the room ended, in words; None while it lives."""
+        """Why the room ended; None while it lives."""
         return self._state.stopped
 
     @property
@@ -87,40 +88,41 @@ class Room:
 
     @property
     def pages(self) -> PageIds:
-        """The pages that were sent so far, from the prompt's first on."""
+        """The pages sent so far, from the prompt's first page on."""
         return self._state.computed
 
     @property
     def component_pages(self) -> dict[str, ComponentRequest]:
-        """What decode asks for of each component, by name; without components there are none. One of no pages need not
-        be sent.
+        """The pages that decode requests of each component, by name; empty without components.
+
+        A component with zero requested pages need not be sent.
         """
         return self._state.component_pages.requested
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether no decode rank is written anything by this prefill rank, whatever was promised: it holds copies of
-        what others send. Of a full hit this is False, and its page lists are empty.
+        """Whether this prefill rank writes nothing to any decode rank, whatever was promised: it holds copies of heads
+        that other ranks send. False for a full hit, whose page lists are empty.
         """
         return all(room_writer.peer.target is None for room_writer in self.room_writers)
 
     @property
     def writes_in_flight(self) -> int:
-        """Writes that may still touch decode's pages, and read ours."""
+        """Number of writes that may still touch decode's pages and read ours."""
         return sum(room_writer.state.in_flight for room_writer in self.room_writers)
 
     @property
     def lease_until_s(self) -> float:
-        """Until when all decode ranks that still need the room must have named it again."""
+        """Time at which the first lease of a decode rank that still needs the room expires."""
         return min((each.lease_until_s for each in self.room_writers if not each.is_received), default=math.inf)
 
     async def send(self, pages: Iterable[int] | PageIds, *, start_token: int, end_token: int | None = None) -> None:
         """Hand over computed pages: ids of our pool for the tokens from `start_token` on, a multiple of the page size.
 
-        Every page of the prompt is sent, from token 0, in order, chunk by chunk; what decode has is left out and
-        remembered. `end_token` says how far they are computed, where that is less than they hold. Returns when what
-        decode wants of them was posted; also, doing nothing, when the room has ended: look at `aborted`. Raises
-        InvalidRequest, and then nothing is sent.
+        Send every page of the prompt, from token 0, in order, chunk by chunk; pages that decode has are remembered and
+        not written. `end_token` is the end of the computed tokens, if the last page is not full. Returns when the
+        wanted pages were posted. If the room has ended it does nothing: check `aborted`. Raises InvalidRequest, and
+        then nothing is sent.
         """
         ids = page_ids(pages)
         _check_ours(ids, self._send_context.memory, "")
@@ -131,12 +133,12 @@ class Room:
         await self._hand_over()
 
     async def send_component_pages(self, component: str, pages: Iterable[int] | PageIds) -> None:
-        """Hand over the tail of a component, once the whole prompt is computed and before `finish`: ids of our pool of
-        this component, one for each position that `component_pages` names. Of a state that is its record after the last
-        token.
+        """Hand over the requested pages of a component, after the whole prompt is computed and before `finish`.
 
-        Returns when it was posted; also, doing nothing, when decode asks for none of it or the room has ended. Raises
-        InvalidRequest for a component that there is not, or other pages than are asked for, and then nothing is sent.
+        `pages` are ids of our pool of this component, one for each position that `component_pages` names; for a
+        recurrent state the one record after the last token. Returns when they were posted. Does nothing if decode
+        requests none of them or the room has ended. Raises InvalidRequest for an unknown component or other pages than
+        requested, and then nothing is sent.
         """
         ids = page_ids(pages)
         if (memory := self._send_context.component_memory.get(component)) is not None:
@@ -155,25 +157,26 @@ class Room:
         cached: Mapping[str, int] | None = None,
         tokens: bytes | None = None,
     ) -> None:
-        """All was sent: tell decode the first token, and `aux`: values that msgpack knows. `cached` says how many
-        tokens prefill itself had, by source. Call it always, even if nothing had to be sent.
+        """Send the first token and `aux` (msgpack values) to decode. Call it always, even if no page had to be sent.
 
-        `tokens` is the prompt as packed little-endian u32, for a peer with storage whose promises bring no tokens:
-        without them nobody can name the pages there.
+        `cached` is the number of tokens that prefill had cached, by source. `tokens` is the prompt as packed
+        little-endian u32, for a peer with storage whose promises bring no tokens: without them its pages there cannot
+        be named.
 
-        Raises InvalidRequest where pages, or the tail of a component, are missing or a value cannot be sent, and then
-        nothing is changed. Does nothing when the room has ended.
+        Raises InvalidRequest if pages of the prompt or of a component are missing, or if a value cannot be sent; then
+        nothing is changed. Does nothing if the room has ended.
         """
         self._check_tokens(tokens)
-        told = wire.Aux(
+        message = wire.Aux(
             room=self.key,
             rank=self._send_context.rank,
             first_token=int(first_token),
             aux=dict(aux or {}),
             cached=dict(cached or {}),
         )
+        # Decoded as decode will: a value that msgpack encodes may still exceed the limits of `Aux`.
         try:
-            wire.decode_body(wire.encode_frame(told)[wire.LENGTH.size :])
+            wire.decode_body(wire.encode_frame(message)[wire.LENGTH.size :])
         except ProtocolError as error:
             raise InvalidRequest(f"the first token or aux cannot be sent: {error}") from error
         if self._state.stopped is None:
@@ -181,68 +184,73 @@ class Room:
                 room_writer.state.finish()
             self.tokens = tokens or self.tokens
             for room_writer in self.room_writers:
-                room_writer.say_aux(told)
+                room_writer.send_aux(message)
             self._send_context.on_finish(self)
             await self._hand_over()
 
     async def received(self) -> RoomOutcome:
-        """Wait until decode needs nothing more of this room, or the room has ended otherwise, and no write is in
-        flight: only now may its pages be freed or changed.
+        """Wait until decode needs nothing more of this room, or it has ended otherwise, and no write is in flight.
+
+        Only then may its pages be freed or changed.
         """
         await self._settled.wait()
         assert self.outcome is not None
         return self.outcome
 
     def borrow(self) -> None:
-        """Somebody else reads the pages: `received` waits for them as well, until `give_back`."""
+        """Register a reader of the pages: `received` waits for its `give_back` as well."""
         self._readers += 1
 
     def give_back(self) -> None:
-        """Whoever borrowed the pages reads them no more."""
+        """End one `borrow`."""
         assert self._readers > 0, "pages are given back once"
         self._readers -= 1
         self._settle()
 
     def fail(self, cause: str) -> None:
-        """Give the room up, and tell decode why. Harmless when it has ended."""
+        """End the room and send the cause to decode. Does nothing if it has ended."""
         self._give_up(RoomOutcome.FAILED, cause)
 
     def close(self) -> None:
-        """Prefill is closing: end the room, and tell decode."""
+        """End the room because prefill is closing, and send that to decode."""
         self._give_up(RoomOutcome.CLOSED, PrefillCause.CLOSING.words("prefill is shutting down"))
 
     def receive(self, room_writer: RoomWriter[Room]) -> None:
-        """A decode rank has all that it needs; with the last of them the room is over."""
+        """Record that a decode rank has all that it needs. The last of them ends the room."""
         room_writer.is_received = True
         room_writer.state.stop("decode has received all")
         if all(other.is_received for other in self.room_writers):
             self.end(RoomOutcome.RECEIVED, "decode has received all")
 
     def abort(self, room_writer: RoomWriter[Room], link: base.Link) -> None:
-        """A decode rank wants the writing to stop, and to hear on `link` when it has."""
-        room_writer.say_drained_on(link)
-        self._tell_others(room_writer, "another decode rank aborted the room")
+        """End the room for a decode rank's Abort; Drained is sent on `link` when nothing of its part is in flight."""
+        room_writer.send_drained_on(link)
+        self._fail_others(room_writer, "another decode rank aborted the room")
         self.end(RoomOutcome.ABORTED, "decode aborted the room")
 
     def give_up(self, room_writer: RoomWriter[Room], cause: str) -> None:
-        """A decode rank gave the room up."""
-        self._tell_others(room_writer, f"another decode rank gave the room up: {cause}")
+        """End the room because a decode rank failed it."""
+        self._fail_others(room_writer, f"another decode rank gave the room up: {cause}")
         self.end(RoomOutcome.FAILED, f"decode gave the room up: {cause}")
 
     def end(self, outcome: RoomOutcome, cause: str) -> None:
-        """Start no more writes; the first outcome stays."""
+        """Start no more writes. The first outcome is kept."""
         if self.outcome is None:
             self.outcome = outcome
             self._stop(cause, is_aborted=outcome is not RoomOutcome.RECEIVED)
         self._settle()
 
     def pause(self) -> None:
-        """A link is lost: write nothing more, but keep the room for its lease."""
-        instance = next((d.peer.hello.instance for d in self.room_writers if d.peer.is_lost), "decode")
+        """Write nothing more, since a link is lost, but keep the room until its lease ends: decode may dial again and
+        abort it.
+        """
+        instance = next((each.peer.hello.instance for each in self.room_writers if each.peer.is_lost), "decode")
         self._stop(f"the link to {instance} is lost", is_aborted=True)
 
     def expire(self) -> None:
-        """The lease is over. Decode is told as well: it may live, and it is us who stood still."""
+        """End the room, since its lease is over. Decode is sent Failed: it may be alive, with this process having been
+        stopped.
+        """
         late = min(self.room_writers, key=lambda room_writer: room_writer.lease_until_s).peer
         self._give_up(
             RoomOutcome.LEASE_ENDED,
@@ -250,7 +258,8 @@ class Room:
         )
 
     def advance(self) -> None:
-        """Post what may be posted, and say what may be said; see whether all is settled."""
+        """Post all writes and send all messages that are possible now; then check whether all have ended."""
+        # Checked here as well as by the timer: after this process was stopped, a write may come before the timer runs.
         if self.outcome is None and self._send_context.clock() >= self.lease_until_s:
             self.expire()
         for room_writer in self.room_writers:
@@ -271,15 +280,15 @@ class Room:
 
     def _give_up(self, outcome: RoomOutcome, cause: str) -> None:
         if self.outcome is None:
-            self._tell_others(None, cause)
+            self._fail_others(None, cause)
             self.end(outcome, cause)
 
-    def _tell_others(self, room_writer: RoomWriter[Room] | None, cause: str) -> None:
-        """Say Failed, and Drained when that is so, to the decode ranks that have not ended the room themselves."""
+    def _fail_others(self, room_writer: RoomWriter[Room] | None, cause: str) -> None:
+        """Send Failed, and later Drained, to the decode ranks that have not ended the room themselves."""
         for other in self.room_writers:
             if self.outcome is None and other is not room_writer and not other.is_received:
-                other.say(wire.Failed(room=other.key, cause=wire.brief(cause)))
-                other.say_drained_on(other.peer.link)
+                other.send(wire.Failed(room=other.key, cause=wire.brief(cause)))
+                other.send_drained_on(other.peer.link)
 
     def _stop(self, cause: str, *, is_aborted: bool) -> None:
         for room_writer in self.room_writers:
@@ -289,14 +298,15 @@ class Room:
         self._handed_over.set()
 
     async def _hand_over(self) -> None:
-        """Post what may be posted; wait where the limit of writes in flight holds it back."""
+        """Post all possible writes; wait while the limit of writes in flight holds others back."""
         self.advance()
         while any(room_writer.state.can_write() for room_writer in self.room_writers):
             self._handed_over.clear()
             await self._handed_over.wait()
 
     def _settle(self) -> None:
-        """The room is over when it has an outcome and nothing is in flight."""
+        """Finish the room if it has an outcome, nothing is in flight and no reader is left."""
+        # A list, not a generator: each room writer must send its own Drained, even if another is still writing.
         settled = [room_writer.settle() for room_writer in self.room_writers]
         if all(settled) and self.outcome is not None and not self._readers and not self._settled.is_set():
             for room_writer in self.room_writers:

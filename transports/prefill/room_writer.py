@@ -1,11 +1,9 @@
-"""What one room owes one rank of a decode instance: writes, the words about them, and the word that all have ended.
+"""One room's part for one rank of a decode instance: its writes, the messages about them, and Drained.
 
-`SenderRoom` decides what is written and told, of pages and of components; this posts the writes (at most
-`writes_in_flight_max` at once) and says what is to be said on the link to that rank. A rank that this prefill rank
-writes nothing to has a delivery as well, whose writes go nowhere: its promise was compared, and its Received is waited
-for. It must never say a chunk before its write is done, and never call itself drained while a write is in flight.
-
-The pools of one decode rank as a prefill rank writes to them: its pages', and each component's.
+`SenderRoom` decides which pages are written and which messages follow; `RoomWriter` posts the writes (at most
+`writes_in_flight_max` at once) and sends the messages on the link to that rank. A decode rank that this prefill rank
+writes nothing to has a room writer as well, whose jobs end at once without a write: its promise is compared, and its
+Received is awaited. A Chunk is never sent before its write is done, nor Drained while a write is in flight.
 """
 
 from __future__ import annotations
@@ -30,19 +28,20 @@ from tidekv.transports.tasks import OwnedTasks
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Handles of the pools that are written to, by component; "full" are the pages."""
+    """Handles of the pools of one decode rank, by component; "full" are the pages."""
 
     handles: dict[str, base.PeerMemory]
 
     async def forget(self, transport: base.Transport) -> None:
-        """Give all handles back; nothing is written to any of them."""
+        """Remove all handles from the transport. No write to any of them may be in flight."""
         for handle in self.handles.values():
             await transport.remove_peer(handle)
 
 
 async def make_target(transport: base.Transport, *, ours: wire.Hello, theirs: wire.Hello) -> Target | None:
-    """Make the pools of a decode rank writable, as far as its heads are ours to write, all of them or none; None: we
-    write nothing to it. Raises RemoteProtocolError, TransferFailed.
+    """Make the pools of a decode rank writable, as far as its heads are ours to write: all of them or none.
+
+    None: this rank writes nothing to it. The caller calls `Target.forget`. Raises RemoteProtocolError, TransferFailed.
     """
     exchanges = components.exchanges_with(decode=theirs, prefill=ours)
     if exchanges is None:
@@ -58,21 +57,21 @@ async def make_target(transport: base.Transport, *, ours: wire.Hello, theirs: wi
     return Target(handles)
 
 
-class Sent(Protocol):
-    """What a delivery asks of its room, which spans all decode ranks."""
+class WritableRoom(Protocol):
+    """The part of a room that a room writer uses; the room spans all decode ranks."""
 
     request_id: str
 
     def advance(self) -> None:
-        """Post the writes that have become possible, and see whether all is settled."""
+        """Post the writes that have become possible, and check whether all have ended."""
         ...
 
     def fail(self, cause: str) -> None:
-        """Give the room up for all ranks."""
+        """End the room for all ranks, with this cause."""
         ...
 
 
-RoomT = TypeVar("RoomT", bound=Sent)
+RoomT = TypeVar("RoomT", bound=WritableRoom)
 
 
 class RoomSettings(Options, frozen=True, kw_only=True):
@@ -85,7 +84,7 @@ class RoomSettings(Options, frozen=True, kw_only=True):
 
 
 class SendContext(Generic[RoomT]):
-    """What rooms share: the transport, their tasks, the clock, and the counts of what was sent."""
+    """State that rooms share: the transport, their tasks, the clock, and counts of what was sent."""
 
     def __init__(
         self,
@@ -115,9 +114,10 @@ class SendContext(Generic[RoomT]):
 
 
 class DecodePeer:
-    """A decode worker at the other end of one link. `lease_s` is how long its rooms are kept that it does not name.
+    """A decode worker at the other end of one link.
 
-    `target` are its pools, None where we write nothing to it: it is a rank whose heads are not ours to send.
+    `lease_s` is the time in seconds for which its rooms are kept without being named in a ping. `target` are its pools;
+    None: this rank writes nothing to it, since its heads are not ours to send.
     """
 
     def __init__(self, link: base.Link, hello: wire.Hello, target: Target | None, *, lease_s: float) -> None:
@@ -128,14 +128,14 @@ class DecodePeer:
         self.is_lost = False
         self.rooms = 0
         self.room_writers: dict[tuple[str, int], RoomWriter[Any]] = {}
-        """Its live rooms, by request id and generation."""
+        """Writers of its live rooms, by request id and generation."""
 
 
 class RoomWriter(Generic[RoomT]):
     """One room's part for one decode rank."""
 
     def __init__(self, room: RoomT, send_context: SendContext[RoomT], peer: DecodePeer, promise: wire.Promise) -> None:
-        """Take a promise over. Raises RemoteProtocolError where it contradicts itself or the pools."""
+        """Take a promise over. Raises RemoteProtocolError if it contradicts itself or the pools."""
         self.room = room
         self.key = promise.room
         self.peer = peer
@@ -152,31 +152,33 @@ class RoomWriter(Generic[RoomT]):
         )
 
     def advance(self) -> None:
-        """Post what may be posted, and say what may be said."""
+        """Post all writes and send all messages that are possible now."""
         while self.state.in_flight < self._send_context.settings.writes_in_flight_max:
             job = self.state.next_job(pages_max=self._send_context.settings.pages_per_write_max)
             if job is None:
                 break
             if self.peer.target is None:
+                # Nothing goes to this rank: the job counts as landed, so the room ends as at the other ranks.
                 self.state.settle(job, landed=True)
                 continue
             write = self._write(self.peer.target, job)
             task = self._send_context.tasks.spawn(write, name=f"write of {self.room.request_id}")
-            # In the callback, not in the task: a task that is cancelled before its first step runs nothing.
+            # In the callback, not in the task: a task cancelled before its first step runs nothing of its body.
             task.add_done_callback(partial(self._write_ended, job))
         refusals, component_pages, chunks = (
             self.state.take_refusals(),
             self.state.take_component_pages(),
             self.state.take_chunks(),
         )
+        # Taken above even if nothing is sent, so that the queues of `SenderRoom` do not grow.
         if self.peer.target is None:
             return
         for refusal in refusals:
-            self.say(wire.Refused(room=self.key, span=refusal.span, cause=wire.brief(refusal.cause)))
+            self.send(wire.Refused(room=self.key, span=refusal.span, cause=wire.brief(refusal.cause)))
         for component in component_pages:
-            self.say(wire.ComponentSent(room=self.key, rank=self._send_context.rank, component=component))
+            self.send(wire.ComponentSent(room=self.key, rank=self._send_context.rank, component=component))
         for chunk in chunks:
-            self.say(
+            self.send(
                 wire.Chunk(
                     room=self.key,
                     rank=self._send_context.rank,
@@ -187,17 +189,17 @@ class RoomWriter(Generic[RoomT]):
                 )
             )
 
-    def say_aux(self, told: wire.Aux) -> None:
-        """Tell the first token, where this rank is written to."""
+    def send_aux(self, message: wire.Aux) -> None:
+        """Send the first token, if this rank is written to."""
         if self.peer.target is not None:
-            self.say(msgspec.structs.replace(told, room=self.key))
+            self.send(msgspec.structs.replace(message, room=self.key))
 
     def renew(self, at_s: float) -> None:
-        """Decode named the room: it has not forgotten it."""
+        """Extend the lease: decode named the room at `at_s`."""
         self.lease_until_s = at_s + self.peer.lease_s
 
     def extend(self, message: wire.Extend) -> None:
-        """Decode wants more pages. Raises RemoteProtocolError."""
+        """Take over a request for further pages. Raises RemoteProtocolError."""
         self.renew(self._send_context.clock())
         if self.state.stopped is None:
             pages = wire.unpack_pages(message.pages)
@@ -205,24 +207,27 @@ class RoomWriter(Generic[RoomT]):
             self.state.extend(message.span, message.first, pages)
             self.room.advance()
 
-    def say_drained_on(self, link: base.Link) -> None:
-        """Say Drained on this link as soon as nothing is in flight."""
+    def send_drained_on(self, link: base.Link) -> None:
+        """Send Drained on this link as soon as nothing is in flight."""
         self._drained_link = link
 
     def settle(self) -> bool:
-        """Say Drained where that is due; True when nothing is in flight and nothing will be started."""
+        """Send a pending Drained if all writes have ended. Returns True if nothing is in flight and nothing will be
+        started.
+        """
         if not self.state.is_drained:
             return False
         link, self._drained_link = self._drained_link, None
         if link is not None:
-            self.say(wire.Drained(room=self.key, rank=self._send_context.rank), link)
+            self.send(wire.Drained(room=self.key, rank=self._send_context.rank), link)
         return True
 
-    def say(self, message: wire.Message, link: base.Link | None = None) -> None:
-        """Send, as far as the link still takes it; whoever reads the link hears of its end and ends its rooms."""
+    def send(self, message: wire.Message, link: base.Link | None = None) -> None:
+        """Send a message; a closed link only counts it."""
         try:
             (link or self.peer.link).send(message)
         except LinkClosed:
+            # The task that reads this link gets the same error and pauses its rooms.
             self._send_context.messages_unsent += 1
 
     def _destination(self, promise: wire.Promise) -> PageIds:
@@ -230,9 +235,10 @@ class RoomWriter(Generic[RoomT]):
             expected = "nothing" if promise.pages is None else "pages"
             raise RemoteProtocolError(
                 f"decode's rank {promise.rank} of {promise.ranks} expects {expected} of prefill's rank "
-                f"{self._send_context.rank}, whose heads are {'others' if self.peer.target is None else 'its own'}"
+                f"{self._send_context.rank}, which holds {'none' if self.peer.target is None else 'some'} of its heads"
             )
         if promise.pages is None:
+            # Placeholders, one per page: `SenderRoom` counts them, and none is ever written.
             page_size = self._send_context.page_size
             count = -(-promise.prompt_tokens // page_size) - promise.decode_prefix_len // page_size
             return page_ids(range(max(count, 0)))
@@ -241,45 +247,52 @@ class RoomWriter(Generic[RoomT]):
         return pages
 
     def _component_pages(self, promise: wire.Promise) -> list[ComponentPages]:
-        """What is asked of components. Raises RemoteProtocolError unless it names every one that both ends have."""
-        told = None if promise.component_pages is None else sorted(tail.component for tail in promise.component_pages)
-        if told != (sorted(self._send_context.component_memory) or None):
+        """Return the requested pages of components. Raises RemoteProtocolError unless all components of both ends are
+        named.
+        """
+        named = (
+            None
+            if promise.component_pages is None
+            else sorted(request.component for request in promise.component_pages)
+        )
+        if named != (sorted(self._send_context.component_memory) or None):
             raise RemoteProtocolError(
-                f"decode's promise says {'nothing' if told is None else told} of components; both ends have"
+                f"decode's promise names {named or 'no components'}; both ends have the components"
                 f" {sorted(self._send_context.component_memory) or 'none'}"
             )
         page_count = -(-promise.prompt_tokens // self._send_context.page_size)
         component_pages = []
-        for tail in promise.component_pages or ():
-            count = max(page_count - tail.first, 0)
-            pages = page_ids(range(count)) if tail.pages is None else wire.unpack_pages(tail.pages)
-            memory = self.peer.hello.components[tail.component]
-            if tail.pages is not None:
-                base.check_pages(pages, memory, whose=f"decode's {tail.component!r}")
-            if pages and tail.first < self._needed_from(tail.component, promise.prompt_tokens):
+        for request in promise.component_pages or ():
+            count = max(page_count - request.first, 0)
+            pages = page_ids(range(count)) if request.pages is None else wire.unpack_pages(request.pages)
+            memory = self.peer.hello.components[request.component]
+            if request.pages is not None:
+                base.check_pages(pages, memory, owner=f"decode's {request.component!r}")
+            if pages and request.first < self._needed_from(request.component, promise.prompt_tokens):
                 raise RemoteProtocolError(
-                    f"decode asks for {len(pages)} pages of component {tail.component!r}, which is more than its tail"
+                    f"decode requests {len(pages)} pages of component {request.component!r} from position "
+                    f"{request.first}, which is more than the prompt's end needs"
                 )
-            component_pages.append(ComponentPages(tail.component, tail.first, pages))
+            component_pages.append(ComponentPages(request.component, request.first, pages))
         return component_pages
 
     def _needed_from(self, name: str, prompt_tokens: int) -> int:
-        """The first position of a tail that goes to the end of a prompt."""
-        told = components_of(self.peer.hello)[name]
+        """Return the first position of a component's pages that is needed at the end of a prompt."""
+        identity = components_of(self.peer.hello)[name]
         component = Component(
             name=name,
-            kind="window" if told.kind == "window" else "state",
+            kind="window" if identity.kind == "window" else "state",
             device_pages=1,
-            window_tokens=told.window_tokens,
+            window_tokens=identity.window_tokens,
         )
         return component.needed_from(prompt_tokens, self._send_context.page_size)
 
     def _check(self, pages: PageIds) -> None:
         if self.peer.target is not None:
-            base.check_pages(pages, self.peer.hello.memory, whose="decode's")
+            base.check_pages(pages, self.peer.hello.memory, owner="decode's")
 
     async def _write(self, target: Target, job: WriteJob | ComponentPart) -> str:
-        """Do one write; returns what failed, nothing if it landed."""
+        """Do one write. Returns the failure as text, empty if it landed."""
         component = job.component if isinstance(job, ComponentPart) else "full"
         try:
             written = await self._send_context.transport.write(
@@ -293,7 +306,7 @@ class RoomWriter(Generic[RoomT]):
 
     def _write_ended(self, job: WriteJob | ComponentPart, task: asyncio.Task[str]) -> None:
         if task.cancelled():
-            failure = "the write was cut off"
+            failure = "the write was cancelled"
         else:
             failure = f"a bug: {task.exception()!r}" if task.exception() else task.result()
         self.state.settle(job, landed=not failure)

@@ -1,12 +1,12 @@
-"""The prefill side of the hand-over: answers decode workers, and keeps their rooms until each is settled.
+"""The prefill side of the hand-over: answers decode workers, and keeps their rooms until each has ended.
 
-Per link: Hello is exchanged and judged, the peer's pool is added, then messages are answered one by one. A room's own
-mistake fails that room; a frame that is no message ends the link. Repeats, late frames and frames of rooms that are not
-known have an answer or are counted, never an assertion: an Abort of an unknown room is Drained at once, since nothing
-writes to it, an Extend of one is Refused.
+Per link: Hellos are exchanged and checked, the peer's pool is added, then messages are answered one by one. An error
+within a room fails that room; a malformed frame ends the link. Repeats, late frames and frames of unknown rooms are
+answered or counted, never asserted: an Abort of an unknown room is answered by Drained at once, since nothing writes to
+it, an Extend by Refused.
 
-A decode instance of several ranks dials every prefill rank with each of them. Its rooms open when all of its ranks have
-promised the same; promises that differ are refused on all, with both numbers.
+Each rank of a decode instance dials every prefill rank. A room opens once all decode ranks have promised the same;
+promises that differ are refused on all links, with both numbers.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ COUNTS = (
     "rooms_refused",
     *(f"rooms_{outcome.name.lower()}" for outcome in RoomOutcome),
 )
-"""What is counted, so that statistics have all counts from the start."""
+"""Names of all counts, so that statistics contain them from the start."""
 
 
 class Sender:
-    """Rooms of all decode workers that dialled us. `on_room` is told of each room as its promise comes."""
+    """Rooms of all decode workers that dialled this prefill worker.
+
+    `on_room` is called with each room as it opens, `on_finish` as it is finished.
+    """
 
     def __init__(
         self,
@@ -70,8 +73,8 @@ class Sender:
         settings: RoomSettings | None = None,
         component_memory: Mapping[str, PoolMemory] | None = None,
     ) -> None:
-        """`component_memory`: where the pages of each component of the identity lie, by its name. `lease_s` bounds the
-        leases that decode workers ask for.
+        """`component_memory` holds the pool of each component of the identity, by name. `lease_s` is the maximum lease
+        in seconds; a shorter one of the decode worker applies. Raises InvalidConfig.
         """
         if not 0 < lease_s <= wire.SECONDS_MAX or rooms_max < 1:
             raise InvalidConfig(
@@ -116,12 +119,12 @@ class Sender:
 
     @property
     def _rooms(self) -> list[Room]:
-        """Every room once, by its first delivery."""
+        """Every room once, by its first room writer."""
         return [at.room for at in self._room_writers.values() if at is at.room.room_writers[0]]
 
     @property
     def address(self) -> str:
-        """Where decode workers dial; empty before `start`."""
+        """Address for decode workers to dial; empty before `start`."""
         return "" if self._listener is None else self._listener.address
 
     async def start(self, address: str) -> None:
@@ -149,8 +152,9 @@ class Sender:
                 await self._forget(peer)
 
     async def room(self, request_id: str) -> Room:
-        """The newest room of a request that is still to be filled; waits for the promise. Raises CapacityError,
-        EngineClosed.
+        """Return the newest unfinished room of a request; waits for its promise.
+
+        Raises CapacityError if too many rooms are awaited, EngineClosed.
         """
         if self._is_closing:
             raise EngineClosed("the prefill side is closed")
@@ -158,7 +162,9 @@ class Sender:
         if found is not None and not found.is_finished and found.cause is None:
             return found
         if self._waiting_count >= self._rooms_max:
-            raise CapacityError(f"{self._waiting_count} rooms are waited for already")
+            raise CapacityError(
+                f"{self._waiting_count} rooms are awaited already: wait for some before asking for more"
+            )
         waiter: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
         waiters = self._waiting.setdefault(request_id, set())
         waiters.add(waiter)
@@ -172,7 +178,7 @@ class Sender:
                 del self._waiting[request_id]
 
     def statistics(self) -> dict[str, int | float]:
-        """bytes_sent, pages_sent, rooms_… by state, and counts of what was odd."""
+        """bytes_sent, pages_sent, numbers of rooms by state, and counts of unusual events."""
         rooms = self._rooms
         return {
             "bytes_sent": self._send_context.bytes_sent,
@@ -180,7 +186,7 @@ class Sender:
             "rooms_sending": sum(room.cause is None and not room.is_finished for room in rooms),
             "rooms_finished": sum(room.cause is None and room.is_finished for room in rooms),
             "rooms_draining": sum(room.cause is not None for room in rooms),
-            "rooms_gathering": len(self._pending_rooms),
+            "rooms_pending": len(self._pending_rooms),
             "writes_in_flight": sum(room.writes_in_flight for room in rooms),
             "rooms_waited_for": self._waiting_count,
             "peers": len(self._peers),
@@ -200,7 +206,7 @@ class Sender:
                 room.expire()
 
     async def _serve(self, link: base.Link) -> None:
-        """One link, from its Hello to its end."""
+        """Run one link, from its Hello to its end."""
         ours = handshake.make_hello(
             self._transport,
             memory=self._memory,
@@ -239,6 +245,7 @@ class Sender:
             if is_offence(error):
                 link.report_offence()
         finally:
+            # Rooms only pause: decode may reach this process again, and then aborts them to get its Drained.
             self.counts["links_lost"] += is_lost
             peer.is_lost = True
             for room_writer in [room_writer for room_writer in self._room_writers.values() if room_writer.peer is peer]:
@@ -254,13 +261,13 @@ class Sender:
             async with asyncio.timeout(handshake.HELLO_S):
                 return await handshake.receive_hello(link)
         except TimeoutError as error:
-            raise TransferFailed(f"{link.peer_label} did not say Hello within {handshake.HELLO_S} s") from error
+            raise TransferFailed(f"{link.peer_label} did not send Hello within {handshake.HELLO_S} s") from error
 
     def _take(self, peer: DecodePeer, message: wire.AnyMessage) -> None:
         match message:
             case wire.Ping():
                 self._renew(peer, message.rooms)
-                self._say(peer, wire.Ping(sent_at=message.sent_at))
+                self._send(peer, wire.Ping(sent_at=message.sent_at))
             case wire.Promise() | wire.Extend() | wire.Abort() | wire.Received() | wire.Failed():
                 key = message.room
                 if f"{key.instance}-{key.epoch}" != peer.hello.instance:
@@ -279,7 +286,7 @@ class Sender:
                 raise RemoteProtocolError(f"{peer.hello.instance} sent {type(message).__name__}, which is ours to send")
 
     def _renew(self, peer: DecodePeer, rooms: tuple[tuple[str, int], ...]) -> None:
-        """Renew the leases of the rooms that decode names; those that it has forgotten end with theirs."""
+        """Renew the leases of the rooms that decode names. Rooms that decode has forgotten expire."""
         now = self._clock()
         for name in rooms:
             if (room_writer := peer.room_writers.get(name)) is not None:
@@ -312,15 +319,15 @@ class Sender:
         self.counts["frames_late"] += 1
         match message:
             case wire.Abort(room=key):
-                # Its promise may still wait unread on a link that broke: it must not open the room any more.
+                # Its promise may still wait unread on a broken link: it must not open the room after this Drained.
                 self._remember_generation(key)
-                self._say(peer, wire.Drained(room=key, rank=self._rank))
+                self._send(peer, wire.Drained(room=key, rank=self._rank))
             case wire.Extend():
-                cause = "prefill has no such room any more"
-                self._say(peer, wire.Refused(room=message.room, span=message.span, cause=cause))
+                cause = "prefill has no such room: it has ended, or was never promised here"
+                self._send(peer, wire.Refused(room=message.room, span=message.span, cause=cause))
 
     def _open(self, peer: DecodePeer, promise: wire.Promise) -> None:
-        """A new room, unless it is a repeat, or older than what there is."""
+        """Open a room, or add the promise to its pending room, unless it repeats an earlier one or is older."""
         key = promise.room
         seen = self._generations.get((key.instance, key.epoch, key.request_id), -1)
         if seen >= key.generation:
@@ -341,12 +348,16 @@ class Sender:
         if promise.ranks == 1 == peer.hello.ranks:
             self._open_room([(peer, promise)], [])
         elif (promise.rank, promise.ranks) != (peer.hello.rank, peer.hello.ranks):
-            self._break(peer, promise, f"rank {promise.rank} of {promise.ranks} promises on the link of another")
+            self._refuse_invalid(
+                peer, promise, f"rank {promise.rank} of {promise.ranks} promises on the link of another"
+            )
         else:
-            self._gather(peer, promise)
+            self._add_promise(peer, promise)
 
-    def _gather(self, peer: DecodePeer, promise: wire.Promise) -> None:
-        """Open the room of an instance of several ranks when all have promised the same; refuse it when they do not."""
+    def _add_promise(self, peer: DecodePeer, promise: wire.Promise) -> None:
+        """Add a promise to its pending room; open the room if all ranks have promised the same, refuse it if they
+        differ.
+        """
         pending_room = self._pending_rooms.take(peer, promise, self._clock())
         if pending_room.difference:
             self.counts["promises_differ"] += 1
@@ -355,20 +366,21 @@ class Sender:
             self._pending_rooms.drop(pending_room)
             self._open_room(pending_room.in_order(), pending_room.extends)
         else:
-            self._arm_leases()
+            self._start_lease_timer()
 
     def _open_room(self, promises: list[tuple[DecodePeer, wire.Promise]], extends: list[wire.Extend]) -> None:
         try:
+            # Checks the promises of all ranks before any state changes here.
             room = Room(self._send_context, promises, on_end=self._drop)
         except RemoteProtocolError as error:
             for peer, promise in promises:
-                self._break(peer, promise, str(error))
+                self._refuse_invalid(peer, promise, str(error))
             return
         for room_writer in room.room_writers:
             self._room_writers[room_writer.key] = room_writer
             room_writer.peer.room_writers[room.request_id, room.generation] = room_writer
         self._newest[room.request_id] = room
-        self._arm_leases()
+        self._start_lease_timer()
         for waiter in self._waiting.pop(room.request_id, ()):
             if not waiter.done():
                 waiter.set_result(room)
@@ -378,33 +390,37 @@ class Sender:
                 self._extend(waiting, extend)
 
     def _remember_generation(self, key: wire.Room) -> None:
-        """Of ended rooms too, so that a late repeat of a promise opens nothing; the oldest are forgotten."""
+        """Keep the newest generation of a request, also of ended rooms, so that a late repeat of a promise opens
+        nothing.
+        """
         request = (key.instance, key.epoch, key.request_id)
         self._generations[request] = max(key.generation, self._generations.pop(request, -1))
+        # Bounded: the request with the oldest promise is forgotten first.
         if len(self._generations) > 2 * self._rooms_max:
             del self._generations[next(iter(self._generations))]
 
     def _refuse(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
         self.counts["rooms_refused"] += 1
-        self._say(peer, wire.Refused(room=promise.room, span=0, cause=cause))
+        self._send(peer, wire.Refused(room=promise.room, span=0, cause=cause))
 
     def _refuse_all(self, pending_room: PendingRoom, cause: str) -> None:
-        """Refuse a room to all ranks that have promised it; a rank that comes later is alone, and is aborted by its own
-        instance.
+        """Refuse a room to all ranks that have promised it.
+
+        A rank that promises later remains pending alone, until its own instance aborts it or its lease ends.
         """
         self._pending_rooms.drop(pending_room)
         for peer, promise in pending_room.promises:
             self._refuse(peer, promise, cause)
 
-    def _break(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
-        """The promise contradicts itself: nothing was or will be written."""
+    def _refuse_invalid(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
+        """Fail a promise that contradicts itself or the pools: nothing was or will be written."""
         self.counts["rooms_broken"] += 1
-        told = PrefillCause.PROTOCOL_ERROR.words(cause)
-        self._say(peer, wire.Failed(room=promise.room, cause=wire.brief(told)))
-        self._say(peer, wire.Drained(room=promise.room, rank=self._rank))
+        text = PrefillCause.PROTOCOL_ERROR.words(cause)
+        self._send(peer, wire.Failed(room=promise.room, cause=wire.brief(text)))
+        self._send(peer, wire.Drained(room=promise.room, rank=self._rank))
 
     def _drop(self, room: Room) -> None:
-        """A room is settled."""
+        """Forget a room that has ended."""
         assert room.outcome is not None
         self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
         for room_writer in room.room_writers:
@@ -423,23 +439,23 @@ class Sender:
             if peer.target is not None:
                 await peer.target.forget(self._transport)
 
-    def _say(self, peer: DecodePeer, message: wire.Message) -> None:
+    def _send(self, peer: DecodePeer, message: wire.Message) -> None:
         try:
             peer.link.send(message)
         except LinkClosed:
-            # The task that reads this link hears of its end and ends its rooms.
+            # The task that reads this link gets the same error and pauses its rooms.
             self._send_context.messages_unsent += 1
 
-    def _arm_leases(self) -> None:
-        """Look at the leases now and then while there are rooms; none, no timer."""
+    def _start_lease_timer(self) -> None:
+        """Check the leases four times per lease while there are rooms; without rooms no timer runs."""
         if self._lease_timer is None and not self._is_closing:
             lease_s = min(
                 (room_writer.peer.lease_s for room_writer in self._room_writers.values()), default=self._lease_s
             )
-            self._lease_timer = asyncio.get_running_loop().call_later(lease_s / 4, self._look_at_leases)
+            self._lease_timer = asyncio.get_running_loop().call_later(lease_s / 4, self._on_lease_timer)
 
-    def _look_at_leases(self) -> None:
+    def _on_lease_timer(self) -> None:
         self._lease_timer = None
         self.check_leases()
         if self._room_writers or len(self._pending_rooms):
-            self._arm_leases()
+            self._start_lease_timer()

@@ -1,26 +1,27 @@
-"""The rank channel: who is there, when turns begin, who is lost, and when all form a group again.
+"""The rank channel: joins the ranks of one instance to a group, opens turns, and detects lost ranks.
 
 Rank 0 leads: it listens, the others dial it. A group lives from its forming to the first loss:
 
     every rank joined and settled ──Form──▶ all formed ──▶ turns … ──a rank is lost──▶ every rank settles by itself
            ▲                                                                                        │
-           └────────────────────── the lost one is back, everybody has settled ◀────────────────────┘
+           └──────────────────── the lost rank has joined again, all have settled ◀─────────────────┘
 
 A rank is lost when its connection ends, when it is silent for too long, or when it does not vote in time. The leader
-names it to all others. Who dials again after a loss is a rank of the next epoch, never of the one that is over.
+names it to all others. A rank that dials again after a loss belongs to the next epoch, never to the one that is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import secrets
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.states.errors import RemoteProtocolError, TidekvError
+from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
 from tidekv.states.ranks.agreement import LEADER
-from tidekv.transports.ranks import wire as wire
-from tidekv.transports.ranks.peer import RankPeer, greet
+from tidekv.transports.ranks import wire
 from tidekv.transports.ranks.vote_thread import VoteThread
 from tidekv.transports.tasks import OwnedTasks
 
@@ -31,28 +32,29 @@ if TYPE_CHECKING:
     from tidekv.states.ranks.votes import SlotValues
 
 LOG = logging.getLogger("tidekv.transports")
+OUTGOING_BYTES_MAX = 64 * 1024 * 1024
 REDIAL_S_MAX = 1.0
-STRANGERS_MAX = 64
-"""Maximum number of connections that the leader has not let in yet; further ones are closed at once."""
+UNADMITTED_MAX = 64
+"""Maximum number of connections that have not passed the leader's checks yet; further ones are closed at once."""
 
 
 class RankOwner(Protocol):
-    """Whoever votes: the engine of this rank. Called on the loop."""
+    """Callbacks of the channel's owner, the engine of this rank. Called on the loop."""
 
     def group_formed(self, epoch: int) -> None:
-        """All ranks are there: begin with an empty core. The leader may open turns."""
+        """All ranks have formed the group: start with an empty core. The leader may open turns."""
 
     def turn_opened(self, opening: Opening) -> None:
-        """A follower has the leader's frame."""
+        """A follower has received the leader's opening of a turn."""
 
     def turn_wished(self) -> None:
-        """A follower has news for the leader."""
+        """A follower has requested a turn."""
 
     def rank_refused(self, cause: str) -> None:
-        """The leader does not take this rank; it goes on trying."""
+        """The leader refuses this rank; the channel keeps trying."""
 
     def rank_lost(self, rank: int, cause: str) -> None:
-        """The group is over: end everything, and tell `settled`."""
+        """The group is over: end everything in flight, then call `settled`."""
 
 
 class RankChannel:
@@ -71,14 +73,17 @@ class RankChannel:
         vote_timeout_s: float,
         group: ProcessGroup | None = None,
     ) -> None:
-        """`group`: one that the embedder made, to vote in; None: one is made for each epoch. Raises InvalidConfig."""
+        """`group` is the embedder's process group to vote in; None: one is made for each epoch. `silence_s` is the
+        number of seconds without a frame after which a rank is lost, `vote_timeout_s` bounds each vote and each
+        forming. Raises InvalidConfig.
+        """
         host, _, port = address.rpartition(":")
         self.epoch = 0
         self.is_formed = False
         self.turn = 0
-        """The last turn that this rank has voted in."""
+        """The last turn in which this rank has voted."""
         self.group_name = ""
-        """What the ranks of this epoch call themselves together; no other group anywhere has this name."""
+        """Name of the group of this epoch, unique among all groups."""
         self._owner = owner
         self._rank = rank
         self._ranks = ranks
@@ -87,32 +92,34 @@ class RankChannel:
         self._settings = settings
         self._silence_s = silence_s
         self._thread = VoteThread(rank=rank, ranks=ranks, host=host, timeout_s=vote_timeout_s)
-        self._own_group = group is None
+        self._makes_groups = group is None
         if group is not None:
             self._thread.use(group)
         self._tasks = OwnedTasks(f"rank {rank}")
         self._peers: dict[int, RankPeer] = {}
-        self._strangers = 0
+        self._unadmitted = 0
         self._server: asyncio.Server | None = None
         self._is_settled = False
         self._is_forming = False
         self._formed_epoch = -1
         self._store_port = 0
         self._forming: asyncio.Future[None] | None = None
-        """What the thread tries to form, which it cannot give up before its time is over."""
+        """The forming under way in the vote thread, which cannot be cancelled before its timeout."""
 
     @property
     def votes(self) -> int:
-        """Votes so far."""
+        """Number of votes so far."""
         return self._thread.votes
 
     async def start(self) -> None:
-        """Listen, or dial until somebody listens. Raises OSError where the address cannot be listened at, and
-        TransferFailed where there can be no store to form groups by.
+        """Listen, or dial until the leader listens.
+
+        Raises OSError if the address cannot be listened at, TransferFailed if the store that forms groups cannot be
+        opened.
         """
         self._thread.start()
         if self._rank == LEADER:
-            if self._own_group:
+            if self._makes_groups:
                 self._store_port = await self._thread.open_store()
             self._server = await asyncio.start_server(self._serve, self._host, self._port)
         else:
@@ -120,7 +127,7 @@ class RankChannel:
         self._tasks.spawn(self._beat(), name="beat")
 
     async def close(self) -> None:
-        """Leave: the others see that this rank is gone."""
+        """Leave: the other ranks see the connection end."""
         if self._server is not None:
             self._server.close()
         for peer in list(self._peers.values()):
@@ -128,52 +135,58 @@ class RankChannel:
         await self._tasks.close()
         await self._thread.close()
 
-    # --- What the owner does ---
+    # --- Calls of the owner ---
 
     def settled(self) -> None:
-        """Nothing of an earlier epoch is in flight here."""
+        """Record that nothing of an earlier epoch is in flight on this rank."""
         self._is_settled = True
-        self._tell_settled()
+        self._send_settled()
 
-    def _tell_settled(self, _: object = None) -> None:
-        """Say so as soon as the thread is free for the next group: one that is behind would never catch up."""
+    def _send_settled(self, _: object = None) -> None:
+        """Report this rank as settled, as soon as the vote thread is free for the next group.
+
+        A rank reported earlier could be stuck in an old forming and would miss the new one.
+        """
         if not self._is_settled or self.is_formed:
             return
         if self._forming is not None and not self._forming.done():
-            self._forming.add_done_callback(self._tell_settled)
+            self._forming.add_done_callback(self._send_settled)
         elif self._rank == LEADER:
-            self._form_if_all_are_there()
+            self._form_if_all_settled()
         else:
-            self._say_to_leader(wire.Settled(self.epoch))
+            self._send_to_leader(wire.Settled(self.epoch))
 
     def open_turn(self, opening: Opening) -> None:
-        """Leader: tell all other ranks that a turn begins."""
+        """Leader: send the opening of a turn to all other ranks."""
         frame = wire.Turn(opening)
         for peer in self._peers.values():
-            peer.say(frame)
+            peer.send(frame)
 
     def leave(self) -> None:
-        """All ranks leave together: nobody is lost who ends from now on."""
+        """End the group in order, on all ranks together: connections that end from now on are not losses."""
         self.is_formed = False
 
     def wish(self) -> None:
-        """Follower: ask the leader for a turn."""
-        self._say_to_leader(wire.Wish(self.epoch))
+        """Follower: request a turn from the leader."""
+        self._send_to_leader(wire.Wish(self.epoch))
 
-    def vote(self, turn: int, words: SlotValues) -> asyncio.Future[SlotValues]:
-        """Take part in the vote of a turn. Raises TransferFailed; say so by `vote_failed`."""
+    def vote(self, turn: int, slots: SlotValues) -> asyncio.Future[SlotValues]:
+        """Cast this rank's vote of a turn. The result arrives in `slots`, under MIN over all ranks.
+
+        Raises TransferFailed; the caller then calls `vote_failed`.
+        """
         self.turn = turn
-        return self._thread.reduce(words)
+        return self._thread.reduce(slots)
 
     def vote_failed(self, turn: int, cause: str) -> None:
-        """The vote of a turn ended in an error: whoever is behind it is found and named, within the silence allowed."""
+        """Find the rank that made the vote of a turn fail, within `silence_s`, and report it as lost."""
         if not self.is_formed:
             return
         if self._rank == LEADER:
-            self._tasks.spawn(self._name_culprit(self.epoch, turn, cause), name="name who did not vote")
+            self._tasks.spawn(self._find_late_rank(self.epoch, turn, cause), name="name who did not vote")
         else:
-            self._say_to_leader(wire.VoteFailed(self.epoch, turn, cause))
-            self._tasks.spawn(self._expect_a_name(self.epoch, cause), name="wait for who did not vote")
+            self._send_to_leader(wire.VoteFailed(self.epoch, turn, cause))
+            self._tasks.spawn(self._expect_lost(self.epoch, cause), name="wait for who did not vote")
 
     # --- Losses ---
 
@@ -185,35 +198,38 @@ class RankChannel:
         for peer in self._peers.values():
             peer.is_settled = False
             if self._rank == LEADER:
-                peer.say(wire.Lost(self.epoch, rank, cause))
+                peer.send(wire.Lost(self.epoch, rank, cause))
         self._owner.rank_lost(rank, cause)
 
-    async def _name_culprit(self, epoch: int, turn: int, cause: str) -> None:
-        # A process that has ended closes its connection, one that hangs falls silent: both are seen where they are.
+    async def _find_late_rank(self, epoch: int, turn: int, cause: str) -> None:
+        # A process that has ended closes its connection, and a hung one falls silent: both are found meanwhile by the
+        # task that reads that connection, with a better cause.
+        """Leader: report the lowest rank that did not vote in this turn as lost."""
         await asyncio.sleep(self._silence_s)
         if epoch != self.epoch or not self.is_formed:
             return
         behind = [rank for rank, peer in self._peers.items() if (peer.epoch, peer.turn) < (epoch, turn)]
         self._lose(min(behind, default=LEADER), f"it did not vote in time ({cause})" if behind else cause)
 
-    async def _expect_a_name(self, epoch: int, cause: str) -> None:
+    async def _expect_lost(self, epoch: int, cause: str) -> None:
+        """Follower: report the leader as lost if it names no lost rank in time."""
         await asyncio.sleep(2 * self._silence_s)
         if epoch == self.epoch and self.is_formed:
-            self._lose(LEADER, f"it named nobody after a vote had failed ({cause})")
+            self._lose(LEADER, f"it named no lost rank after a vote had failed ({cause})")
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._silence_s / 4)
             for peer in self._peers.values():
-                peer.say(wire.Beat(self.epoch, self.turn))
+                peer.send(wire.Beat(self.epoch, self.turn))
 
-    # --- The leader's side ---
+    # --- Leader ---
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._strangers >= STRANGERS_MAX:
+        if self._unadmitted >= UNADMITTED_MAX:
             writer.transport.abort()
             return
-        self._strangers += 1
+        self._unadmitted += 1
         self._tasks.spawn(self._take(reader, writer), name="a rank")
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -221,18 +237,18 @@ class RankChannel:
         rank = -1
         try:
             try:
-                join = await greet(peer, secret=self._secret, ranks=self._ranks, settings=self._settings)
+                join = await admit(peer, secret=self._secret, ranks=self._ranks, settings=self._settings)
             finally:
-                self._strangers -= 1
+                self._unadmitted -= 1
             rank = join.rank
             peer.epoch = join.epoch
             if (before := self._peers.get(rank)) is not None:
-                # It was started again before its end was seen.
+                # The rank was restarted before the end of its old connection was noticed.
                 before.close()
                 self._lose(rank, "it was started again")
             self._peers[rank] = peer
             while True:
-                self._take_from(rank, peer, await peer.hear())
+                self._take_from(rank, peer, await peer.receive())
         except TidekvError as error:
             peer.close()
             if self._peers.get(rank) is peer:
@@ -250,10 +266,11 @@ class RankChannel:
                 if epoch == self.epoch and self.is_formed:
                     self._owner.turn_wished()
             case wire.Settled(epoch=epoch):
+                # Settled in the epoch that is being formed means that this rank's forming has failed.
                 if self._is_forming and epoch == self.epoch:
                     self._lose(rank, "it could not form the group")
                 peer.is_settled = True
-                self._form_if_all_are_there()
+                self._form_if_all_settled()
             case wire.Formed(epoch=epoch):
                 peer.formed_epoch = peer.epoch = epoch
                 self._begin_if_all_have_formed()
@@ -263,20 +280,21 @@ class RankChannel:
             case _:
                 raise RemoteProtocolError(f"rank {rank} sent {type(message).__name__}, which is the leader's to send")
 
-    def _form_if_all_are_there(self) -> None:
+    def _form_if_all_settled(self) -> None:
         is_free = self._forming is None or self._forming.done()
         ready = self._is_settled and is_free and len(self._peers) == self._ranks - 1
         if ready and not self.is_formed and not self._is_forming and all(p.is_settled for p in self._peers.values()):
             self._is_forming = True
             self.epoch = max(self.epoch, 0, *(peer.epoch for peer in self._peers.values())) + 1
             self.group_name = f"{uuid.uuid4().hex}-{self.epoch}"
-            # At once: who hears that this epoch is lost before he hears of it would wait for it without end.
+            # Sent before anything else can fail: a rank that received Lost of this epoch before its Form would ignore
+            # the loss and then wait for the epoch for ever.
             for peer in self._peers.values():
-                peer.say(wire.Form(self.epoch, self._store_port, self.group_name))
+                peer.send(wire.Form(self.epoch, self._store_port, self.group_name))
             self._begin_forming(self.epoch, self._store_port)
 
     def _begin_forming(self, epoch: int, port: int) -> None:
-        self._forming = self._thread.form(epoch, port) if self._own_group else None
+        self._forming = self._thread.form(epoch, port) if self._makes_groups else None
         self._tasks.spawn(self._end_forming(epoch, self._forming), name="form the group")
 
     async def _end_forming(self, epoch: int, forming: asyncio.Future[None] | None) -> None:
@@ -291,9 +309,9 @@ class RankChannel:
             self._formed_epoch = epoch
             self._begin_if_all_have_formed()
         elif epoch == self.epoch and self._is_forming:
-            # The leader's first frame may be on its way as soon as it hears this.
+            # Before Formed is sent: the leader may open the first turn as soon as it has received it.
             self._begin()
-            self._say_to_leader(wire.Formed(epoch))
+            self._send_to_leader(wire.Formed(epoch))
 
     def _begin_if_all_have_formed(self) -> None:
         formed = [self._formed_epoch, *(peer.formed_epoch for peer in self._peers.values())]
@@ -306,11 +324,11 @@ class RankChannel:
         self.turn = 0
         self._owner.group_formed(self.epoch)
 
-    # --- A follower's side ---
+    # --- Follower ---
 
-    def _say_to_leader(self, message: wire.RankMessage) -> None:
+    def _send_to_leader(self, message: wire.RankMessage) -> None:
         if (leader := self._peers.get(LEADER)) is not None:
-            leader.say(message)
+            leader.send(message)
 
     async def _follow(self) -> None:
         pause_s = 0.05
@@ -318,7 +336,7 @@ class RankChannel:
             try:
                 reader, writer = await asyncio.open_connection(self._host, self._port)
             except OSError:
-                # Nobody listens there yet, or not any more.
+                # The leader does not listen yet, or has ended.
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, REDIAL_S_MAX)
                 continue
@@ -327,7 +345,7 @@ class RankChannel:
                 await self._join(leader)
                 pause_s = 0.05
                 while True:
-                    self._take_from_leader(await leader.hear())
+                    self._take_from_leader(await leader.receive())
             except TidekvError as error:
                 LOG.warning("rank %s: the link to the leader ended: %s", self._rank, error)
                 self._lose(LEADER, str(error))
@@ -338,10 +356,10 @@ class RankChannel:
             pause_s = min(2 * pause_s, REDIAL_S_MAX)
 
     async def _join(self, leader: RankPeer) -> None:
-        challenge = await leader.hear()
+        challenge = await leader.receive()
         if not isinstance(challenge, wire.Challenge):
             raise RemoteProtocolError(f"the leader began with {type(challenge).__name__} instead of Challenge")
-        leader.say(
+        leader.send(
             wire.Join(
                 wire.VERSION,
                 self._rank,
@@ -352,7 +370,7 @@ class RankChannel:
             )
         )
         self._peers[LEADER] = leader
-        self._tell_settled()
+        self._send_settled()
 
     def _take_from_leader(self, message: wire.AnyRankMessage) -> None:
         match message:
@@ -366,8 +384,8 @@ class RankChannel:
                 self._begin_forming(epoch, port)
             case wire.Lost(epoch=epoch, rank=rank, cause=cause):
                 if epoch == self.epoch and not (self.is_formed or self._is_forming) and self._is_settled:
-                    # It had given up forming before the leader did, which has forgotten that it settled.
-                    self._tell_settled()
+                    # This rank's forming failed before the leader's did: the leader has reset the Settled it sent then.
+                    self._send_settled()
                 elif epoch == self.epoch:
                     self._lose(rank, cause)
             case wire.Refused(cause=cause):
@@ -375,3 +393,66 @@ class RankChannel:
                 raise RemoteProtocolError(f"the leader refuses this rank: {cause}")
             case _:
                 raise RemoteProtocolError(f"the leader sent {type(message).__name__}, which is ours to send")
+
+
+class RankPeer:
+    """One connection of the channel."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, silence_s: float) -> None:
+        self.epoch = 0
+        self.turn = 0
+        """The last turn in which the other end has voted."""
+        self.is_settled = False
+        self.formed_epoch = -1
+        self._reader = reader
+        self._writer = writer
+        self._silence_s = silence_s
+
+    def send(self, message: wire.RankMessage) -> None:
+        """Queue a frame. Errors are not raised here: the task that reads the connection gets them."""
+        if not self._writer.is_closing():
+            # A peer that does not read is cut off, which ends `receive` and so the membership of the rank.
+            if self._writer.transport.get_write_buffer_size() > OUTGOING_BYTES_MAX:
+                self._writer.transport.abort()
+                return
+            self._writer.write(wire.encode(message))
+
+    async def receive(self, *, frame_bytes_max: int = wire.FRAME_BYTES_MAX) -> wire.AnyRankMessage:
+        """Return the next frame. Raises LinkClosed at the end, and if the other end is silent for too long."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                message = await wire.read(self._reader, frame_bytes_max=frame_bytes_max)
+        except TimeoutError:
+            raise LinkClosed(f"silent for {self._silence_s:g} s") from None
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise LinkClosed(f"its connection ended ({type(error).__name__})") from error
+        return message
+
+    def close(self) -> None:
+        """Close the connection after sending what is queued."""
+        self._writer.close()
+
+
+async def admit(peer: RankPeer, *, secret: str, ranks: int, settings: bytes) -> wire.Join:
+    """Leader: challenge a connection and check its Join. Raises RemoteProtocolError, after sending Refused with the
+    cause.
+    """
+    nonce = secrets.token_bytes(32)
+    peer.send(wire.Challenge(nonce))
+    join = await peer.receive(frame_bytes_max=wire.JOIN_BYTES_MAX)
+    if not isinstance(join, wire.Join):
+        raise RemoteProtocolError(f"a rank began with {type(join).__name__} instead of Join")
+    cause = ""
+    if not hmac.compare_digest(join.proof, wire.proof_of(secret, nonce, join.rank)):
+        cause = "the secrets differ"
+    # The proof is checked first: without it no other field of the frame can be trusted.
+    elif join.version != wire.VERSION:
+        cause = f"the versions differ: {wire.VERSION} and {join.version}"
+    elif join.ranks != ranks or not 0 < join.rank < ranks:
+        cause = f"the leader has {ranks} ranks, and this one is configured as rank {join.rank} of {join.ranks}"
+    elif join.settings != settings:
+        cause = "the ranks are configured differently: pools, page size and all settings must be equal"
+    if cause:
+        peer.send(wire.Refused(cause))
+        raise RemoteProtocolError(cause)
+    return join

@@ -1,18 +1,16 @@
-"""The thread in which a rank votes: one reduction under MIN of CPU integers at a time, never on the event loop.
+"""The vote thread of one rank: one reduction under MIN of CPU integers at a time, never on the event loop.
 
-The process group is our own, over a store of the leader's: the embedder's `torch.distributed` world is not touched.
-A group that the embedder made is taken as well, if its backend is gloo. A NCCL group would put the vote on the GPU's
-stream, behind whatever the model computes there, and is refused.
+The process group is our own, over a store of the leader's: the embedder's `torch.distributed` world is not touched. A
+group made by the embedder is accepted if its backend is gloo. A NCCL group would put the vote on the GPU's stream,
+behind the model's computation, and is refused.
 
-Gloo's own thread polls a connection again and again while another thread holds its lock. Woken on the core where that
-thread was just sending, it takes the core from it and polls until its time slice is over, milliseconds later. So the
-threads of votes are batch threads to the kernel: they take a core that is free, and nobody's that is not.
+A thread of gloo polls a connection continuously while another thread holds its lock. If it is woken on the core of the
+thread that was just sending, it takes that core and polls until its time slice is over, milliseconds later. So the vote
+threads have the kernel's batch policy: they take an idle core, and preempt no other thread.
 
-One vote in a gloo group: the leader takes the words of all other ranks and sends back what they come to under MIN.
-
-That is 2 (n - 1) messages for n ranks. Gloo's own all-reduce passes parts around the ring in 2 (n - 1) steps of all n,
-each with handshakes of its own, and for words as few as these takes a multiple of the time and the CPU, as
-`benchmarks/ranks.py` measures. All of it blocks, so it is for the thread that votes.
+In a vote the leader receives the slots of all other ranks and sends back their minimum. That is 2 (n - 1) messages for
+n ranks. Gloo's own all-reduce passes parts around the ring in 2 (n - 1) steps of all n, each with its own handshakes,
+and takes a multiple of the time and CPU for so few slots, as `benchmarks/ranks.py` measures.
 """
 
 from __future__ import annotations
@@ -40,26 +38,30 @@ if TYPE_CHECKING:
     from tidekv.states.ranks.votes import SlotValues
 
 CAST_TAGS, ANSWER_TAGS = 1 << 20, 1 << 21
-"""To each the number of words is added: words of another number never come to lie where these belong."""
+"""Base of the message tags, plus the number of slots: a vote of another length never lands in this vote's buffer."""
 
 
 def lead(group: distributed.ProcessGroup, own: torch.Tensor, *, ranks: int) -> None:
-    """The leader's part; what all come to lies in `own` afterwards. Raises what the group raises."""
+    """Run the leader's part; blocks. `own` (int64) holds the minimum over all ranks afterwards. Raises errors of the
+    group.
+    """
     followers = range(LEADER + 1, ranks)
     rows = torch.empty((len(followers), len(own)), dtype=own.dtype)
     coming = [group.recv([row], rank, CAST_TAGS + len(own)) for row, rank in zip(rows, followers, strict=True)]
-    # Row by row: torch takes a hundred times as long for the least of each column.
-    for row, words in zip(rows, coming, strict=True):
-        words.wait()
+    # Row by row: torch's reduction over a column takes a hundred times as long.
+    for row, received in zip(rows, coming, strict=True):
+        received.wait()
         torch.minimum(own, row, out=own)
     for going in [group.send([own], rank, ANSWER_TAGS + len(own)) for rank in followers]:
         going.wait()
 
 
 def follow(group: distributed.ProcessGroup, own: torch.Tensor) -> None:
-    """A follower's part; what all come to lies in `own` afterwards. Raises what the group raises."""
+    """Run a follower's part; blocks. `own` (int64) holds the minimum over all ranks afterwards. Raises errors of the
+    group.
+    """
     answer = torch.empty_like(own)
-    # Room for the answer comes first: then the leader need not wait for it.
+    # The receive is posted first: the leader can then send its answer without waiting.
     coming = group.recv([answer], LEADER, ANSWER_TAGS + len(own))
     going = group.send([own], LEADER, CAST_TAGS + len(own))
     coming.wait()
@@ -72,12 +74,12 @@ T = TypeVar("T")
 
 
 class VoteThread:
-    """One rank's part in the votes. All methods are called on the loop; the work is done in the thread, in order."""
+    """One rank's part in the votes. All methods are called on the loop; the thread does the work, in order."""
 
     def __init__(self, *, rank: int, ranks: int, host: str, timeout_s: float) -> None:
-        """`timeout_s` bounds each vote and each forming of a group."""
+        """`timeout_s` bounds each vote and each forming of a group, in seconds."""
         self.votes = 0
-        """Votes that were begun."""
+        """Number of votes started."""
         self._rank = rank
         self._ranks = ranks
         self._host = host
@@ -89,38 +91,38 @@ class VoteThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread; it sleeps until it has something to do."""
+        """Start the thread; it sleeps until it has a job."""
         self._thread = threading.Thread(target=self._run, name="tidekv-votes", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
-        """End the thread. A vote that is stuck ends by its timeout; nobody waits longer than that for it."""
+        """End the thread. A stuck vote ends by its timeout, so this returns at most one second after that."""
         if self._thread is not None:
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join, self._timeout.total_seconds() + 1.0)
             self._thread = None
 
     def open_store(self) -> asyncio.Future[int]:
-        """Leader only: open the store that groups are formed by; its port."""
+        """Leader only: open the store that forms groups, and return its port."""
         return self._call(self._open_store)
 
     def form(self, epoch: int, store_port: int) -> asyncio.Future[None]:
-        """Form the group of an epoch with all other ranks; the one before is given up."""
+        """Form the group of an epoch with all other ranks; the previous group is released."""
         return self._call(lambda: self._form(epoch, store_port))
 
     def use(self, group: distributed.ProcessGroup) -> None:
-        """Vote in a group that the embedder made. Raises InvalidConfig unless it is one of gloo, of these ranks."""
+        """Vote in a group made by the embedder. Raises InvalidConfig unless it is a gloo group of these ranks."""
         check_group(group, rank=self._rank, ranks=self._ranks)
         self._group, self._is_own = group, False
 
-    def reduce(self, words: SlotValues) -> asyncio.Future[SlotValues]:
-        """Vote; the words of all ranks under MIN, in the array given. Raises TransferFailed."""
+    def reduce(self, slots: SlotValues) -> asyncio.Future[SlotValues]:
+        """Vote: replace the slots by their minimum over all ranks, in the same array. Raises TransferFailed."""
         self.votes += 1
-        return self._call(lambda: self._reduce(words))
+        return self._call(lambda: self._reduce(slots))
 
     def _open_store(self) -> int:
         if self._store is None:
-            # Given no socket the store would listen on every interface, and it lets every program in.
+            # Without a socket the store would listen on every interface, and it has no authentication.
             family, _, _, _, where = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
             with socket.create_server(where[:2], family=family) as listening:
                 port = listening.getsockname()[1]
@@ -146,30 +148,31 @@ class VoteThread:
         options._timeout = self._timeout
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self._host)]
         prefix = PrefixStore(f"tidekv-{epoch}", store)
-        # It is a ProcessGroup at run time as well, which the stubs do not say.
+        # A ProcessGroup at run time, too, which the stubs do not declare.
         group: Any = distributed.ProcessGroupGloo(prefix, self._rank, self._ranks, options)
         self._group = group
 
-    def _reduce(self, words: SlotValues) -> SlotValues:
+    def _reduce(self, slots: SlotValues) -> SlotValues:
         if self._ranks == 1:
-            return words
+            return slots
         if self._group is None:
-            raise TransferFailed("no group was formed")
-        # The tensor is a view of the array: the answer lies in it.
-        own = torch.frombuffer(words, dtype=torch.int64)
+            raise TransferFailed("no group is formed")
+        # The tensor is a view of the array, which therefore receives the answer.
+        own = torch.frombuffer(slots, dtype=torch.int64)
         try:
             if self._rank == LEADER:
                 lead(self._group, own, ranks=self._ranks)
             else:
                 follow(self._group, own)
         except RuntimeError as error:
-            # The last reference to a group closes its connections: nobody waits in it until his time is over. So none
-            # is kept, not in the frames of the error either. A group of the embedder's is his, and stays.
+            # Dropping the last reference to a group closes its connections, which ends the wait of the other ranks
+            # before their timeout. So no reference is kept, not even in the frames of the error. A group of the
+            # embedder is not ours to close.
             if self._is_own:
                 self._group = None
                 traceback.clear_frames(error.__traceback__)
             raise
-        return words
+        return slots
 
     def _call(self, work: Callable[[], T]) -> asyncio.Future[T]:
         assert self._thread is not None, "the thread was started"
@@ -198,11 +201,11 @@ class VoteThread:
 
     def _run(self) -> None:
         try:
-            # Gloo's threads are made by this one and inherit it.
+            # Gloo's threads are created by this one and inherit the policy.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         except (AttributeError, OSError) as error:
-            # Elsewhere than on Linux, or in a sandbox: votes then take longer, and are as right.
-            LOG.info("the thread that votes cannot be a batch thread: %s", error)
+            # Not on Linux, or in a sandbox: votes are slower then, and equally correct.
+            LOG.info("the vote thread cannot use the batch policy: %s", error)
         while (job := self._jobs.get()) is not None:
             job()
         self._group = self._store = None
@@ -213,7 +216,7 @@ def check_group(group: distributed.ProcessGroup, *, rank: int, ranks: int) -> No
     backend = distributed.get_backend(group)
     if backend != "gloo":
         raise InvalidConfig(
-            f"ranks vote by CPU integers in a gloo group, not in one of {backend!r}: make one with "
+            f"ranks vote with CPU integers in a gloo group, not in one of {backend!r}: make one with "
             "torch.distributed.new_group(backend='gloo')"
         )
     if (group.rank(), group.size()) != (rank, ranks):

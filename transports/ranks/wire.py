@@ -1,7 +1,7 @@
-"""The words of the rank channel: small frames between the leader of a decode instance and its other ranks.
+"""Messages of the rank channel: small frames between the leader of a decode instance and its other ranks.
 
-A message is one msgpack array `[tag, field, …]` in a frame of `frames`. The votes themselves do not travel here: they
-are messages of gloo.
+A message is one msgpack array `[tag, field, …]` in a frame of `frames`. The votes themselves are messages of gloo and
+do not travel here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidekv.transports.control import frames
 VERSION = 2
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 JOIN_BYTES_MAX = 4096
-"""Maximum size of a frame before the leader has let a rank in."""
+"""Maximum size of a frame before the leader has admitted a rank."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -33,13 +33,15 @@ class RankMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class Challenge(RankMessage, frozen=True, tag="challenge"):
-    """The leader's first frame: prove that you know the secret of this group."""
+    """The leader's first frame: a nonce for the proof of the group's secret."""
 
     nonce: bytes
 
 
 class Join(RankMessage, frozen=True, tag="join"):
-    """A rank is here. `settings` is a digest of everything that its core is configured by; `epoch` its last one."""
+    """A rank's request to join. `settings` is a digest of everything that configures its core, `epoch` its last
+    epoch.
+    """
 
     version: Count
     rank: Rank
@@ -50,15 +52,16 @@ class Join(RankMessage, frozen=True, tag="join"):
 
 
 class Settled(RankMessage, frozen=True, tag="settled"):
-    """Nothing of an earlier epoch is in flight on this rank: it can be part of a new group. `epoch` is its last one;
-    that of a group which is being formed says that this rank could not form it.
+    """Nothing of an earlier epoch is in flight on this rank: it can join a new group.
+
+    `epoch` is its last one; the epoch that is being formed means that this rank could not form it.
     """
 
     epoch: Count
 
 
 class Form(RankMessage, frozen=True, tag="form"):
-    """Form the group of this epoch, by the store at this port of the leader. No other group has this name."""
+    """Form the group of this epoch, with the leader's store at this port. The name is unique among all groups."""
 
     epoch: Count
     store_port: Count
@@ -78,13 +81,13 @@ class Turn(RankMessage, frozen=True, tag="turn"):
 
 
 class Wish(RankMessage, frozen=True, tag="wish"):
-    """A rank has news: it wants a turn."""
+    """A rank has new events and requests a turn."""
 
     epoch: Count
 
 
 class Beat(RankMessage, frozen=True, tag="beat"):
-    """The sender lives, and has cast its vote for turn `turn` of `epoch`."""
+    """Sign of life; the sender has cast its vote for turn `turn` of `epoch`."""
 
     epoch: Count
     turn: Count
@@ -102,7 +105,7 @@ class VoteFailed(RankMessage, frozen=True, tag="vote_failed"):
 
 
 class Lost(RankMessage, frozen=True, tag="lost"):
-    """A rank of the group is out of reach: this epoch is over."""
+    """A rank of the group is lost: this epoch is over."""
 
     epoch: Count
     rank: Rank
@@ -113,7 +116,7 @@ class Lost(RankMessage, frozen=True, tag="lost"):
 
 
 class Refused(RankMessage, frozen=True, tag="refused"):
-    """The leader does not take this rank, and why."""
+    """The leader refuses this rank, for this cause."""
 
     cause: Cause
 
@@ -128,24 +131,24 @@ _decoder: msgspec.msgpack.Decoder[AnyRankMessage] = msgspec.msgpack.Decoder(AnyR
 
 
 def _clean_cause(message: VoteFailed | Lost | Refused) -> None:
-    """Make the cause fit for logs and for the frame, at both ends."""
+    """Replace the cause by its one-line form, cut to the frame's limit, at both ends."""
     clean = frames.one_line(message.cause, characters_max=CAUSE_CHARACTERS_MAX)
     if clean != message.cause:
         msgspec.structs.force_setattr(message, "cause", clean)
 
 
 def proof_of(secret: str, nonce: bytes, rank: int) -> bytes:
-    """What shows that a rank knows the secret, without telling it."""
+    """Return the proof that a rank knows the secret: HMAC-SHA256 over nonce and rank. It does not reveal the secret."""
     return hmac.digest(secret.encode(), nonce + rank.to_bytes(4, "little"), hashlib.sha256)
 
 
 def encode(message: RankMessage) -> bytes:
-    """The frame of a message."""
+    """Return the frame of a message."""
     return frames.frame(_encoder.encode(message))
 
 
 async def read(reader: asyncio.StreamReader, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> AnyRankMessage:
-    """The next message. Raises RemoteProtocolError for what is no frame, IncompleteReadError at the end."""
+    """Return the next message. Raises RemoteProtocolError for a malformed frame, IncompleteReadError at the end."""
     prefix = await reader.readexactly(frames.LENGTH.size)
     length = frames.body_length(prefix, frame_bytes_max=frame_bytes_max)
     return frames.decode(_decoder, await reader.readexactly(length))
