@@ -42,7 +42,7 @@ class Evictor:
             # Void pages are one piece for whoever waits for them.
             if surplus > slack and not node.void:
                 self._tree.split(node, surplus, lower_stays=node.device is not None and node.host is not None)
-            self._tell(node, name)
+            self._run_hooks(node, name)
             freed_count += node.page_count
             pages = tier.detach(node)
             if freed is None:
@@ -56,7 +56,7 @@ class Evictor:
 
     def drop(self, tier: Tier, node: Node) -> None:
         """Free this copy of an unguarded node that has none below it."""
-        self._tell(node, tier.name)
+        self._run_hooks(node, tier.name)
         tier.account.from_cache(tier.detach(node))
         self._remove_if_bare(node)
 
@@ -72,7 +72,7 @@ class Evictor:
         below = [other for other in node.subtree() if other.device is not None and other is not node]
         for other in reversed(below):
             self.drop(self._device, other)
-        self._tell(node, "device")
+        self._run_hooks(node, "device")
         node.void = False
         self._device.protected += node.page_count
         self._device.unguard(node)
@@ -80,7 +80,7 @@ class Evictor:
         self._remove_if_bare(node)
         return pages
 
-    def _tell(self, node: Node, tier: TierName) -> None:
+    def _run_hooks(self, node: Node, tier: TierName) -> None:
         for hook in self.hooks:
             hook(node, tier)
 
