@@ -197,7 +197,7 @@ class LookAhead:
         keys = request.keys[run.first * width : (run.first + count) * width]
         node, run.host_pages = index.insert_host(ahead.pin.node, keys, run.host_pages)
         self._state.count("pages_fetched_ahead", count - len(run.host_pages))
-        # Pin the longer path before releasing the shorter one, so that no page is evictable in between.
+        # Pin the longer path before releasing the shorter one: whichever call raises, the pages stay protected.
         with Rollback() as undo:
             pin = index.pin(node)
             undo.callback(index.unpin, pin)
