@@ -57,7 +57,7 @@ class Turns:
         self._turn = 0
         for serial, name in enumerate(self._names):
             keys = bytes(64) + serial.to_bytes(64, "little") * 7
-            self.agreement.hear(
+            self.agreement.receive(
                 events.RequestArrived(at_s=0.0, request_id=name, serial=serial, keys=keys, prompt_tokens=128)
             )
 
@@ -65,11 +65,11 @@ class Turns:
         """Return the content of the leader's frame, which every rank derives here from the same calls."""
         return self.agreement.open_turn(float(self._turn))
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Deliver one outcome for each of a few requests."""
         self._turn += 1
         name = self._names[self._turn % len(self._names)]
-        self.agreement.hear(events.PromiseSent(at_s=0.0, request_id=name, generation=0, writer="p", ranks=1))
+        self.agreement.receive(events.PromiseSent(at_s=0.0, request_id=name, generation=0, writer="p", ranks=1))
 
     def decide(self, words: array[int]) -> None:
         """Let the core take the decided events."""
@@ -112,7 +112,7 @@ async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -
 
     async def time_turns(count: int) -> None:
         for _ in range(count):
-            turns.hear()
+            turns.receive()
             began_s = time.perf_counter()
             turns.opening()
             reduced = await thread.reduce(turns.agreement.cast())
@@ -121,7 +121,7 @@ async def measure(rank: int, ranks: int, port: int, votes: int, requests: int) -
 
     async def turns_alone(count: int) -> None:
         for _ in range(count):
-            turns.hear()
+            turns.receive()
             turns.opening()
             cast = turns.agreement.cast()
             await loop.run_in_executor(sleeper, time.sleep, found["vote"])

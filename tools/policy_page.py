@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tidekv.states.storage.policy import StoragePolicy
-from tidekv.states.storage.throughput import PACE_FRESH_S
+from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
 BEGIN = "<!-- Policies, from the code: python -m tools.policy_page docs/storage.md -->"
 END = "<!-- End of the policies. -->"
@@ -33,7 +33,7 @@ never in need of room is lost with the process.
 The pace of storage: of each fetch that brought all its pages, or is late, the core knows the seconds from its command
 to its outcome and the pages that were under way when it began. In the sums of both each fetch weighs 7/8 of the one
 after it; their ratio is what a page costs, `page_s`. A plan of `n` pages fetches at most as many as satisfy
-`(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. After {PACE_FRESH_S:g} s without a
+`(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. After {ESTIMATE_FRESH_S:g} s without a
 fetch nothing is known any more, and storage is tried again in full.
 
 With `soonest` the pace of the transfer is measured in the same way, by spans of rooms. A plan divides what storage has

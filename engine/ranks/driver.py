@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tidekv.states.core import Core
     from tidekv.states.events import Event
     from tidekv.states.ranks.call_votes import Refusal
-    from tidekv.states.ranks.votes import Words
+    from tidekv.states.ranks.votes import SlotValues
 
 
 class Phase(enum.Enum):
@@ -107,7 +107,7 @@ class RankDriver:
         self._agreement = Agreement(core, rank=self._group.rank, hold_s=self._group.hold_s)
         if has_storage:
             component_pages = core.state.components is not None
-            self._agreement.hear(events.StorageChanged(at_s=0.0, available=True, component_pages=component_pages))
+            self._agreement.receive(events.StorageChanged(at_s=0.0, available=True, component_pages=component_pages))
 
     async def start(self) -> None:
         """Find the other ranks. Raises RankLost where they are not there in time, InvalidConfig where the leader does
@@ -126,7 +126,10 @@ class RankDriver:
             ) from None
 
     async def wait_formed(self) -> None:
-        """Wait until all ranks are there (again)."""
+        """Wait until all ranks are there (again).
+
+        Unbounded: the caller sets the deadline (`start` does); `close` ends it with a cancellation.
+        """
         await asyncio.shield(self._formed)
 
     async def leave(self, timeout_s: float) -> None:
@@ -170,8 +173,8 @@ class RankDriver:
         return self._driver.is_caught_up and not self._in_turn and not has_news
 
     def post(self, event: Event) -> None:
-        """Something happened on this rank, or a caller wants something: the others will hear of it. Raises
-        InvalidRequest for what rank 0 alone may ask.
+        """Take an event of this rank or a call of its callers into the next vote. Raises InvalidRequest, having changed
+        nothing, for calls that only rank 0 may make; any other exception breaks the engine.
         """
         if self._phase is Phase.CLOSED:
             return
@@ -190,8 +193,15 @@ class RankDriver:
             LOG.warning("rank %s: request %s: %s", self._group.rank, event.request_id, event.cause)
         elif isinstance(event, events.WriterLost):
             LOG.warning("rank %s: %s: %s", self._group.rank, event.writer, event.cause)
-        self._agreement.hear(event)
-        self._heard()
+        try:
+            self._agreement.receive(event)
+            self._heard()
+        except BaseException as error:
+            # The agreement may hold the event already, and the ranks would take it: raising it to a caller, which then
+            # withdraws its request, would leave an event without its id. So the engine breaks, and every call ends.
+            self._on_broken(error)
+            if not isinstance(error, Exception):
+                raise
 
     def take_now(self, event: Event) -> None:
         """Like `post`: no rank steps its core by itself, so that what follows from the event follows later."""
@@ -216,7 +226,7 @@ class RankDriver:
             self._end_turn()
 
     def statistics(self) -> dict[str, int | str]:
-        """rank, ranks, phase, epoch, turns, votes, questions (slots in use), losses (of a rank)."""
+        """rank, ranks, phase, epoch, turns, votes, slots (in use), losses (of a rank)."""
         return {
             "rank": self._group.rank,
             "ranks": self._group.ranks,
@@ -224,7 +234,7 @@ class RankDriver:
             "epoch": self._channel.epoch,
             "turns": self.turns,
             "votes": self._channel.votes,
-            "questions": self._agreement.questions,
+            "slots": self._agreement.slots_taken,
             "losses": self.losses,
         }
 
@@ -282,7 +292,7 @@ class RankDriver:
         vote = self._channel.vote(opening.turn, self._agreement.cast())
         vote.add_done_callback(partial(self._voted, opening, self.clock()))
 
-    def _voted(self, opening: Opening, cast_at_s: float, vote: asyncio.Future[Words]) -> None:
+    def _voted(self, opening: Opening, cast_at_s: float, vote: asyncio.Future[SlotValues]) -> None:
         self._is_voting = False
         self.vote_s.observe(self.clock() - cast_at_s)
         failed = None if vote.cancelled() else vote.exception()

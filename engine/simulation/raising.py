@@ -44,7 +44,7 @@ INDEX_CALLS = (
 COMPONENT_CALLS = (
     "match",
     "probe_prefix",
-    "tail",
+    "trailing_pages_of",
     "lock",
     "unlock",
     "pin",

@@ -143,11 +143,11 @@ class SimulatedRank:
 
     # --- Events ---
 
-    def hear(self, event: events.Event) -> None:
+    def receive(self, event: events.Event) -> None:
         """Pass a local event to the agreement."""
         if self.is_dead:
             return
-        self.agreement.hear(event)
+        self.agreement.receive(event)
         self._told()
 
     def _told(self) -> None:
@@ -210,7 +210,7 @@ class SimulatedRank:
         size = world.settings.page_size
         self.callers[script.request_id] = RankCaller(script)
         serial = int(script.request_id[1:])
-        self.hear(
+        self.receive(
             events.RequestArrived(
                 at_s=world.schedule.now_s,
                 request_id=script.request_id,
@@ -225,7 +225,7 @@ class SimulatedRank:
             )
         )
         if self.number == 0 and script.flushes:
-            self.hear(events.FlushRequested(at_s=0.0, call=serial, tiers=script.flushes))
+            self.receive(events.FlushRequested(at_s=0.0, call=serial, tiers=script.flushes))
         if script.aborted_by == self.number:
             self.after(self.random.random() * 0.05, self._give_up, script.request_id)
         self.after(2.5, self._told)
@@ -233,7 +233,7 @@ class SimulatedRank:
     def _give_up(self, request_id: str) -> None:
         caller = self.callers.get(request_id)
         if caller is not None and not caller.is_given_back:
-            self.hear(
+            self.receive(
                 events.AbortRequested(
                     at_s=self.world.schedule.now_s, request_id=request_id, cause="cancelled by the caller"
                 )
@@ -269,7 +269,7 @@ class SimulatedRank:
         self._give_back(caller, (script.tokens + caller.output)[:written], size)
 
     def _take(self, caller: RankCaller, count: int, wanted: int) -> None:
-        self.hear(events.GrowthTaken(at_s=0.0, request_id=caller.script.request_id, page_count=count, wanted=wanted))
+        self.receive(events.GrowthTaken(at_s=0.0, request_id=caller.script.request_id, page_count=count, wanted=wanted))
 
     def _give_reserve(self, command: commands.GiveReserve) -> None:
         caller = self.callers[command.request_id]
@@ -291,11 +291,13 @@ class SimulatedRank:
         self.records[self._serials[request_id]] = tags
         kind = events.RetractRequested if caller.script.retracts else events.FinishRequested
         now_s = self.world.schedule.now_s
-        self.hear(kind(at_s=now_s, request_id=request_id, keys=tokens[:full], tokens=len(tokens), component_pages=left))
+        self.receive(
+            kind(at_s=now_s, request_id=request_id, keys=tokens[:full], tokens=len(tokens), component_pages=left)
+        )
 
     def _retracted(self, command: commands.ReportRetracted) -> None:
         self._end(command.request_id, "retracted")
-        self.after(self.delay(), self.hear, events.RetractedDropped(at_s=0.0, request_id=command.request_id))
+        self.after(self.delay(), self.receive, events.RetractedDropped(at_s=0.0, request_id=command.request_id))
 
     def _failed(self, command: commands.ReportFailed) -> None:
         self._end(command.request_id, command.cause)
@@ -340,9 +342,9 @@ class SimulatedRank:
         def tell() -> None:
             self.in_flight -= 1
             event = make()
-            self.hear(event)
+            self.receive(event)
             if self.hits("outcome_repeats"):
-                self.after(self.delay(), self.hear, event)
+                self.after(self.delay(), self.receive, event)
 
         self.after(delay_s, tell)
 
@@ -411,7 +413,7 @@ class SimulatedRank:
 
     def attach_storage(self) -> None:
         """Attach this rank's storage, which keeps pages of all components."""
-        self.hear(
+        self.receive(
             events.StorageChanged(at_s=0.0, available=True, component_pages=bool(self.component_pages.components))
         )
 
@@ -434,8 +436,8 @@ class SimulatedRank:
     def check_end(self) -> None:
         """Raise a Violation if anything is left."""
         self.core.check()
-        if not self.is_settled or self.records or self.agreement.questions:
+        if not self.is_settled or self.records or self.agreement.slots_taken:
             raise Violation(
                 f"rank {self.number} is not settled at the end: {self.core.statistics()}, {self.in_flight} operations, "
-                f"{self.rooms.in_flight} writes, {len(self.records)} records, {self.agreement.questions} questions"
+                f"{self.rooms.in_flight} writes, {len(self.records)} records, {self.agreement.slots_taken} slots"
             )

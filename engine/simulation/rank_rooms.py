@@ -80,7 +80,7 @@ class RankRooms:
         room.writer = self._writer(prefill)
         room.is_sent = True
         rank = self._rank
-        rank.hear(
+        rank.receive(
             events.PromiseSent(at_s=0.0, request_id=room.key[0], generation=room.key[1], writer=room.writer, ranks=1)
         )
         if rank.hits("room_is_refused"):
@@ -110,7 +110,7 @@ class RankRooms:
             self._failed(room, settled=False)
 
     def _failed(self, room: WrittenRoom, *, settled: bool) -> None:
-        self._rank.hear(
+        self._rank.receive(
             events.RoomFailed(
                 at_s=0.0, request_id=room.key[0], generation=room.key[1], cause="injected", settled=settled
             )
@@ -118,7 +118,7 @@ class RankRooms:
 
     def _say(self, room: WrittenRoom, event: events.Event) -> None:
         if not room.is_over and not room.is_aborted:
-            self._rank.hear(event)
+            self._rank.receive(event)
 
     def _write_span(self, room: WrittenRoom, span: int, first: int, pages: PageIds) -> None:
         """Write a span in one or two chunks, each landing after a while."""
@@ -210,7 +210,7 @@ class RankRooms:
             self._tell_drained(room.key)
 
     def _tell_drained(self, key: RoomKey) -> None:
-        self._rank.hear(events.RoomDrained(at_s=0.0, request_id=key[0], generation=key[1], rank=0))
+        self._rank.receive(events.RoomDrained(at_s=0.0, request_id=key[0], generation=key[1], rank=0))
 
     def received(self, command: commands.SendReceived) -> None:
         """Release the room: prefill may free its pages."""
@@ -222,7 +222,7 @@ class RankRooms:
         """End the writer's process. Its writes in flight land before its death is proven."""
         rank, writer = self._rank, self._writer(prefill)
         self._lives[prefill] += 1
-        rank.hear(events.WriterLost(at_s=0.0, writer=writer, cause="injected"))
+        rank.receive(events.WriterLost(at_s=0.0, writer=writer, cause="injected"))
         for room in self._rooms.values():
             if room.writer == writer and room.is_sent:
                 room.is_aborted = True
@@ -232,4 +232,4 @@ class RankRooms:
         for room in [room for room in self._rooms.values() if room.writer == writer and room.is_sent]:
             room.is_over = True
             del self._rooms[room.key]
-        self._rank.hear(events.WriterDead(at_s=0.0, writer=writer))
+        self._rank.receive(events.WriterDead(at_s=0.0, writer=writer))

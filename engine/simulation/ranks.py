@@ -24,7 +24,7 @@ from tidekv.states.ranks.vote_items import LOST_RANK
 from tidekv.states.settings import CoreSettings
 
 if TYPE_CHECKING:
-    from tidekv.states.ranks.votes import Words
+    from tidekv.states.ranks.votes import SlotValues
 
 EVENTS_COMPARED = 50
 """Events between two full comparisons of the ranks' state."""
@@ -80,7 +80,7 @@ class RankGroupWorld:
         self._serial = 0
         self._written: list[bytes] = []
         self._wires = [Link(self.schedule) for _ in range(ranks)]
-        self._votes: dict[int, Words] = {}
+        self._votes: dict[int, SlotValues] = {}
         self._log: list[tuple[int, int]] = []
         self._is_open = False
         self._wake_at_s = float("inf")

@@ -122,7 +122,7 @@ class RankSurroundings(Protocol):
         """Whether a fault strikes this rank now."""
         ...
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Take something that this rank has seen to the vote."""
         ...
 

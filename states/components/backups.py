@@ -1,17 +1,20 @@
-"""Backups of components: what a finished request leaves of tails on the device goes on to the host.
+"""Component pages on their way from the device to the host, and from the host to storage.
 
-A backup of full pages that has reached the end of its path asks for the tails of that boundary. A tail is copied whole
-or not at all: where the device has not all of it, or the host has no room for it, nothing is. Each copy holds a lock of
-its source and a pin of the place where it is to go, until it has ended. From there it goes on to storage
-(`tidekv.states.components.backups`).
+The *component pages of a boundary* are the window pages or the state snapshot that a request needs to continue from
+that boundary (`tidekv.states.components.specs`).
 
-Puts of components: tails that are on the host go on to storage, where the full pages beside them are there.
+Copies to the host. A backup of full pages (`tidekv.states.backup.backups`) that has reached the end of its path starts
+a copy of each component's pages at that boundary. The copy covers the whole set or does not start: the device must have
+all pages that the host lacks, and the host must have room for them. From its start to the outcome of its command, a
+copy owns its new host pages and holds two receipts: a device lock on the source, and a host pin on the path that the
+pages will join. The copied pages then join the index, and the put to storage starts.
 
-A tail is put when the second of two things has happened: its backup has reached the host, and storage has the full
-pages down to its boundary. So what the write policy keeps out of storage has no tails there either. A tail is put whole
-or not at all. Each put holds a pin of what it reads until it has ended, and waits for fetches like any other put.
+Puts to storage. A put starts when the later of two conditions becomes true: the host has all component pages of the
+boundary, and storage has all full pages up to it. Therefore storage has no component pages where the write policy keeps
+the full pages out. A put owns no pages; a host pin keeps the pages that it reads until it has ended. Like every put, it
+waits while fetches are in flight.
 
-Its request may be long gone: the tokens that name its pages are the keys of the path (`Core.keys_put`).
+The request may have ended before its put: the put's page names come from the token keys of the path (`Core.keys_put`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ STORE_DEADLINE_S = 60.0
 
 
 class ComponentPut:
-    """Operation: a put of one component's tail at the end of `leaf`, or the wait before it."""
+    """Operation: a put of one component's pages at the end of `leaf`, or the wait before it."""
 
     __slots__ = ("_puts", "component", "first", "host_pages", "leaf", "op", "pin")
 
@@ -50,40 +53,42 @@ class ComponentPut:
         self.pin: ComponentReceipt | None = None
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Storage has the first of the pages, all of them if it did well."""
+        """Record how many of the pages are stored, and release the pin."""
         self._puts.ended(self, self._puts.storage.put_ended(event))
 
     def late(self) -> None:
-        """A put that waited for fetches waits no more; one under way is counted."""
+        """Start a put that still waits for fetches; count a put in flight as late."""
         self._puts.is_late(self)
 
     def abandon(self) -> None:
-        """Nothing reads the pages any more."""
+        """Release the pin."""
         self._puts.give_up(self)
 
 
 class ComponentPuts:
-    """All puts of components under way are operations; this file knows how they begin and end."""
+    """Starts, delays and ends the puts of component pages."""
 
     def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex) -> None:
         self._state = state
         self.storage = storage
         self._index = index
         self.waiting: dict[ComponentPut, None] = {}
-        """Puts that give way to fetches, in order."""
+        """Puts that wait for fetches to end, oldest first."""
         self._live: dict[ComponentPut, None] = {}
-        """Puts that hold a pin."""
+        """Puts that hold a pin, waiting ones included."""
 
     def begin(self, leaf: Node, components: Iterable[str] = ()) -> None:
-        """Put the tails at the end of `leaf`, of these components or of all, that the host has whole, if storage has
-        the full pages. Raises nothing but BrokenInvariant: a cache tier never fails a request.
+        """Put the component pages at the end of `leaf` in storage: for the named components, or for all.
+
+        Skips components whose pages the host does not have completely, and does nothing unless storage has the full
+        pages. Raises only BrokenInvariant, because a cache tier never fails a request.
         """
         self._state.run_guarded(partial(self._begin, leaf, components), recover=lambda: None)
 
     def _begin(self, leaf: Node, components: Iterable[str]) -> None:
         if self.storage.is_usable and self._state.index.tree.is_stored(leaf):
             for name in components or self._index.components:
-                first, pages = self._index.tail("host", name, leaf)
+                first, pages = self._index.trailing_pages_of("host", name, leaf)
                 if len(pages) == leaf.depth_pages - first:
                     ordered = page_ids(pages[at] for at in range(first, leaf.depth_pages))
                     self._start(ComponentPut(self, name, leaf, first, ordered))
@@ -93,7 +98,7 @@ class ComponentPuts:
         with Rollback() as undo:
             put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
             undo.callback(self._index.unpin, put.pin)
-            # Puts at one leaf pin the same path: only those elsewhere take further pages from reads.
+            # Puts at one leaf pin the same path. Only puts elsewhere take additional host pages away from reads.
             if not self.storage.may_put_beside(any(other.leaf is not put.leaf for other in self._live)):
                 return
             if state.settings.put_wait_s and self.storage.holds_puts:
@@ -114,7 +119,7 @@ class ComponentPuts:
         put.op = op
 
     def put_now(self, put: ComponentPut) -> None:
-        """Wait for fetches no longer. After a raise, `give_up` ends it."""
+        """Start a waiting put although fetches are in flight. After a raise, `give_up` ends it."""
         self.waiting.pop(put, None)
         self._state.operations.pop(put.op, None)
         if self.storage.is_usable:
@@ -123,7 +128,7 @@ class ComponentPuts:
             self.give_up(put)
 
     def is_late(self, put: ComponentPut) -> None:
-        """A put is late: it keeps its pin until it ends, and is counted. One that waited waits no more."""
+        """Start a put that still waits; count one in flight as late. The latter keeps its pin until it ends."""
         if put in self.waiting:
             self._state.run_guarded(partial(self.put_now, put), recover=put.abandon)
             return
@@ -131,12 +136,12 @@ class ComponentPuts:
         self.storage.note(failed=True)
 
     def ended(self, put: ComponentPut, stored: int) -> None:
-        """Storage has the first `stored` of the pages that it was given. After a raise, `give_up` ends it."""
+        """Count the first `stored` pages as stored and release the pin. After a raise, `give_up` ends the put."""
         self._state.count("component_pages_stored", max(0, min(stored, len(put.host_pages))))
         self.give_up(put)
 
     def give_up(self, put: ComponentPut) -> None:
-        """Nothing reads its pages any more: release them. Can be called again if it raised."""
+        """Release the pin: nothing reads the pages any more. Safe to call again after a raise."""
         assert put.pin is not None
         self._index.unpin(put.pin)
         self._live.pop(put, None)
@@ -144,7 +149,7 @@ class ComponentPuts:
 
 
 class ComponentBackup:
-    """Operation: a copy of one component's tail to the host."""
+    """Operation: a copy of one component's pages at a boundary to the host."""
 
     __slots__ = ("_backups", "component", "first", "fresh", "lock", "node", "pin", "table")
 
@@ -164,27 +169,27 @@ class ComponentBackup:
         self.lock: ComponentReceipt | None = lock
         self.pin = pin
         self.fresh: PageIds = page_ids()
-        """Host pages that are its own: they are written to."""
+        """Host pages that this copy owns and writes to."""
         self.table: PageIds = page_ids()
-        """Host pages of the whole tail, from position `first` on."""
+        """All host pages of the boundary, from position `first` on: new ones and those that the index had."""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """The tail is on the host, from where it goes on to storage."""
+        """Add the pages to the index, and start their put to storage."""
         self._backups.ended(self, error)
         self._backups.puts.begin(self.node, (self.component,))
 
     def late(self) -> None:
-        """A late copy keeps what it holds until it ends, and is counted."""
+        """Count the copy as late. It keeps its pages and receipts until it ends."""
         self._backups.is_late()
 
     def abandon(self) -> None:
-        """Give back what the copy holds; what reached the host goes on to storage."""
+        """Give back what the copy holds, and put in storage what the host already has."""
         self._backups.give_up(self)
         self._backups.puts.begin(self.node, (self.component,))
 
 
 class ComponentBackups:
-    """All backups of components under way are operations; this file knows how they begin and end."""
+    """Starts and ends the copies of component pages to the host."""
 
     def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex) -> None:
         self._state = state
@@ -192,10 +197,13 @@ class ComponentBackups:
         self.puts = ComponentPuts(state, storage, index)
 
     def begin(self, leaf: Node) -> None:
-        """Copy to the host what it lacks of the tails at the end of `leaf`, whose full pages are in both tiers."""
+        """Copy to the host what it lacks of the component pages at the end of `leaf`.
+
+        The full pages of `leaf` must be in both tiers.
+        """
         for name in self._index.components:
-            first, device = self._index.tail("device", name, leaf)
-            _, host = self._index.tail("host", name, leaf)
+            first, device = self._index.trailing_pages_of("device", name, leaf)
+            _, host = self._index.trailing_pages_of("host", name, leaf)
             missing = [at for at in range(first, leaf.depth_pages) if at not in host]
             if missing and all(at in device for at in missing):
                 self._copy(name, leaf, first, [device[at] for at in missing], host)
@@ -211,7 +219,8 @@ class ComponentBackups:
             pages = self._index.take_host(name, len(sources))
             backup = ComponentBackup(self, name, leaf, first, lock, pin)
             if pages is None:
-                # What the tail has on the host already was all that could be evicted for the rest of it.
+                # `room` counts pages that the pin has protected since: the boundary's own host pages. Without them
+                # eviction cannot free enough for the missing ones.
                 undo.keep()
                 self._state.run_guarded(partial(self.give_up, backup))
                 return
@@ -233,18 +242,18 @@ class ComponentBackups:
             undo.keep()
 
     def ended(self, backup: ComponentBackup, error: str) -> None:
-        """The copy is over; with an error its pages are garbage and given back."""
+        """Add the copied pages to the index; with an error they hold garbage and are given back."""
         if error:
             self._state.count("backups_failed")
         else:
             _, unused = self._index.insert("host", backup.component, backup.node, backup.first, backup.table)
             backup.fresh = unused
-            # Its pin kept full pages from being looked at before they are evicted.
+            # While the copy held its pin, write-back could not see these full pages as next to be evicted.
             self._state.write_due = True
         self.give_up(backup)
 
     def give_up(self, backup: ComponentBackup) -> None:
-        """The copy is over, and the host has what it was to have: release the rest. Can be called again."""
+        """Give back the host pages that the index did not take, and both receipts. Safe to call again after a raise."""
         self._index.give_back({backup.component: backup.fresh}, "host")
         backup.fresh = page_ids()
         if backup.lock is not None:
@@ -254,5 +263,5 @@ class ComponentBackups:
         self._state.pages_freed = True
 
     def is_late(self) -> None:
-        """A copy is late: it keeps what it holds until it ends, and is counted."""
+        """Count a late copy."""
         self._state.count("backups_late")

@@ -1,14 +1,17 @@
-"""The books of one component in one tier: which of its pages the index keeps, at which nodes, and which may go.
+"""Pages of one component that the prefix index keeps in one tier, and the order of their eviction.
 
-Pages are kept by node and, within it, by position in the prompt: a split divides them by position, and receipts, which
-cover a range of positions, with them. A node may lose its component pages and keep its full ones: those stay passable,
-and are no end of a match any more. All pages of a node go together, since a tail with a hole serves nobody; nodes go in
-the order in which they were last used. A node that somebody's receipt reaches into keeps its pages.
+Pages are stored by node and, within a node, by position in the prompt. Splitting a node divides its pages, and the
+guards that reach into it, by position. A node may lose its component pages and keep its full ones: matches then pass
+through it and cannot end there. All pages of a node are evicted together, because a set of component pages with a hole
+serves no boundary. Eviction takes the least recently used node first, and skips nodes that a guard protects.
 
-What always holds (`check` recounts it):
+Ownership: pages in this tier are owned by the index (`CACHED` in the page pool). `enter` moves pages from their owner
+to the index, `drop` and `evict` make them free.
+
+Invariants, recounted by `check`:
 
 - a node with pages here has its full pages in this tier;
-- every page kept is cached in the account, and every cached page is kept once;
+- every kept page is cached in the page pool, and every cached page is kept exactly once;
 - a node is guarded by exactly the guards whose range reaches into it.
 """
 
@@ -24,7 +27,7 @@ from tidekv.states.types import PageIds, page_ids
 
 
 class Guard:
-    """Keeps the component pages at positions [first, end of `node`) until it is taken away."""
+    """Protects the component pages at positions [first, end of `node`) until it is removed."""
 
     __slots__ = ("first", "node")
 
@@ -34,7 +37,7 @@ class Guard:
 
 
 class HeldPage:
-    """What one node has of the component: pages by position, and the guards that reach into it."""
+    """One node's pages by position, and the guards that reach into the node."""
 
     __slots__ = ("guards", "pages")
 
@@ -44,7 +47,7 @@ class HeldPage:
 
 
 class ComponentTier:
-    """One component's pages in one tier of the index."""
+    """Pages of one component in one tier of the prefix index."""
 
     __slots__ = ("_guarded", "_idle", "account", "evictable", "name", "protected", "receipts")
 
@@ -54,46 +57,47 @@ class ComponentTier:
         self.evictable = 0
         self.protected = 0
         self.receipts = 0
-        """Live guards."""
-        # By node, used longest ago first. Whoever has guards waits apart, so that eviction never walks past it.
+        """Number of live guards."""
+        # Least recently used first. Guarded nodes are kept apart, so that eviction never has to skip them.
         self._idle: OrderedDict[Node, HeldPage] = OrderedDict()
         self._guarded: dict[Node, HeldPage] = {}
 
     @property
     def room(self) -> int:
-        """Pages that can be had: free ones, and those that nobody guards."""
+        """Pages that can be taken now: the free ones, and the unguarded ones after their eviction."""
         return self.account.free + self.evictable
 
     def pages_of(self, node: Node) -> dict[int, int]:
-        """The node's component pages by position. Read it at once, and do not change it."""
+        """The node's component pages by position. Valid until the next change; the caller must not modify it."""
         holding = self._find(node)
         return {} if holding is None else holding.pages
 
     def nodes(self) -> tuple[Node, ...]:
-        """Every node that has pages or guards here: those that can be evicted, the next one first, then the others."""
+        """All nodes with pages or guards: the evictable ones in order of eviction, then the guarded ones."""
         return (*self._idle, *self._guarded)
 
     def is_guarded(self, node: Node) -> bool:
-        """Whether a guard keeps the node's component pages."""
+        """Whether a guard protects the node's component pages."""
         return node in self._guarded
 
     # --- Guards ---
 
     def guard(self, node: Node, first: int) -> Guard:
-        """Keep what there is, and what will be, at positions [first, end of `node`)."""
+        """Protect the present and future pages at positions [first, end of `node`)."""
         guard = Guard(node, first)
         self.receipts += 1
-        for above in reach(node, first):
+        for above in nodes_covering(node, first):
             holding = self._take(above)
             holding.guards[guard] = None
             self._put(above, holding)
         return guard
 
     def unguard(self, guard: Guard) -> None:
-        """Take a guard away. What nobody else guards was used until now."""
+        """Remove a guard. Nodes without another guard become the most recently used ones."""
         self.receipts -= 1
-        # Nodes above first: a tail that has lost its first pages is of no use, and what is left of it goes next.
-        for above in reversed(reach(guard.node, guard.first)):
+        # Upper nodes first: eviction then takes them first, followed by the lower nodes, which are of no use without
+        # them.
+        for above in reversed(nodes_covering(guard.node, guard.first)):
             holding = self._take(above)
             del holding.guards[guard]
             self._put(above, holding)
@@ -101,10 +105,10 @@ class ComponentTier:
     # --- Growing ---
 
     def enter(self, nodes: Iterable[Node], first: int, pages: PageIds) -> tuple[PageIds, PageIds]:
-        """Enter pages, the caller's until now, at positions [first, first + len(pages)); `nodes` cover them, in order.
+        """Move the caller's pages at positions [first, first + len(pages)) into the index; `nodes` cover them in order.
 
-        Where there is a page already it wins. Returns the pages to use from now on, and those that are still the
-        caller's; the tree's very own are neither new nor the caller's.
+        A page that the index already has at a position is kept. Returns the pages to use from now on, and the given
+        pages that the caller still owns. A given page that the index already keeps at its position changes nothing.
         """
         table, fresh, unused = page_ids(), page_ids(), page_ids()
         entered: list[tuple[Node, int, int]] = []
@@ -129,13 +133,16 @@ class ComponentTier:
         return table, unused
 
     def use(self, nodes: Iterable[Node]) -> None:
-        """These nodes' pages were used now."""
+        """Mark the nodes' pages as used now."""
         for node in nodes:
             if node in self._idle:
                 self._idle.move_to_end(node)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """The index cut `upper` off the front of `lower`. What is guarded in one part may not be in the other."""
+        """Divide pages and guards after the index cut `upper` off the front of `lower`.
+
+        A guard that begins below the cut protects `lower` only.
+        """
         holding = self._take(lower)
         cut = upper.depth_pages
         for node in (upper, lower):
@@ -147,8 +154,10 @@ class ComponentTier:
     # --- Shrinking ---
 
     def drop(self, node: Node) -> None:
-        """Free the node's component pages, if there are any: the node loses its full pages in this tier, or nobody
-        needs the window there any more. Raises BrokenInvariant where a guard keeps them.
+        """Free the node's component pages, if it has any.
+
+        Called if the node loses its full pages in this tier, or a window there is no longer needed. Raises
+        BrokenInvariant if a guard protects them.
         """
         if self.is_guarded(node):
             raise BrokenInvariant(f"{node} loses component pages in {self.account.name!r} that are guarded")
@@ -156,31 +165,34 @@ class ComponentTier:
             self.account.from_cache(page_ids(self._take(node).pages.values()))
 
     def evict(self, count: int) -> int:
-        """Free at least `count` pages, or all that nobody guards; returns how many."""
+        """Free at least `count` pages, or all unguarded ones if there are fewer; returns how many were freed."""
         before = self.evictable
         while before - self.evictable < count and self._idle:
             self.drop(next(iter(self._idle)))
         return before - self.evictable
 
     def check(self, nodes: set[Node], guards: Iterable[Guard]) -> None:
-        """Recount everything: `nodes` are those of the tree that have full pages in this tier."""
+        """Recount everything; `nodes` are the tree's nodes with full pages in this tier. Raises BrokenInvariant."""
         reached: dict[Node, set[Guard]] = {}
         for guard in (expected := list(guards)):
-            for node in reach(guard.node, guard.first):
+            for node in nodes_covering(guard.node, guard.first):
                 reached.setdefault(node, set()).add(guard)
         kept = page_ids()
         for node, holding in (*self._idle.items(), *self._guarded.items()):
             first = node.depth_pages - node.page_count
             self._require(not holding.pages or node in nodes, node, "has no full pages in this tier")
-            self._require(all(first <= at < node.depth_pages for at in holding.pages), node, "has pages of others")
-            self._require(set(holding.guards) == reached.pop(node, set()), node, "is not guarded by those who say so")
-            self._require(bool(holding.guards) == (node in self._guarded), node, "is in the wrong place")
+            self._require(
+                all(first <= at < node.depth_pages for at in holding.pages), node, "has pages outside its range"
+            )
+            same_guards = set(holding.guards) == reached.pop(node, set())
+            self._require(same_guards, node, "is not guarded by exactly the guards that reach into it")
+            self._require(bool(holding.guards) == (node in self._guarded), node, "is in the wrong queue")
             self._require(holding.pages or holding.guards, node, "has neither pages nor guards")
             kept.extend(holding.pages.values())
         if reached or self.receipts != len(expected):
-            raise BrokenInvariant(f"{self.account.name}: guards reach into {list(reached)}, which do not know of it")
+            raise BrokenInvariant(f"{self.account.name}: guards reach into {list(reached)}, where they are missing")
         if not self.account.holds(kept, PageState.CACHED) or self.account.cached != len(kept):
-            raise BrokenInvariant(f"{self.account.name}: the pages kept are not those that are cached, each once")
+            raise BrokenInvariant(f"{self.account.name}: the pages kept are not the cached pages, each exactly once")
         counted = tuple(sum(len(h.pages) for h in part.values()) for part in (self._idle, self._guarded))
         if counted != (self.evictable, self.protected):
             raise BrokenInvariant(
@@ -192,7 +204,7 @@ class ComponentTier:
         return self._idle.get(node) or self._guarded.get(node)
 
     def _take(self, node: Node) -> HeldPage:
-        """What the node has, taken off the books; `_put` puts it where it belongs by then."""
+        """Take the node's entry out of its queue; `_put` files it again by its new content."""
         holding = self._guarded.pop(node, None)
         if holding is not None:
             self.protected -= len(holding.pages)
@@ -214,8 +226,8 @@ class ComponentTier:
             raise BrokenInvariant(f"{self.account.name}: {node} {words}")
 
 
-def reach(node: Node, first: int) -> list[Node]:
-    """The nodes of the positions [first, end of `node`), from below."""
+def nodes_covering(node: Node, first: int) -> list[Node]:
+    """The nodes that cover positions [first, end of `node`), the lowest first."""
     nodes = []
     while node.parent is not None and node.depth_pages > first:
         nodes.append(node)

@@ -1,20 +1,22 @@
-"""The prefix index with components beside it: a match ends where the full KV *and* every component can go on.
+"""The prefix index with components: a match ends where the full KV *and* every component allow a request to continue.
 
-The tree is the one of the prefix index, and so are its full pages, receipts and evictions. Beside it, each component
-has its own books in each tier (`tidekv.states.components.component_tier`): its own pool, pages, guards, order of
-eviction. What ties them together is here:
+The tree, its full pages, receipts and evictions are those of the prefix index. Beside it each component has a
+`ComponentTier` per tier, with its own pool, pages, guards and order of eviction. This module connects the two:
 
-- *MatchResult.* The longest boundary whose tail is whole, for every component, in device and host memory together: what
-of a
-  tail is on the device is used there, what is missing there is loaded from the host. The match then ends at that page,
-  as if the index had no more; full pages beyond it are passable and of no use.
-- *Lock and pin.* One receipt keeps the full pages down to a node and the tails of one boundary.
-- *Reserve.* All that a request needs of every component, or nothing: the tails locked, fresh pages for what is to be
-  loaded, and a record of its own for each state, since it will be written in place. A shared record is copied.
-- *Splits and evictions.* The index tells of both. A node that loses its full pages in a tier loses its component pages
-  there as well; the other way round, a component's pool that is short takes component pages alone.
+- *Match.* The longest boundary that every component serves, from device and host memory together: pages on the device
+  are used there, pages missing there are loaded from the host. The match then ends at that boundary, as if the index
+  had no more; full pages beyond it can be passed through and are of no use.
+- *Lock and pin.* One receipt protects the full pages down to a node and the component pages of one boundary.
+- *Reserve.* All that a request needs of every component, or nothing: the pages of the boundary locked, new pages for
+  what is to be loaded, and a snapshot of its own for each state, because the model writes to it in place. Shared
+  snapshots are copied.
+- *Splits and evictions.* The prefix index reports both. A node that loses its full pages in a tier loses its component
+  pages there as well. A component's pool that runs short evicts component pages only.
 
-A core without components has none of this: the index then runs as it does without this file.
+Ownership: `reserve`, `take_host` and `give_back` move pages between the pools and their owners, `insert` moves them
+from an owner to the index, `drain` and `settle` move device pages of an owner into the quarantine and out of it.
+
+A core without components uses the prefix index directly.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tidekv.states.components.component_tier import ComponentTier, Guard, reach
+from tidekv.states.components.component_tier import ComponentTier, Guard, nodes_covering
 from tidekv.states.components.specs import Component, Ranges, longest_boundary, served_boundaries
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool
@@ -33,7 +35,7 @@ from tidekv.states.types import PageIds, page_ids
 
 
 class ComponentReceipt:
-    """The proof of one lock ("device") or pin ("host") of a path with its tails; giving it back needs it, once."""
+    """Proof of one lock ("device") or pin ("host") of a path with component pages; required once, to give it back."""
 
     __slots__ = ("full", "guards")
 
@@ -45,10 +47,11 @@ class ComponentReceipt:
 class ComponentMatch(msgspec.Struct, frozen=True, eq=False):
     """What a request has of one component at its boundary.
 
-    `table` holds the device pages of the tail at positions [first, boundary); of a state always one, the record to go
-    on with, at boundary 0 as well. `own` are those that are the caller's: of the tail, then the spare ones that it
-    asked for. Of those of the tail, `loads` are to be copied from host pages, `clones` from device pages of the index,
-    both as source and target; a record at boundary 0 is from nowhere.
+    `table`: device pages at positions [first, boundary). Of a state it is always one page, the snapshot to continue
+    from, also at boundary 0. `own`: the pages that the request owns: first those of the table, then the spare ones. The
+    other pages of the table are the index's. Own pages of the table are filled from host pages (`loads`), from device
+    pages of the index (`clones`), both given as source and target, or from storage (`stored`). A snapshot at boundary 0
+    has no source, nor has one that prefill writes.
     """
 
     first: int
@@ -57,11 +60,11 @@ class ComponentMatch(msgspec.Struct, frozen=True, eq=False):
     loads: tuple[PageIds, PageIds]
     clones: tuple[PageIds, PageIds]
     stored: tuple[PageIds, PageIds]
-    """Positions that neither tier has, and the pages for them: they are to come from storage."""
+    """Positions that neither tier has, and the own pages for them: storage is to deliver them."""
 
 
 class Reserved(msgspec.Struct, frozen=True, eq=False):
-    """The tails of one boundary by component, with the receipts that keep what they use and are loaded from."""
+    """Component pages of one boundary, with the receipts that protect what they use and are loaded from."""
 
     boundary: int
     lock: ComponentReceipt
@@ -70,7 +73,7 @@ class Reserved(msgspec.Struct, frozen=True, eq=False):
 
 
 class ComponentIndex:
-    """The books of all components of one prefix index. Wrong calls raise BrokenInvariant: they are our bugs."""
+    """All components of one prefix index. Wrong calls raise BrokenInvariant, because they are bugs of the caller."""
 
     def __init__(self, index: PrefixIndex, components: Sequence[Component], *, page_size: int) -> None:
         if len({component.name for component in components}) != len(components):
@@ -80,7 +83,7 @@ class ComponentIndex:
         self.device = {
             c.name: ComponentTier("device", PagePool(f"device {c.name}", c.device_pages)) for c in components
         }
-        """By component: its books on the device."""
+        """By component, its pages on the device."""
         self.host = {c.name: ComponentTier("host", PagePool(f"host {c.name}", c.host_pages)) for c in components}
         self._trailing_pages = {component.name: component.trailing_pages(page_size) for component in components}
         self._receipts: dict[ComponentReceipt, None] = {}
@@ -89,26 +92,26 @@ class ComponentIndex:
 
     @property
     def tiers(self) -> tuple[ComponentTier, ...]:
-        """All books: of each component those on the device, then those on the host."""
+        """All component tiers: for each component the device tier, then the host tier."""
         return tuple(tier for name in self.components for tier in (self.device[name], self.host[name]))
 
-    # --- Finding ---
+    # --- Matching ---
 
     def match(self, namespace: str, keys: bytes, *, use_host: bool = True) -> MatchResult:
-        """Find the longest prefix of `keys` that the index and all components can serve, and make its end a node.
+        """Find the longest prefix of `keys` that the index and all components serve, and make its end a node.
 
-        Without `use_host` nothing is to be loaded: full pages and tails are all on the device.
+        Without `use_host` nothing is to be loaded: full pages and component pages are all on the device.
         """
         pages = sum(self.probe_prefix(namespace, keys, use_host=use_host))
         match = self.index.match(namespace, keys[: pages * self.index.tree.key_bytes])
         for name in self.components:
-            tail = reach(match.host_node, self._first(name, pages))[::-1]
-            self.device[name].use(tail)
-            self.host[name].use(tail)
+            nodes = nodes_covering(match.host_node, self._first(name, pages))[::-1]
+            self.device[name].use(nodes)
+            self.host[name].use(nodes)
         return match
 
     def probe_prefix(self, namespace: str, keys: bytes, *, use_host: bool = True) -> tuple[int, int]:
-        """Tell the lengths that `match` would find, in device and further in host pages, changing nothing at all."""
+        """The lengths that `match` would find, in device pages and following host pages. Changes nothing."""
         device_pages, host_pages = self.index.probe_prefix(namespace, keys)
         limit = device_pages + host_pages if use_host else device_pages
         boundary = longest_boundary(limit, self.served(namespace, keys, limit, {}, use_host=use_host))
@@ -118,8 +121,10 @@ class ComponentIndex:
     def served(
         self, namespace: str, keys: bytes, pages: int, stored: Mapping[str, set[int]], *, use_host: bool = True
     ) -> list[Ranges]:
-        """Tell the boundaries that each component serves: by what the index has beside the first `pages` pages, which
-        are in it, and by the positions that storage has.
+        """The boundaries that each component serves, in the order of components.
+
+        They are served by the component pages beside the first `pages` full pages, which must be in the index, together
+        with the positions in storage.
         """
         nodes = self._nodes_of(namespace, keys, pages)
         served = []
@@ -131,8 +136,9 @@ class ComponentIndex:
     def count_only_stored(
         self, namespace: str, keys: bytes, boundary: int, *, in_index: int, needed_from: Mapping[str, int]
     ) -> int:
-        """How many component pages a request that goes on from `boundary` would need of storage; of its full pages the
-        first `in_index` are in the index.
+        """Count the component pages that only storage has and a request continuing from `boundary` needs.
+
+        The first `in_index` full pages of the boundary are in the index.
         """
         nodes = self._nodes_of(namespace, keys, in_index)
         count = 0
@@ -142,35 +148,35 @@ class ComponentIndex:
             count += sum(at not in here for at in range(first, boundary))
         return count
 
-    def tail(self, tier: TierName, name: str, node: Node) -> tuple[int, dict[int, int]]:
-        """Where the tail at the end of `node` begins, and which pages of it this tier has, by position."""
+    def trailing_pages_of(self, tier: TierName, name: str, node: Node) -> tuple[int, dict[int, int]]:
+        """The first position of the component pages at the end of `node`, and those that this tier has, by position."""
         first = self._first(name, node.depth_pages)
         pages: dict[int, int] = {}
-        for above in reach(node, first):
+        for above in nodes_covering(node, first):
             pages.update(self._tier(tier)[name].pages_of(above))
         return first, {at: page for at, page in pages.items() if at >= first}
 
     # --- Receipts ---
 
     def lock(self, node: Node, *, boundary: int) -> ComponentReceipt:
-        """Protect full device pages down to `node`, and the device pages of the tails of `boundary` as far as there."""
+        """Protect the full device pages down to `node`, and the component pages of `boundary` above its end."""
         return self._hold(self.index.lock(node), self.device, boundary)
 
     def unlock(self, receipt: ComponentReceipt) -> None:
         """Give back a receipt of `lock`."""
-        self._let_go(receipt, self.device)
+        self._release(receipt, self.device)
         self.index.unlock(receipt.full)
 
     def pin(self, node: Node, *, boundary: int) -> ComponentReceipt:
-        """Protect what host pages there are down to `node`: full ones, and those of the tails of `boundary`."""
+        """Protect the host pages down to `node`: the full ones, and the component pages of `boundary`."""
         return self._hold(self.index.pin(node), self.host, boundary)
 
     def unpin(self, receipt: ComponentReceipt) -> None:
         """Give back a receipt of `pin`."""
-        self._let_go(receipt, self.host)
+        self._release(receipt, self.host)
         self.index.unpin(receipt.full)
 
-    # --- Going on from a match ---
+    # --- Reserving and giving back ---
 
     def reserve(
         self,
@@ -180,18 +186,19 @@ class ComponentIndex:
         *,
         boundary: int | None = None,
     ) -> Reserved | None:
-        """Take, for a request that goes on from a match just made, what it needs of every component, and `spare` more
-        pages by name; None, with nothing changed but the order of eviction, where a pool is short even so. Who has the
-        end of its tail written by somebody else needs nothing of positions before `needed_from`. With `boundary` it
-        goes on from there, and storage brings what the index does not have up to it.
+        """Take what a request that continues from a new match needs of every component, and `spare` more pages by name.
 
-        Nothing of it is in the index yet. When the copies are done, shared pages can be entered (`insert`).
+        Returns None if a pool has too few free and evictable pages; then only the order of eviction has changed. If
+        prefill writes the last component pages, the request needs no positions before `needed_from`. With `boundary` it
+        continues from there, and storage delivers what the index lacks up to it.
+
+        The request owns the taken pages. After the copies, shared pages can be moved into the index (`insert`).
         """
         if boundary is None:
             boundary = match.device_pages + match.host_pages
         lock = self.lock(match.device_node, boundary=boundary)
         pin = self.pin(match.host_node, boundary=boundary)
-        # What is needed is guarded from here on: what can still be evicted is of no use to this request.
+        # From here on the needed pages are guarded: pages that can still be evicted are of no use to this request.
         firsts = {
             name: min(boundary, max(self._first(name, boundary), (needed_from or {}).get(name, 0)))
             for name in self.components
@@ -206,18 +213,18 @@ class ComponentIndex:
         for name, positions in missing.items():
             tier = self.device[name]
             tier.evict(wanted[name] - tier.account.free)
-            component_pages[name] = self._tail(
+            component_pages[name] = self._match_of(
                 name, match.host_node, boundary, firsts[name], positions, tier.account.take(wanted[name])
             )
         return Reserved(boundary, lock, pin, component_pages)
 
     def release(self, reserved: Reserved) -> None:
-        """Give back the receipts of what was reserved. Its pages stay the caller's."""
+        """Give back the receipts of a reservation. Its pages stay with their owner."""
         self.unlock(reserved.lock)
         self.unpin(reserved.pin)
 
     def take_host(self, name: str, count: int) -> PageIds | None:
-        """Take host pages of a component, evicting others; None, and nothing is evicted, where there are fewer."""
+        """Take host pages of a component, evicting others if necessary; None, without any eviction, if too few."""
         tier = self.host[name]
         if tier.room < count:
             return None
@@ -225,30 +232,30 @@ class ComponentIndex:
         return tier.account.take(count)
 
     def give_back(self, pages: Mapping[str, PageIds], tier: TierName = "device") -> None:
-        """Make owned pages, by component, free."""
+        """Free owned pages, by component."""
         for name, ours in pages.items():
             self._tier(tier)[name].account.give_back(ours)
 
     def drain(self, pages: Mapping[str, PageIds]) -> None:
-        """Put owned device pages into the quarantine: prefill may still write to them."""
+        """Move owned device pages into the quarantine, because prefill may still write to them."""
         for name, ours in pages.items():
             self.device[name].account.drain(ours)
 
     def settle(self, pages: Mapping[str, PageIds]) -> None:
-        """Free device pages of the quarantine."""
+        """Free device pages in the quarantine, after the last writer has stopped."""
         for name, ours in pages.items():
             self.device[name].account.settle(ours)
 
-    # --- Growing and shrinking ---
+    # --- Inserting and evicting ---
 
     def insert(self, tier: TierName, name: str, node: Node, first: int, pages: PageIds) -> tuple[PageIds, PageIds]:
-        """Enter pages of a component, whose bytes are in place, at positions [first, first + len(pages)) of the path to
-        `node`. What the index has already wins.
+        """Move complete pages of a component into the index, at positions [first, first + len(pages)) of the path to
+        `node`. Pages that the index already has are kept.
 
-        Returns the pages to use from now on, and those that are still the caller's. A record that is entered must not
-        be written any more.
+        Returns the pages to use from now on, and those that the caller still owns. An inserted snapshot must not be
+        written to any more.
         """
-        nodes = reach(node, first)[::-1]
+        nodes = nodes_covering(node, first)[::-1]
         self.index.tree.require(node)
         if not 0 <= first <= first + len(pages) <= node.depth_pages:
             raise BrokenInvariant(f"{name}: positions [{first}, {first + len(pages)}) are not above the end of {node}")
@@ -258,17 +265,18 @@ class ComponentIndex:
         return self._tier(tier)[name].enter(nodes, first, pages)
 
     def drop(self, tier: TierName, name: str, node: Node) -> None:
-        """Free a node's pages of one component, which nobody needs any more. Raises where a receipt keeps them."""
+        """Free a node's pages of one component that are no longer needed. Raises BrokenInvariant if guarded."""
         self._tier(tier)[name].drop(node)
 
     def evict(self, tier: TierName, name: str, count: int) -> int:
-        """Free at least `count` pages of one component's pool, or all that are evictable; returns how many. Full pages
-        stay, and what was used longest ago goes first.
+        """Free at least `count` pages of one component's pool, or all evictable ones; returns how many were freed.
+
+        Full pages stay. The least recently used nodes lose their component pages first.
         """
         return self._tier(tier)[name].evict(count)
 
     def check(self) -> None:
-        """Recount all books of all components; raises BrokenInvariant, in words, at the first contradiction."""
+        """Recount everything of all components; raises BrokenInvariant at the first contradiction."""
         nodes = list(self.index.nodes())
         on_device = {node for node in nodes if node.device is not None}
         on_host = {node for node in nodes if node.host is not None}
@@ -279,9 +287,9 @@ class ComponentIndex:
                 tiers[name].check(full, guards)
                 tiers[name].account.check()
         if any(receipt.full.released for receipt in self._receipts):
-            raise BrokenInvariant("the full part of a receipt was given back without its tails")
+            raise BrokenInvariant("the full part of a component receipt was given back without its guards")
 
-    # --- Told by the index ---
+    # --- Reports of the prefix index ---
 
     def _split(self, upper: Node, lower: Node) -> None:
         for name in self.components:
@@ -292,7 +300,7 @@ class ComponentIndex:
         for books in self._tier(tier).values():
             books.drop(node)
 
-    # --- Parts ---
+    # --- Helpers ---
 
     def _tier(self, tier: TierName) -> dict[str, ComponentTier]:
         return self.device if tier == "device" else self.host
@@ -301,7 +309,7 @@ class ComponentIndex:
         return max(0, boundary - self._trailing_pages[name])
 
     def _positions(self, name: str, nodes: list[Node], *, use_host: bool = True) -> set[int]:
-        """Where the index has pages of a component at these nodes."""
+        """The positions at which the index has pages of a component at these nodes."""
         positions: set[int] = set()
         for node in nodes:
             positions.update(self.device[name].pages_of(node))
@@ -310,7 +318,7 @@ class ComponentIndex:
         return positions
 
     def _nodes_of(self, namespace: str, keys: bytes, pages: int) -> list[Node]:
-        """The nodes that the first `pages` pages, which are in the index, lie in; the last one maybe in part."""
+        """The nodes that cover the first `pages` full pages, which are in the index; the last node may exceed them."""
         nodes: list[Node] = []
         node, width = self.index.tree.roots.get(namespace), self.index.tree.key_bytes
         while node is not None and node.depth_pages < pages:
@@ -325,7 +333,7 @@ class ComponentIndex:
         self._receipts[receipt] = None
         return receipt
 
-    def _let_go(self, receipt: ComponentReceipt, tiers: dict[str, ComponentTier]) -> None:
+    def _release(self, receipt: ComponentReceipt, tiers: dict[str, ComponentTier]) -> None:
         if receipt not in self._receipts or receipt.full.kind != ("device" if tiers is self.device else "host"):
             raise BrokenInvariant(f"{receipt.full} is not such a receipt of components, or was given back before")
         del self._receipts[receipt]
@@ -333,24 +341,25 @@ class ComponentIndex:
             tiers[name].unguard(guard)
 
     def _missing(self, name: str, node: Node, boundary: int, first: int) -> list[int]:
-        """The positions for which a request needs a page of its own. Of a state that is its record, wherever it is."""
+        """The positions for which a request needs its own page. For a state that is always the snapshot."""
         if not self.components[name].is_shared:
             return [first]
-        here = {at for above in reach(node, first) for at in self.device[name].pages_of(above)}
+        here = {at for above in nodes_covering(node, first) for at in self.device[name].pages_of(above)}
         return [at for at in range(first, boundary) if at not in here]
 
-    def _tail(
+    def _match_of(
         self, name: str, node: Node, boundary: int, first: int, missing: list[int], own: PageIds
     ) -> ComponentMatch:
         device: dict[int, int] = {}
         host: dict[int, int] = {}
-        for above in reach(node, first):
+        for above in nodes_covering(node, first):
             device.update(self.device[name].pages_of(above))
             host.update(self.host[name].pages_of(above))
         ours = dict(zip(missing, own, strict=False))
         loads, clones, stored = ((page_ids(), page_ids()) for _ in range(3))
         for position, page in ours.items():
             if position >= boundary:
+                # A snapshot without a source: the boundary is 0, or prefill writes the snapshot.
                 continue
             kind, source = stored, position
             if position in device:

@@ -1,22 +1,32 @@
-"""What a request has of components: its tails, from the grant until it gives everything back.
+"""Component pages of a request, from its grant until it gives everything back.
 
-With components a plan ends at a boundary that all of them can serve, and what the request needs of each is taken with
-the grant, in the same step as its full pages, or the request waits. Of a component it needs the tail at the *prompt's
-end*, part of which may lie before the boundary:
+With components a plan ends at a boundary that all of them serve. What the request needs of each component is taken with
+the grant, in the same step as its full pages, or the request waits. It needs the component pages of the *end of the
+prompt*, some of which may lie before the boundary:
 
-    positions of a window    [first, boundary)       of the index, shared; or loaded from the host into own pages
-                             [boundary, page_count)  own, written by prefill
-    the record of a state    own: a copy of the index's, where the boundary is the prompt's end; else prefill's
+    window page at [first, boundary)        the index's, shared; or the request's own, loaded from host or storage
+    window page at [boundary, page_count)   the request's own, written by prefill
+    state snapshot                          the request's own: a copy of the index's if the boundary is the end of the
+                                            prompt, otherwise written by prefill
 
-What storage alone has of [first, boundary) comes to own pages, too, by way of the host
-(`tidekv.states.components.storage`).
+Pages that only storage has are read by way of the host (`tidekv.states.components.storage`).
 
-A window never grows beyond its tail and the page that is being written, so each request gets that many own pages at
-once and never asks for more: what the window has left behind is written again. All of a component or nothing: where a
-fetch from storage fails, the request starts over without storage; where a copy fails, it trusts no host copies of
-components, and after another failure no copies at all.
+A request owns its pages until one of the following:
 
-A caller that computes by itself begins with the first page: its tails would have to be in place before it begins.
+- `commit` moves the loaded window pages to the index when the request becomes ready; the table keeps using them under
+  the request's lock;
+- `keep` moves what the caller leaves at the finish to the index;
+- `leave` frees the rest. While copies into the pages are in flight, `RequestComponents` outlives its request and frees
+  them when the last copy ends. Pages that prefill may still write to go to the quarantine of the room
+  (`tidekv.states.handover.rooms`) before that. A recomputation in flight takes over everything instead, until it ends.
+
+A window never needs more pages than cover it and the page being written. Each request gets that many own pages at once
+and never asks for more: pages that the window has left are written again.
+
+A component's pages of a boundary are complete or of no use. If a fetch from storage fails, the request starts over
+without storage; if a copy fails, without host copies of components, and after another failure without any copies.
+
+A caller that recomputes begins with the first page: no component pages are in place for a later beginning.
 """
 
 from __future__ import annotations
@@ -30,7 +40,7 @@ from tidekv.states.components.storage import (
     WITHOUT_HOST,
     WITHOUT_STORAGE,
     ComponentStorage,
-    distrust,
+    preempt,
 )
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.request.request import Request, RequestComponents
@@ -46,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class ComponentCopy:
-    """Operation: a copy into a request's tails."""
+    """Operation: a copy into a request's component pages."""
 
     __slots__ = ("_rules", "component_pages")
 
@@ -55,20 +65,20 @@ class ComponentCopy:
         self.component_pages = component_pages
 
     def ended(self, event: Outcome, error: str) -> None:
-        """The request waits for one copy less, or starts over."""
+        """Count the copy as ended; after an error the request starts over."""
         self._rules.copied(self.component_pages, error)
 
     def late(self) -> None:
-        """The request starts over on other pages."""
+        """Let the request start over with other pages."""
         self._rules.is_late(self.component_pages)
 
     def abandon(self) -> None:
-        """Give the tails back."""
+        """Give the component pages back."""
         self._rules.give_up(self.component_pages)
 
 
 class ComponentRestore:
-    """The steps of requests with components."""
+    """Reserves, copies and gives back the component pages of requests."""
 
     def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex) -> None:
         self._state = state
@@ -78,7 +88,7 @@ class ComponentRestore:
     # --- The grant ---
 
     def match(self, request: Request) -> MatchResult:
-        """What the index and all components have of the prompt; once it is granted, no more than was reserved for."""
+        """Match the prompt in the index and all components; after the grant, only up to the reserved boundary."""
         width = self._state.settings.key_bytes
         if request.component_pages is not None:
             return self._index.index.match(request.namespace, request.keys[: request.component_pages.boundary * width])
@@ -90,7 +100,7 @@ class ComponentRestore:
         return self._index.match(request.namespace, keys, use_host=use_host)
 
     def reserve(self, request: Request, match: MatchResult) -> bool:
-        """Take what the request needs of every component, or nothing and False."""
+        """Take what the request needs of every component; False if it cannot, with nothing taken."""
         page_size = self._state.settings.page_size
         components = self._index.components
         spare = {name: c.live_pages(page_size) if c.is_shared else 0 for name, c in components.items()}
@@ -101,70 +111,71 @@ class ComponentRestore:
             return False
         component_pages = request.component_pages = RequestComponents(request, reserved)
         component_pages.fetched_pages = reserved.boundary - here
-        for name, tail in reserved.component_pages.items():
-            first = component_pages.firsts[name] = max(tail.first, needed[name])
+        for name, matched in reserved.component_pages.items():
+            first = component_pages.firsts[name] = max(matched.first, needed[name])
             begin = max(first, reserved.boundary)
-            remote = tail.own[len(tail.own) - spare[name] :] if components[name].is_shared else tail.own
+            remote = matched.own[len(matched.own) - spare[name] :] if components[name].is_shared else matched.own
             remote = remote[: request.page_count - begin]
-            # A caller that computes by itself writes to the same pages; prefill does not.
+            # A caller that recomputes writes to the same pages; prefill must not.
             component_pages.remote[name] = page_ids() if request.recomputes else remote
-            component_pages.tables[name] = tail.table + remote if components[name].is_shared else tail.table
-        holes = {name: tail.stored[0] for name, tail in reserved.component_pages.items() if tail.stored[0]}
+            component_pages.tables[name] = matched.table + remote if components[name].is_shared else matched.table
+        holes = {name: matched.stored[0] for name, matched in reserved.component_pages.items() if matched.stored[0]}
         if holes and not request.stored_end:
-            raise BrokenInvariant(f"the caches serve {request} at page {reserved.boundary}, and nobody holds {holes}")
+            raise BrokenInvariant(f"the caches serve {request} at page {reserved.boundary}, but lack {holes}")
         if not self.storage.reserve(component_pages):
-            # As for full pages, host memory is not waited for.
+            # As for full pages, a request does not wait for host memory.
             self.leave(request)
             request.component_limit = WITHOUT_STORAGE
             return False
         return True
 
     def does_with_less(self, request: Request) -> bool:
-        """Whether a request that could not reserve tries with less at once; else it waits for freed pages."""
-        if request.stored_end and (request.component_limit or self._is_alone()):
+        """Whether a request that could not reserve retries at once with less; otherwise it waits for freed pages."""
+        # If no request holds component pages, waiting would not free any.
+        if request.stored_end and (request.component_limit or self._pools_unused()):
             request.component_limit = WITHOUT_STORAGE
             return True
-        if request.component_limit < WITHOUT_COMPONENTS and self._is_alone():
+        if request.component_limit < WITHOUT_COMPONENTS and self._pools_unused():
             request.component_limit = WITHOUT_COMPONENTS
             return True
         return False
 
-    def _is_alone(self) -> bool:
-        """Whether no request holds anything of components: waiting for them would be in vain."""
+    def _pools_unused(self) -> bool:
+        """Whether no request holds component pages on the device, so that waiting for freed pages would never end."""
         tiers = self._index.device.values()
         return not any(tier.receipts or tier.account.owned or tier.account.draining for tier in tiers)
 
     # --- The plan ---
 
     def serves(self, request: Request, match: MatchResult) -> bool:
-        """Whether what was reserved still goes with what the index has, and with the tiers that are trusted."""
+        """Whether the reservation still agrees with the match, and needs trusted tiers only."""
         component_pages = request.component_pages
         assert component_pages is not None
         if request.stored_end:
             return not request.restore_limit
-        loads = any(len(tail.loads[0]) for tail in component_pages.reserved.component_pages.values())
+        loads = any(len(matched.loads[0]) for matched in component_pages.reserved.component_pages.values())
         is_trusted = request.restore_limit < 2 or not (match.host_pages or loads)
         return is_trusted and match.device_pages + match.host_pages == component_pages.boundary
 
     def reaches(self, request: Request, end: int) -> bool:
-        """Whether loads bring the plan to the boundary that was reserved for; else the request starts over."""
+        """Whether the planned loads reach the reserved boundary; if not, the request starts over."""
         component_pages = request.component_pages
         assert component_pages is not None
         if end < component_pages.boundary:
-            distrust(self._state, component_pages, WITHOUT_STORAGE, "not all that storage has can be fetched")
+            preempt(self._state, component_pages, WITHOUT_STORAGE, "not all that storage has can be fetched")
         return end >= component_pages.boundary
 
     def begin(self, request: Request, node: Node, undo: Rollback) -> None:
-        """Start the copies, and lock the tails to `node`, the end of the plan. `undo` takes all of it back."""
+        """Start the copies, and move the lock to `node`, the end of the plan. `undo` reverts everything."""
         component_pages = request.component_pages
         assert component_pages is not None
         assert component_pages.lock is not None
         undo.callback(self._lock_at, component_pages, component_pages.lock.full.node)
         self._lock_at(component_pages, node)
         undo.callback(self._forget_copies, component_pages)
-        for name, tail in component_pages.reserved.component_pages.items():
-            self._copy(component_pages, name, "host", tail.loads, undo)
-            self._copy(component_pages, name, "device", tail.clones, undo)
+        for name, matched in component_pages.reserved.component_pages.items():
+            self._copy(component_pages, name, "host", matched.loads, undo)
+            self._copy(component_pages, name, "device", matched.clones, undo)
         self.storage.begin(request, component_pages, undo)
 
     def _copy(
@@ -191,6 +202,7 @@ class ComponentRestore:
 
     def _lock_at(self, component_pages: RequestComponents, node: Node) -> None:
         assert component_pages.lock is not None
+        # Lock the new path before unlocking the old one, so that pages on both are protected throughout.
         lock = self._index.lock(node, boundary=component_pages.boundary)
         with Rollback() as undo:
             undo.callback(self._index.unlock, lock)
@@ -199,7 +211,7 @@ class ComponentRestore:
         component_pages.lock = lock
 
     def promise(self, request: Request) -> tuple[ComponentPages, ...]:
-        """What prefill is to send of each component."""
+        """The pages of each component that prefill is to write."""
         component_pages = request.component_pages
         assert component_pages is not None
         return tuple(
@@ -210,88 +222,94 @@ class ComponentRestore:
     # --- Copies ---
 
     def copy_of(self, component_pages: RequestComponents) -> ComponentCopy:
-        """The operation of a copy into these tails."""
+        """The operation of a copy into these component pages."""
         return ComponentCopy(self, component_pages)
 
     def copied(self, component_pages: RequestComponents, error: str) -> None:
-        """A copy is over."""
+        """Record the end of a copy. After an error the request starts over.
+
+        If the request has left, the end of the last copy frees everything.
+        """
         component_pages.copies -= 1
         if error:
             self._state.count("copies_failed")
-            distrust(self._state, component_pages, WITHOUT_HOST, "a copy of a component failed")
+            preempt(self._state, component_pages, WITHOUT_HOST, "a copy of a component failed")
+        # A request that is still there may be able to move on; one that has left needs its pages freed.
         if component_pages.request is not None:
             self._state.dirty[component_pages.request] = None
         elif not component_pages.copies:
             self.give_up(component_pages)
 
     def is_late(self, component_pages: RequestComponents) -> None:
-        """A copy did not end in time: the request starts over on other pages."""
+        """Let the request start over with other pages, because a copy did not end in time."""
         self._state.count("copies_late")
-        distrust(self._state, component_pages, WITHOUT_HOST, "a copy of a component did not end in time")
+        preempt(self._state, component_pages, WITHOUT_HOST, "a copy of a component did not end in time")
 
-    # --- The ends ---
+    # --- Ready, kept, left ---
 
     def commit(self, request: Request) -> tuple[ComponentTable, ...]:
-        """Everything is here: what was loaded of windows joins the index. Returns the tables for the caller."""
+        """Move the loaded window pages into the index, and return the tables for the caller. All pages are in place."""
         component_pages = request.component_pages
         assert component_pages is not None and component_pages.lock is not None
         component_pages.remote = {}
-        for name, tail in component_pages.reserved.component_pages.items():
+        for name, matched in component_pages.reserved.component_pages.items():
             if self._index.components[name].is_shared:
-                self._enter(component_pages, name, tail.first, tail.table)
-        self._let_go_of_sources(component_pages)
+                self._enter(component_pages, name, matched.first, matched.table)
+        self._release_pin(component_pages)
         return component_pages.table
 
     def keep(self, request: Request, left: tuple[ComponentLeft, ...], node: Node) -> None:
-        """Enter what the caller has left of components into the index, as far as the full pages reach: to `node`."""
+        """Move what the caller leaves of components into the index, up to `node`, the end of the kept full pages."""
         component_pages = request.component_pages
         assert component_pages is not None
-        for tail in left:
-            pages = page_ids(tail.pages[: max(0, node.depth_pages - tail.first)])
-            first = component_pages.firsts[tail.component]
-            shared = component_pages.tables[tail.component]
-            for position, page in enumerate(pages, tail.first):
+        for entry in left:
+            pages = page_ids(entry.pages[: max(0, node.depth_pages - entry.first)])
+            first = component_pages.firsts[entry.component]
+            shared = component_pages.tables[entry.component]
+            for position, page in enumerate(pages, entry.first):
                 is_shared = first <= position < first + len(shared) and shared[position - first] == page
-                if page not in component_pages.own[tail.component] and not is_shared:
-                    raise BrokenInvariant(f"{request} leaves page {page} of {tail.component!r}, which it does not have")
+                if page not in component_pages.own[entry.component] and not is_shared:
+                    raise BrokenInvariant(
+                        f"{request} leaves page {page} of {entry.component!r}, which it does not have"
+                    )
             if not pages:
-                # All of it lies beyond what is kept.
+                # Everything lies beyond the kept full pages.
                 continue
-            _, unused = self._index.insert("device", tail.component, node, tail.first, pages)
+            _, unused = self._index.insert("device", entry.component, node, entry.first, pages)
             taken = without(pages, unused)
-            component_pages.own[tail.component] = without(component_pages.own[tail.component], taken)
+            component_pages.own[entry.component] = without(component_pages.own[entry.component], taken)
 
     def leave(self, request: Request) -> None:
-        """Give everything back; pages that copies still write to when those have ended."""
+        """Give everything back; if copies into the pages are in flight, when the last one ends."""
         if request.component_pages is None:
             return
-        self.storage.let_go(request.component_pages)
+        self.storage.abandon_fetches(request.component_pages)
         if not request.component_pages.copies:
             self.give_up(request.component_pages)
         request.component_pages.request = None
         request.component_pages = None
 
     def give_up(self, component_pages: RequestComponents) -> None:
-        """The pages have no writer any more: they are free, and so is what was locked. Can be called again."""
+        """Free the pages and give back the receipts: nothing writes to the pages any more. Safe to call again."""
         self._index.give_back(component_pages.own)
         component_pages.own = {}
         self.storage.give_back(component_pages)
         if component_pages.lock is not None:
             self._index.unlock(component_pages.lock)
             component_pages.lock = None
-        self._let_go_of_sources(component_pages)
+        self._release_pin(component_pages)
         self._state.pages_freed = True
 
-    def _let_go_of_sources(self, component_pages: RequestComponents) -> None:
+    def _release_pin(self, component_pages: RequestComponents) -> None:
         if component_pages.pin is not None:
             self._index.unpin(component_pages.pin)
             component_pages.pin = None
 
     def _enter(self, component_pages: RequestComponents, name: str, first: int, pages: PageIds) -> None:
-        """The index takes what it does not have; where it has another page, that is used from now on."""
+        """Move pages into the index; where the index has another page already, the request uses that from now on."""
         assert component_pages.lock is not None
         table, unused = self._index.insert("device", name, component_pages.lock.full.node, first, pages)
-        # Said before anything is given back, so that a raise from here on loses no page.
+        # Update the ownership before giving pages back, so that a raise from here on loses no page.
         component_pages.own[name] = without(component_pages.own[name], without(pages, unused))
         self._index.give_back({name: unused})
         component_pages.own[name] = without(component_pages.own[name], unused)

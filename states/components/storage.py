@@ -1,23 +1,28 @@
-"""Tails in storage: how far they let a plan reach, and how they come from there to the device.
+"""Component pages in storage: how far they let a plan reach, and their way from storage to the device.
 
-In storage each page of a window, and each record of a state, is a record of its own, named by the page at its position.
-With components storage is asked for both at once, and before anything is reserved: how much a request needs of each
-component depends on the boundary that it goes on from. That is the longest one which all of these serve together:
+In storage every window page and every state snapshot is a record of its own, named by the full page at its position.
+With components the core queries storage for full pages and component pages at once, before it reserves anything: what a
+request needs of each component depends on the boundary that it continues from. That boundary is the longest one that
+all of the following serve together:
 
-    full pages           on the device, on the host, then in storage
-    every component's    on the device, on the host, or in storage, each page of it wherever it is
-    whole tail
+    full pages          on the device, then on the host, then in storage
+    component pages     on the device, on the host, or in storage, page by page in any mixture
 
-Not all of a tail is needed where prefill writes the end of it. What is needed and only storage has goes by way of host
-pages that no other request sees, so that nothing of it is cached before the request's own pages are:
+A request does not need those pages of a boundary that prefill writes. Pages that it needs and only storage has are read
+into host pages that belong to this request only, and are copied from there to the request's device pages, so that no
+component page enters the index before the full pages of its request do:
 
-    RESERVED ──plan──▶ FETCHING ──all of it──▶ COPYING ──▶ over: the host pages are free
+    RESERVED ──plan──▶ FETCHING ──all pages──▶ COPYING ──▶ over: the host pages are free
                            │ short, late           │ error
                            ▼                       ▼
                          the request starts over, without storage    (without host copies of components)
 
-A tail cannot be asked of prefill later on, as full pages can (*extend*): so whatever the policy for fetches is, a tail
-is waited for until its deadline. A late fetch keeps its host pages until it ends, and nothing else.
+Ownership: the `ComponentFetch` owns the host pages in every stage; the request's `RequestComponents` owns the device
+pages. A fetch that is late, or whose request leaves, hands its host pages to a `LateFetch` operation, which frees them
+when the read ends. A copy in flight keeps its host pages and its device pages until it ends.
+
+Unlike full pages, component pages cannot be requested from prefill later (*extend*). Therefore every fetch policy waits
+for them until their deadline.
 """
 
 from __future__ import annotations
@@ -45,31 +50,31 @@ if TYPE_CHECKING:
     from tidekv.states.storage.admission import StorageAdmission
 
 WITHOUT_STORAGE, WITHOUT_HOST, WITHOUT_COMPONENTS = 1, 2, 3
-"""What a request's `component_limit` says that it does not use: cached tails of storage, those of the host too, all."""
+"""Values of a request's `component_limit`: no component pages from storage, none from the host either, none at all."""
 BOUNDARIES_TRIED_MAX = 16
-"""So many boundaries that limits on fetches forbid are tried before a request does without storage."""
+"""Maximum boundaries to try, while limits on fetches forbid them, before a request continues without storage."""
 
 
-class Reach(msgspec.Struct, frozen=True):
-    """How far a prompt can go on from the caches, and from these together with what storage says that it has."""
+class PrefixCoverage(msgspec.Struct, frozen=True):
+    """How far the caches cover a prompt, and how far the caches and storage cover it together."""
 
-    here: int
-    """The longest boundary that the caches serve alone."""
-    full: int
-    """Full pages in the caches."""
-    end: int
-    """Full pages in the caches and then in storage."""
+    cached_boundary: int
+    """The longest boundary that the caches serve without storage."""
+    cached_pages: int
+    """Full pages of the prompt in the caches."""
+    available_pages: int
+    """Full pages of the prompt in the caches and, following those, in storage."""
     served: list[Ranges]
-    """For each component, the boundaries that it serves."""
+    """For each component, the boundaries that the caches and storage serve together."""
 
     def longest(self, limit: int) -> int:
-        """The longest boundary up to `limit`; 0 where none is longer than what the caches serve."""
-        found = longest_boundary(min(limit, self.end), self.served)
-        return found if found > self.here else 0
+        """The longest boundary up to `limit`; 0 if none is longer than the one that the caches serve."""
+        found = longest_boundary(min(limit, self.available_pages), self.served)
+        return found if found > self.cached_boundary else 0
 
 
-def distrust(state: CoreState, component_pages: RequestComponents, limit: int, cause: str) -> None:
-    """Something did not come: the request of these tails starts over, on other pages, and with less."""
+def preempt(state: CoreState, component_pages: RequestComponents, limit: int, cause: str) -> None:
+    """Let the request of these pages start over with other pages and with fewer sources, because a source failed."""
     request = component_pages.request
     if request is not None and request not in state.preempted:
         request.component_limit = max(request.component_limit + 1, limit)
@@ -77,7 +82,7 @@ def distrust(state: CoreState, component_pages: RequestComponents, limit: int, c
 
 
 class ComponentRead:
-    """Operation: storage brings a tail to host memory."""
+    """Operation: a read of component pages from storage to host memory."""
 
     __slots__ = ("_component_pages", "_storage", "fetch")
 
@@ -87,21 +92,21 @@ class ComponentRead:
         self.fetch = fetch
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Copy the tail to the device if all of it is good."""
+        """Start the copy to the device if all pages are good."""
         self._component_pages.fetched(self.fetch, self._storage.fetch_ended(event))
 
     def late(self) -> None:
-        """The request starts over; the read goes on without it."""
+        """Let the request start over; the read continues without it."""
         self._storage.call_is_late()
         self._component_pages.is_late(self.fetch)
 
     def abandon(self) -> None:
-        """The request starts over."""
+        """Let the request start over."""
         self._component_pages.failed(self.fetch)
 
 
 class StoredComponentCopy:
-    """Operation: a copy brings a tail that storage has brought from the host to the device."""
+    """Operation: a copy of component pages that storage has delivered, from the host to the device."""
 
     __slots__ = ("_component_pages", "_copy", "_state", "fetch")
 
@@ -114,21 +119,21 @@ class StoredComponentCopy:
         self.fetch = fetch
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Free the host pages; the rest is as for any copy of the request's tails."""
+        """Free the host pages, and end the copy like any other copy of the request."""
         self._state.run_guarded(partial(self._component_pages.copied, self.fetch))
         self._copy.ended(event, error)
 
     def late(self) -> None:
-        """As for any copy of the request's tails."""
+        """Handle lateness like that of any other copy of the request."""
         self._copy.late()
 
     def abandon(self) -> None:
-        """As for any copy of the request's tails."""
+        """End the copy like any other copy of the request."""
         self._copy.abandon()
 
 
 class ComponentStorage:
-    """What storage does for tails."""
+    """Queries storage for component pages, plans with the answers, and fetches."""
 
     def __init__(
         self,
@@ -137,16 +142,16 @@ class ComponentStorage:
         index: ComponentIndex,
         copy_of: Callable[[RequestComponents], Operation],
     ) -> None:
-        """`copy_of` makes the operation of a copy into a request's tails."""
+        """`copy_of` returns the operation of a copy into a request's component pages."""
         self._state = state
         self._storage = storage
         self._copy_of = copy_of
         self._index = index
 
-    # --- The question ---
+    # --- The query ---
 
-    def ask(self, request: Request) -> None:
-        """Ask storage for full pages and tails beyond what the caches can go on from, unless that is too little."""
+    def query(self, request: Request) -> None:
+        """Query storage for full pages and component pages beyond the caches' boundary, if enough pages are missing."""
         state = self._state
         settings = state.settings
         here = sum(self._index.probe_prefix(request.namespace, request.keys))
@@ -155,8 +160,8 @@ class ComponentStorage:
             return
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
         longest = max(component.trailing_pages(settings.page_size) for component in self._index.components.values())
-        query = StorageQuery(state, self._storage, request)
-        request.query_op = state.start_operation(query, deadline_s=settings.query_deadline_s)
+        operation = StorageQuery(state, self._storage, request)
+        request.query_op = state.start_operation(operation, deadline_s=settings.query_deadline_s)
         request.stored_first, request.stored_found, request.stored_components = first, 0, ()
         state.emit(
             QueryComponents(
@@ -169,57 +174,61 @@ class ComponentStorage:
         )
 
     def waits_for_answer(self, request: Request) -> bool:
-        """Whether it is not known what storage has: the answer is to come. It is asked again where pages in front of
-        those that it told of have left the caches; each time for more, so that this comes to an end.
+        """Whether a query of storage is in flight.
+
+        Starts another one if pages in front of the known stored pages have left the caches since. Each repetition
+        covers a longer part of the prompt, so repetitions end.
         """
-        may_ask = not request.query_op and request.stored_found and self._is_allowed(request)
-        if may_ask and sum(self._state.index.probe_prefix(request.namespace, request.keys)) < request.stored_first:
-            self.ask(request)
+        may_query = not request.query_op and request.stored_found and self._is_allowed(request)
+        if may_query and sum(self._state.index.probe_prefix(request.namespace, request.keys)) < request.stored_first:
+            self.query(request)
         return request.query_op > 0
 
     # --- The plan ---
 
     def boundary(self, request: Request) -> int:
-        """The boundary to go on from with what storage has; 0 where the caches do as well without, or nearly so."""
+        """The boundary to continue from with storage; 0 if the caches serve (almost) the same boundary without it."""
         state = self._state
         request.stored_cause = "storage_left_alone"
         if not (request.stored_found or request.stored_components) or not self._is_allowed(request):
             return 0
-        reach = self.reach(
+        coverage = self.coverage(
             request.namespace, request.keys, request.stored_first, request.stored_found, request.stored_components
         )
-        found = self._longest(request, reach)
-        if (found - reach.here) * state.settings.page_size >= max(state.settings.prefetch_threshold_tokens, 1):
-            return found
-        return 0
+        found = self._longest(request, coverage)
+        gain_tokens = (found - coverage.cached_boundary) * state.settings.page_size
+        return found if gain_tokens >= max(state.settings.prefetch_threshold_tokens, 1) else 0
 
-    def reach(
+    def coverage(
         self, namespace: str, keys: bytes, first: int, found: int, component_pages: tuple[StoredComponent, ...]
-    ) -> Reach:
-        """How far the caches and storage reach together, now: storage has `found` full pages from `first` on, and these
-        pages of components.
+    ) -> PrefixCoverage:
+        """How far the caches and storage cover the prompt now.
+
+        Storage has `found` full pages from page `first` on, and the given component pages.
         """
         here = sum(self._index.probe_prefix(namespace, keys))
         full = sum(self._state.index.probe_prefix(namespace, keys))
         pages = len(keys) // self._state.settings.key_bytes
+        # If pages in front of `first` have left the caches since the query, it is unknown whether storage has them.
         end = full if full < first else max(full, min(first + max(found, 0), pages))
-        stored = {tail.component: _positions(tail.ranges, pages) for tail in component_pages}
-        return Reach(here, full, end, self._index.served(namespace, keys, full, stored))
+        stored = {entry.component: _positions(entry.ranges, pages) for entry in component_pages}
+        return PrefixCoverage(here, full, end, self._index.served(namespace, keys, full, stored))
 
     def _is_allowed(self, request: Request) -> bool:
         return self._storage.is_usable and not (request.restore_limit or request.component_limit)
 
-    def _longest(self, request: Request, reach: Reach) -> int:
-        """The longest boundary for which no more is to be fetched than limits and host pages allow; that of the caches
-        where there is none beyond it.
+    def _longest(self, request: Request, coverage: PrefixCoverage) -> int:
+        """The longest boundary whose fetch fits the limits and the free host pages.
+
+        Returns the boundary of the caches if there is no such boundary beyond it.
         """
         state = self._state
         request.stored_cause = "no_component"
         left_s = request.deadline_at_s - state.now_s
         room = state.host.free + state.index.host_evictable
-        full, limit = reach.full, reach.end
+        full, limit = coverage.cached_pages, coverage.available_pages
         for _ in range(BOUNDARIES_TRIED_MAX):
-            end = reach.longest(limit)
+            end = coverage.longest(limit)
             if not end:
                 break
             pages = max(0, end - full)
@@ -227,22 +236,24 @@ class ComponentStorage:
                 request.namespace, request.keys, end, in_index=min(end, full), needed_from=self.needed_from(request)
             )
             fitting = self._storage.allowance(count, state.settings.prefetch_deadline_s(count, left_s))
+            # Only full pages need pages of this host pool; `reserve` takes component pages from their own pool.
             if fitting >= count and pages <= room:
                 return end
             request.stored_cause = "limit" if fitting < count else "no_host_page"
+            # Skip the boundaries whose full pages exceed the limits on their own.
             limit = min(end - 1, full + min(fitting, room)) if pages > min(fitting, room) else end - 1
-        return reach.here
+        return coverage.cached_boundary
 
     def needed_from(self, request: Request) -> dict[str, int]:
-        """By component, the first position that a request needs at the end of its prompt."""
+        """By component, the first position that the request needs at the end of its prompt."""
         page_size = self._state.settings.page_size
         components = self._index.components.items()
         return {name: component.needed_from(request.prompt_tokens, page_size) for name, component in components}
 
     def reserve(self, component_pages: RequestComponents) -> bool:
-        """Take host pages for what is to be fetched; False where there are too few, with some of them taken."""
-        for name, tail in component_pages.reserved.component_pages.items():
-            positions, targets = tail.stored
+        """Take host pages for the pages to fetch. If there are too few, returns False with some of them taken."""
+        for name, matched in component_pages.reserved.component_pages.items():
+            positions, targets = matched.stored
             if not positions:
                 continue
             pages = self._index.take_host(name, len(positions))
@@ -254,7 +265,7 @@ class ComponentStorage:
         return True
 
     def begin(self, request: Request, component_pages: RequestComponents, undo: Rollback) -> None:
-        """Start the fetches. `undo` takes all of it back."""
+        """Start the fetches. `undo` reverts everything."""
         state = self._state
         count = component_pages.fetched_pages + sum(len(fetch.positions) for fetch in component_pages.fetches)
         deadline_s = state.settings.prefetch_deadline_s(count, request.deadline_at_s - state.now_s)
@@ -288,8 +299,10 @@ class ComponentStorage:
     # --- Outcomes ---
 
     def fetched(self, fetch: ComponentFetch, good: int) -> None:
-        """The fetch ended with its first `good` pages verified: a tail is whole or of no use. After a raise, `failed`
-        ends it.
+        """Start the copy to the device if the fetch delivered all pages; otherwise the request starts over.
+
+        The first `good` pages are verified. A part of a boundary's pages is of no use. After a raise, `failed` ends the
+        fetch.
         """
         state = self._state
         count = len(fetch.positions)
@@ -317,41 +330,44 @@ class ComponentStorage:
         fetch.stage = ComponentStage.COPYING
         self._storage.fetch_over(fetch)
         request = fetch.component_pages.request
-        assert request is not None, "a request that leaves gives up what is being fetched"
+        assert request is not None, "a leaving request gives up its fetches"
         state.dirty[request] = None
 
     def failed(self, fetch: ComponentFetch) -> None:
-        """Nothing of it is of use, and nothing writes to its pages: the request starts over. Can be called again."""
+        """Free the host pages and let the request start over: nothing writes to them. Safe to call again."""
         self._storage.fetch_over(fetch)
         self.copied(fetch)
         fetch.component_pages.copies -= 1
-        distrust(self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not bring all of a component's tail")
+        preempt(self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not deliver all pages of a component")
 
     def is_late(self, fetch: ComponentFetch) -> None:
-        """The request starts over; the fetch keeps its host pages until it ends."""
+        """Let the request start over; a `LateFetch` owns the host pages until the read ends."""
         self._state.count("l3_fetches_late")
         self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._give_up(fetch)
-        distrust(
-            self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not bring a component's tail in time"
+        preempt(
+            self._state,
+            fetch.component_pages,
+            WITHOUT_STORAGE,
+            "storage did not deliver the pages of a component in time",
         )
 
     def copied(self, fetch: ComponentFetch) -> None:
-        """The copy to the device is over, well or not, or there will be none. Can be called again where it raised."""
+        """Free the host pages after the copy to the device, or without a copy. Safe to call again after a raise."""
         self._index.give_back({fetch.component: fetch.host_pages}, "host")
         fetch.host_pages = page_ids()
         fetch.component_pages.fetches.pop(fetch, None)
 
     # --- The ends ---
 
-    def let_go(self, component_pages: RequestComponents) -> None:
-        """The request leaves: it waits for no fetch any more. Copies go on to its device pages."""
+    def abandon_fetches(self, component_pages: RequestComponents) -> None:
+        """Give up the fetches of a leaving request. Copies continue to its device pages."""
         for fetch in list(component_pages.fetches):
             if fetch.stage is ComponentStage.FETCHING:
                 self._give_up(fetch)
 
     def give_back(self, component_pages: RequestComponents) -> None:
-        """Nothing is under way: free the host pages that are still held. Can be called again."""
+        """Free the remaining host pages; nothing is in flight. Safe to call again."""
         for fetch in list(component_pages.fetches):
             self.copied(fetch)
 
@@ -363,5 +379,5 @@ class ComponentStorage:
 
 
 def _positions(ranges: tuple[tuple[int, int], ...], end: int) -> set[int]:
-    """The positions before `end` in ranges of storage."""
+    """The positions before `end` in the ranges of a storage answer."""
     return {at for first, stop in ranges for at in range(max(first, 0), min(stop, end))}

@@ -70,12 +70,12 @@ def head_slices_of(rank: int, decode: HeadPartition, prefill: HeadPartition) -> 
     """Who writes to a decode rank, in the order of its heads. Both ends hold the heads of one model."""
     first = decode.first(rank)
     end = first + decode.heads
-    shares = []
+    slices = []
     for start in range(first // prefill.heads * prefill.heads, end, prefill.heads):
         low, high = max(first, start), min(end, start + prefill.heads)
         writer = start // prefill.heads * prefill.copies + rank % prefill.copies
-        shares.append(HeadSlice(prefill=writer, source=low - start, target=low - first, count=high - low))
-    return shares
+        slices.append(HeadSlice(prefill=writer, source=low - start, target=low - first, count=high - low))
+    return slices
 
 
 def stage_of(rank: int, *, ranks: int, stages: int) -> tuple[int, int]:

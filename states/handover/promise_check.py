@@ -47,7 +47,7 @@ class PromiseCheck:
 
 def difference(one: RankPromise, other: RankPromise) -> str:
     """How two pledges of one room differ, in words; nothing where they do not."""
-    for names, words in (
+    for names, template in (
         (("ranks",), "{0} says that the instance has {1} ranks"),
         (("promised_tokens", "prompt_tokens"), "{0} promised {1} of {2} tokens"),
         (("key_seed",), "{0} names the storage keys of the prompt by {1!r}"),
@@ -55,9 +55,9 @@ def difference(one: RankPromise, other: RankPromise) -> str:
     ):
         values = [[getattr(rank_promise, name) for name in names] for rank_promise in (one, other)]
         if values[0] != values[1]:
-            said = [
-                words.format(f"rank {rank_promise.rank}", *value)
+            values_by_rank = [
+                template.format(f"rank {rank_promise.rank}", *value)
                 for rank_promise, value in zip((one, other), values, strict=True)
             ]
-            return f"the ranks of this room did not promise the same: {', '.join(said)}"
+            return f"the ranks of this room did not promise the same: {', '.join(values_by_rank)}"
     return ""

@@ -14,7 +14,7 @@ import msgspec
 from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
 
 
-class _Asked(msgspec.Struct):
+class _ExpectedSpan(msgspec.Struct):
     """One span: pages [first, end) are wanted, [first, cursor) have landed."""
 
     cursor: int
@@ -30,32 +30,34 @@ class ReceiverRoom:
         self.has_aux = False
         self._component_pages = set(component_pages)
         """Components whose tail was asked for and is not here yet."""
-        self._spans = {0: _Asked(first, first + count)}
+        self._spans = {0: _ExpectedSpan(first, first + count)}
 
     def extend(self, span: int, first: int, count: int) -> None:
         """A further span is asked for. Raises LocalProtocolError for a number that was used."""
         if span in self._spans:
             raise LocalProtocolError(f"span {span} was asked for already")
-        self._spans[span] = _Asked(first, first + count)
+        self._spans[span] = _ExpectedSpan(first, first + count)
 
     def land(self, *, span: int, first: int, count: int, last: bool) -> None:
         """Prefill says that a chunk is in place. Raises RemoteProtocolError, and then nothing is changed."""
-        asked = self._spans.get(span)
+        expected = self._spans.get(span)
         said = f"chunk [{first}, {first + count}) of span {span}"
-        if asked is None:
+        if expected is None:
             raise RemoteProtocolError(f"{said} was never asked for, or was refused")
-        if asked.ended:
+        if expected.ended:
             raise RemoteProtocolError(f"{said} comes after the span's last one")
-        if first != asked.cursor or first + count > asked.end:
-            raise RemoteProtocolError(f"{said} does not follow in what is left of it: [{asked.cursor}, {asked.end})")
-        if last and first + count != asked.end:
-            raise RemoteProtocolError(f"{said} is said to be the last; the span ends at {asked.end}")
+        if first != expected.cursor or first + count > expected.end:
+            raise RemoteProtocolError(
+                f"{said} does not follow in what is left of it: [{expected.cursor}, {expected.end})"
+            )
+        if last and first + count != expected.end:
+            raise RemoteProtocolError(f"{said} is said to be the last; the span ends at {expected.end}")
         if last and span == 0 and self._component_pages:
             raise RemoteProtocolError(
                 f"{said} is said to be the last; the tail of {min(self._component_pages)!r} was not sent"
             )
-        asked.cursor += count
-        asked.ended = last
+        expected.cursor += count
+        expected.ended = last
 
     def land_component(self, component: str) -> None:
         """Prefill says that the tail of a component is in place. Raises RemoteProtocolError, and changes nothing."""
@@ -65,7 +67,7 @@ class ReceiverRoom:
 
     def refuse(self, span: int) -> None:
         """Prefill will not serve a span. Raises RemoteProtocolError for one that was not asked for or has begun."""
-        asked = self._spans.get(span)
-        if asked is None or asked.ended:
+        expected = self._spans.get(span)
+        if expected is None or expected.ended:
             raise RemoteProtocolError(f"span {span} is refused, but it was not asked for or is complete")
         del self._spans[span]

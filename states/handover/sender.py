@@ -36,7 +36,7 @@ from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProto
 from tidekv.states.types import PageIds, page_ids
 
 
-class ComponentAsked(msgspec.Struct, frozen=True):
+class ComponentRequest(msgspec.Struct, frozen=True):
     """What decode wants of one component: pages at positions [first, first + page_count) of the prompt, the last of
     which is the prompt's last page. No pages: it has all that it needs.
     """
@@ -55,58 +55,62 @@ class ComponentPart(msgspec.Struct, frozen=True):
     their_pages: PageIds
 
 
-class _Tail(msgspec.Struct):
+class _ComponentTransfer(msgspec.Struct):
     """One tail: of its pages `posted` are being written or in place, `landed` are in place."""
 
-    asked: ComponentPages
+    requested: ComponentPages
     ours: PageIds | None = None
     posted: int = 0
     landed: int = 0
-    is_said: bool = False
+    is_reported: bool = False
 
     @property
-    def is_here(self) -> bool:
-        return self.landed == len(self.asked.pages)
+    def is_landed(self) -> bool:
+        return self.landed == len(self.requested.pages)
 
 
 class SenderComponents:
     """The tails of one room at the sending side."""
 
-    def __init__(self, asked: Iterable[ComponentPages], *, page_count: int) -> None:
+    def __init__(self, requested: Iterable[ComponentPages], *, page_count: int) -> None:
         """Take over what decode asked for of a prompt of so many pages. Raises RemoteProtocolError where that
         contradicts itself.
         """
-        self._component_pages: dict[str, _Tail] = {}
-        for tail in asked:
-            name, count = tail.component, len(tail.pages)
+        self._component_pages: dict[str, _ComponentTransfer] = {}
+        for one in requested:
+            name, count = one.component, len(one.pages)
             if name in self._component_pages:
                 raise RemoteProtocolError(f"decode asks twice for the tail of component {name!r}")
-            if count and tail.first + count != page_count:
+            if count and one.first + count != page_count:
                 raise RemoteProtocolError(
-                    f"decode gave {count} pages for the tail of component {name!r} at positions from {tail.first} on,"
+                    f"decode gave {count} pages for the tail of component {name!r} at positions from {one.first} on,"
                     f" which does not end with the prompt of {page_count} pages"
                 )
-            if len(set(tail.pages)) != count:
+            if len(set(one.pages)) != count:
                 raise RemoteProtocolError(f"decode names a page of component {name!r} twice: a content would be lost")
-            self._component_pages[name] = _Tail(tail)
+            self._component_pages[name] = _ComponentTransfer(one)
 
     @property
-    def asked(self) -> dict[str, ComponentAsked]:
+    def requested(self) -> dict[str, ComponentRequest]:
         """What was asked for, by component."""
         return {
-            name: ComponentAsked(name, of.asked.first, len(of.asked.pages))
-            for name, of in self._component_pages.items()
+            name: ComponentRequest(name, transfer.requested.first, len(transfer.requested.pages))
+            for name, transfer in self._component_pages.items()
         }
 
     @property
     def unsent(self) -> list[str]:
         """Components whose tail was asked for and not handed over yet."""
-        return [name for name, tail in self._component_pages.items() if tail.asked.pages and tail.ours is None]
+        return [
+            name
+            for name, transfer in self._component_pages.items()
+            if transfer.requested.pages and transfer.ours is None
+        ]
 
     @property
-    def are_here(self) -> bool:
+    def are_landed(self) -> bool:
         """Whether everything that was asked for is in place."""
-        return all(tail.is_here for tail in self._component_pages.values())
+        return all(transfer.is_landed for transfer in self._component_pages.values())
 
     def send(self, component: str, pages: PageIds) -> None:
         """Prefill has the tail of a component: one page for each position that was asked for.
@@ -114,34 +118,37 @@ class SenderComponents:
         Repeating it is harmless, and so is handing over what nobody asked for. Raises InvalidRequest, and then nothing
         is changed.
         """
-        tail = self._component_pages.get(component)
-        if tail is None:
+        transfer = self._component_pages.get(component)
+        if transfer is None:
             known = ", ".join(map(repr, self._component_pages)) or "none"
             raise InvalidRequest(f"there is no component {component!r}: this worker has {known}")
-        asked = tail.asked
-        if not asked.pages:
+        requested = transfer.requested
+        if not requested.pages:
             return
-        if len(pages) != len(asked.pages):
+        if len(pages) != len(requested.pages):
             raise InvalidRequest(
-                f"{len(pages)} pages of component {component!r} were given; decode asks for {len(asked.pages)}, at"
-                f" positions [{asked.first}, {asked.first + len(asked.pages)})"
+                f"{len(pages)} pages of component {component!r} were given; decode asks for {len(requested.pages)}, at"
+                f" positions [{requested.first}, {requested.first + len(requested.pages)})"
             )
-        if tail.ours not in (None, pages):
+        if transfer.ours not in (None, pages):
             raise InvalidRequest(f"the tail of component {component!r} was sent before, as other pages")
-        tail.ours = pages[:]
+        transfer.ours = pages[:]
 
     def can_write(self) -> bool:
         """True where `next_part` has something."""
-        return any(tail.ours is not None and tail.posted < len(tail.ours) for tail in self._component_pages.values())
+        return any(
+            transfer.ours is not None and transfer.posted < len(transfer.ours)
+            for transfer in self._component_pages.values()
+        )
 
     def next_part(self, *, pages_max: int) -> ComponentPart | None:
         """The next write, of at most so many pages; it is in flight from now on, until `settle`."""
-        for name, tail in self._component_pages.items():
-            if tail.ours is not None and tail.posted < len(tail.ours):
-                part = slice(tail.posted, tail.posted + pages_max)
-                first = tail.asked.first + tail.posted
-                ours, theirs = tail.ours[part], tail.asked.pages[part]
-                tail.posted += len(ours)
+        for name, transfer in self._component_pages.items():
+            if transfer.ours is not None and transfer.posted < len(transfer.ours):
+                part = slice(transfer.posted, transfer.posted + pages_max)
+                first = transfer.requested.first + transfer.posted
+                ours, theirs = transfer.ours[part], transfer.requested.pages[part]
+                transfer.posted += len(ours)
                 return ComponentPart(name, first, ours, theirs)
         return None
 
@@ -149,15 +156,15 @@ class SenderComponents:
         """A part is in place."""
         self._component_pages[part.component].landed += len(part.our_pages)
 
-    def take_said(self) -> list[str]:
+    def take_landed(self) -> list[str]:
         """Components whose tail decode can be told of now; each is given out once."""
         here = [
             name
-            for name, tail in self._component_pages.items()
-            if tail.asked.pages and tail.is_here and not tail.is_said
+            for name, transfer in self._component_pages.items()
+            if transfer.requested.pages and transfer.is_landed and not transfer.is_reported
         ]
         for name in here:
-            self._component_pages[name].is_said = True
+            self._component_pages[name].is_reported = True
         return here
 
 
@@ -260,7 +267,7 @@ class SenderRoom:
         """All that was asked for so far is in place and decode was told."""
         return (
             self.finished
-            and self.component_pages.are_here
+            and self.component_pages.are_landed
             and all(span.ended and not span.posted for span in self._spans.values())
         )
 
@@ -352,14 +359,16 @@ class SenderRoom:
         """True where `next_job` has something."""
         if self.stopped is not None:
             return False
-        return self.component_pages.can_write() or any(self._reach(span) > span.cursor for span in self._spans.values())
+        return self.component_pages.can_write() or any(
+            self._writable_end(span) > span.cursor for span in self._spans.values()
+        )
 
     def next_job(self, *, pages_max: int) -> WriteJob | ComponentPart | None:
         """The next write, of at most so many pages; it is in flight from now on, until `settle`."""
         if self.stopped is not None:
             return None
         for span in self._spans.values():
-            first, end = span.cursor, min(self._reach(span), span.cursor + pages_max)
+            first, end = span.cursor, min(self._writable_end(span), span.cursor + pages_max)
             if first < end:
                 span.cursor = end
                 span.ended = self.finished and end == span.end
@@ -399,7 +408,7 @@ class SenderRoom:
                 span.posted.append(_Posted(span.end, 0, last=True, landed=True))
             landed: list[_Posted] = []
             while span.posted and span.posted[0].landed:
-                if span.posted[0].last and span.number == 0 and not self.component_pages.are_here:
+                if span.posted[0].last and span.number == 0 and not self.component_pages.are_landed:
                     break
                 landed.append(span.posted.popleft())
             if landed:
@@ -409,7 +418,7 @@ class SenderRoom:
 
     def take_component_pages(self) -> list[str]:
         """The components of whose tails decode can be told now, before any chunk of `take_chunks`; each once."""
-        return [] if self.stopped is not None else self.component_pages.take_said()
+        return [] if self.stopped is not None else self.component_pages.take_landed()
 
     def take_refusals(self) -> list[SpanRefused]:
         """Spans that will never be served; each is given out once."""
@@ -425,7 +434,7 @@ class SenderRoom:
             raise RemoteProtocolError(f"decode names a page twice in span {number}: one of its contents would be lost")
         self._spans[number] = _Span(number, first, pages, cursor=first)
 
-    def _reach(self, span: _Span) -> int:
+    def _writable_end(self, span: _Span) -> int:
         """How far a span can be written now."""
         return min(span.end, len(self._ours))
 

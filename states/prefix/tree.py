@@ -30,15 +30,15 @@ class PageTree:
         self._next_id = 0
 
     def root(self, namespace: str) -> Node:
-        """Return the root of a namespace, creating it if necessary."""
-        root = self.roots.get(namespace)
-        if root is None:
-            root = self.roots[namespace] = make_root(self._new_id(), namespace)
-        return root
+        """Return the root of a namespace, or a new one, which `require` enters with its first child or receipt.
+
+        A lookup in an unknown namespace therefore leaves nothing behind.
+        """
+        return self.roots.get(namespace) or make_root(self._new_id(), namespace)
 
     def require(self, node: Node) -> None:
-        """Raise BrokenInvariant if the node is not in the tree."""
-        # A match may have ended at an empty root that was dropped since. Such a root is entered again.
+        """Raise BrokenInvariant if the node is not in the tree. A root joins the tree here."""
+        # A root without children and receipts is not kept, but may be the end of a match that is used now.
         if node.parent is None and (not node.is_root or self.roots.setdefault(node.namespace, node) is not node):
             raise BrokenInvariant(f"{node} is not in the tree")
 
@@ -53,6 +53,8 @@ class PageTree:
         The node has no copy; the caller must attach one at once.
         """
         end = len(keys)
+        if parent.parent is None:
+            self.require(parent)
         node = Node(
             self._new_id(),
             namespace=parent.namespace,

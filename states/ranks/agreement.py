@@ -32,22 +32,22 @@ from tidekv.states.ranks.component_votes import ComponentVote
 from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomVote
 from tidekv.states.ranks.state_digest import StateDigest
 from tidekv.states.ranks.vote_items import LOST_RANK, OperationVote, RequestVote
-from tidekv.states.ranks.votes import NOBODY, VoteVector, equal_words, unequal
+from tidekv.states.ranks.votes import NO_RANK, VoteVector, equality_slots, unequal
 
 if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.ranks.votes import Question, Words
+    from tidekv.states.ranks.votes import SlotValues, VoteItem
 
 LEADER = 0
 HOLD_S = 10.0
 """So long a call waits for the callers of all ranks."""
 SOLE_FACTS = ("broken", "idle", "storage", "leaving")
-"""Words of the header that are no pairs: the lowest rank that broke, whether all are idle, what storage all have (none,
-for full pages, with tails), whether all leave.
+"""Header slots that are not pairs: the lowest broken rank, whether all ranks are idle, the storage that all ranks have
+(0: none, 1: for full pages, 2: for component pages too), whether all ranks want to end.
 """
-COMPARED = ("epoch", "turn", "questions")
+COMPARED = ("epoch", "turn", "slots")
 """What is compared in front of the parts of the fingerprint."""
 
 
@@ -95,20 +95,20 @@ class Agreement:
         self._state_digest = StateDigest(core)
         self.compared = (*COMPARED, *self._state_digest.parts)
         """What each vote compares, by name."""
-        self.header_words = len(SOLE_FACTS) + 2 * len(self.compared)
-        """Words in front of those of the questions."""
+        self.header_slots = len(SOLE_FACTS) + 2 * len(self.compared)
+        """Slots in front of those of the questions."""
         self._opening: Opening | None = None
         self._number = 0
         self._operations: dict[int, OperationVote | ComponentVote] = {}
         self._rooms: dict[tuple[str, int], RoomVote] = {}
         self._requests: dict[str, RequestVote] = {}
         self._named: dict[CallName, CallVote] = {}
-        self._mine: dict[CallName, Call] = {}
+        self._own_calls: dict[CallName, Call] = {}
         """Calls of this rank's callers that the leader has not named."""
         self._unnamed: list[Event] = []
         """Only the leader's: what the next frame will name."""
         self._refusals: list[Refusal] = []
-        self._storage = self._told_storage = 0
+        self._storage = self._agreed_storage = 0
         self._has_news = False
         self.outcomes_unknown = 0
         """Outcomes that nobody asked for any more."""
@@ -121,17 +121,17 @@ class Agreement:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight here: no question but those of READY requests, and no call."""
-        return not (self._operations or self._rooms or self._named or self._mine)
+        return not (self._operations or self._rooms or self._named or self._own_calls)
 
     @property
-    def questions(self) -> int:
+    def slots_taken(self) -> int:
         """Slots in use."""
         return self._vote_vector.taken
 
     def next_deadline_s(self) -> float | None:
         """When a turn must be opened at the latest, by the leader's clock; None: nothing is waited for."""
-        held = [question.named_at_s + self._hold_s for question in self._named.values()]
-        held += [call.at_s + self._hold_s for call in self._mine.values() if self.rank != LEADER]
+        held = [item.named_at_s + self._hold_s for item in self._named.values()]
+        held += [call.at_s + self._hold_s for call in self._own_calls.values() if self.rank != LEADER]
         due_s = self._core.next_deadline_s()
         return min([*held, due_s] if due_s is not None else held, default=None)
 
@@ -141,15 +141,15 @@ class Agreement:
 
     # --- What this rank hears ---
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Take an outcome, or a call of this rank's callers."""
         match event:
             case events.RequestArrived() | events.FinishRequested() | events.RetractRequested():
-                self._hear_call(event)
+                self._receive_call(event)
             case events.RetractedDropped():
-                self._hear_call(event)
+                self._receive_call(event)
             case events.AbortRequested():
-                self._hear_abort(event)
+                self._receive_abort(event)
             case events.GrowthTaken(request_id=request_id):
                 if (request := self._requests.get(request_id)) is not None:
                     request.grow(self._vote_vector, event.page_count, event.wanted)
@@ -158,38 +158,38 @@ class Agreement:
             case events.StorageChanged(available=available, component_pages=component_pages):
                 self._storage, self._has_news = available + (available and component_pages), True
             case events.WriterLost(writer=writer, cause=cause):
-                self._hear_writer(writer, cause, is_dead=False)
+                self._receive_writer(writer, cause, is_dead=False)
             case events.WriterDead(writer=writer):
-                self._hear_writer(writer, "", is_dead=True)
+                self._receive_writer(writer, "", is_dead=True)
             case _:
-                self._hear_outcome(event)
+                self._receive_outcome(event)
 
-    def _hear_call(self, call: Call) -> None:
+    def _receive_call(self, call: Call) -> None:
         name = name_of(call)
         named = self._named.get(name)
         if named is not None and named.call is None:
             named.make(self._vote_vector, call)
             return
-        self._mine[name] = call
+        self._own_calls[name] = call
         if self.rank == LEADER:
             self._unnamed.append(call)
 
-    def _hear_abort(self, event: events.AbortRequested) -> None:
+    def _receive_abort(self, event: events.AbortRequested) -> None:
         name: CallName = (events.RequestArrived, event.request_id)
         if (request := self._requests.get(event.request_id)) is not None:
             request.abort(self._vote_vector, event.cause)
         elif (named := self._named.get(name)) is not None:
             named.abort(self._vote_vector)
-        elif (call := self._mine.pop(name, None)) is not None:
+        elif (call := self._own_calls.pop(name, None)) is not None:
             self._unnamed = [other for other in self._unnamed if other is not call]
             self._refusals.append(Refusal(call, event.cause, "before all ranks had taken it"))
 
-    def _hear_writer(self, writer: str, cause: str, *, is_dead: bool) -> None:
+    def _receive_writer(self, writer: str, cause: str, *, is_dead: bool) -> None:
         for room in self._rooms.values():
             if room.writer == writer:
                 room.fail(self._vote_vector, self.rank, LOST, cause, settled=is_dead)
 
-    def _hear_outcome(self, event: Event) -> None:
+    def _receive_outcome(self, event: Event) -> None:
         vote_vector = self._vote_vector
         op = getattr(event, "op", 0)
         if op:
@@ -197,7 +197,7 @@ class Agreement:
             if operation is None:
                 self.outcomes_unknown += 1
                 return
-            operation.hear(vote_vector, self.rank, event)
+            operation.receive(vote_vector, self.rank, event)
             return
         of_room = cast(
             "events.PromiseSent | events.ChunkLanded | events.AuxLanded | events.RoomRefused | events.RoomFailed"
@@ -225,9 +225,9 @@ class Agreement:
     def take_refusals(self, now_s: float) -> list[Refusal]:
         """Calls that end on this rank alone: given up before the leader had named them, or never named by it."""
         if self.rank != LEADER:
-            for name, call in list(self._mine.items()):
+            for name, call in list(self._own_calls.items()):
                 if now_s >= call.at_s + self._hold_s:
-                    del self._mine[name]
+                    del self._own_calls[name]
                     self._refusals.append(Refusal(call, "ranks differ", f"rank {LEADER} did not make the call in time"))
         refusals, self._refusals = self._refusals, []
         return refusals
@@ -244,11 +244,11 @@ class Agreement:
         self.rank = LEADER
         for request in self._requests.values():
             request.abort(self._vote_vector, LOST_RANK)
-        calls: list[Call] = [question.call for question in self._named.values() if question.call is not None]
-        calls += self._mine.values()
-        for question in self._named.values():
-            question.close(self._vote_vector)
-        self._named, self._mine, self._unnamed = {}, {}, []
+        calls: list[Call] = [item.call for item in self._named.values() if item.call is not None]
+        calls += self._own_calls.values()
+        for item in self._named.values():
+            item.close(self._vote_vector)
+        self._named, self._own_calls, self._unnamed = {}, {}, []
         return [Refusal(call, LOST_RANK, "before all ranks had taken it") for call in calls]
 
     # --- A turn ---
@@ -267,13 +267,13 @@ class Agreement:
         self._opening = opening
         self._name_calls(opening.calls, opening.at_s)
 
-    def cast(self) -> Words:
+    def cast(self) -> SlotValues:
         """This rank's vector for the turn that was opened."""
         opening = self._opening
         assert opening is not None, "a turn is opened before anybody votes"
         self._has_news = False
         facts = [
-            self.rank if self.has_broken else NOBODY,
+            self.rank if self.has_broken else NO_RANK,
             int(self.is_idle and self._core.is_idle),
             self._storage,
             int(self.is_leaving),
@@ -285,9 +285,9 @@ class Agreement:
             else self._state_digest.numbers(opening.turn, whole=opening.whole)
         )
         numbers = [self.epoch, self.turn + 1, self._vote_vector.taken, *parts]
-        words = self._vote_vector.cast(opening.slots)
-        head = type(words)("q", facts + equal_words(numbers))
-        return head + words
+        values = self._vote_vector.cast(opening.slots)
+        head = type(values)("q", facts + equality_slots(numbers))
+        return head + values
 
     def decide(self, reduced: Sequence[int]) -> Decision:
         """What the vote decided. Raises RankBroken where a rank cannot go on, RanksDiverged where parts differ."""
@@ -295,19 +295,19 @@ class Agreement:
         assert opening is not None, "a turn is opened before it is decided"
         self._opening, self.turn = None, opening.turn
         broken, idle, storage, leaving = reduced[: len(SOLE_FACTS)]
-        if broken != NOBODY:
+        if broken != NO_RANK:
             raise RankBroken(rank=broken)
-        if parts := unequal(self.compared, reduced[len(SOLE_FACTS) : self.header_words]):
+        if parts := unequal(self.compared, reduced[len(SOLE_FACTS) : self.header_slots]):
             raise RanksDiverged(turn=opening.turn, parts=tuple(parts))
         self.is_whole = opening.whole
         decided: list[Event] = []
-        if storage != self._told_storage:
-            self._told_storage = storage
+        if storage != self._agreed_storage:
+            self._agreed_storage = storage
             decided.append(events.StorageChanged(at_s=opening.at_s, available=storage > 0, component_pages=storage > 1))
-        for question in self._vote_vector.take(reduced[self.header_words :]):
-            if not isinstance(question, CallVote):
-                decided += question.decide(self._vote_vector, opening.at_s)
-                self._close_answered(question)
+        for item in self._vote_vector.take(reduced[self.header_slots :]):
+            if not isinstance(item, CallVote):
+                decided += item.decide(self._vote_vector, opening.at_s)
+                self._close_decided(item)
         refusals = self._decide_calls(decided, opening)
         decided += [event for event in opening.calls if not isinstance(event, CALLS)]
         due_s = self._core.next_deadline_s()
@@ -316,34 +316,34 @@ class Agreement:
             decided.append(events.ClockAdvanced(at_s=opening.at_s))
         return Decision(events=decided, refusals=refusals, is_idle=bool(idle), all_leave=bool(leaving))
 
-    def _close_answered(self, question: Question) -> None:
-        if isinstance(question, OperationVote | ComponentVote):
-            if question.is_over:
-                del self._operations[question.op]
-                question.close(self._vote_vector)
-        elif isinstance(question, RoomVote) and question.is_over:
-            del self._rooms[question.request_id, question.generation]
-            question.close(self._vote_vector)
+    def _close_decided(self, item: VoteItem) -> None:
+        if isinstance(item, OperationVote | ComponentVote):
+            if item.is_over:
+                del self._operations[item.op]
+                item.close(self._vote_vector)
+        elif isinstance(item, RoomVote) and item.is_over:
+            del self._rooms[item.request_id, item.generation]
+            item.close(self._vote_vector)
 
     def _decide_calls(self, decided: list[Event], opening: Opening) -> list[Refusal]:
         refusals = []
-        for name, question in list(self._named.items()):
-            if question.is_answered(self._vote_vector, opening.at_s, self._hold_s):
-                decided += question.decide(self._vote_vector, opening.at_s)
-                if question.refusal is not None:
-                    refusals.append(question.refusal)
+        for name, item in list(self._named.items()):
+            if item.is_decidable(self._vote_vector, opening.at_s, self._hold_s):
+                decided += item.decide(self._vote_vector, opening.at_s)
+                if item.refusal is not None:
+                    refusals.append(item.refusal)
                 del self._named[name]
-                question.close(self._vote_vector)
+                item.close(self._vote_vector)
         return refusals
 
     def _name_calls(self, named: Sequence[Event], at_s: float) -> None:
         for event in named:
             if isinstance(event, CALLS):
                 name = name_of(event)
-                question = CallVote(self._next(), self._vote_vector, event, rank=self.rank, at_s=at_s)
-                self._named[name] = question
-                if (mine := self._mine.pop(name, None)) is not None:
-                    question.make(self._vote_vector, mine)
+                item = CallVote(self._next(), self._vote_vector, event, rank=self.rank, at_s=at_s)
+                self._named[name] = item
+                if (own := self._own_calls.pop(name, None)) is not None:
+                    item.make(self._vote_vector, own)
 
     # --- What the core does ---
 

@@ -73,29 +73,29 @@ class CallVote:
         """The caller on this rank has made the call."""
         self.call = call
         content = PRESENT + content_of(call)
-        vote_vector.say(self.slots[0], content)
-        vote_vector.say(self.slots[1], -content)
+        vote_vector.set(self.slots[0], content)
+        vote_vector.set(self.slots[1], -content)
 
     def abort(self, vote_vector: VoteVector) -> None:
         """The caller on this rank gives up."""
-        vote_vector.say(self.slots[0], ABORTED)
+        vote_vector.set(self.slots[0], ABORTED)
 
-    def is_answered(self, vote_vector: VoteVector, at_s: float, hold_s: float) -> bool:
+    def is_decidable(self, vote_vector: VoteVector, at_s: float, hold_s: float) -> bool:
         """Whether the vote has decided about the call: all have made it, one has given up, or the hold is over."""
-        word = vote_vector.agreed(self.slots[0])
-        return word >= PRESENT or word == ABORTED or at_s >= self.named_at_s + hold_s
+        value = vote_vector.agreed(self.slots[0])
+        return value >= PRESENT or value == ABORTED or at_s >= self.named_at_s + hold_s
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """The event of the call, with the leader's numbers; nothing where it is refused, which `refusal` says."""
-        word, negative = (vote_vector.agreed(slot) for slot in self.slots)
+        value, negative = (vote_vector.agreed(slot) for slot in self.slots)
         call = self.call
-        if word == -negative and call is not None:
+        if value == -negative and call is not None:
             fields = {"at_s": at_s} if not hasattr(call, "keys") else {"at_s": at_s, "keys": call.keys}
             return [msgspec.structs.replace(self.leaders, **fields)]
-        if word == ABORTED:
+        if value == ABORTED:
             self.refusal = Refusal(call or self.leaders, "aborted", "before all ranks had taken it")
-        elif word < PRESENT:
-            self.refusal = Refusal(call or self.leaders, "ranks differ", f"rank {word} did not make the call in time")
+        elif value < PRESENT:
+            self.refusal = Refusal(call or self.leaders, "ranks differ", f"rank {value} did not make the call in time")
         else:
             self.refusal = Refusal(
                 call or self.leaders, "ranks differ", "the callers of the ranks gave it different contents"
@@ -106,6 +106,6 @@ class CallVote:
         return [events.AbortRequested(at_s=at_s, request_id=self.leaders.request_id, cause=self.refusal.detail)]
 
     def close(self, vote_vector: VoteVector) -> None:
-        """See `Question`."""
+        """See `VoteItem`."""
         for slot in self.slots:
             vote_vector.close(slot)

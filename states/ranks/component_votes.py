@@ -19,11 +19,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states import events
-from tidekv.states.ranks.vote_items import end_of_word, has_failed, word_of_end
+from tidekv.states.ranks.vote_items import decode_end, encode_end, has_failed
 
 if TYPE_CHECKING:
     from tidekv.states.commands import QueryComponents
-    from tidekv.states.components.storage import Reach
+    from tidekv.states.components.storage import PrefixCoverage
     from tidekv.states.core import Core
     from tidekv.states.events import Event
     from tidekv.states.ranks.votes import VoteVector
@@ -39,7 +39,7 @@ class ComponentVote:
     proposes, plus one, and the third its negative, by which ranks see whether all propose the same.
     """
 
-    __slots__ = ("_core", "_end", "_first", "_prompt", "_reach", "_votes", "is_over", "number", "op", "slots")
+    __slots__ = ("_core", "_coverage", "_end", "_first", "_prompt", "_votes", "is_over", "number", "op", "slots")
 
     def __init__(self, number: int, vote_vector: VoteVector, command: QueryComponents, core: Core) -> None:
         self.number = number
@@ -53,51 +53,51 @@ class ComponentVote:
         self._first = command.first
         self._end = command.first + command.count
         self._core = core
-        self._reach: Reach | None = None
+        self._coverage: PrefixCoverage | None = None
         """What this rank serves; None: it has no answer of use."""
         self._votes = 0
 
-    def hear(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
+    def receive(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
         """Storage has answered on this rank. Told twice, only the first counts."""
-        if vote_vector.word(self.slots[0]):
+        if vote_vector.value(self.slots[0]):
             return
         found, failed = 0, has_failed(event)
         if isinstance(event, events.StorageAnswered) and not failed:
             found = event.found
             if self._prompt is not None:
                 assert self._core.component_pages is not None, "who asks for tails has components"
-                self._reach = self._core.component_pages.storage.reach(
+                self._coverage = self._core.component_pages.storage.coverage(
                     *self._prompt, self._first, found, event.component_pages
                 )
         boundary = self._longest(self._end)
-        for slot, word in zip(self.slots, (word_of_end(found, rank, failed=failed), *_words(boundary)), strict=True):
-            vote_vector.say(slot, word)
+        for slot, value in zip(self.slots, (encode_end(found, rank, failed=failed), *_proposal(boundary)), strict=True):
+            vote_vector.set(slot, value)
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
-        """See `Question`."""
+        """See `VoteItem`."""
         ended, least, most = (vote_vector.agreed(slot) for slot in self.slots)
         if not ended:
             return []
         self._votes += 1
         boundary, is_same = least - 1, least == -most
         if boundary and not is_same and self._votes < VOTES_MAX:
-            for slot, word in zip(self.slots[1:], _words(self._longest(boundary)), strict=True):
-                vote_vector.ask_anew(slot, word)
+            for slot, value in zip(self.slots[1:], _proposal(self._longest(boundary)), strict=True):
+                vote_vector.reset(slot, value)
             return []
         self.is_over = True
         component_pages = self._component_pages_of(boundary) if boundary and is_same else ()
-        found, error = end_of_word(ended)
+        found, error = decode_end(ended)
         return [
             events.StorageAnswered(at_s=at_s, op=self.op, found=found, error=error, component_pages=component_pages)
         ]
 
     def close(self, vote_vector: VoteVector) -> None:
-        """See `Question`."""
+        """See `VoteItem`."""
         for slot in self.slots:
             vote_vector.close(slot)
 
     def _longest(self, limit: int) -> int:
-        return self._reach.longest(limit) if self._reach is not None else 0
+        return self._coverage.longest(limit) if self._coverage is not None else 0
 
     def _component_pages_of(self, boundary: int) -> tuple[events.StoredComponent, ...]:
         settings = self._core.settings
@@ -109,6 +109,6 @@ class ComponentVote:
         )
 
 
-def _words(boundary: int) -> tuple[int, int]:
+def _proposal(boundary: int) -> tuple[int, int]:
     # Never 0: that what is asked anew was answered is seen by the answer's being another one.
     return boundary + 1, -boundary - 1

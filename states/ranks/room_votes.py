@@ -29,11 +29,11 @@ UNSENT = 1 << 20
 class SpanProgress:
     """How far this rank's writers have come with one span."""
 
-    __slots__ = ("_count", "_cursors", "_ended", "_first", "slot", "told")
+    __slots__ = ("_count", "_cursors", "_ended", "_first", "reported", "slot")
 
     def __init__(self, slot: int, first: int, count: int) -> None:
         self.slot = slot
-        self.told = 0
+        self.reported = 0
         self._first = first
         self._count = count
         self._cursors: dict[int, int] = {}
@@ -54,7 +54,7 @@ class SpanProgress:
         if event.last and cursor + event.count == end:
             self._ended.add(event.rank)
 
-    def word(self, ranks: int) -> int:
+    def value(self, ranks: int) -> int:
         """What all writers of this rank have done."""
         if len(self._cursors) < ranks:
             return 0
@@ -70,8 +70,8 @@ class RoomVote:
         "_fate",
         "_is_drained",
         "_ranks",
+        "_reported",
         "_spans",
-        "_told",
         "generation",
         "is_left",
         "is_over",
@@ -96,7 +96,7 @@ class RoomVote:
         self._drained: set[int] = set()
         self._is_drained = False
         self._fate = 0
-        self._told = UNSENT
+        self._reported = UNSENT
 
     def add_span(self, vote_vector: VoteVector, first: int, count: int) -> None:
         """The room asks for these pages of the prompt as well."""
@@ -106,47 +106,47 @@ class RoomVote:
         """The request left: what is asked from now on is whether all writers have stopped."""
         if not self.is_left:
             self.is_left = True
-            vote_vector.ask_anew(self.slot, self._word())
+            vote_vector.reset(self.slot, self._value())
 
     # --- What this rank hears ---
 
     def sent(self, vote_vector: VoteVector, event: events.PromiseSent) -> None:
         """The promise is on its way to this rank's writers."""
         self.writer, self._ranks = event.writer, event.ranks
-        self._say(vote_vector)
+        self._update(vote_vector)
 
     def land(self, vote_vector: VoteVector, event: events.ChunkLanded) -> None:
         """Pages have come; a chunk of no span or writer that this room has changes nothing."""
         if 0 <= event.span < len(self._spans) and 0 <= event.rank < self._ranks:
             span = self._spans[event.span]
             span.land(event)
-            vote_vector.say(span.slot, span.word(self._ranks))
+            vote_vector.set(span.slot, span.value(self._ranks))
 
     def land_aux(self, vote_vector: VoteVector, rank: int) -> None:
         """The first token has come from one writer."""
         if 0 <= rank < self._ranks:
             self._aux_from.add(rank)
-            self._say(vote_vector)
+            self._update(vote_vector)
 
-    def fail(self, vote_vector: VoteVector, rank: int, kind: int, words: str = "", *, settled: bool = False) -> None:
+    def fail(self, vote_vector: VoteVector, rank: int, kind: int, detail: str = "", *, settled: bool = False) -> None:
         """The room will not be completed on this rank. Of its words the cause is voted on, which all ranks report."""
-        told = PrefillCause.parse(words)
-        cause = CAUSE_OF_KIND[kind] if told is None else told[0]
+        parsed = PrefillCause.parse(detail)
+        cause = CAUSE_OF_KIND[kind] if parsed is None else parsed[0]
         self._fate = self._fate or kind << 16 | CAUSES.index(cause) << 8 | rank
         self._is_drained |= settled
-        self._say(vote_vector)
+        self._update(vote_vector)
 
     def drained(self, vote_vector: VoteVector, rank: int) -> None:
         """A writer has stopped; whoever says so before anything was sent says it for all."""
         self._drained.add(rank)
         if not self._ranks or len(self._drained & set(range(self._ranks))) == self._ranks:
             self._is_drained = True
-        self._say(vote_vector)
+        self._update(vote_vector)
 
-    def _say(self, vote_vector: VoteVector) -> None:
-        vote_vector.say(self.slot, self._word())
+    def _update(self, vote_vector: VoteVector) -> None:
+        vote_vector.set(self.slot, self._value())
 
-    def _word(self) -> int:
+    def _value(self) -> int:
         if self.is_left:
             return int(self._is_drained)
         if self._fate:
@@ -157,23 +157,23 @@ class RoomVote:
     # --- What all ranks say ---
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
-        """See `Question`."""
-        word = vote_vector.agreed(self.slot)
+        """See `VoteItem`."""
+        value = vote_vector.agreed(self.slot)
         key = (self.request_id, self.generation)
         if self.is_left:
-            self.is_over = word == 1
+            self.is_over = value == 1
             return [_drained(at_s, *key)] if self.is_over else []
-        if self._told < UNSENT:
+        if self._reported < UNSENT:
             return []
-        before, self._told = self._told, word
-        if word < UNSENT:
-            return [_failed(at_s, *key, word)]
+        before, self._reported = self._reported, value
+        if value < UNSENT:
+            return [_failed(at_s, *key, value)]
         decided: list[Event] = []
-        if before == UNSENT < word:
+        if before == UNSENT < value:
             decided.append(_sent(at_s, *key))
         for number, span in enumerate(self._spans):
-            word_of_span, told, span.told = vote_vector.agreed(span.slot), span.told, vote_vector.agreed(span.slot)
-            if word_of_span != told:
+            before_span, span.reported = span.reported, vote_vector.agreed(span.slot)
+            if span.reported != before_span:
                 decided.append(
                     events.ChunkLanded(
                         at_s=at_s,
@@ -181,17 +181,17 @@ class RoomVote:
                         generation=self.generation,
                         rank=0,
                         span=number,
-                        first=span.first + told // 2,
-                        count=word_of_span // 2 - told // 2,
-                        last=bool(word_of_span & 1),
+                        first=span.first + before_span // 2,
+                        count=span.reported // 2 - before_span // 2,
+                        last=bool(span.reported & 1),
                     )
                 )
-        if before < UNSENT + 2 == word:
+        if before < UNSENT + 2 == value:
             decided.append(events.AuxLanded(at_s=at_s, request_id=self.request_id, generation=self.generation, rank=0))
         return decided
 
     def close(self, vote_vector: VoteVector) -> None:
-        """See `Question`."""
+        """See `VoteItem`."""
         vote_vector.close(self.slot)
         for span in self._spans:
             vote_vector.close(span.slot)
@@ -204,12 +204,12 @@ def _sent(at_s: float, request_id: str, generation: int) -> Event:
     )
 
 
-def _failed(at_s: float, request_id: str, generation: int, word: int) -> Event:
-    kind, told, rank = word >> 16, CAUSES[word >> 8 & 0xFF], word & 0xFF
+def _failed(at_s: float, request_id: str, generation: int, value: int) -> Event:
+    kind, cause_voted, rank = value >> 16, CAUSES[value >> 8 & 0xFF], value & 0xFF
     if kind == REFUSED:
-        cause = told.words(f"refused to rank {rank}")
+        cause = cause_voted.words(f"refused to rank {rank}")
         return events.RoomRefused(at_s=at_s, request_id=request_id, generation=generation, span=0, cause=cause)
-    cause = told.words(f"rank {rank} lost its prefill" if kind == LOST else f"failed on rank {rank}")
+    cause = cause_voted.words(f"rank {rank} lost its prefill" if kind == LOST else f"failed on rank {rank}")
     # Other ranks' writers may be writing: nothing is settled before all have said so.
     return events.RoomFailed(at_s=at_s, request_id=request_id, generation=generation, cause=cause, settled=False)
 

@@ -29,21 +29,21 @@ def has_failed(event: Event) -> bool:
     return isinstance(event, events.CommandRaised) or bool(getattr(event, "error", ""))
 
 
-def word_of_end(count: int, rank: int, *, failed: bool) -> int:
+def encode_end(count: int, rank: int, *, failed: bool) -> int:
     """An operation has ended here: greater than 0, ordered by count, then by the lowest rank with an error."""
     return (min(max(count, 0), COUNT_MAX) << 8 | (rank if failed else NO_ERROR)) + 1
 
 
-def end_of_word(word: int) -> tuple[int, str]:
+def decode_end(value: int) -> tuple[int, str]:
     """Count and error of an operation that has ended on all ranks, from the least of their words."""
-    count, culprit = (word - 1) >> 8, (word - 1) & 0xFF
+    count, culprit = (value - 1) >> 8, (value - 1) & 0xFF
     return count, "" if culprit == NO_ERROR else f"failed on rank {culprit}"
 
 
 class OperationVote:
     """Whether an operation has ended on all ranks: not before the last, and as well as on the worst of them.
 
-    The word is 0 until it has ended here, and then that of `word_of_end`.
+    The word is 0 until it has ended here, and then that of `encode_end`.
     """
 
     __slots__ = ("kind", "number", "op", "slot")
@@ -59,15 +59,15 @@ class OperationVote:
         """Whether nothing is to be asked any more, once it was decided."""
         return True
 
-    def hear(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
+    def receive(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
         """It has ended on this rank. Told twice, only the first counts."""
-        if not vote_vector.word(self.slot):
+        if not vote_vector.value(self.slot):
             count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
-            vote_vector.say(self.slot, word_of_end(count, rank, failed=has_failed(event)))
+            vote_vector.set(self.slot, encode_end(count, rank, failed=has_failed(event)))
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """See `VoteItem`."""
-        count, error = end_of_word(vote_vector.agreed(self.slot))
+        count, error = decode_end(vote_vector.agreed(self.slot))
         kind = self.kind
         if kind is commands.QueryStorage:
             return [events.StorageAnswered(at_s=at_s, op=self.op, found=count, error=error)]
@@ -93,39 +93,39 @@ class RequestVote:
     many pages all callers want at once.
     """
 
-    __slots__ = ("_taken", "_told", "number", "request_id", "slots")
+    __slots__ = ("_reported", "_taken", "number", "request_id", "slots")
 
     def __init__(self, number: int, vote_vector: VoteVector, request_id: str) -> None:
         self.number = number
         self.request_id = request_id
         self.slots = (vote_vector.open(self), vote_vector.open(self))
         self._taken = 0
-        self._told = 0
+        self._reported = 0
 
     def abort(self, vote_vector: VoteVector, cause: str) -> None:
         """The caller on this rank gives up."""
         number = CAUSES.index(cause) if cause in CAUSES else 0
-        vote_vector.say(self.slots[0], min(-1 - number, vote_vector.word(self.slots[0])))
+        vote_vector.set(self.slots[0], min(-1 - number, vote_vector.value(self.slots[0])))
 
     def grow(self, vote_vector: VoteVector, page_count: int, wanted: int) -> None:
         """The caller on this rank took pages of the reserve, and wants more."""
         self._taken += page_count
-        if vote_vector.word(self.slots[0]) >= 0:
-            vote_vector.say(self.slots[0], self._taken)
-        vote_vector.say(self.slots[1], max(wanted, vote_vector.word(self.slots[1])))
+        if vote_vector.value(self.slots[0]) >= 0:
+            vote_vector.set(self.slots[0], self._taken)
+        vote_vector.set(self.slots[1], max(wanted, vote_vector.value(self.slots[1])))
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """See `VoteItem`."""
-        before, taken = self._told, vote_vector.agreed(self.slots[0])
+        before, taken = self._reported, vote_vector.agreed(self.slots[0])
         wanted = vote_vector.agreed(self.slots[1])
         if before < 0:
             return []
-        self._told = taken
+        self._reported = taken
         if taken < 0:
             return [events.AbortRequested(at_s=at_s, request_id=self.request_id, cause=CAUSES[-1 - taken])]
         if wanted:
             # It is asked for once; a caller that wants more by now says so anew.
-            vote_vector.ask_anew(self.slots[1], max(vote_vector.word(self.slots[1]) - wanted, 0))
+            vote_vector.reset(self.slots[1], max(vote_vector.value(self.slots[1]) - wanted, 0))
         if taken == before and not wanted:
             return []
         return [events.GrowthTaken(at_s=at_s, request_id=self.request_id, page_count=taken - before, wanted=wanted)]

@@ -24,17 +24,17 @@ import numpy as np
 if TYPE_CHECKING:
     from tidekv.states.events import Event
 
-    Words: TypeAlias = "array[int]"
+    SlotValues: TypeAlias = "array[int]"
 
 SLOTS_MIN = 256
 """Slots of the smallest vector."""
 RANKS_MAX = 255
 """A rank's number fits in a byte of a word."""
-NOBODY = 1 << 30
+NO_RANK = 1 << 30
 """In a word that names a rank: there is none."""
 
 
-class Question(Protocol):
+class VoteItem(Protocol):
     """Something that ranks agree on."""
 
     number: int
@@ -55,85 +55,85 @@ class VoteVector:
     def __init__(self) -> None:
         self.has_news = False
         """Whether a word was changed since the last vote."""
-        self._words = array("q", bytes(8 * SLOTS_MIN))
+        self._values = array("q", bytes(8 * SLOTS_MIN))
         self._agreed = array("q", bytes(8 * SLOTS_MIN))
-        self._owners: list[Question | None] = [None] * SLOTS_MIN
+        self._owners: list[VoteItem | None] = [None] * SLOTS_MIN
         self._free: list[int] = list(range(SLOTS_MIN))
 
     def __len__(self) -> int:
-        return len(self._words)
+        return len(self._values)
 
     @property
     def taken(self) -> int:
         """Slots in use."""
-        return len(self._words) - len(self._free)
+        return len(self._values) - len(self._free)
 
-    def open(self, question: Question, word: int = 0) -> int:
+    def open(self, item: VoteItem, value: int = 0) -> int:
         """Give a question a slot: the lowest that is free, so that all ranks choose the same one."""
         if not self._free:
             self._grow()
         slot = heapq.heappop(self._free)
-        self._owners[slot] = question
-        self._words[slot] = word
+        self._owners[slot] = item
+        self._values[slot] = value
         self._agreed[slot] = 0
         return slot
 
     def close(self, slot: int) -> None:
         """Give a slot back."""
         self._owners[slot] = None
-        self._words[slot] = self._agreed[slot] = 0
+        self._values[slot] = self._agreed[slot] = 0
         heapq.heappush(self._free, slot)
 
-    def say(self, slot: int, word: int) -> None:
+    def set(self, slot: int, value: int) -> None:
         """Change this rank's word; whether it changed is news for the others."""
-        if self._words[slot] != word:
-            self._words[slot] = word
+        if self._values[slot] != value:
+            self._values[slot] = value
             self.has_news = True
 
-    def word(self, slot: int) -> int:
+    def value(self, slot: int) -> int:
         """What this rank says."""
-        return self._words[slot]
+        return self._values[slot]
 
     def agreed(self, slot: int) -> int:
         """What the ranks said together, at the last vote."""
         return self._agreed[slot]
 
-    def ask_anew(self, slot: int, word: int) -> None:
+    def reset(self, slot: int, value: int) -> None:
         """The same slot asks something else from now on."""
-        self._words[slot] = word
+        self._values[slot] = value
         self._agreed[slot] = 0
-        self.has_news |= word != 0
+        self.has_news |= value != 0
 
-    def cast(self, count: int) -> Words:
+    def cast(self, count: int) -> SlotValues:
         """This rank's words for a vote of so many slots, which is the leader's count."""
         self.has_news = False
-        if len(self._words) == count:
-            return self._words[:]
-        return array("q", (list(self._words) + [0] * count)[:count])
+        if len(self._values) == count:
+            return self._values[:]
+        return array("q", (list(self._values) + [0] * count)[:count])
 
-    def take(self, reduced: Sequence[int]) -> list[Question]:
+    def take(self, reduced: Sequence[int]) -> list[VoteItem]:
         """Note what the ranks said together; returns the questions whose answer has changed, oldest first."""
-        changed: dict[Question, None] = {}
+        changed: dict[VoteItem, None] = {}
         # Most words are as they were: numpy finds the others in microseconds, a loop would take half a millisecond.
-        words = np.asarray(reduced, dtype=np.int64)
-        for slot in np.flatnonzero(words != np.frombuffer(self._agreed, dtype=np.int64)).tolist():
-            self._agreed[slot] = int(words[slot])
+        values = np.asarray(reduced, dtype=np.int64)
+        for slot in np.flatnonzero(values != np.frombuffer(self._agreed, dtype=np.int64)).tolist():
+            self._agreed[slot] = int(values[slot])
             owner = self._owners[slot]
             assert owner is not None, "ranks that compared the same have the same questions"
             changed[owner] = None
-        return sorted(changed, key=lambda question: question.number)
+        return sorted(changed, key=lambda item: item.number)
 
     def _grow(self) -> None:
-        count = len(self._words)
-        self._words.extend([0] * count)
+        count = len(self._values)
+        self._values.extend([0] * count)
         self._agreed.extend([0] * count)
         self._owners += [None] * count
         self._free = list(range(count, 2 * count))
 
 
-def equal_words(numbers: Sequence[int]) -> list[int]:
+def equality_slots(numbers: Sequence[int]) -> list[int]:
     """Two words for each number, by which ranks see whether theirs are equal."""
-    return [word for number in numbers for word in (number, -number)]
+    return [value for number in numbers for value in (number, -number)]
 
 
 def unequal(names: Sequence[str], reduced: Sequence[int]) -> list[str]:

@@ -133,7 +133,7 @@ class Restore:
         if self._component_pages is None:
             self._fetches.ask(request)
         elif not request.component_limit:
-            self._component_pages.storage.ask(request)
+            self._component_pages.storage.query(request)
 
     def note_answer(self, request: Request, event: StorageAnswered) -> None:
         """Note the answer of storage; an error or a late answer counts as no pages."""

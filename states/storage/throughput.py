@@ -9,13 +9,13 @@ Sums of both are kept in which each earlier fetch weighs 7/8 of the one after it
 
 A plan of `n` pages, with `q` under way already, is then expected to land in `(q + n) * page_s`. Many short fetches
 make `page_s` larger than it is for long ones, whose fixed cost is shared by more pages; the first longer one corrects
-that, since it weighs by its pages. What is older than PACE_FRESH_S says nothing any more: after that, storage is tried
-again as if nothing were known of it.
+that, since it weighs by its pages. An estimate expires ESTIMATE_FRESH_S after its last measurement; storage is
+then used as if it had never been measured.
 """
 
 from __future__ import annotations
 
-PACE_FRESH_S = 10.0
+ESTIMATE_FRESH_S = 10.0
 WEIGHT = 7 / 8
 
 
@@ -34,7 +34,7 @@ class ThroughputEstimator:
 
     def note(self, *, taken_s: float, pages: int, now_s: float) -> None:
         """A fetch took so long, with `pages` pages under way when it began."""
-        if now_s - self._noted_at_s > PACE_FRESH_S:
+        if now_s - self._noted_at_s > ESTIMATE_FRESH_S:
             self.forget()
         self._count = WEIGHT * self._count + 1
         self._pages = WEIGHT * self._pages + pages
@@ -50,4 +50,4 @@ class ThroughputEstimator:
         return self._seconds / self._count if self._is_fresh(now_s) else 0.0
 
     def _is_fresh(self, now_s: float) -> bool:
-        return now_s - self._noted_at_s <= PACE_FRESH_S
+        return now_s - self._noted_at_s <= ESTIMATE_FRESH_S

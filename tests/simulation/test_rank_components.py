@@ -66,14 +66,14 @@ def test_a_component_that_one_rank_evicts_alone_is_named(name: str, tier: str, m
 
 
 def test_a_failed_copy_that_one_rank_keeps_to_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Agreement.hear
+    honest = Agreement.receive
 
-    def hear(self: Agreement, event: events.Event) -> None:
+    def receive(self: Agreement, event: events.Event) -> None:
         if self.rank == 1 and isinstance(event, events.CopyEnded) and event.error:
             event = events.CopyEnded(at_s=event.at_s, op=event.op)
         honest(self, event)
 
-    monkeypatch.setattr(Agreement, "hear", hear)
+    monkeypatch.setattr(Agreement, "receive", receive)
     with pytest.raises(RanksFailed, match=r"holds|garbage"):
         for seed in range(20, 60):
             simulate_ranks(seed, 2, 40, settings=SETTINGS)

@@ -11,7 +11,7 @@ import pytest
 from tidekv.states import events
 from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.sender import ComponentAsked, SenderComponents
+from tidekv.states.handover.sender import ComponentRequest, SenderComponents
 from tidekv.states.types import page_ids
 from tidekv.transports.control import handshake, wire
 
@@ -73,7 +73,7 @@ async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(
 ) -> None:
     decode, prefill, room = await computed(world, world.STATE, world.WINDOW, component_pages=component_pages)
     assert room.component_pages == {
-        tail.component: ComponentAsked(tail.component, tail.first, len(tail.pages)) for tail in component_pages
+        tail.component: ComponentRequest(tail.component, tail.first, len(tail.pages)) for tail in component_pages
     }
     for name, pages in OURS.items():
         # What decode did not ask for may be handed over all the same.
@@ -288,7 +288,7 @@ async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, co
 
 async def test_a_sender_that_does_not_wait_for_its_tails_would_be_seen(world, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of this side, taken away: decode sees that what it asked for is not here, and does not go on."""
-    monkeypatch.setattr(SenderComponents, "are_here", property(lambda self: True))
+    monkeypatch.setattr(SenderComponents, "are_landed", property(lambda self: True))
     decode, _, room, gate = await held_in_its_tail(world)
     await room.finish(first_token=1)
     assert "the tail of 'ssm' was not sent" in (await decode.wait(events.RoomFailed)).cause

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from tidekv.states.errors import InvalidRequest, PrefillCause, ProtocolError
-from tidekv.states.handover.sender import ComponentAsked
+from tidekv.states.handover.sender import ComponentRequest
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.transports import base
 from tidekv.transports.control import wire
@@ -91,11 +91,11 @@ class Room:
         return self._state.computed
 
     @property
-    def component_pages(self) -> dict[str, ComponentAsked]:
+    def component_pages(self) -> dict[str, ComponentRequest]:
         """What decode asks for of each component, by name; without components there are none. One of no pages need not
         be sent.
         """
-        return self._state.component_pages.asked
+        return self._state.component_pages.requested
 
     @property
     def sends_nothing(self) -> bool:

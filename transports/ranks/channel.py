@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tidekv.states.ranks.agreement import Opening
-    from tidekv.states.ranks.votes import Words
+    from tidekv.states.ranks.votes import SlotValues
 
 LOG = logging.getLogger("tidekv.transports")
 REDIAL_S_MAX = 1.0
@@ -160,7 +160,7 @@ class RankChannel:
         """Follower: ask the leader for a turn."""
         self._say_to_leader(wire.Wish(self.epoch))
 
-    def vote(self, turn: int, words: Words) -> asyncio.Future[Words]:
+    def vote(self, turn: int, words: SlotValues) -> asyncio.Future[SlotValues]:
         """Take part in the vote of a turn. Raises TransferFailed; say so by `vote_failed`."""
         self.turn = turn
         return self._thread.reduce(words)

@@ -37,7 +37,7 @@ from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.states.ranks.agreement import LEADER
 
 if TYPE_CHECKING:
-    from tidekv.states.ranks.votes import Words
+    from tidekv.states.ranks.votes import SlotValues
 
 CAST_TAGS, ANSWER_TAGS = 1 << 20, 1 << 21
 """To each the number of words is added: words of another number never come to lie where these belong."""
@@ -113,7 +113,7 @@ class VoteThread:
         check_group(group, rank=self._rank, ranks=self._ranks)
         self._group, self._is_own = group, False
 
-    def reduce(self, words: Words) -> asyncio.Future[Words]:
+    def reduce(self, words: SlotValues) -> asyncio.Future[SlotValues]:
         """Vote; the words of all ranks under MIN, in the array given. Raises TransferFailed."""
         self.votes += 1
         return self._call(lambda: self._reduce(words))
@@ -150,7 +150,7 @@ class VoteThread:
         group: Any = distributed.ProcessGroupGloo(prefix, self._rank, self._ranks, options)
         self._group = group
 
-    def _reduce(self, words: Words) -> Words:
+    def _reduce(self, words: SlotValues) -> SlotValues:
         if self._ranks == 1:
             return words
         if self._group is None:

@@ -339,6 +339,6 @@ def test_books_that_contradict_themselves_are_not_taken_for_a_failed_put(monkeyp
     def contradict(*_: object) -> None:
         raise BrokenInvariant("planted")
 
-    monkeypatch.setattr(rig.core.state.components, "tail", contradict)
+    monkeypatch.setattr(rig.core.state.components, "trailing_pages_of", contradict)
     with pytest.raises(BrokenInvariant, match="planted"):
         rig.stored(rig.take(commands.StorePages))

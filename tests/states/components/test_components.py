@@ -345,13 +345,13 @@ def test_check_finds_what_does_not_add_up() -> None:
     fails("counted")
     books.protected -= 1
     bench.index.unlock(receipt.full)
-    fails("without its tails")
+    fails("without its guards")
     receipt.full.released = False
     leaf.anchored += 1
     bench.index.device_tier.receipts += 1
     bench.index.device_tier.guard(leaf)
     books.account.own_cached(page_ids([0]))
-    fails("not those that are cached")
+    fails("not the cached pages")
     books.account.to_cache(page_ids([0]))
     bench.component_pages.unlock(receipt)
     bench.check()

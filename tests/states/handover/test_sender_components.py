@@ -6,7 +6,7 @@ import pytest
 
 from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
-from tidekv.states.handover.sender import ChunkReady, ComponentAsked, ComponentPart, SenderRoom
+from tidekv.states.handover.sender import ChunkReady, ComponentPart, ComponentRequest, SenderRoom
 from tidekv.states.types import page_ids
 
 
@@ -29,7 +29,10 @@ def computed(*component_pages: ComponentPages) -> SenderRoom:
 
 def test_what_is_asked_is_told_by_component() -> None:
     sender = room(asked("swa", 1, [7, 8]), asked("ssm", 3, []))
-    assert sender.component_pages.asked == {"swa": ComponentAsked("swa", 1, 2), "ssm": ComponentAsked("ssm", 3, 0)}
+    assert sender.component_pages.requested == {
+        "swa": ComponentRequest("swa", 1, 2),
+        "ssm": ComponentRequest("ssm", 3, 0),
+    }
     assert sender.component_pages.unsent == ["swa"]
 
 
@@ -133,5 +136,5 @@ def test_a_tail_that_did_not_land_is_never_told_and_a_stop_starts_no_part() -> N
     assert not sender.can_write()
     assert not sender.is_drained
     sender.settle(part, landed=False)
-    assert not sender.component_pages.are_here
+    assert not sender.component_pages.are_landed
     assert sender.take_component_pages() == []

@@ -55,15 +55,15 @@ class Ranks:
         self.taken = decisions[0].events
         return decisions[0]
 
-    def hear(self, kind: type[events.Event], *, ranks: Sequence[int] | None = None, **fields: object) -> None:
+    def receive(self, kind: type[events.Event], *, ranks: Sequence[int] | None = None, **fields: object) -> None:
         """The same event on some ranks, or all."""
         for rank in range(len(self.cores)) if ranks is None else ranks:
-            self.agreements[rank].hear(kind(at_s=self.now_s, **fields))
+            self.agreements[rank].receive(kind(at_s=self.now_s, **fields))
 
     def arrive(self, request_id: str = "a", tokens: bytes = b"abcd", **fields: object) -> None:
         """Callers of all ranks make a request."""
         for rank in range(len(self.cores)):
-            self.hear(
+            self.receive(
                 events.RequestArrived,
                 ranks=[rank],
                 **{
@@ -87,7 +87,7 @@ class Ranks:
 
     def ask_storage(self) -> commands.QueryStorage:
         """A prompt arrives where there is storage: what the core asks it."""
-        self.hear(events.StorageChanged, available=True)
+        self.receive(events.StorageChanged, available=True)
         self.arrive()
         self.turn()
         query = self.take(commands.QueryStorage)
@@ -96,14 +96,14 @@ class Ranks:
 
     def room(self, kind: type[events.Event], *, ranks: Sequence[int] | None = None, **fields: object) -> None:
         """An event of the room of "a"."""
-        self.hear(kind, ranks=ranks, request_id="a", generation=0, **fields)
+        self.receive(kind, ranks=ranks, request_id="a", generation=0, **fields)
 
     def make_ready(self, request_id: str = "a", tokens: bytes = b"abcd") -> None:
         """Restore a prompt by prefill alone, without storage."""
         self.arrive(request_id, tokens)
         self.turn()
         for agreement in self.agreements:
-            agreement.hear(events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=1))
+            agreement.receive(events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=1))
         self.room(events.ChunkLanded, rank=0, span=0, first=0, count=len(tokens), last=True)
         self.room(events.AuxLanded, rank=0)
         self.turn()
@@ -121,14 +121,14 @@ class Ranks:
     def sent(self, *at: int) -> None:
         """The promise of "a" is on its way on these ranks."""
         for rank in at:
-            self.agreements[rank].hear(
+            self.agreements[rank].receive(
                 events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer=f"p{rank}", ranks=1)
             )
 
     def diverged(self, *, whole: bool = False) -> set[str]:
         """What the ranks name when they vote next."""
         if not whole:
-            self.hear(events.StorageChanged, available=True)
+            self.receive(events.StorageChanged, available=True)
         with pytest.raises(RanksDiverged) as caught:
             self.turn()
         assert "ranks differ at turn" in str(caught.value)

@@ -10,10 +10,10 @@ from tidekv.states.ranks.votes import VoteVector
 def test_an_arrival_waits_for_the_callers_of_all_ranks_and_has_the_leaders_numbers(make_ranks) -> None:
     ranks = make_ranks(3)
     arrival = {"request_id": "a", "keys": b"ab", "prompt_tokens": 2}
-    ranks.hear(events.RequestArrived, ranks=[1], serial=50, generation=9, **arrival)
-    ranks.hear(events.RequestArrived, ranks=[0], serial=3, generation=4, **arrival)
+    ranks.receive(events.RequestArrived, ranks=[1], serial=50, generation=9, **arrival)
+    ranks.receive(events.RequestArrived, ranks=[0], serial=3, generation=4, **arrival)
     assert ranks.turn().events == []
-    ranks.hear(events.RequestArrived, ranks=[2], serial=70, generation=2, **arrival)
+    ranks.receive(events.RequestArrived, ranks=[2], serial=70, generation=2, **arrival)
     ranks.now_s = 1.0
     ranks.turn()
     (event,) = ranks.taken
@@ -25,14 +25,14 @@ def test_arrivals_come_in_the_leaders_order(make_ranks) -> None:
     ranks = make_ranks(2)
     for rank, order in ((0, "ab"), (1, "ba")):
         for name in order:
-            ranks.hear(events.RequestArrived, ranks=[rank], request_id=name, serial=1, keys=b"x", prompt_tokens=1)
+            ranks.receive(events.RequestArrived, ranks=[rank], request_id=name, serial=1, keys=b"x", prompt_tokens=1)
     ranks.turn()
     assert [event.request_id for event in ranks.taken] == ["a", "b"]
 
 
 def test_a_call_that_one_rank_lacks_is_refused_after_the_hold_by_its_number(make_ranks) -> None:
     ranks = make_ranks(3)
-    ranks.hear(events.RequestArrived, ranks=[0, 1], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
+    ranks.receive(events.RequestArrived, ranks=[0, 1], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
     assert ranks.turn().refusals == []
     assert ranks.agreements[0].next_deadline_s() == 2.0
     ranks.now_s = 2.0
@@ -41,7 +41,7 @@ def test_a_call_that_one_rank_lacks_is_refused_after_the_hold_by_its_number(make
     assert refusal.detail == "rank 2 did not make the call in time"
     assert ranks.taken == []
     # The late rank's caller hears of it as well, without a vote.
-    ranks.hear(events.RequestArrived, ranks=[2], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
+    ranks.receive(events.RequestArrived, ranks=[2], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
     assert ranks.agreements[2].take_refusals(3.0) == []
     (late,) = ranks.agreements[2].take_refusals(4.0)
     assert late.detail == "rank 0 did not make the call in time"
@@ -50,54 +50,54 @@ def test_a_call_that_one_rank_lacks_is_refused_after_the_hold_by_its_number(make
 def test_requests_of_one_name_that_differ_are_refused(make_ranks) -> None:
     ranks = make_ranks(2)
     for rank, keys in ((0, b"x"), (1, b"y")):
-        ranks.hear(events.RequestArrived, ranks=[rank], request_id="a", serial=1, keys=keys, prompt_tokens=1)
+        ranks.receive(events.RequestArrived, ranks=[rank], request_id="a", serial=1, keys=keys, prompt_tokens=1)
     (refusal,) = ranks.turn().refusals
     assert "different contents" in refusal.detail
 
 
 def test_a_caller_that_gives_up_before_the_arrival_ends_it_on_all_ranks(make_ranks) -> None:
     ranks = make_ranks(2)
-    ranks.hear(events.RequestArrived, ranks=[0], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
+    ranks.receive(events.RequestArrived, ranks=[0], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
     ranks.turn()
-    ranks.hear(events.AbortRequested, ranks=[0], request_id="a")
+    ranks.receive(events.AbortRequested, ranks=[0], request_id="a")
     (refusal,) = ranks.turn().refusals
     assert refusal.cause == "aborted"
 
 
 def test_a_caller_that_gives_up_before_the_leader_named_its_call_needs_no_vote(make_ranks) -> None:
     ranks = make_ranks(2)
-    ranks.hear(events.RequestArrived, request_id="a", serial=1, keys=b"x", prompt_tokens=1)
-    ranks.hear(events.AbortRequested, request_id="a", cause="cancelled by the caller")
+    ranks.receive(events.RequestArrived, request_id="a", serial=1, keys=b"x", prompt_tokens=1)
+    ranks.receive(events.AbortRequested, request_id="a", cause="cancelled by the caller")
     for agreement in ranks.agreements:
         (refusal,) = agreement.take_refusals(0.0)
         assert refusal.cause == "cancelled by the caller"
     assert ranks.turn().events == []
-    ranks.hear(events.AbortRequested, request_id="nobody")
+    ranks.receive(events.AbortRequested, request_id="nobody")
     assert not any(agreement.has_news for agreement in ranks.agreements)
 
 
 def test_an_abort_by_one_caller_is_an_abort_on_all_ranks(make_ranks) -> None:
     ranks = make_ranks(3)
     ranks.make_ready()
-    ranks.hear(events.AbortRequested, ranks=[1], request_id="a", cause="cancelled by the caller")
-    ranks.hear(events.AbortRequested, ranks=[2], request_id="a", cause="because")
-    ranks.hear(events.GrowthTaken, ranks=[2], request_id="a", page_count=1)
+    ranks.receive(events.AbortRequested, ranks=[1], request_id="a", cause="cancelled by the caller")
+    ranks.receive(events.AbortRequested, ranks=[2], request_id="a", cause="because")
+    ranks.receive(events.GrowthTaken, ranks=[2], request_id="a", page_count=1)
     ranks.turn()
     assert ranks.taken == [events.AbortRequested(at_s=0.0, request_id="a", cause="cancelled by the caller")]
     ranks.take(commands.ReportDropped)
-    ranks.hear(events.GrowthTaken, request_id="a", page_count=1)
+    ranks.receive(events.GrowthTaken, request_id="a", page_count=1)
     assert ranks.turn().events == []
 
 
 def test_growth_is_what_all_callers_have_taken(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
-    ranks.hear(events.GrowthTaken, ranks=[0], request_id="a", page_count=1, wanted=2)
+    ranks.receive(events.GrowthTaken, ranks=[0], request_id="a", page_count=1, wanted=2)
     assert ranks.turn().events == []
-    ranks.hear(events.GrowthTaken, ranks=[1], request_id="a", page_count=1)
+    ranks.receive(events.GrowthTaken, ranks=[1], request_id="a", page_count=1)
     ranks.turn()
     assert ranks.taken == [events.GrowthTaken(at_s=0.0, request_id="a", page_count=1)]
-    ranks.hear(events.GrowthTaken, ranks=[1], request_id="a", page_count=0, wanted=3)
+    ranks.receive(events.GrowthTaken, ranks=[1], request_id="a", page_count=0, wanted=3)
     ranks.turn()
     assert ranks.taken == [events.GrowthTaken(at_s=0.0, request_id="a", page_count=0, wanted=2)]
     # One of the three that rank 1 wanted is left, which nobody else wants.
@@ -107,7 +107,7 @@ def test_growth_is_what_all_callers_have_taken(make_ranks) -> None:
 def test_finish_waits_for_all_callers_and_a_missing_one_drops_the_request(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
-    ranks.hear(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)
+    ranks.receive(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)
     ranks.turn()
     assert ranks.take(commands.ReportFinished).inserted == 0
     ranks.arrive("b", b"efgh")
@@ -118,9 +118,9 @@ def test_finish_waits_for_all_callers_and_a_missing_one_drops_the_request(make_r
             events.ChunkLanded(at_s=0.0, request_id="b", generation=0, rank=0, span=0, first=0, count=4, last=True),
             events.AuxLanded(at_s=0.0, request_id="b", generation=0, rank=0),
         ):
-            ranks.agreements[rank].hear(event)
+            ranks.agreements[rank].receive(event)
     ranks.turn()
-    ranks.hear(events.FinishRequested, ranks=[0], request_id="b", keys=b"efgh", tokens=4)
+    ranks.receive(events.FinishRequested, ranks=[0], request_id="b", keys=b"efgh", tokens=4)
     ranks.turn()
     ranks.now_s = 5.0
     decision = ranks.turn()
@@ -132,14 +132,14 @@ def test_finish_waits_for_all_callers_and_a_missing_one_drops_the_request(make_r
 def test_retracting_and_dropping_are_calls_of_all_ranks(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
-    ranks.hear(events.RetractRequested, request_id="a", keys=b"abcd", tokens=4)
+    ranks.receive(events.RetractRequested, request_id="a", keys=b"abcd", tokens=4)
     ranks.turn()
-    ranks.hear(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
+    ranks.receive(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
     ranks.turn()
     assert ranks.take(commands.ReportRetracted).held_pages == 4
-    ranks.hear(events.RetractedDropped, ranks=[1], request_id="a")
+    ranks.receive(events.RetractedDropped, ranks=[1], request_id="a")
     ranks.turn()
-    ranks.hear(events.RetractedDropped, ranks=[0], request_id="a")
+    ranks.receive(events.RetractedDropped, ranks=[0], request_id="a")
     ranks.turn()
     assert ranks.types() == ["RetractedDropped"]
 
@@ -147,8 +147,8 @@ def test_retracting_and_dropping_are_calls_of_all_ranks(make_ranks) -> None:
 def test_an_abort_comes_before_what_all_callers_asked_for_in_the_same_turn(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
-    ranks.hear(events.RetractRequested, request_id="a", keys=b"abcd", tokens=4)
-    ranks.hear(events.AbortRequested, ranks=[1], request_id="a")
+    ranks.receive(events.RetractRequested, request_id="a", keys=b"abcd", tokens=4)
+    ranks.receive(events.AbortRequested, ranks=[1], request_id="a")
     ranks.turn()
     assert ranks.types() == ["AbortRequested", "RetractRequested"]
     ranks.take(commands.ReportDropped)
@@ -158,24 +158,24 @@ def test_an_abort_comes_before_what_all_callers_asked_for_in_the_same_turn(make_
 def test_the_leader_alone_flushes_and_changes_policies(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
-    ranks.hear(events.FlushRequested, ranks=[0], call=1, tiers=("l1",))
+    ranks.receive(events.FlushRequested, ranks=[0], call=1, tiers=("l1",))
     ranks.turn()
     assert ranks.take(commands.ReportFlushed).spared == {"l1": 4}
 
 
 def test_what_comes_after_an_agreed_abort_is_no_event() -> None:
     vote_vector = VoteVector()
-    question = RequestVote(1, vote_vector, "a")
-    question.abort(vote_vector, "aborted")
-    question.abort(vote_vector, "aborted")
+    item = RequestVote(1, vote_vector, "a")
+    item.abort(vote_vector, "aborted")
+    item.abort(vote_vector, "aborted")
     vote_vector.take(vote_vector.cast(len(vote_vector)))
-    assert question.decide(vote_vector, 1.0) == [events.AbortRequested(at_s=1.0, request_id="a")]
-    question.grow(vote_vector, 1, 2)
-    assert vote_vector.take(vote_vector.cast(len(vote_vector))) == [question]
-    assert question.decide(vote_vector, 1.0) == []
+    assert item.decide(vote_vector, 1.0) == [events.AbortRequested(at_s=1.0, request_id="a")]
+    item.grow(vote_vector, 1, 2)
+    assert vote_vector.take(vote_vector.cast(len(vote_vector))) == [item]
+    assert item.decide(vote_vector, 1.0) == []
 
 
 def test_a_wish_that_not_all_callers_have_any_more_is_no_event() -> None:
     vote_vector = VoteVector()
-    question = RequestVote(1, vote_vector, "a")
-    assert question.decide(vote_vector, 1.0) == []
+    item = RequestVote(1, vote_vector, "a")
+    assert item.decide(vote_vector, 1.0) == []

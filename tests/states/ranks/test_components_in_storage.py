@@ -28,17 +28,17 @@ def ranks_of(make_ranks, count: int, *components: Component, cached: int = CACHE
         left = tuple(
             events.ComponentLeft(table.component, table.first, tuple(table.pages)) for table in component_pages
         )
-        ranks.hear(events.FinishRequested, request_id="a", keys=past, tokens=cached, component_pages=left)
+        ranks.receive(events.FinishRequested, request_id="a", keys=past, tokens=cached, component_pages=left)
         ranks.turn()
         for kind in (commands.CopyToHost, commands.CopyComponent):
             copies = [command for command in ranks.given[0] if isinstance(command, kind)]
             assert copies
             for copy in copies:
-                ranks.hear(events.CopyEnded, op=copy.op)
+                ranks.receive(events.CopyEnded, op=copy.op)
             ranks.turn()
         for given_to in ranks.given:
             given_to.clear()
-    ranks.hear(events.StorageChanged, available=True, component_pages=True)
+    ranks.receive(events.StorageChanged, available=True, component_pages=True)
     ranks.turn()
     return ranks
 
@@ -53,7 +53,7 @@ def answer(ranks, rank: int, query: commands.QueryComponents, found: int, **posi
     component_pages = tuple(
         events.StoredComponent(name, tuple((at, at + 1) for at in sorted(here))) for name, here in positions.items()
     )
-    ranks.hear(events.StorageAnswered, ranks=[rank], op=query.op, found=found, component_pages=component_pages)
+    ranks.receive(events.StorageAnswered, ranks=[rank], op=query.op, found=found, component_pages=component_pages)
 
 
 def told(ranks) -> events.StorageAnswered:
@@ -149,9 +149,9 @@ def test_a_question_that_fails_on_one_rank_has_failed_on_all(make_ranks, at_rank
     everywhere = set(range(len(PROMPT)))
     for rank in range(3):
         if rank == at_rank and raised:
-            ranks.hear(events.CommandRaised, ranks=[rank], op=query.op, detail="out of file descriptors")
+            ranks.receive(events.CommandRaised, ranks=[rank], op=query.op, detail="out of file descriptors")
         elif rank == at_rank:
-            ranks.hear(events.StorageAnswered, ranks=[rank], op=query.op, found=6, error="unreachable")
+            ranks.receive(events.StorageAnswered, ranks=[rank], op=query.op, found=6, error="unreachable")
         else:
             answer(ranks, rank, query, 6, window=everywhere, state=everywhere)
     assert told(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=0, error=f"failed on rank {at_rank}")
@@ -174,12 +174,12 @@ def test_an_answer_that_is_told_twice_or_late_counts_once(make_ranks) -> None:
 def test_a_request_that_is_gone_still_has_its_question_answered(make_ranks) -> None:
     ranks = ranks_of(make_ranks, 2)
     query = asked(ranks)
-    ranks.hear(events.AbortRequested, ranks=[1], request_id="b", cause="cancelled by the caller")
+    ranks.receive(events.AbortRequested, ranks=[1], request_id="b", cause="cancelled by the caller")
     ranks.turn()
     for rank in range(2):
         answer(ranks, rank, query, 6, window={7, 8, 9}, state={9 - rank})
     told(ranks)
-    assert ranks.turn().is_idle and ranks.agreements[0].questions == 0
+    assert ranks.turn().is_idle and ranks.agreements[0].slots_taken == 0
 
 
 def test_boundaries_are_not_looked_for_without_end(make_ranks) -> None:
@@ -218,13 +218,13 @@ def test_a_rank_that_is_left_alone_decides_alone(make_ranks, votes: int) -> None
 
 def test_storage_holds_tails_where_that_of_all_ranks_does(make_ranks) -> None:
     ranks = make_ranks(2, settings=msgspec.structs.replace(make_ranks.settings, components=(STATE,)))
-    ranks.hear(events.StorageChanged, ranks=[0], available=True, component_pages=True)
+    ranks.receive(events.StorageChanged, ranks=[0], available=True, component_pages=True)
     assert ranks.turn().events == []
     for component_pages in (False, True):
-        ranks.hear(events.StorageChanged, ranks=[1], available=True, component_pages=component_pages)
+        ranks.receive(events.StorageChanged, ranks=[1], available=True, component_pages=component_pages)
         ranks.turn()
         assert ranks.taken == [events.StorageChanged(at_s=0.0, available=True, component_pages=component_pages)]
         assert ranks.cores[0].state.storage_available is component_pages
-    ranks.hear(events.StorageChanged, ranks=[0], available=False)
+    ranks.receive(events.StorageChanged, ranks=[0], available=False)
     ranks.turn()
     assert ranks.taken == [events.StorageChanged(at_s=0.0, available=False)]

@@ -26,7 +26,7 @@ def test_host_pages_that_differ_are_named(make_ranks) -> None:
 def test_a_tree_that_differs_is_named_when_ranks_are_idle(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
-    ranks.hear(events.AbortRequested, request_id="a")
+    ranks.receive(events.AbortRequested, request_id="a")
     ranks.turn()
     assert ranks.agreements[0].is_idle
     assert ranks.turn().is_idle
@@ -41,7 +41,7 @@ def test_an_event_more_on_one_rank_is_named(make_ranks) -> None:
     event = events.RequestArrived(at_s=0.0, request_id="x", serial=1, keys=b"ab", prompt_tokens=2)
     ranks.agreements[1].stepped(event, ranks.cores[1].step(event))
     parts = ranks.diverged()
-    assert {"events", "requests", "rooms", "questions"} <= parts
+    assert {"events", "requests", "rooms", "slots"} <= parts
 
 
 def test_a_rank_of_another_epoch_or_turn_is_named(make_ranks) -> None:
@@ -53,7 +53,7 @@ def test_a_rank_of_another_epoch_or_turn_is_named(make_ranks) -> None:
 
 def test_what_is_compared_has_two_words_each(make_ranks) -> None:
     agreement = make_ranks(1).agreements[0]
-    assert 4 + 2 * len(agreement.compared) == agreement.header_words
+    assert 4 + 2 * len(agreement.compared) == agreement.header_slots
     assert set(PARTS) < set(agreement.compared)
 
 
@@ -71,10 +71,10 @@ def test_pools_that_are_larger_than_the_window_are_compared_by_and_by(make_ranks
 def test_evictions_are_part_of_the_fingerprint(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
-    ranks.hear(events.AbortRequested, request_id="a")
+    ranks.receive(events.AbortRequested, request_id="a")
     ranks.turn()
     before = ranks.agreements[0]._state_digest.numbers(1, whole=False)
-    ranks.hear(events.FlushRequested, ranks=[0], call=1, tiers=("l1", "l2"))
+    ranks.receive(events.FlushRequested, ranks=[0], call=1, tiers=("l1", "l2"))
     ranks.turn()
     assert ranks.agreements[0]._state_digest.numbers(1, whole=False)[1] != before[1]
 

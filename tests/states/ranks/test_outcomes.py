@@ -15,9 +15,9 @@ from tidekv.states.types import page_ids
 def test_a_hit_in_storage_is_what_all_ranks_have(make_ranks) -> None:
     ranks = make_ranks(3)
     query = ranks.ask_storage()
-    ranks.hear(events.StorageAnswered, ranks=[0, 1], op=query.op, found=4)
+    ranks.receive(events.StorageAnswered, ranks=[0, 1], op=query.op, found=4)
     assert ranks.turn().events == []
-    ranks.hear(events.StorageAnswered, ranks=[2], op=query.op, found=3)
+    ranks.receive(events.StorageAnswered, ranks=[2], op=query.op, found=3)
     ranks.turn()
     assert ranks.taken == [events.StorageAnswered(at_s=0.0, op=query.op, found=3)]
     promise = ranks.take(commands.SendPromise)
@@ -27,11 +27,11 @@ def test_a_hit_in_storage_is_what_all_ranks_have(make_ranks) -> None:
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
 def test_a_page_missing_on_one_rank_cuts_the_plan_on_all(make_ranks, at_rank: int) -> None:
     ranks = make_ranks(3)
-    ranks.hear(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
+    ranks.receive(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
     ranks.turn()
     fetch = ranks.take(commands.FetchPages)
     for rank in range(3):
-        ranks.hear(events.PagesFetched, ranks=[rank], op=fetch.op, good=2 if rank == at_rank else 4)
+        ranks.receive(events.PagesFetched, ranks=[rank], op=fetch.op, good=2 if rank == at_rank else 4)
     ranks.turn()
     assert ranks.take(commands.SendExtend).first == 2
     assert len(ranks.take(commands.CopyToDevice).device_pages) == 2
@@ -40,18 +40,18 @@ def test_a_page_missing_on_one_rank_cuts_the_plan_on_all(make_ranks, at_rank: in
 @pytest.mark.parametrize("raised", [False, True])
 def test_a_copy_that_fails_on_one_rank_has_failed_on_all_once_all_have_ended(make_ranks, raised: bool) -> None:
     ranks = make_ranks(3)
-    ranks.hear(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
+    ranks.receive(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
     ranks.turn()
-    ranks.hear(events.PagesFetched, op=ranks.take(commands.FetchPages).op, good=4)
+    ranks.receive(events.PagesFetched, op=ranks.take(commands.FetchPages).op, good=4)
     ranks.turn()
     copy = ranks.take(commands.CopyToDevice)
     if raised:
-        ranks.hear(events.CommandRaised, ranks=[1], op=copy.op, detail="out of host memory")
+        ranks.receive(events.CommandRaised, ranks=[1], op=copy.op, detail="out of host memory")
     else:
-        ranks.hear(events.CopyEnded, ranks=[1], op=copy.op, error="checksum")
-    ranks.hear(events.CopyEnded, ranks=[0], op=copy.op)
+        ranks.receive(events.CopyEnded, ranks=[1], op=copy.op, error="checksum")
+    ranks.receive(events.CopyEnded, ranks=[0], op=copy.op)
     assert ranks.turn().events == []
-    ranks.hear(events.CopyEnded, ranks=[2], op=copy.op)
+    ranks.receive(events.CopyEnded, ranks=[2], op=copy.op)
     ranks.turn()
     assert ranks.taken == [events.CopyEnded(at_s=0.0, op=copy.op, error="failed on rank 1")]
     assert ranks.take(commands.SendExtend).first == 0
@@ -61,11 +61,11 @@ def test_an_outcome_that_is_told_twice_counts_once(make_ranks) -> None:
     ranks = make_ranks(2)
     query = ranks.ask_storage()
     for found in (4, 0):
-        ranks.hear(events.StorageAnswered, op=query.op, found=found)
+        ranks.receive(events.StorageAnswered, op=query.op, found=found)
     ranks.turn()
     assert ranks.taken[0].found == 4
-    ranks.hear(events.StorageAnswered, op=query.op, found=1)
-    ranks.hear(events.RoomDrained, request_id="nobody", generation=3, rank=0)
+    ranks.receive(events.StorageAnswered, op=query.op, found=1)
+    ranks.receive(events.RoomDrained, request_id="nobody", generation=3, rank=0)
     assert ranks.agreements[0].outcomes_unknown == 2
 
 
@@ -74,7 +74,7 @@ def test_a_room_has_come_as_far_as_its_slowest_rank(make_ranks) -> None:
     ranks.arrive()
     ranks.turn()
     for rank in range(2):
-        ranks.agreements[rank].hear(
+        ranks.agreements[rank].receive(
             events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer=f"p{rank}", ranks=1 + rank)
         )
     ranks.turn()
@@ -102,7 +102,7 @@ def test_chunks_that_do_not_fit_change_nothing(make_ranks) -> None:
     ranks = make_ranks(1)
     ranks.arrive()
     ranks.turn()
-    ranks.agreements[0].hear(events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=1))
+    ranks.agreements[0].receive(events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=1))
     ranks.turn()
     for first, count, last, writer, span in (
         (1, 1, False, 0, 0),
@@ -175,13 +175,13 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
     ranks.turn()
     ranks.sent(0, 1)
     ranks.turn()
-    ranks.hear(events.WriterLost, ranks=[1], writer="p1", cause="silent")
-    ranks.hear(events.WriterLost, ranks=[1], writer="someone else", cause="silent")
+    ranks.receive(events.WriterLost, ranks=[1], writer="p1", cause="silent")
+    ranks.receive(events.WriterLost, ranks=[1], writer="someone else", cause="silent")
     ranks.turn()
     assert ranks.taken[0].cause == "prefill lost: rank 1 lost its prefill"
     ranks.room(events.RoomDrained, ranks=[0], rank=0)
     assert ranks.turn().events == []
-    ranks.hear(events.WriterDead, ranks=[1], writer="p1")
+    ranks.receive(events.WriterDead, ranks=[1], writer="p1")
     # What a room hears after its end on this rank changes nothing.
     ranks.room(events.AuxLanded, ranks=[1], rank=0)
     ranks.turn()
@@ -204,11 +204,11 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
 )
 def test_each_operation_has_its_own_outcome(command: commands.Operation, outcome: events.Event) -> None:
     vote_vector = VoteVector()
-    question = OperationVote(1, vote_vector, command)
-    question.hear(vote_vector, 4, outcome)
+    item = OperationVote(1, vote_vector, command)
+    item.receive(vote_vector, 4, outcome)
     vote_vector.take(vote_vector.cast(len(vote_vector)))
-    assert question.decide(vote_vector, 1.0) == [outcome]
-    question.close(vote_vector)
+    assert item.decide(vote_vector, 1.0) == [outcome]
+    item.close(vote_vector)
     assert vote_vector.taken == 0
 
 
@@ -228,7 +228,7 @@ def test_a_room_that_is_left_asks_for_the_last_of_its_writers() -> None:
     room.drained(vote_vector, 0)
     room.drained(vote_vector, 0)
     room.drained(vote_vector, 7)
-    assert vote_vector.word(room.slot) == 0
+    assert vote_vector.value(room.slot) == 0
     room.drained(vote_vector, 1)
     vote_vector.take(vote_vector.cast(len(vote_vector)))
     assert room.decide(vote_vector, 1.0) == [events.RoomDrained(at_s=1.0, request_id="a", generation=0, rank=0)]
@@ -253,3 +253,17 @@ def test_ranks_agree_on_the_cause_of_a_failed_room(make_ranks, kind: type[events
     told = ranks.take(commands.ReportFailed)
     assert told.cause == cause.value
     assert "rank 2" in told.detail
+
+
+def test_aux_from_a_writer_that_the_room_does_not_have_changes_nothing(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1)
+    ranks.turn()
+    for writer in (1, -1):
+        ranks.room(events.AuxLanded, rank=writer)
+        assert ranks.turn().events == []
+    ranks.room(events.AuxLanded, rank=0)
+    ranks.turn()
+    assert ranks.types() == ["AuxLanded"]

@@ -27,10 +27,10 @@ def ranks(make_ranks):
     give_back(ranks, "a", left_of(ready))
     for given in ranks.given:
         assert sum(isinstance(command, commands.ReportFinished) for command in given) == 1
-    ranks.hear(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
+    ranks.receive(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
     ranks.turn()
     for copy in take_copies(ranks):
-        ranks.hear(events.CopyEnded, op=copy.op)
+        ranks.receive(events.CopyEnded, op=copy.op)
     ranks.turn()
     for given in ranks.given:
         given.clear()
@@ -48,7 +48,7 @@ def give_back(ranks, request_id: str, *left: tuple[events.ComponentLeft, ...]) -
     """The callers of all ranks finish; each leaves its own tails, or all the same."""
     for rank in range(3):
         component_pages = left[rank % len(left)]
-        ranks.hear(
+        ranks.receive(
             events.FinishRequested,
             ranks=[rank],
             request_id=request_id,
@@ -69,16 +69,16 @@ def take_copies(ranks) -> list[commands.CopyComponent]:
 
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
 def test_a_copy_that_fails_on_one_rank_sends_the_request_back_on_all(ranks, at_rank: int) -> None:
-    ranks.hear(events.FlushRequested, ranks=[0], call=1, tiers=("l1",))
+    ranks.receive(events.FlushRequested, ranks=[0], call=1, tiers=("l1",))
     ranks.turn()
     ranks.arrive("b", PROMPT)
     ranks.turn()
     assert ranks.take(commands.SendPromise).promised_tokens == 4
     window, state = take_copies(ranks)
     assert (window.source, state.source) == ("host", "host")
-    ranks.hear(events.CopyEnded, op=state.op)
+    ranks.receive(events.CopyEnded, op=state.op)
     for rank in range(3):
-        ranks.hear(events.CopyEnded, ranks=[rank], op=window.op, error="bus error" if rank == at_rank else "")
+        ranks.receive(events.CopyEnded, ranks=[rank], op=window.op, error="bus error" if rank == at_rank else "")
     ranks.turn()
     assert events.CopyEnded(at_s=0.0, op=window.op, error=f"failed on rank {at_rank}") in ranks.taken
     # It starts over on all ranks, and asks prefill for everything.
@@ -93,9 +93,9 @@ def test_a_copy_that_one_rank_still_makes_is_waited_for_on_all(ranks) -> None:
     ranks.turn()
     (clone,) = take_copies(ranks)
     assert (clone.component, clone.source, clone.target) == ("state", "device", "device")
-    ranks.hear(events.CopyEnded, ranks=[0, 2], op=clone.op)
+    ranks.receive(events.CopyEnded, ranks=[0, 2], op=clone.op)
     assert ranks.turn().events == []
-    ranks.hear(events.CopyEnded, ranks=[1], op=clone.op)
+    ranks.receive(events.CopyEnded, ranks=[1], op=clone.op)
     ranks.turn()
     assert ranks.types() == ["CopyEnded"]
 
@@ -110,7 +110,7 @@ def test_callers_that_leave_other_tails_are_refused_on_all_ranks(ranks) -> None:
             events.ChunkLanded(at_s=0.0, request_id="b", generation=0, rank=0, span=0, first=0, count=4, last=True),
             events.AuxLanded(at_s=0.0, request_id="b", generation=0, rank=0),
         ):
-            agreement.hear(event)
+            agreement.receive(event)
     ranks.turn()
     left = left_of(ranks.take(commands.ReportReady))
     give_back(ranks, "b", left, left, left[:1])

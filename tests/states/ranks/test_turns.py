@@ -13,12 +13,12 @@ from tidekv.states.ranks.votes import SLOTS_MIN, VoteVector
 
 def test_storage_is_there_when_all_ranks_have_it(make_ranks) -> None:
     ranks = make_ranks(2)
-    ranks.hear(events.StorageChanged, ranks=[0], available=True)
+    ranks.receive(events.StorageChanged, ranks=[0], available=True)
     assert ranks.turn().events == []
-    ranks.hear(events.StorageChanged, ranks=[1], available=True)
+    ranks.receive(events.StorageChanged, ranks=[1], available=True)
     ranks.turn()
     assert ranks.taken == [events.StorageChanged(at_s=0.0, available=True)]
-    ranks.hear(events.StorageChanged, ranks=[1], available=False)
+    ranks.receive(events.StorageChanged, ranks=[1], available=False)
     ranks.turn()
     assert ranks.taken == [events.StorageChanged(at_s=0.0, available=False)]
 
@@ -56,7 +56,7 @@ def test_the_votes_shape_grows_by_powers_of_two_and_is_one_for_all_requests(make
     ranks = make_ranks(2, settings)
     for number in range(300):
         for rank in range(2):
-            ranks.agreements[rank].hear(
+            ranks.agreements[rank].receive(
                 events.RequestArrived(at_s=0.0, request_id=f"r{number}", serial=number, keys=bytes(4), prompt_tokens=4)
             )
     shapes = set()
@@ -77,7 +77,7 @@ def test_an_outcome_is_news_until_it_was_voted_on(make_ranks) -> None:
     assert [agreement.has_news for agreement in ranks.agreements] == [False, True]
     ranks.turn()
     assert not any(agreement.has_news for agreement in ranks.agreements)
-    assert ranks.agreements[0].questions == 4
+    assert ranks.agreements[0].slots_taken == 4
 
 
 def test_a_rank_that_is_left_alone_ends_everything_by_itself(make_ranks) -> None:
@@ -87,7 +87,7 @@ def test_a_rank_that_is_left_alone_ends_everything_by_itself(make_ranks) -> None
     ranks.sent(0, 1)
     ranks.turn()
     for name in ("b", "c"):
-        ranks.hear(events.RequestArrived, ranks=[1], request_id=name, serial=1, keys=b"x", prompt_tokens=1)
+        ranks.receive(events.RequestArrived, ranks=[1], request_id=name, serial=1, keys=b"x", prompt_tokens=1)
     alone, core = ranks.agreements[1], ranks.cores[1]
     alone.take_opening(
         Opening(
@@ -110,7 +110,7 @@ def test_a_rank_that_is_left_alone_ends_everything_by_itself(make_ranks) -> None
             given = core.step(event)
             alone.stepped(event, given)
             told += given
-        alone.hear(events.RoomDrained(at_s=1.0, request_id="a", generation=0, rank=0))
+        alone.receive(events.RoomDrained(at_s=1.0, request_id="a", generation=0, rank=0))
     assert [command.cause for command in told if isinstance(command, commands.ReportFailed)] == ["a rank was lost"]
     assert core.is_idle
     assert alone.is_idle
@@ -120,11 +120,11 @@ def test_what_a_rank_said_in_a_vote_that_was_never_decided_is_news_when_it_is_le
     # Nothing but a backup is in flight, and its end was told in the last vote, which broke off: nothing new comes.
     ranks = make_ranks(2)
     ranks.make_ready()
-    ranks.hear(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)
+    ranks.receive(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)
     ranks.turn()
     copy = ranks.take(commands.CopyToHost)
     assert isinstance(copy, commands.CopyToHost)
-    ranks.hear(events.CopyEnded, ranks=[1], op=copy.op)
+    ranks.receive(events.CopyEnded, ranks=[1], op=copy.op)
     alone = ranks.agreements[1]
     alone.take_opening(Opening(0, alone.turn + 1, 0.0, 256))
     alone.cast()

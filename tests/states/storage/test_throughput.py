@@ -11,7 +11,7 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.storage.policy import changed_policy, policy_of
-from tidekv.states.storage.throughput import PACE_FRESH_S, ThroughputEstimator
+from tidekv.states.storage.throughput import ESTIMATE_FRESH_S, ThroughputEstimator
 
 TOKENS = b"abcdefgh"
 
@@ -21,8 +21,8 @@ def test_nothing_is_known_at_first_and_after_a_while() -> None:
     assert (throughput.page_s(0.0), throughput.fetch_s(0.0)) == (0.0, 0.0)
     throughput.note(taken_s=2.0, pages=4, now_s=10.0)
     assert (throughput.page_s(10.0), throughput.fetch_s(10.0)) == (0.5, 2.0)
-    assert throughput.page_s(10.0 + PACE_FRESH_S) == 0.5
-    assert throughput.page_s(10.1 + PACE_FRESH_S) == 0.0
+    assert throughput.page_s(10.0 + ESTIMATE_FRESH_S) == 0.5
+    assert throughput.page_s(10.1 + ESTIMATE_FRESH_S) == 0.0
     # What is measured then is not mixed with what was long ago.
     throughput.note(taken_s=1.0, pages=10, now_s=100.0)
     assert throughput.page_s(100.0) == pytest.approx(0.1)
@@ -82,7 +82,7 @@ def test_the_share_of_the_time_is_a_policy(share: float, promised: int) -> None:
 def test_storage_is_tried_again_after_a_while_and_when_it_is_another() -> None:
     rig = stored_rig()
     slow_fetch(rig, 2.0)
-    rig.wait_until(rig.now_s + PACE_FRESH_S + 0.1)
+    rig.wait_until(rig.now_s + ESTIMATE_FRESH_S + 0.1)
     assert ask(rig, "a", TOKENS, 8).promised_tokens == 8
     rig = stored_rig()
     slow_fetch(rig, 2.0)
