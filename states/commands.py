@@ -1,6 +1,7 @@
-"""What the core wishes: imperative, plain values. The driver starts each; those with an `op` end in exactly one event.
+"""Commands: the outputs of the core, in the imperative, as plain values. The driver starts each of them.
 
-Pages are ids of `tidekv.states.types.PageIds`; those of a command belong to its operation until its outcome is told.
+Commands with an `op` end in exactly one event, shown after the arrow. Page lists are `tidekv.states.types.PageIds`; the
+pages of a command belong to its operation until that event.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from tidekv.states.types import PageIds
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A wish. Encoded as its name and the values of its fields, in order."""
+    """A command. Encoded as its name and the values of its fields, in order."""
 
 
 class Operation(Command, frozen=True, kw_only=True):
-    """A wish with an outcome: an event that carries the same `op`."""
+    """A command with an outcome: an event with the same `op`."""
 
     op: int
 
@@ -33,7 +34,7 @@ class QueryStorage(Operation, frozen=True, kw_only=True):
 class FetchPages(Operation, frozen=True, kw_only=True):
     """Read pages [first, first + len(host_pages)) of the request's prompt from storage to host pages → PagesFetched.
 
-    Reads that have not begun after `timeout_s` are not worth beginning.
+    The driver need not start reads after `timeout_s`.
     """
 
     request_id: str
@@ -43,9 +44,10 @@ class FetchPages(Operation, frozen=True, kw_only=True):
 
 
 class QueryComponents(Operation, frozen=True, kw_only=True):
-    """Ask storage for pages [first, first + count) of the request's prompt, as QueryStorage does, and for the positions
-    from `components_first` (at most `first`) on at which it has a page of each component; those behind the last full
-    page found do not matter → StorageAnswered.
+    """Ask storage for pages of the prompt and of components → StorageAnswered.
+
+    Full pages are [first, first + count), as in QueryStorage. For each component the answer has the positions with a
+    page, from `components_first` (at most `first`) on; positions after the last full page found are not needed.
     """
 
     request_id: str
@@ -55,8 +57,9 @@ class QueryComponents(Operation, frozen=True, kw_only=True):
 
 
 class FetchComponent(Operation, frozen=True, kw_only=True):
-    """Read a component's pages at these positions of the request's prompt from storage to host pages of the component
-    → PagesFetched. Reads that have not begun after `timeout_s` are not worth beginning.
+    """Read a component's pages at `positions` of the prompt from storage to host pages of the component → PagesFetched.
+
+    The driver need not start reads after `timeout_s`.
     """
 
     request_id: str
@@ -81,7 +84,7 @@ class CopyToHost(Operation, frozen=True, kw_only=True):
 
 
 class CopyComponent(Operation, frozen=True, kw_only=True):
-    """Copy pages of a component from its pool of one tier to that of another, or within the device → CopyEnded."""
+    """Copy pages of a component between its device pool and host pool, or within the device pool → CopyEnded."""
 
     component: str
     source: TierName
@@ -91,9 +94,10 @@ class CopyComponent(Operation, frozen=True, kw_only=True):
 
 
 class StorePages(Operation, frozen=True, kw_only=True):
-    """Put host pages, which are pages [first, …) of the tokens that request `serial` left, in storage → PagesStored.
+    """Put host pages in storage: the pages from `first` on of the tokens of request `serial` → PagesStored.
 
-    With serial 0 no request is behind it: what the pages hold is asked of `Core.keys_put` when it is started.
+    Serial 0 means pages of no particular request: the driver gets their keys from `Core.keys_put` when it starts the
+    put.
     """
 
     serial: int
@@ -102,8 +106,9 @@ class StorePages(Operation, frozen=True, kw_only=True):
 
 
 class StoreComponent(Operation, frozen=True, kw_only=True):
-    """Put host pages of a component, which are at positions [first, first + len(host_pages)), in storage → PagesStored.
-    What the positions hold is asked of `Core.keys_put` when it is started.
+    """Put host pages of a component in storage, at positions [first, first + len(host_pages)) → PagesStored.
+
+    The driver gets the keys from `Core.keys_put` when it starts the put.
     """
 
     component: str
@@ -112,11 +117,11 @@ class StoreComponent(Operation, frozen=True, kw_only=True):
 
 
 class ProbeStorage(Operation, frozen=True, kw_only=True):
-    """Find out whether storage, which has failed, can be used again → StorageProbed."""
+    """Test whether storage can be used again after failures → StorageProbed."""
 
 
 class Recompute(Operation, frozen=True, kw_only=True):
-    """Have the caller compute the prompt's KV from page `first` on. `pages` is the whole page table → Recomputed."""
+    """Make the caller compute the prompt's KV from page `first` on. `pages` is the whole page table → Recomputed."""
 
     request_id: str
     generation: int
@@ -126,8 +131,9 @@ class Recompute(Operation, frozen=True, kw_only=True):
 
 
 class SendPromise(Command, frozen=True, kw_only=True):
-    """Tell prefill number `prefill` of the request's list what not to send, and where the rest goes → PromiseSent or
-    RoomFailed.
+    """Send the promise of a room to prefill number `prefill` of the request's list → PromiseSent or RoomFailed.
+
+    Prefill need not send the first `promised_tokens` tokens; it writes the rest to `pages`.
     """
 
     request_id: str
@@ -137,15 +143,15 @@ class SendPromise(Command, frozen=True, kw_only=True):
     promised_tokens: int
     pages: PageIds
     renewed: bool = False
-    """Whether an earlier room of the request was left: what a router once brought to prefill may be used up."""
+    """Whether the request had an earlier room. A prompt that a router sent to prefill ahead may be used up then."""
     component_pages: tuple[ComponentPages, ...] | None = None
-    """Of each component what prefill is to send of the tail at the prompt's end, before its last chunk of span 0; no
-    pages where decode has all of it. None: this worker has no components.
+    """Component pages at the prompt's end that prefill must send before its last chunk of span 0; empty for a component
+    if decode has all of its pages. None means that this worker has no components.
     """
 
 
 class SendExtend(Command, frozen=True, kw_only=True):
-    """Ask prefill for pages [first, first + len(pages)) of the prompt as well."""
+    """Ask prefill for pages [first, first + len(pages)) of the prompt as a further span."""
 
     request_id: str
     generation: int
@@ -155,21 +161,21 @@ class SendExtend(Command, frozen=True, kw_only=True):
 
 
 class SendAbort(Command, frozen=True, kw_only=True):
-    """Tell every writer of the room to stop, and to say when it has → RoomDrained from each, or WriterDead."""
+    """Make every writer of the room stop and confirm it → RoomDrained from each, or WriterDead."""
 
     request_id: str
     generation: int
 
 
 class SendReceived(Command, frozen=True, kw_only=True):
-    """Tell prefill that all of the room is here: it may free its pages."""
+    """Confirm to prefill that the whole room has arrived, so that it frees its pages."""
 
     request_id: str
     generation: int
 
 
 class ReportReady(Command, frozen=True, kw_only=True):
-    """Hand the request to the caller: its page table, tokens by source, and pages held back for its growth."""
+    """Hand the restored request to the caller: page table, tokens by source, and reserve for growth."""
 
     request_id: str
     generation: int
@@ -177,13 +183,13 @@ class ReportReady(Command, frozen=True, kw_only=True):
     sources: dict[str, int]
     reserve: PageIds
     component_pages: tuple[ComponentTable, ...] | None = None
-    """The tails at the prompt's end. A window never needs more pages than it is given here: those of its own that it
-    has left behind are written again. None: this worker has no components.
+    """Component pages at the prompt's end. A window needs no further pages later: it reuses those of its own pages that
+    it has moved past. None means that this worker has no components.
     """
 
 
 class ReportFailed(Command, frozen=True, kw_only=True):
-    """Tell the caller that the request failed, and why."""
+    """Report to the caller that the request failed, with cause and detail."""
 
     request_id: str
     cause: str
@@ -191,34 +197,34 @@ class ReportFailed(Command, frozen=True, kw_only=True):
 
 
 class GiveReserve(Command, frozen=True, kw_only=True):
-    """Add pages to the request's reserve for growth; none where `wanted` could not be had."""
+    """Add pages to the request's reserve for growth; possibly none, if the device is short."""
 
     request_id: str
     pages: PageIds
 
 
 class ReportFinished(Command, frozen=True, kw_only=True):
-    """The request is over for the caller: `inserted` of its pages were new to the cache."""
+    """Report that a request has finished. `inserted` of its pages were new to the cache."""
 
     request_id: str
     inserted: int
 
 
 class ReportDropped(Command, frozen=True, kw_only=True):
-    """A READY request was aborted: its pages are no longer the caller's."""
+    """Report that a READY request was aborted. Its pages do not belong to the caller any more."""
 
     request_id: str
 
 
 class ReportRetracted(Command, frozen=True, kw_only=True):
-    """The request's KV is held in host memory: `held_pages` pages of its tokens, from the first on."""
+    """Report that a retracted request's KV is in host memory: the first `held_pages` pages of its tokens."""
 
     request_id: str
     held_pages: int
 
 
 class ReportFlushed(Command, frozen=True, kw_only=True):
-    """What a flush dropped, and what it spared because it is locked: pages by tier."""
+    """Report a flush: by tier, the numbers of pages dropped, and of pages spared because they are locked."""
 
     call: int
     dropped: dict[str, int]
@@ -226,6 +232,6 @@ class ReportFlushed(Command, frozen=True, kw_only=True):
 
 
 class ForgetTokens(Command, frozen=True, kw_only=True):
-    """No operation needs the tokens of request `serial` any more: the driver may drop them."""
+    """Drop the tokens of request `serial`: no operation needs them any more."""
 
     serial: int

@@ -284,7 +284,7 @@ class Core:
     def _lose_rooms_of(self, writer: str, cause: str) -> None:
         lost = _prefill_lost(self.state.now_s, PrefillCause.LOST, cause)
         for room in self.rooms.of_writer(writer):
-            assert self.rooms.live(*room.key) is room, "a request that leaves its room ends no other's"
+            assert self.rooms.live(*room.key) is room, "leaving one room has ended the room of another request"
             self.fire(room.request, lost)
 
     # --- The request machine ---

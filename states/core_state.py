@@ -1,14 +1,14 @@
-"""What all rules of the core share: settings, index, page accounts, operations, deadlines, and the commands to give.
+"""The state that all rules of the core share: settings, index, page pools, operations, deadlines, commands.
 
-Rules write to it and read from it; nothing here decides anything, and nothing here names a rule. What a rule starts
-outside of the core is an `Operation`, which knows what its outcome means:
+Rules read and write it. This module makes no decision and imports no rule module. An effect outside of the core that a
+rule starts is an `Operation`, which handles its own outcome:
 
     rule ──start_operation──▶ CoreState.operations ──outcome event──▶ Operation.ended
-                                      │  └──deadline has come──▶ Operation.late
+                                      │  └──deadline passed──▶ Operation.late
                                       └──`ended` raised──▶ Operation.abandon
 
-What a rule leaves for others to do in the same step is put in one of the work queues; `tidekv.states.core` says in
-which order they are emptied.
+Work that a rule leaves for other rules of the same step goes to one of the work queues. `tidekv.states.core` defines
+the order in which they are processed.
 """
 
 from __future__ import annotations
@@ -67,27 +67,30 @@ COUNTERS: Final = (
     "component_pages_stored",
     "transitions_raised",
 )
-"""Everything that `CoreState.count` counts, so that statistics have all counters from the start."""
+"""All counters of `CoreState.count`, so that statistics show each of them from the start."""
 
 
 class Operation(Protocol):
-    """Something under way outside of the core. It has one outcome, which settles pages even if it is late."""
+    """An effect under way outside of the core. It has exactly one outcome, which settles its pages even if late."""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Take the outcome. The operation is out of `CoreState.operations` already; `error` is empty for success."""
+        """Handle the outcome; `error` is empty for success.
+
+        The operation has been removed from `CoreState.operations` already.
+        """
         ...
 
     def late(self) -> None:
-        """Its deadline has come while it is under way. It runs once more if it raises."""
+        """Handle a deadline that passed while the operation is under way. Called once more if it raises."""
         ...
 
     def abandon(self) -> None:
-        """Give back what is held after `ended` has raised: nothing is under way any more."""
+        """Give back what the operation holds after `ended` has raised. Nothing is under way any more."""
         ...
 
 
 class CoreState:
-    """The state that rules share. One per core."""
+    """The shared state of one core."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
@@ -95,58 +98,58 @@ class CoreState:
         self.host = PagePool("host", settings.host_pages)
         self.index = PrefixIndex(key_bytes=settings.key_bytes, device=self.device, host=self.host)
         self.components: ComponentIndex | None = None
-        """The index with components beside it, if there are any."""
+        """The index of component pages. None if the model has no components."""
         if settings.components:
             self.components = ComponentIndex(self.index, settings.components, page_size=settings.page_size)
         self.now_s = 0.0
         self.storage_available = False
-        """Whether a storage engine is attached that is of use; `StorageAdmission` says whether it may be asked now."""
+        """Whether a usable storage engine is attached. `StorageAdmission` decides whether it may be called now."""
         self.out: list[Command] = []
-        """Commands of this step, in the order in which they are to be started."""
+        """Commands of this step, in the order in which the driver must start them."""
         self.operations: dict[int, Operation] = {}
         self.requests: dict[str, Request] = {}
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.raise_watchers: list[Callable[[Request | None], None]] = []
         """Called by `note_raise`. They change nothing and never raise."""
 
-        # Work queues: what a rule leaves for others to do in the same step.
+        # Work queues: work that a rule leaves for other rules of the same step. Dictionaries serve as ordered sets.
         self.answers: dict[Request, Event] = {}
-        """Outcomes of requests' own operations, which the request machine takes."""
+        """Outcomes of operations of requests, to be fired at the request machine."""
         self.preempted: dict[Request, str] = {}
-        """Requests that lost their pages to another writer, with the cause: they go back to the queue."""
+        """Requests that lost their pages to another writer, with the cause. They return to the admission queue."""
         self.failed_loads: dict[Load, None] = {}
-        """Loads that failed: a sharer extends into them, or they are given up if they have none."""
+        """Failed loads, into which a sharer extends; without sharers, they are given up."""
         self.progressed_loads: dict[Load, None] = {}
-        """Loads of shared transfers of which something may have landed that other requests wait for."""
+        """Loads of shared transfers of which pages may have landed that other requests wait for."""
         self.dirty: dict[Request, None] = {}
-        """Requests that may be able to move on, in the order in which they were touched."""
+        """Requests that have changed and may be able to move on, in order of the change."""
         self.reclaimable_loads: list[Load] = []
-        """Void loads without a writer: their pages can be freed."""
+        """Loads in RECLAIMING without a writer, whose pages can be freed."""
         self.pages_freed = True
-        """Whether something happened that may let a waiting request in."""
+        """Whether a change may allow the admission of a waiting request."""
         self.ahead_over: dict[Request, None] = {}
-        """Requests whose plan is made: what was fetched ahead for them is released."""
+        """Planned requests whose remaining look-ahead reads can be released."""
         self.ahead_due = False
-        """Whether a waiting request may fetch ahead that could not before."""
+        """Whether a change may allow look-ahead for a waiting request."""
         self.write_due = False
-        """Whether something happened that may leave too little that can be evicted without losing it."""
+        """Whether a change may have left too few evictable pages that have a copy in a lower tier."""
         self.write_credit = 0
-        """Pages that may be copied ahead of eviction before pages are taken or left again."""
+        """Pages that write-back may still copy before the next `renew_write_credit`."""
 
         self._operation = 0
         self._deadlines: list[tuple[float, int, Operation | Request, int]] = []
         self._deadline_number = 0
 
     def count(self, name: str, by: int = 1) -> None:
-        """Add to a counter of what happened."""
+        """Add `by` to a counter of COUNTERS."""
         self.counters[name] = self.counters[name] + by
 
     def emit(self, command: Command) -> None:
-        """Give a command."""
+        """Add a command to this step."""
         self.out.append(command)
 
     def forget(self, request: Request) -> None:
-        """Drop a request that is over: late outcomes of it only settle pages."""
+        """Remove a request that has ended. Later outcomes of its operations only settle pages."""
         del self.requests[request.request_id]
         self.dirty.pop(request, None)
 
@@ -159,7 +162,10 @@ class CoreState:
             watcher(request)
 
     def run_guarded(self, rule: Callable[[], None], recover: Callable[[], None] | None = None) -> None:
-        """Run a rule that belongs to no single request. If it raises, run `recover`, or else the rule once more."""
+        """Run a rule that belongs to no single request. If it raises, run `recover`, or the rule once more without it.
+
+        BrokenInvariant, and an exception of `recover` or of the second run, leave the step.
+        """
         try:
             rule()
         except BrokenInvariant:
@@ -171,32 +177,33 @@ class CoreState:
     # --- Operations and deadlines ---
 
     def start_operation(self, operation: Operation, *, deadline_s: float) -> int:
-        """Number a new operation, whose outcome is due within `deadline_s`."""
+        """Register an operation whose outcome is due within `deadline_s`; return its number."""
         self._operation += 1
         self.operations[self._operation] = operation
         self.set_deadline(operation, self.now_s + deadline_s, op=self._operation)
         return self._operation
 
     def set_deadline(self, waiting: Operation | Request, at_s: float, *, op: int = 0) -> None:
-        """Have `pop_due` return an operation, while it is under way as `op`, or a live request once `at_s` has come."""
+        """Make `pop_due` return a live request, or an operation under way as number `op`, from `at_s` on."""
         if at_s != float("inf"):
             self._deadline_number += 1
             heapq.heappush(self._deadlines, (at_s, self._deadline_number, waiting, op))
 
     def next_deadline_s(self) -> float | None:
-        """When the core needs the time. Deadlines of what has ended meanwhile are dropped on the way."""
+        """Return the next deadline, or None. Drops entries of requests and operations that have ended."""
         while self._deadlines and not self._is_pending(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def pop_due(self) -> Operation | Request | None:
-        """The next operation or request whose time has come."""
+        """Remove and return the next operation or request whose deadline has passed; None if there is none."""
         due = self.next_deadline_s()
         if due is None or due > self.now_s:
             return None
         return heapq.heappop(self._deadlines)[2]
 
     def _is_pending(self, entry: tuple[float, int, Operation | Request, int]) -> bool:
+        # By identity: a request id may be in use again, and an operation may have been replaced under its number.
         _, _, waiting, op = entry
         if op:
             return self.operations.get(op) is waiting
@@ -205,12 +212,12 @@ class CoreState:
     # --- Room in the pools ---
 
     def renew_write_credit(self) -> None:
-        """Look again at what is evicted next: pages were taken or left, or are to be written in another way."""
+        """Let write-back look at the next pages to be evicted again, after a change of usage or policy."""
         self.write_due = True
         self.write_credit = int(self.settings.device_pages * self.settings.write_back_ahead)
 
     def make_device_room(self, count: int) -> bool:
-        """Evict until `count` device pages are free. False, with nothing evicted, if that is impossible."""
+        """Evict until `count` device pages are free. Returns False, with nothing evicted, if that is impossible."""
         short = count - self.device.free
         if short <= 0:
             return True
@@ -220,7 +227,7 @@ class CoreState:
         return self.device.free >= count
 
     def make_host_room(self, count: int) -> int:
-        """Evict host pages until `count` are free, or as many as can be; the number that is free, at most `count`."""
+        """Evict host pages until `count` are free, or all that are evictable; return how many of `count` are free."""
         short = count - self.host.free
         if short > 0:
             self.index.evict_host(min(short, self.index.host_evictable))

@@ -1,4 +1,4 @@
-"""Every error that tidekv raises on purpose, by what the caller can do about it."""
+"""All errors that tidekv raises deliberately, grouped by what the caller can do about them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ class TidekvError(Exception):
 
 
 class InvalidRequest(TidekvError, ValueError):
-    """The call is wrong and changed nothing: fix it and call again."""
+    """The call is invalid and changed nothing. Fix it and call again."""
 
 
 class InvalidConfig(InvalidRequest):
-    """A setting, option or layout is wrong; nothing was started."""
+    """A setting, option or layout is invalid. Nothing was started."""
 
 
 class CapacityError(TidekvError):
-    """There is no room now; nothing was changed: try later, or give something back."""
+    """There is not enough room at the moment, and nothing was changed. Try later, or release pages."""
 
 
 class OutOfPages(CapacityError):
-    """The device pool has no page for the new tokens: retract or finish a request."""
+    """The device pool has no page for new tokens. Retract or finish a request."""
 
 
 class OutOfMemory(CapacityError, MemoryError):
-    """A pool asked for more memory than there is; nothing was allocated."""
+    """A pool needs more memory than there is. Nothing was allocated."""
 
 
 class CopyFailed(TidekvError):
-    """A copy between device and host failed: its destination holds garbage, and nothing writes there any more."""
+    """A copy between device and host failed. The contents of its destination are undefined, and it has no writer."""
 
 
 class TransferFailed(TidekvError):
-    """Bytes did not come from, or go to, another process."""
+    """A transfer from or to another process failed."""
 
 
 class LinkClosed(TransferFailed):
-    """A control link has ended; the text says which, by whom and why. `is_orderly`: the peer said goodbye before."""
+    """A control link has ended. The text names the link, the side that ended it, and the cause.
+
+    `is_orderly` means that the peer announced the end.
+    """
 
     def __init__(self, cause: str | None, *, is_orderly: bool = False) -> None:
         super().__init__(cause)
@@ -50,27 +53,27 @@ class LinkClosed(TransferFailed):
 
 
 class StorageFailed(TidekvError):
-    """A storage engine cannot do its work; requests go on without it."""
+    """A call of a storage engine failed. Requests continue without storage."""
 
 
 class EngineClosed(TidekvError):
-    """The engine is closed or closing and takes no more calls."""
+    """The engine is closed or closing and accepts no more calls."""
 
 
 class ProtocolError(TidekvError):
-    """The hand-over protocol was broken."""
+    """The hand-over protocol was violated."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This process broke the protocol: a bug of ours or of the embedder."""
+    """This process violated the protocol: a bug of tidekv or of its caller."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke the protocol."""
+    """The peer violated the protocol."""
 
 
 class PeerMismatch(RemoteProtocolError):
-    """The peer's model, layout, page size, dtype or version is not ours; `field` names the first that differs."""
+    """The peer's model, layout, page size, dtype or version differs. `field` names the first difference."""
 
     def __init__(self, *, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"peer differs in {field}: ours is {_brief(ours)}, theirs is {_brief(theirs)}")
@@ -80,23 +83,26 @@ class PeerMismatch(RemoteProtocolError):
 
 
 def _brief(value: object) -> str:
-    """A value as one bounded line: the peer chose it."""
+    """Return a value as one bounded line, since the peer has chosen it."""
     text = repr(value)
     return text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[:VALUE_CHARACTERS_MAX]}…"
 
 
 class IllegalEvent(TidekvError):
-    """An event that the table has no row for, in this state: a bug of the driver, nothing was changed."""
+    """The table has no row for an event in the request's state. Nothing was changed; this is a bug of the driver."""
 
 
 class BrokenInvariant(TidekvError, AssertionError):
-    """An account or the index contradicts itself: a bug of tidekv. The engine stops; report it with the journal."""
+    """A page pool, the index or another record of the core contradicts itself: a bug of tidekv.
+
+    The engine stops. Report the bug with the journal.
+    """
 
 
 class RanksDiverged(BrokenInvariant):
-    """The ranks of an instance no longer keep the same: a bug, or callers that did not do the same on all ranks.
+    """The ranks of an instance have different states: a bug, or callers that made different calls on the ranks.
 
-    `parts` names what differs. The instance stops.
+    `parts` names the parts that differ. The instance stops.
     """
 
     def __init__(self, *, turn: int, parts: tuple[str, ...]) -> None:
@@ -106,15 +112,15 @@ class RanksDiverged(BrokenInvariant):
 
 
 class RankBroken(TidekvError):
-    """The engine of one rank broke and said so: all ranks of the instance stop."""
+    """The engine of one rank broke and reported it. All ranks of the instance stop."""
 
     def __init__(self, *, rank: int) -> None:
-        super().__init__(f"the engine of rank {rank} broke; its log says why")
+        super().__init__(f"the engine of rank {rank} broke; its log has the cause")
         self.rank = rank
 
 
 class RankLost(TidekvError):
-    """A rank of the instance is out of reach: requests fail until all ranks have formed a new group."""
+    """A rank of the instance is out of reach. Requests fail until all ranks have formed a new group."""
 
     def __init__(self, *, rank: int, cause: str) -> None:
         super().__init__(f"rank {rank} is lost: {cause}")
@@ -123,11 +129,11 @@ class RankLost(TidekvError):
 
 
 class JournalRefused(InvalidRequest):
-    """This is no journal that this version can read: empty, of another kind or version, or without its start."""
+    """This version cannot read the file as a journal: it is empty, of another kind or version, or lacks its start."""
 
 
 class JournalDamaged(TidekvError):
-    """A line of a journal is not what was written, or is missing. `line` is where, counted from 1 in file `path`."""
+    """A line of a journal is damaged or missing: line `line`, counted from 1, of file `path`."""
 
     def __init__(self, *, path: str, line: int, cause: str) -> None:
         super().__init__(f"journal damaged at {path}:{line}: {cause}")
@@ -137,10 +143,10 @@ class JournalDamaged(TidekvError):
 
 
 class ReplayDiverged(TidekvError):
-    """Something else follows from an event than in the run: the rules of the core have changed.
+    """In a replay, the core's result of an event differs from the recorded one: its rules have changed.
 
-    `seq`, `event` and `turn` are the first such event and its turn; `parts` names what differs: "raises", "error",
-    "moves", "commands", "evictions", or a part of the state. `recorded` and `replayed` are both sides, in words.
+    `seq`, `event` and `turn` identify the first such event; `parts` names what differs: "raises", "error", "moves",
+    "commands", "evictions", or a part of the state. `recorded` and `replayed` describe both results.
     """
 
     def __init__(
@@ -159,9 +165,9 @@ class ReplayDiverged(TidekvError):
 
 
 class PrefillCause(StrEnum):
-    """Why a prefill did not send what a request asked of it: the `cause` of RequestFailed if no other prefill is left.
+    """Why a prefill did not send a request's pages. The `cause` of RequestFailed if no other prefill is left.
 
-    Events carry it as text, as the beginning of their cause: see `words` and `parse`.
+    Events carry it as text, at the start of their cause: see `words` and `parse`.
     """
 
     PROTOCOL_ERROR = "protocol error"
@@ -183,18 +189,19 @@ class PrefillCause(StrEnum):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed later at the same prefill, with nothing changed. Of the others a person
-        has to change something first: an address, a secret, a version, code.
+        """Whether the same request may succeed later at the same prefill without any change.
+
+        The other causes need an operator to change something first: an address, a secret, a version, code.
         """
         return self not in NOT_RETRYABLE
 
     def words(self, detail: str) -> str:
-        """This cause with what is known beyond it, as the text of an event."""
+        """Return the text of an event: this cause, then `detail`."""
         return f"{self.value}: {detail}"
 
     @staticmethod
     def parse(text: str) -> tuple[PrefillCause, str] | None:
-        """What `words` put together; None for text that does not begin with a cause."""
+        """Split a text of `words` into cause and detail; None if it does not begin with a cause."""
         cause, separator, detail = text.partition(": ")
         if not separator or cause not in PREFILL_CAUSES:
             return None
@@ -215,8 +222,8 @@ PREFILL_CAUSES: Final = {cause.value: cause for cause in PrefillCause}
 
 
 class RequestFailed(TidekvError):
-    """A request ended in FAILED; `cause` says why, `detail` holds what is known beyond that (a peer's words, a
-    traceback).
+    """A request ended in FAILED. `cause` is the reason; `detail` has more about it, such as a peer's text or a
+    traceback.
     """
 
     def __init__(self, request_id: str, cause: str, detail: str = "") -> None:

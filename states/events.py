@@ -1,8 +1,8 @@
-"""Events: the facts that the core decides by. Past tense, plain values, no tensors, no exceptions.
+"""Events: the inputs of the core. Facts in the past tense, as plain values without tensors or exceptions.
 
-Every event carries the time at which it was taken (`at_s`, monotonic seconds): the core has no clock. Whatever is not
-in an event cannot matter to a decision, which is what makes a run replayable. `op` names the command whose outcome an
-event is; an outcome of an operation that the core no longer knows is late, and only counted.
+Every event carries the time at which it was taken (`at_s`, monotonic seconds), since the core has no clock. Decisions
+depend on events only, so a run can be replayed from them. `op` is the number of the command whose outcome an event
+reports; the core counts an outcome of an unknown operation as late and ignores it otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from tidekv.states.storage.policy import StoragePolicy
 
 NO_DEADLINE = float("inf")
-"""As `deadline_at_s`: none."""
+"""No deadline, for `deadline_at_s`."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -24,7 +24,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
 
 
 class ComponentLeft(msgspec.Struct, frozen=True, array_like=True):
-    """Device pages of one component at positions [first, first + len(pages)) of a request's tokens, to be kept."""
+    """Device pages of one component to keep, at positions [first, first + len(pages)) of a request's tokens."""
 
     component: str
     first: int
@@ -32,8 +32,9 @@ class ComponentLeft(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredComponent(msgspec.Struct, frozen=True, array_like=True):
-    """Where in a prompt storage has pages of one component: ranges [first, end) of positions, ascending. What two such
-    answers have in common is what both can serve.
+    """The positions of a prompt at which storage has pages of one component: ascending ranges [first, end).
+
+    For several ranks, the usable positions are the intersection of their answers.
     """
 
     component: str
@@ -44,9 +45,11 @@ class StoredComponent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestArrived(Event, frozen=True, kw_only=True):
-    """A prompt wants its KV on this device. `keys` holds one fixed-width key a full page, the rest of `prompt_tokens`
-    is the tail. `serial` is unique in the run and names the request's tokens in commands that outlive it. Its rooms
-    are numbered from `generation` on: above every generation that a request of the same id has had before.
+    """A request for the KV of a prompt on this device.
+
+    `keys` holds one fixed-width key per full page; the remaining tokens of `prompt_tokens` are the partial last page.
+    `serial` is unique in the run and names the request's tokens in commands that outlive it. Generations of its rooms
+    count from `generation` on, which is above all generations of earlier requests with the same id.
     """
 
     request_id: str
@@ -70,7 +73,7 @@ class AbortRequested(Event, frozen=True, kw_only=True):
 
 
 class GrowthTaken(Event, frozen=True, kw_only=True):
-    """The caller took `page_count` pages of a request's reserve for new tokens, and wants `wanted` more at once."""
+    """The caller took `page_count` pages of a request's reserve for new tokens and needs `wanted` more at once."""
 
     request_id: str
     page_count: int
@@ -78,19 +81,19 @@ class GrowthTaken(Event, frozen=True, kw_only=True):
 
 
 class FinishRequested(Event, frozen=True, kw_only=True):
-    """Generation ended: keep the KV of `tokens` tokens (`keys`: their full pages) and give everything back."""
+    """Generation ended. The KV of `tokens` tokens is kept under `keys`, the keys of their full pages."""
 
     request_id: str
     keys: bytes
     tokens: int
     component_pages: tuple[ComponentLeft, ...] = ()
-    """What is to be kept of components: a window's trailing pages, a record of the state at the end of a page. They are
-    the request's own pages, or those it shares, at their positions.
+    """Component pages to keep: the last pages of a window, a record of the state at the end of a page. They are pages
+    that the request owns or shares, at these positions.
     """
 
 
 class RetractRequested(Event, frozen=True, kw_only=True):
-    """Memory is needed: move the KV of `tokens` tokens to the host, hold it there, and give the device pages back."""
+    """The caller needs memory. The KV of `tokens` tokens is held in host memory, and the device pages are freed."""
 
     request_id: str
     keys: bytes
@@ -100,21 +103,22 @@ class RetractRequested(Event, frozen=True, kw_only=True):
 
 
 class RetractedDropped(Event, frozen=True, kw_only=True):
-    """A retracted request will not be resumed: let go of what it holds in host memory."""
+    """A retracted request will not be resumed. Its pages in host memory are released."""
 
     request_id: str
 
 
 class FlushRequested(Event, frozen=True, kw_only=True):
-    """Forget every unlocked page of these tiers ("l1", "l2"). `call` is echoed in the answer."""
+    """The caller flushed these tiers ("l1", "l2"): unlocked pages are dropped. ReportFlushed returns `call`."""
 
     call: int
     tiers: tuple[str, ...]
 
 
 class StorageChanged(Event, frozen=True, kw_only=True):
-    """A storage engine was attached or is gone. `component_pages`: it holds pages of every component, too; a worker
-    with components uses no other.
+    """A storage engine was attached or detached.
+
+    `component_pages` means that it stores pages of every component as well; a worker with components uses no other.
     """
 
     available: bool
@@ -122,23 +126,23 @@ class StorageChanged(Event, frozen=True, kw_only=True):
 
 
 class PolicyChanged(Event, frozen=True, kw_only=True):
-    """Storage is to be used in another way from now on; every policy is in it, changed or not."""
+    """The storage policies have changed. `policy` has all of them, changed or not."""
 
     policy: StoragePolicy
 
 
 class ClockAdvanced(Event, frozen=True, kw_only=True):
-    """The time that the core asked to be woken at (`Core.next_deadline_s`) has come."""
+    """The deadline returned by `Core.next_deadline_s` has passed."""
 
 
 # --- Outcomes on this machine ---
 
 
 class StorageAnswered(Event, frozen=True, kw_only=True):
-    """Storage has the first `found` of the requested pages: a hint. An error counts as none. `component_pages` is
-    the same for components, if they were requested. For several ranks it is what all of them have: the pages of one
-    boundary,
-    as far as they are not in the caches.
+    """Storage has the first `found` of the requested pages. This is a hint; an error counts as no pages.
+
+    `component_pages` is the answer for components, if they were requested. With several ranks it is what all ranks
+    have: the pages for one boundary that are not in the caches.
     """
 
     op: int
@@ -148,8 +152,9 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
 
 
 class PagesFetched(Event, frozen=True, kw_only=True):
-    """The first `good` pages of a fetch (FetchPages, FetchComponent) are in host memory and verified; nothing writes to
-    any of their pages now.
+    """The first `good` pages of a fetch (FetchPages, FetchComponent) are in host memory and verified.
+
+    Nothing writes to any of its pages any more.
     """
 
     op: int
@@ -158,8 +163,8 @@ class PagesFetched(Event, frozen=True, kw_only=True):
 
 
 class CopyEnded(Event, frozen=True, kw_only=True):
-    """A copy between device and host is over; with an error, its destination holds garbage. Nothing writes there any
-    more.
+    """A copy between device and host has ended. Nothing writes to its destination any more, whose contents are
+    undefined after an error.
     """
 
     op: int
@@ -167,7 +172,7 @@ class CopyEnded(Event, frozen=True, kw_only=True):
 
 
 class PagesStored(Event, frozen=True, kw_only=True):
-    """The first `stored` pages of a put are in storage; its source pages are no longer read."""
+    """The first `stored` pages of a put are in storage. Its source pages are not read any more."""
 
     op: int
     stored: int
@@ -175,21 +180,21 @@ class PagesStored(Event, frozen=True, kw_only=True):
 
 
 class StorageProbed(Event, frozen=True, kw_only=True):
-    """Storage can be used again, or, with an error, cannot."""
+    """A probe of storage has succeeded, or failed with an error."""
 
     op: int
     error: str = ""
 
 
 class Recomputed(Event, frozen=True, kw_only=True):
-    """The caller has computed the rest of the prompt itself, first token included; with an error, it could not."""
+    """The caller has computed the rest of the prompt, first token included, or failed with an error."""
 
     op: int
     error: str = ""
 
 
 class CommandRaised(Event, frozen=True, kw_only=True):
-    """Starting a command raised; nothing was started. `detail` is the traceback."""
+    """The start of a command raised, so nothing is under way. `detail` is the traceback."""
 
     op: int
     detail: str
@@ -199,7 +204,7 @@ class CommandRaised(Event, frozen=True, kw_only=True):
 
 
 class PromiseSent(Event, frozen=True, kw_only=True):
-    """The promise of a room is on its way to `writer` (a peer's instance and epoch), whose `ranks` ranks will write."""
+    """The promise of a room was sent to `writer` (instance and epoch of a peer), of which `ranks` ranks will write."""
 
     request_id: str
     generation: int
@@ -208,8 +213,9 @@ class PromiseSent(Event, frozen=True, kw_only=True):
 
 
 class ChunkLanded(Event, frozen=True, kw_only=True):
-    """Pages [first, first + count) of the prompt are in place, written by one prefill rank for one span of the room;
-    `last` ends the span.
+    """One prefill rank has written pages [first, first + count) of the prompt, for one span of the room.
+
+    `last` ends the span for that rank.
     """
 
     request_id: str
@@ -222,7 +228,7 @@ class ChunkLanded(Event, frozen=True, kw_only=True):
 
 
 class AuxLanded(Event, frozen=True, kw_only=True):
-    """The first token and what belongs to it came from one prefill rank. The driver keeps the payload."""
+    """The aux record with the first token has arrived from one prefill rank. The driver keeps the payload."""
 
     request_id: str
     generation: int
@@ -230,7 +236,7 @@ class AuxLanded(Event, frozen=True, kw_only=True):
 
 
 class RoomRefused(Event, frozen=True, kw_only=True):
-    """Prefill cannot serve this span of the room any more. Nothing of the span was or will be written."""
+    """Prefill cannot serve this span of the room. No page of the span was or will be written."""
 
     request_id: str
     generation: int
@@ -239,7 +245,7 @@ class RoomRefused(Event, frozen=True, kw_only=True):
 
 
 class RoomFailed(Event, frozen=True, kw_only=True):
-    """The room will not be completed. `settled` says that nobody can write to its pages any more."""
+    """The room will not be completed. `settled` means that its pages have no writer any more."""
 
     request_id: str
     generation: int
@@ -248,7 +254,7 @@ class RoomFailed(Event, frozen=True, kw_only=True):
 
 
 class RoomDrained(Event, frozen=True, kw_only=True):
-    """One prefill rank has no write of this room in flight and will not start another."""
+    """One prefill rank has no write of this room in flight and will not start another one."""
 
     request_id: str
     generation: int
@@ -256,46 +262,47 @@ class RoomDrained(Event, frozen=True, kw_only=True):
 
 
 class WriterLost(Event, frozen=True, kw_only=True):
-    """A peer is out of reach: its rooms fail, but it may still write."""
+    """A peer is out of reach. Its rooms fail, but it may still write to their pages."""
 
     writer: str
     cause: str
 
 
 class WriterDead(Event, frozen=True, kw_only=True):
-    """A peer is proven dead and its last bytes have landed: nothing of it can write any more."""
+    """A peer is proven dead and its last bytes have landed: it cannot write any more."""
 
     writer: str
 
 
-# --- Internal events of the request machine. They follow from those above and are never journalled. ---
+# --- Internal events of the request machine. The core derives them from the events above; they are not journalled. ---
 
 
 class StorageDue(Event, frozen=True, kw_only=True):
-    """Storage can be asked what it has of the prompt."""
+    """Storage can be asked for the prompt's pages."""
 
 
 class Granted(Event, frozen=True, kw_only=True):
-    """There is room for the request: match, lock and reserve were done, all or nothing."""
+    """The request was admitted: `Restore.grant` has matched, locked and reserved its pages."""
 
 
 class PlanDue(Event, frozen=True, kw_only=True):
-    """All that the plan depends on may be known."""
+    """The facts that the plan depends on may be complete."""
 
 
 class Progressed(Event, frozen=True, kw_only=True):
-    """Something that the request waited for has come."""
+    """Something that the request waits for may have happened."""
 
 
 class PagesLost(Event, frozen=True, kw_only=True):
-    """Pages that the request was to share belong to another writer now; it starts over on others."""
+    """Pages that the request was to share have another writer now, so it starts over on other pages."""
 
     cause: str
 
 
 class PrefillLost(Event, frozen=True, kw_only=True):
-    """The request's room will not be completed: prefill refused it, failed, or is out of reach. `settled`: nothing can
-    write to its pages any more.
+    """The request's room will not be completed: prefill refused it, failed, or is out of reach.
+
+    `settled` means that its pages have no writer any more.
     """
 
     cause: str
@@ -304,11 +311,11 @@ class PrefillLost(Event, frozen=True, kw_only=True):
 
 
 class DeadlinePassed(Event, frozen=True, kw_only=True):
-    """The caller's deadline has come."""
+    """The deadline of the request has passed."""
 
 
 class TransitionRaised(Event, frozen=True, kw_only=True):
-    """A rule of this request raised; nothing was changed by it. `detail` is the traceback."""
+    """A rule of this request raised and left its state unchanged. `detail` is the traceback."""
 
     detail: str
 

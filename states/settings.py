@@ -1,4 +1,4 @@
-"""What the core is configured by: sizes and bounds, which are fixed for its life, and policies. Plain values."""
+"""Settings of the core: sizes and bounds, fixed for its life, and policies. Plain values."""
 
 from __future__ import annotations
 
@@ -14,39 +14,43 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Sizes, bounds and policies of one core. Pages and tokens are counts, durations are seconds."""
 
     page_size: PositiveCount
-    """Tokens a page holds."""
+    """Tokens per page."""
     key_bytes: PositiveCount
-    """Bytes of one page's key: its packed tokens in a live run, a digest in a replay."""
+    """Bytes of one page's key: packed tokens in a live run, a digest in a replay."""
     device_pages: PositiveCount
+    """Size of the device pool."""
     host_pages: Count = 0
+    """Size of the host pool. 0 means no host tier."""
     growth_reserve_pages: Count = 1
-    """Device pages that an admitted request holds back for the tokens it will generate."""
+    """Device pages that an admitted request holds in reserve for the tokens it will generate."""
     queue_max: PositiveCount = 16384
-    """Requests that may wait for admission; the next one is refused."""
+    """Maximum number of requests that wait for admission; further ones are refused."""
     admission_scan_max: PositiveCount = 16
-    """Waiting requests looked at when the first of them does not fit."""
+    """Maximum number of waiting requests tried for admission if the first of them does not fit."""
     passes_max: Count = 64
-    """How often smaller requests may pass one that does not fit before everybody waits for it."""
+    """Maximum number of smaller requests that may pass one that does not fit; after that, all behind it wait."""
     ageing_s: Seconds = 5.0
-    """Waiting so long weighs as much as one step of priority."""
+    """Seconds of waiting that weigh as much as one step of priority."""
     fetch_run_pages: PositiveCount = 32
-    """Pages of one storage read; each run that has landed starts its copy to the device."""
+    """Maximum pages of one storage read. Each run starts its copy to the device when it has landed."""
     copy_run_pages: PositiveCount = 256
-    """Pages of one copy between host and device, at most (a single tree node may be longer)."""
+    """Maximum pages of one copy between host and device; a single tree node may be longer."""
     query_deadline_s: Seconds = 1.0
+    """Seconds until a query to storage counts as failed."""
     copy_deadline_s: Seconds = 30.0
+    """Seconds until a copy between host and device counts as failed."""
     attempts_per_prefill: PositiveCount = 1
-    """How often each prefill of a request's list is tried before the request fails."""
+    """Attempts per prefill of a request's list before the request fails."""
     share_transfers: bool = False
-    """Requests that have a prefix in common share the transfer of it, before the first of them is READY. Not with
+    """Whether requests with a common prefix share its transfer before the first of them is READY. Without effect with
     components.
     """
     share_wait_s: Seconds = 0.25
-    """So long a request that waits for another one's transfer alone does so while nothing of it lands."""
+    """Seconds a request waits on another request's stalled transfer before it asks prefill itself."""
     components: tuple[Component, ...] = ()
-    """Windows and states that travel beside the KV."""
+    """Sliding windows and state snapshots that are transferred and cached beside the full KV."""
     keep_output: bool = True
-    """False: what decode generated is not kept, only prompts are (a baseline to measure against)."""
+    """Whether generated tokens are cached. False caches prompts only, as a baseline for measurements."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,15 +62,15 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
                 )
 
     def with_policy(self, policy: StoragePolicy) -> CoreSettings:
-        """The same sizes and bounds with other policies."""
+        """Return a copy with the same sizes and bounds and other policies."""
         return msgspec.structs.replace(self, **{name: getattr(policy, name) for name in POLICY_FIELDS})
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens, the last one maybe in part."""
+        """Return the number of pages for `tokens` tokens; the last page may be partial."""
         return -(-tokens // self.page_size)
 
     def prefetch_deadline_s(self, pages: int, request_s: float = float("inf")) -> float:
-        """How long a storage run of `pages` pages of a request, which has `request_s` left, may take."""
+        """Return the seconds that a fetch of `pages` pages may take for a request with `request_s` seconds left."""
         if self.prefetch not in ("timeout", "soonest"):
             return max(request_s / 2, 0.0)
         return self.prefetch_base_s + self.prefetch_per_ki_token_s * pages * self.page_size / 1024

@@ -1,4 +1,4 @@
-"""Plain values that backends and transports share: where pages lie, and what makes two pools interchangeable."""
+"""Value types that states, backends and transports share: page ids, memory layout, identity of a model's pages."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Final, TypeAlias
 import msgspec
 
 PageIds: TypeAlias = "array[int]"
-"""Page ids of one pool, in prompt order: `array("i", …)`, four bytes a page."""
+"""Page ids of one pool, in prompt order: `array("i", …)`, four bytes per page."""
 
 
 def page_ids(ids: object = ()) -> PageIds:
-    """Make page ids from any iterable of ints."""
-    return array("i", ids)  # type: ignore[call-overload, no-any-return]  # array's stub wants one of its known iterables.
+    """Return page ids from any iterable of ints."""
+    return array("i", ids)  # type: ignore[call-overload, no-any-return]  # The stub of array accepts few iterables.
 
 
 def without(pages: PageIds, others: object) -> PageIds:
-    """The pages that are not among `others`, in their order."""
+    """Return the pages that are not in `others`, in their order."""
     gone = set(others)  # type: ignore[call-overload]  # Page ids, or nothing.
     return page_ids(page for page in pages if page not in gone)
 
 
 NO_PAGES: Final = page_ids()
-"""A slice of it is an empty list of one's own, and is made sooner than one by `page_ids`."""
+"""Empty page ids. `NO_PAGES[:]` is a new empty array, and cheaper than `page_ids()`."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class PoolMemory(msgspec.Struct, frozen=True):
-    """A pool as a transport sees it: the pieces of its pages, in the order in which a page's bytes are counted.
+    """The memory of a pool for transports: the pieces of its pages, in the order of a page's bytes.
 
     `kind` is "DRAM" or "VRAM"; `device` is the CUDA ordinal, 0 for DRAM.
     """
@@ -53,7 +53,7 @@ class PoolMemory(msgspec.Struct, frozen=True):
 
 
 class GroupIdentity(msgspec.Struct, frozen=True):
-    """One group of layers that every page holds beside the model's own: a draft model, scales, other layers."""
+    """One group of layers in every page beside the model's own: a draft model, scales, other layers."""
 
     name: str
     kind: str
@@ -64,8 +64,10 @@ class GroupIdentity(msgspec.Struct, frozen=True):
 
 
 class ComponentIdentity(msgspec.Struct, frozen=True):
-    """A window or state that travels beside the pages, by what makes its bytes interchangeable. `groups` has all groups
-    of its layout, "full" included; `page_size` is the tokens of a window's page, and of a record one of its dimensions.
+    """The properties of a window or state that must agree for its bytes to be interchangeable.
+
+    `groups` has all groups of its layout, "full" included. `page_size` is the tokens per page of a window, or a
+    dimension of a state record.
     """
 
     name: str
@@ -77,12 +79,11 @@ class ComponentIdentity(msgspec.Struct, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What must be equal at both ends of a hand-over, field by field; a difference is refused by the field's name.
+    """The properties of pages that must be equal at both ends of a hand-over. A refusal names the field that differs.
 
-    `kind` to `head_dim` are of the group "full"; `groups` has the others, in the order in which a page holds them.
-    Without any it is left out where this is written, so that digests over it are what they were before there were any.
-    `bigram_keys` says how pages are named: see `tidekv.backends.keys.page_keys`. `components` are in the
-    order of their names.
+    `kind` to `head_dim` describe the group "full"; `groups` has the others, in the order of a page's bytes. Defaults
+    are omitted when encoded, so digests of models without groups or components stay the same as in earlier versions.
+    `bigram_keys` is the form of page keys: see `tidekv.backends.keys.page_keys`. `components` are sorted by name.
     """
 
     model: str

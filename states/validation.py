@@ -1,7 +1,7 @@
-"""Validation of what callers give: types with limits, and errors that name the field, the value and what is allowed.
+"""Validation of arguments and options: types with limits, and errors with the field, its value and the allowed values.
 
-Every public structure, argument and option is checked by `check_fields` or `checked`. Both convert with msgspec and
-raise `InvalidRequest`, or `InvalidConfig` for settings, before anything is changed. Pure: no I/O.
+`check_fields` or `checked` validates every public structure, argument and option. Both convert with msgspec and raise
+`InvalidRequest`, or `InvalidConfig` for settings, before anything is changed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 COUNT_MAX: Final = 2**53 - 1
 SECONDS_MAX: Final = 365 * 86_400
-"""A year: longer waits are mistakes, and timers of event loops overflow not far beyond."""
+"""One year. Longer waits are mistakes, and much longer ones overflow the timers of event loops."""
 VALUE_CHARS_MAX: Final = 60
-"""Characters of a refused value that an error shows."""
+"""Maximum characters of a refused value in an error."""
 
 REFUSALS: Final = (msgspec.ValidationError, OverflowError, UnicodeEncodeError)
-"""What msgspec raises for a value that is not of a type; the last one for surrogates in text."""
+"""Exceptions of msgspec for a value that is not of a type. UnicodeEncodeError stands for surrogates in text."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
@@ -43,24 +43,24 @@ PlainText: TypeAlias = Annotated[
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all settings: raises InvalidConfig for a field of another type, or beyond its limits."""
+    """Base of all settings. Raises InvalidConfig for a field of the wrong type or beyond its limits."""
 
     def __post_init__(self) -> None:
         check_fields(self, InvalidConfig)
 
 
 def check_fields(instance: object, error: type[InvalidRequest] = InvalidRequest, *, where: str = "") -> None:
-    """Raise `error` if a field of a structure or dataclass is not what its annotation allows.
+    """Raise `error` if a field of a structure or dataclass violates its annotation.
 
-    `where` begins the text, such as "request 'r1': ".
+    `where` starts the error's text, for example "request 'r1': ".
     """
     owner: type[Any] = type(instance)
-    form, classes = _checked_form(owner)  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
+    form, classes = _checked_form(owner)  # type: ignore[arg-type]  # mypy checks the hash of instances, not of the class.
     try:
         msgspec.convert(instance, form, from_attributes=True)
     except REFUSALS:
-        # One conversion in C for all fields; only a refusal looks at each.
-        for name, kind in _hints(owner).items():  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
+        # The conversion above checks all fields in C. Only after a refusal is each field checked to find the wrong one.
+        for name, kind in _hints(owner).items():  # type: ignore[arg-type]  # mypy checks the hash of instances, not of the class.
             checked(getattr(instance, name), kind, where + name, error)
         raise error(f"{where}{short(instance)} cannot be used") from None
     for name, kind in classes.items():
@@ -68,9 +68,9 @@ def check_fields(instance: object, error: type[InvalidRequest] = InvalidRequest,
 
 
 def checked(value: object, kind: Any, what: str, error: type[InvalidRequest] = InvalidRequest) -> Any:
-    """Return a value as the type wants it, an int as a float for one. Raises `error`, which names `what`.
+    """Return a value converted to a type, such as an int to float. Raises `error`, which names `what`.
 
-    `Any`: a type expression, which typing cannot express as a parameter.
+    `kind` is `Any` because typing has no type for type expressions.
     """
     if _is_class(kind):
         if isinstance(value, kind):
@@ -83,21 +83,21 @@ def checked(value: object, kind: Any, what: str, error: type[InvalidRequest] = I
 
 
 def refusal(value: object, kind: Any, what: str, error: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:
-    """The error for a value that is not of the kind."""
+    """Return the error for a value that is not of `kind`."""
     return error(f"{what} must be {allowed(kind)}, not {short(value)}")
 
 
 def unknown(
     name: str, known: Collection[str], what: str, error: type[InvalidRequest] = InvalidRequest
 ) -> InvalidRequest:
-    """The error for a name that does not exist, with the nearest that does, or all if none is near."""
+    """Return the error for an unknown name, with the most similar known name, or all of them if none is similar."""
     return error(f"there is no {what} {short(name)}; {_nearest(name, known)}")
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
     meant = difflib.get_close_matches(name, known, n=1)
     if not meant:
-        # An option of another group: the last part of the path is right.
+        # The same option in another group: only the last part of the path matches.
         meant = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     return f"did you mean {meant[0]}?" if meant else f"allowed: {', '.join(known)}"
 
@@ -105,7 +105,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 def host_and_port(
     address: object, what: str, error: type[InvalidRequest] = InvalidRequest, *, any_port: bool = False
 ) -> tuple[str, int]:
-    """Host and port of "host:port" or "[v6]:port". Raises `error`; port 0 is refused unless `any_port`."""
+    """Parse "host:port" or "[v6]:port". Raises `error` if it is malformed, or for port 0 without `any_port`."""
     parsed = _parsed_address(address) if isinstance(address, str) else None
     if parsed is None or not (any_port or parsed[1]):
         ports = "0 (any) to 65535" if any_port else "1 to 65535"
@@ -117,7 +117,7 @@ def host_and_port(
 
 @functools.lru_cache(maxsize=1024)
 def _parsed_address(address: str) -> tuple[str, int] | None:
-    # Cached: every request names the same few prefill workers.
+    # Cached, since requests name the same few prefill workers again and again.
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535 or not _is_host(host):
         return None
@@ -132,7 +132,7 @@ def _is_host(host: str) -> bool:
             return False
         return True
     try:
-        # Refuses empty and overlong labels as the resolver would, and what cannot be encoded.
+        # Refuses empty labels, labels too long for a resolver, and text that cannot be encoded.
         host.encode("idna")
     except UnicodeError:
         return False
@@ -140,17 +140,17 @@ def _is_host(host: str) -> bool:
 
 
 def short(value: object) -> str:
-    """The value as an error shows it, cut if it is long."""
+    """Return a value's repr for an error, cut to VALUE_CHARS_MAX."""
     try:
         text = repr(value)
-    except Exception:  # A repr of the caller's own, or an int with more digits than Python prints.
+    except Exception:  # A caller's own repr that raises, or an int with more digits than Python converts.
         text = f"<{type(value).__name__}>"
     return text if len(text) <= VALUE_CHARS_MAX else f"{text[: VALUE_CHARS_MAX - 1]}…"
 
 
 @functools.cache
 def allowed(kind: Any) -> str:
-    """What a type allows, in words."""
+    """Describe the values that a type allows, for an error."""
     if kind is None or kind is type(None):
         return "none"
     if get_origin(kind) is Annotated:
@@ -186,13 +186,13 @@ def _with_limits(words: str, notes: Iterable[Meta]) -> str:
 
 
 def _is_class(kind: Any) -> bool:
-    """Whether instances are asked for, which msgspec would make of a mapping instead."""
+    """Whether `kind` is a class to check with isinstance. msgspec would convert a mapping to it instead."""
     return isinstance(kind, type) and kind not in (str, int, float, bool, dict, list, tuple)
 
 
 @functools.cache
 def _hints(owner: type[Any]) -> dict[str, Any]:
-    """The fields that are checked, with their types; those that are `Any` have a check of their own."""
+    """Return the checked fields with their types. Fields of type `Any` are validated elsewhere."""
     names: Iterable[str] = getattr(owner, "__struct_fields__", ()) or getattr(owner, "__dataclass_fields__", ())
     hints = get_type_hints(owner, include_extras=True)
     return {name: hints[name] for name in names if hints[name] is not Any}
@@ -200,8 +200,11 @@ def _hints(owner: type[Any]) -> dict[str, Any]:
 
 @functools.cache
 def _checked_form(owner: type[Any]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
-    """A structure of the plain fields, since msgspec takes an instance of the owner as it is; and the other fields."""
-    hints = _hints(owner)  # type: ignore[arg-type]  # mypy takes the hash of instances for that of their class.
+    """Return a structure of the owner's plain fields, and the other fields with their classes.
+
+    The structure is needed because msgspec does not check an instance of the owner itself.
+    """
+    hints = _hints(owner)  # type: ignore[arg-type]  # mypy checks the hash of instances, not of the class.
     plain = [(name, kind) for name, kind in hints.items() if not _is_class(kind)]
     form = msgspec.defstruct(f"Checked{owner.__name__}", plain, kw_only=True)
     return form, {name: kind for name, kind in hints.items() if _is_class(kind)}

@@ -1,27 +1,24 @@
-"""Loads: device pages of the tree that are still being filled, from storage, from the host, or by a room's extend.
+"""Loads: device pages of the tree whose contents are on their way from storage, the host, or a room.
 
-A load owns its source pins and destination pages. Requests whose path runs through it are its sharers: they wait for it
-and nothing else connects them to it. Its life:
+A load holds a lock on its destination nodes, and its source: host pages of its own or a pin. Requests whose path runs
+through a load are its sharers and wait for it; nothing else connects them to it. Its stages:
 
-    FETCHING ──landed──▶ COPYING ──done──▶ (ended: the pages are cache like any other)
+    FETCHING ──landed──▶ COPYING ──done──▶ (ended: ordinary cached pages)
         │ short, late        │ error
         ▼                    ▼
-      FAILED ──a sharer with an open room extends into the pages──▶ FILLING ──last chunk──▶ (ended)
-        │ no sharer left                                              │ the filler left, or is lost
+      FAILED ──a sharer with an open room extends into the pages──▶ RECEIVING ──last chunk──▶ (ended)
+        │ no sharer left                                              │ the filler left, or its room is lost
         ▼                                                             ▼
-      VOID: no match passes it; its pages are freed when they have no writer and nothing below is in use
+      RECLAIMING: no match passes it; the pages are freed when they have no writer and nothing below is in use
 
-A transfer that requests share is a load, too: it begins as FILLING, by the delta of its filler's room, and ends as it
-lands. `tidekv.states.loads.shared_transfers` says what happens if its filler leaves or is slow.
+The filler of a load in RECEIVING is the request whose room brings its pages. A shared transfer is a load that starts in
+RECEIVING, as a part of its filler's delta, and ends as pages land; see `tidekv.states.loads.shared_transfers`.
 
-A fetch that is too late goes on in the background: its host pages are given back when it has ended (`LateFetch`), and
-its device pages, which only the copy would have written, are free to be extended into at once. A copy that is too late
-still writes to the device pages: that load is void, and its sharers start over on other pages.
+A fetch past its deadline continues in the background. `LateFetch` keeps its host pages until it ends. Only the copy
+would have written the device pages, so a sharer can extend into them at once. A copy past its deadline may still write
+the device pages: its load goes to RECLAIMING, and its sharers start over on other pages.
 
-Every step here may be cut short by a raise. A method that begins a load undoes itself; one that ends a load can be
-called again.
-
-Parts of a load: where it is cut in two, and what of it joins the tree's host pages. See `loads`.
+Any step may raise. A method that begins a load reverses its own changes; a method that ends one can be called again.
 """
 
 from __future__ import annotations
@@ -45,16 +42,17 @@ if TYPE_CHECKING:
 
 
 def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
-    """Cut a load at its page `at`; `load` keeps the first part, the rest is returned, without sharers."""
+    """Cut a load at its page `at`. `load` keeps the first part; the rest is returned, without sharers."""
     kept = pages = 0
     while pages + load.nodes[kept].page_count <= at:
         pages += load.nodes[kept].page_count
         kept += 1
     if pages < at:
-        # The upper half joins the nodes of the load in front of the lower one.
+        # `Load.split` inserts the new upper node before the lower one.
         index.split(load.nodes[kept], at - pages)
         kept += 1
     rest = Load(first=load.first + at, tier=load.tier, stage=load.stage)
+    # The calls that can raise come first and are reversible. The assignments after them cannot raise.
     with Rollback() as undo:
         shorter = index.lock(load.nodes[kept - 1])
         undo.callback(index.unlock, shorter)
@@ -63,7 +61,7 @@ def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
             undo.callback(index.set_load, node, load)
         undo.keep()
     rest.cause, rest.filler, rest.span = load.cause, load.filler, load.span
-    # The lock of the whole ends where the rest ends.
+    # The lock of the whole load ends at the same node as the rest, so the rest takes it over.
     rest.lock, load.lock = load.lock, shorter
     rest.nodes, load.nodes = load.nodes[kept:], load.nodes[:kept]
     rest.host_pages, load.host_pages = load.host_pages[at:], load.host_pages[:at]
@@ -71,7 +69,11 @@ def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
 
 
 def publish_host(state: CoreState, load: Load) -> None:
-    """What was fetched joins the tree as host pages where its parent is there too; else it is a bounce buffer."""
+    """Give fetched host pages to the tree, if its parent is in host memory too.
+
+    Otherwise the pages stay with the load and only serve as the source of its copy: the tree keeps no host pages below
+    a node without any.
+    """
     for node in load.nodes:
         state.index.mark_stored(node)
     parent = load.nodes[0].parent
@@ -83,13 +85,13 @@ def publish_host(state: CoreState, load: Load) -> None:
         if node.host is None:
             state.index.give_host(node, ours)
         else:
-            # The same pages were fetched ahead for another request meanwhile.
+            # A look-ahead read of another request has brought the same pages meanwhile.
             state.host.give_back(ours)
         load.host_pages = load.host_pages[node.page_count :]
 
 
 class LoadFetch:
-    """Operation: storage brings the pages of a load to host memory."""
+    """Operation: a fetch of a load's pages from storage to host memory."""
 
     __slots__ = ("_loads", "_storage", "load")
 
@@ -99,22 +101,22 @@ class LoadFetch:
         self.load = load
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Copy what is good to the device; the rest has failed."""
+        """Copy the verified pages to the device; fail the rest."""
         self._loads.fetched(self.load, self._storage.fetch_ended(event))
 
     def late(self) -> None:
-        """The load has failed; the fetch goes on without it."""
+        """Fail the load; the fetch continues without it."""
         self._storage.call_is_late()
         self._storage.note_throughput(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
         self._loads.fetch_is_late(self.load)
 
     def abandon(self) -> None:
-        """The load has failed."""
+        """Fail the load."""
         self._loads.outcome_raised(self.load)
 
 
 class LoadCopy:
-    """Operation: a copy brings the pages of a load from host memory to the device."""
+    """Operation: a copy of a load's pages from host memory to the device."""
 
     __slots__ = ("_loads", "load")
 
@@ -123,15 +125,15 @@ class LoadCopy:
         self.load = load
 
     def ended(self, event: Outcome, error: str) -> None:
-        """The pages are in place, or the load has failed."""
+        """End the load, or fail it if the copy failed."""
         self._loads.copied(self.load, error)
 
     def late(self) -> None:
-        """The load is void: the copy may still write to its pages."""
+        """Reclaim the load: the copy may still write to its pages."""
         self._loads.copy_is_late(self.load)
 
     def abandon(self) -> None:
-        """The load has failed."""
+        """Fail the load."""
         self._loads.outcome_raised(self.load)
 
 
@@ -143,8 +145,9 @@ class Loads:
         self._storage = storage
         self._rooms = rooms
         self._live: dict[Load, None] = {}
-        self._settled_voids: list[Load] = []
-        self._loose: PageIds = page_ids()
+        self._settled: list[Load] = []
+        self._dropped: PageIds = page_ids()
+        """Pages that have left the tree and are still draining in their pool: kept here in case a step raises."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -154,18 +157,21 @@ class Loads:
 
     @property
     def settled_reclaiming(self) -> list[Load]:
-        """Void loads without a writer. Their pages are freed when nothing below them is in use."""
-        return self._settled_voids
+        """Loads in RECLAIMING that have no writer. Their pages are freed when nothing below them is in use."""
+        return self._settled
 
     @property
     def has_settled(self) -> bool:
-        """Whether pages of void loads wait to be freed."""
-        return bool(self._settled_voids or self._loose)
+        """Whether pages of loads in RECLAIMING wait to be freed."""
+        return bool(self._settled or self._dropped)
 
     # --- Starting ---
 
     def begin_copy(self, first: int, nodes: list[Node], pages: PageIds, *, tier: str = "l2") -> Load:
-        """Load nodes that are in host memory only into `pages`, the caller's until now. `tier` brought them there."""
+        """Start a load that copies nodes in host memory to `pages`, which it takes over from the caller.
+
+        `tier` is where the host pages came from, for the statistics of the request.
+        """
         load = Load(first=first, tier=tier, stage=Stage.COPYING)
         try:
             for node in nodes:
@@ -182,7 +188,10 @@ class Loads:
     def begin_fetch(
         self, request: Request, parent: Node, first: int, keys: bytes, pages: PageIds, *, deadline_s: float
     ) -> Load:
-        """Load a new child of `parent` from storage into `pages`, the caller's until now, by way of free host pages."""
+        """Start a load that fetches `keys` from storage as a new child of `parent`.
+
+        It takes over the device pages `pages` from the caller, and takes as many free host pages for the fetch.
+        """
         state = self._state
         load = Load(first=first, tier="l3", stage=Stage.FETCHING)
         try:
@@ -207,12 +216,12 @@ class Loads:
         return load
 
     def abandon(self, load: Load) -> None:
-        """Rollback the begin of a load in the step that it began in: its device pages are the caller's again."""
+        """Reverse the begin of a load in the same step; the caller owns its device pages again."""
         state = self._state
         self._live.pop(load, None)
         self._storage.fetch_over(load)
         state.operations.pop(load.op, None)
-        self._let_go_of_source(load)
+        self._release_source(load)
         self._unlock(load)
         for node in reversed(load.nodes):
             state.index.set_load(node, None)
@@ -220,22 +229,23 @@ class Loads:
         load.nodes = []
 
     def share(self, load: Load, request: Request, page_count: int) -> None:
-        """`request` waits for the first `page_count` pages of the load."""
+        """Add a sharer, which waits for the first `page_count` pages of the load."""
         load.sharers[request] = page_count
         request.loads[load] = None
         if load.span is not None:
-            # Maybe that much has landed already.
+            # These pages may have landed already, and no further chunk would report it.
             self._state.progressed_loads[load] = None
 
     def hold(self, load: Load) -> None:
-        """Lock the nodes of a new load, which lives from now on."""
+        """Lock the nodes of a new load and register it."""
         load.lock = self._state.index.lock(load.nodes[-1])
         self._live[load] = None
 
     def start_copy(self, load: Load) -> None:
-        """Copy to the device what is on the host: the pages of the load's own, or those of its nodes."""
+        """Copy the load's own host pages, or those of its nodes, to the device."""
         source = load.host_pages
         if not source:
+            # The source belongs to the tree: pin it, so that host eviction does not free it during the copy.
             load.pin = self._state.index.pin(load.nodes[-1])
             source = page_ids()
             for node in load.nodes:
@@ -251,7 +261,7 @@ class Loads:
     # --- Outcomes ---
 
     def fetched(self, load: Load, good: int) -> None:
-        """The fetch ended with its first `good` pages verified; the rest, if any, has failed."""
+        """Take the outcome of a fetch: its first `good` pages are verified; fail the rest."""
         good = max(0, min(good, load.page_count))
         if good == load.page_count:
             self._storage.note_throughput(begun_at_s=load.begun_at_s, pages=load.queued_pages)
@@ -266,7 +276,7 @@ class Loads:
         if load.sharers:
             self.start_copy(load)
         else:
-            # The bytes are in host memory, and no request waits for them on the device.
+            # The pages are in host memory now, and no request waits for them on the device.
             self._give_up(load)
 
     def fetch_is_late(self, load: Load) -> None:
@@ -276,8 +286,7 @@ class Loads:
         self._cut_fetch(load)
 
     def transfer_is_done(self, request: Request, *, keep: int = 0) -> None:
-        """Prefill has brought all that it was asked for: what storage has not brought by now is asked of it, too, but
-        for the first `keep` fetches."""
+        """Fail all fetches of the request but the first `keep`: prefill has sent the rest, and sends these too."""
         for load in request.fetches[keep:]:
             self._state.count("l3_fetches_cut")
             load.cause = "transfer_done"
@@ -289,32 +298,33 @@ class Loads:
         self.fail(load)
 
     def copied(self, load: Load, error: str) -> None:
-        """The copy to the device is over: the pages are in place, or have no writer any more."""
+        """Take the outcome of a copy: its pages have no writer any more, and are in place unless it failed."""
         if load.stage is Stage.RECLAIMING:
+            # The copy was late. Its end is what the pages waited for.
             self._state.reclaimable_loads.append(load)
         elif error:
             self._state.count("copies_failed")
             load.cause = "copy_failed"
             self.fail(load)
         else:
-            self._let_go_of_source(load)
+            self._release_source(load)
             self._end(load, load.tier)
 
     def copy_is_late(self, load: Load) -> None:
-        """The copy may still write: its pages cannot be extended into, so the sharers start over on others."""
+        """Reclaim the load of a late copy. The copy may still write, so no sharer can extend into the pages."""
         self._state.count("copies_late")
-        self._void(load, "a copy to the device did not end in time")
+        self._reclaim(load, "a copy to the device did not end in time")
 
     def filled(self, load: Load) -> None:
-        """A room has brought the pages."""
+        """End a load whose pages a room has brought by extend."""
         self._end(load, "transfer")
 
     def handed_over(self, load: Load) -> None:
-        """The room of one sharer has brought the pages; the others find them on the device, and cost no transfer."""
+        """End a load of a shared transfer. The pages count as transfer for the filler and as L1 for other sharers."""
         self._end(load, "l1", filler_source="transfer")
 
     def outcome_raised(self, load: Load) -> None:
-        """Taking an outcome raised. The operation is over, so the pages have no local writer: they have failed."""
+        """Fail a load after an exception in its outcome. The operation has ended, so the pages have no local writer."""
         self._state.operations.pop(load.op, None)
         load.cause = "rule_raised"
         if load.stage is not Stage.RECLAIMING:
@@ -323,28 +333,32 @@ class Loads:
             self._state.reclaimable_loads.append(load)
 
     def cut(self, load: Load) -> None:
-        """A sharer no longer trusts local tiers: what has not landed yet is asked of prefill instead."""
+        """Fail a fetch on behalf of a sharer that gives up storage after an exception. Prefill sends the pages instead.
+
+        A load with other sharers is left as it is: they still rely on the fetch. A copy cannot be interrupted.
+        """
         if load.stage is Stage.FETCHING and len(load.sharers) == 1:
             self.fetch_is_late(load)
             load.cause = "rule_raised"
 
-    # --- Filling what failed ---
+    # --- Extending into failed loads ---
 
     def filler_of(self, load: Load) -> Request | None:
-        """The request that is to extend into the pages of a failed load: the oldest sharer with an open room."""
+        """Return the request that should extend into a failed load: the oldest sharer with an open room, if any."""
         fillers = [(request.room, request) for request in load.sharers if request.room is not None]
         if self._state.settings.share_transfers and any(room.is_complete for room, _ in fillers):
-            # A request whose prefill has sent everything else must not wait for one whose prefill has not.
+            # Prefer rooms that have received everything else. Otherwise a sharer that lacks only these pages would
+            # wait for a prefill that is not even done with its own request.
             fillers = [(room, request) for room, request in fillers if room.is_complete]
         return min((request for _, request in fillers), key=lambda request: request.arrival, default=None)
 
     def fill(self, load: Load) -> None:
-        """No local writer touches the pages of a failed load: a sharer extends into them, or they are given up.
+        """Let a sharer extend into a failed load, whose pages have no local writer. Without sharers, give the load up.
 
-        Where no sharer has a room yet, the load waits for the first that opens one.
+        If no sharer has an open room yet, the load waits for the first plan that opens one (`Restore.fix_plan`).
         """
-        assert load.stage is Stage.FAILED, "only what has failed waits to be filled"
-        self._let_go_of_source(load)
+        assert load.stage is Stage.FAILED, "a load that has not failed is in failed_loads"
+        self._release_source(load)
         if not load.sharers:
             self._give_up(load)
             return
@@ -353,7 +367,7 @@ class Loads:
             return
         assert filler.room is not None
         if load.sharers[filler] < load.page_count:
-            # The filler's prompt goes another way from there on: its prefill does not have these pages.
+            # The filler's prompt differs from there on, so its prefill does not have these pages.
             self.fail(self.split(load, load.sharers[filler]))
         self._rooms.extend(filler.room, load)
         load.filler = filler
@@ -362,12 +376,13 @@ class Loads:
             self._state.dirty[request] = None
 
     def leave(self, load: Load, request: Request) -> None:
-        """`request`, which is about to leave its room, waits for the load no longer."""
+        """Remove a sharer that is about to leave its room."""
         if load.filler is request:
+            # Prefill may still write the pages. They are reclaimed when the room has no writer (`Room.lost`).
             assert request.room is not None
             if load not in request.room.lost:
                 request.room.lost.append(load)
-            self._void(load, "the transfer that was to fill its pages was lost")
+            self._reclaim(load, "the transfer that was to fill its pages was lost")
         del load.sharers[request]
         del request.loads[load]
         if not load.sharers and load.stage is Stage.FAILED:
@@ -380,6 +395,7 @@ class Loads:
         index = self._state.index
         ended: list[Node] = []
         try:
+            # All nodes or none: a retry after an exception must find the load whole.
             for node in load.nodes:
                 index.set_load(node, None)
                 ended.append(node)
@@ -396,21 +412,22 @@ class Loads:
         load.sharers = {}
 
     def fail(self, load: Load) -> None:
-        """The load has no source any more: it waits for a sharer to extend into it."""
+        """Note that the load has lost its source, and queue it for a sharer to extend into."""
         load.stage = Stage.FAILED
-        self._fills_no_longer(load)
+        self._clear_filler(load)
         self._storage.fetch_over(load)
         self._state.failed_loads[load] = None
         for request in load.sharers:
             self._state.dirty[request] = None
 
     def _give_up(self, load: Load) -> None:
-        """Give up a load whose pages are not needed and have no writer."""
-        self._let_go_of_source(load)
-        self._void(load, "nobody needs it")
+        """Reclaim a load whose pages are not needed and have no writer."""
+        self._release_source(load)
+        self._reclaim(load, "no request needs it")
         self._state.reclaimable_loads.append(load)
 
-    def _void(self, load: Load, cause: str) -> None:
+    def _reclaim(self, load: Load, cause: str) -> None:
+        # Hide all nodes from matches first; `node.void` keeps a second call after an exception from draining twice.
         for node in load.nodes:
             if not node.void:
                 self._state.index.set_reclaiming(node)
@@ -422,16 +439,16 @@ class Loads:
             self._state.preempted.setdefault(request, cause)
         self.forget(load)
 
-    def _fills_no_longer(self, load: Load) -> None:
+    def _clear_filler(self, load: Load) -> None:
         if load.span is not None:
-            # Requests that waited for the filler wait for it no longer.
+            # `op` is the watch on a stalled shared transfer; without a filler there is nothing to watch.
             self._state.operations.pop(load.op, None)
             load.op, load.span = 0, None
         load.filler = None
 
     def forget(self, load: Load) -> None:
-        """It is over."""
-        self._fills_no_longer(load)
+        """Unregister a load that has ended or is being reclaimed."""
+        self._clear_filler(load)
         self._live.pop(load, None)
         self._state.failed_loads.pop(load, None)
         self._state.pages_freed = True
@@ -441,7 +458,7 @@ class Loads:
             self._state.index.unlock(load.lock)
             load.lock = None
 
-    def _let_go_of_source(self, load: Load) -> None:
+    def _release_source(self, load: Load) -> None:
         if load.pin is not None:
             self._state.index.unpin(load.pin)
             load.pin = None
@@ -450,30 +467,31 @@ class Loads:
             load.host_pages = page_ids()
 
     def free_settled_reclaiming(self) -> None:
-        """Free the pages of void loads without a writer, deepest first, as far as nothing below them is in use."""
+        """Free the pages of loads in RECLAIMING without a writer, deepest first, unless pages below are in use."""
         state = self._state
-        self._settled_voids += state.reclaimable_loads
+        self._settled += state.reclaimable_loads
         state.reclaimable_loads = []
-        self._settled_voids.sort(key=lambda load: -load.first)
-        for load in list(self._settled_voids):
-            self._let_go_of_source(load)
+        self._settled.sort(key=lambda load: -load.first)
+        for load in list(self._settled):
+            self._release_source(load)
             while load.nodes:
                 pages = state.index.drop_reclaiming(load.nodes[-1])
                 if pages is None:
+                    # A receipt or load is below: try again when pages are freed.
                     break
                 load.nodes.pop()
-                self._loose += pages
+                self._dropped += pages
             if not load.nodes:
-                self._settled_voids.remove(load)
-        if self._loose:
-            state.device.settle(self._loose)
-            self._loose = page_ids()
+                self._settled.remove(load)
+        if self._dropped:
+            state.device.settle(self._dropped)
+            self._dropped = page_ids()
             state.pages_freed = True
 
     # --- Parts ---
 
     def split(self, load: Load, at: int) -> Load:
-        """Cut the load in two at page `at`; `load` keeps the first part, the rest is returned, with its sharers."""
+        """Cut the load in two at page `at`. `load` keeps the first part; the rest is returned, with its sharers."""
         rest = cut_load(self._state.index, load, at)
         self._live[rest] = None
         for request, wanted in load.sharers.items():

@@ -1,21 +1,21 @@
-"""Look-ahead: what storage has of a prompt that waits for device memory is brought to the host meanwhile.
+"""Look-ahead: fetches a prompt's pages from storage to the host while the request waits for device memory.
 
-A request in PREALLOC has asked storage already. Where storage has something and device memory is short, the pages are
-fetched in runs, as a plan would, but to host pages only, and no more than `lookahead_pages_max` over all requests:
+A request in PREALLOC has queried storage. If storage has pages and device memory is short, look-ahead fetches them in
+runs, as a plan would, but to host pages only, and at most `lookahead_pages_max` for all requests together:
 
-    [0, first)       what the index had when it began; on the host to its end, or else nothing is fetched ahead: host
-                     pages can only join the tree below host pages
+    [0, first)       pages in the index when look-ahead began. They must all be in host memory, since host pages can
+                     only join the tree below host pages; otherwise nothing is fetched ahead.
     [first, joined)  landed and part of the tree, held there for the request by one pin
-    [joined, end)    `runs`, in order: under way, or landed behind one that is
+    [joined, end)    `runs`, in order: under way, or landed after a run that is
 
-Admission does not wait for it. When the request is admitted, its plan finds [first, joined) on the host like any other
-page, and loads it by copy; these tokens count as "l3", since storage brought them for this request. Runs that are still
-under way become loads of the plan (`tidekv.states.request.plan`), so that no page is read twice. What the plan cannot
-use, and everything if the request leaves (aborted, failed, sent back), is released: landed pages are cache as any
-other, and a read that is under way keeps its host pages until it ends (`LateFetch`).
+Admission does not wait for look-ahead. When the request is admitted, its plan finds [first, joined) on the host like
+other pages and copies them; they count as "l3", since storage brought them for this request. Runs still under way
+become loads of the plan (`tidekv.states.request.plan`), so no page is read twice. Whatever the plan cannot use is
+released, and so is everything if the request leaves (aborted, failed, sent back): landed pages stay as ordinary cache,
+and a read under way keeps its host pages until it ends (`LateFetch`).
 
-Neither place in the queue nor device pages depend on it. Host pages come as eviction gives them, and none where that is
-nothing; those that are held cannot be evicted until the request is admitted or gone, which the bound keeps in bounds.
+Look-ahead changes neither the order of the queue nor the use of device pages. It takes host pages as far as eviction
+yields them. Pages it holds cannot be evicted until the request is admitted or gone; `lookahead_pages_max` bounds them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class AheadRead:
-    """Operation: one read ahead."""
+    """Operation: one look-ahead read."""
 
     __slots__ = ("_lookahead", "_state", "_storage", "run")
 
@@ -48,33 +48,36 @@ class AheadRead:
         self.run = run
 
     def ended(self, event: Outcome, error: str) -> None:
-        """What is good joins the tree on the host."""
+        """Enter the verified pages in the tree as host pages."""
         self._lookahead.landed(self.run, self._storage.fetch_ended(event))
 
     def late(self) -> None:
-        """The read goes on without its request."""
+        """Give up the read; it continues without its request."""
         self._storage.call_is_late()
-        # Guarded by itself: a second try must not count the call as late twice.
+        # In its own `run_guarded`: the caller repeats a method that raises, which would count the call as late twice.
         self._state.run_guarded(partial(self._lookahead.is_late, self.run))
 
     def abandon(self) -> None:
-        """Its request goes on as if storage had nothing."""
+        """Treat the request as if storage had nothing for it."""
         self._lookahead.abandon(self.run.request)
 
 
 class LookAhead:
-    """All that is fetched ahead."""
+    """All look-ahead reads of a core."""
 
     def __init__(self, state: CoreState, storage: StorageAdmission) -> None:
         self._state = state
         self._storage = storage
         self.pages = 0
-        """Host pages that are held, or under way, for requests that wait."""
+        """Host pages held or under way for waiting requests."""
 
     # --- Starting ---
 
     def start(self, request: Request) -> None:
-        """Fetch ahead for a request that waits, if that is to be. After a raise, `abandon` returns what was begun."""
+        """Fetch ahead for a waiting request, if limits and policies allow it.
+
+        After an exception, `abandon` releases what was begun.
+        """
         state = self._state
         settings = state.settings
         left = settings.lookahead_pages_max - self.pages
@@ -87,7 +90,7 @@ class LookAhead:
         ):
             return
         if not self._storage.is_usable or request.restore_limit or state.components is not None:
-            # With components, how far a plan reaches is not known before everything is reserved.
+            # With components, the plan's end is only known once component pages are reserved.
             return
         match = state.index.match(request.namespace, request.keys)
         first = match.device_pages + match.host_pages
@@ -136,7 +139,7 @@ class LookAhead:
         run.begun_at_s, run.queued_pages = state.now_s, self._storage.pages_in_flight
 
     def _is_under_way(self, request: Request, first: int) -> bool:
-        """Whether the same page is being fetched ahead for another request."""
+        """Whether page `first` of the same prefix is being fetched ahead for another request."""
         width = self._state.settings.key_bytes
         keys = request.keys[: (first + 1) * width]
         return any(
@@ -151,9 +154,12 @@ class LookAhead:
     # --- Outcomes ---
 
     def landed(self, run: AheadRun, good: int) -> None:
-        """A read has ended with its first `good` pages verified. After a raise, `abandon` gives back what is left."""
+        """Take the outcome of a read: its first `good` pages are verified.
+
+        After an exception, `abandon` gives back what is left.
+        """
         state = self._state
-        self._is_over(run)
+        self._end_read(run)
         ahead = run.request.ahead
         assert ahead is not None
         run.is_landed = True
@@ -163,7 +169,7 @@ class LookAhead:
             self._storage.note_throughput(begun_at_s=run.begun_at_s, pages=run.queued_pages)
         else:
             state.count("l3_pages_short", count - good)
-            # Where nothing has come, the run itself is of no use either.
+            # Later runs cannot join the tree across the gap. Without any good page, the run itself goes as well.
             self._cut(ahead, ahead.runs.index(run) + (good > 0))
             if good:
                 state.host.give_back(run.host_pages[good:])
@@ -173,7 +179,7 @@ class LookAhead:
         state.pages_freed = True
 
     def is_late(self, run: AheadRun) -> None:
-        """A read is late: it keeps its host pages until it ends, and what follows it is of no use."""
+        """Give up a late read and the runs after it; the read keeps its host pages until it ends."""
         state = self._state
         state.count("l3_fetches_late")
         self._storage.note_throughput(begun_at_s=run.begun_at_s, pages=run.queued_pages)
@@ -182,7 +188,7 @@ class LookAhead:
         self._cut(ahead, ahead.runs.index(run))
 
     def _join(self, ahead: Ahead, run: AheadRun) -> None:
-        """Make what has landed host pages of the tree, and hold it there."""
+        """Enter a landed run in the tree as host pages, and extend the pin to it."""
         index = self._state.index
         request = run.request
         width = self._state.settings.key_bytes
@@ -191,6 +197,7 @@ class LookAhead:
         keys = request.keys[run.first * width : (run.first + count) * width]
         node, run.host_pages = index.insert_host(ahead.pin.node, keys, run.host_pages)
         self._state.count("pages_fetched_ahead", count - len(run.host_pages))
+        # Pin the longer path before releasing the shorter one: whichever call raises, the pages stay protected.
         with Rollback() as undo:
             pin = index.pin(node)
             undo.callback(index.unpin, pin)
@@ -199,12 +206,13 @@ class LookAhead:
         ahead.pin = pin
         ahead.joined = node.depth_pages
         if ahead.attachment == index.tree.attachment:
+            # Only if the same storage is still attached: another one may not have these pages.
             self._mark_stored(node, run.first)
         self._state.host.give_back(run.host_pages)
         run.host_pages = page_ids()
         del ahead.runs[0]
         if node.depth_pages < run.first + count:
-            # Void pages are in the way of the rest.
+            # A node in RECLAIMING blocks the rest.
             self._cut(ahead, 0)
 
     def _mark_stored(self, node: Node, first: int) -> None:
@@ -215,18 +223,18 @@ class LookAhead:
     # --- Ends ---
 
     def usable_runs(self, request: Request) -> list[AheadRun]:
-        """What the plan of a request may go on with: reads under way, and pages that have landed behind one."""
+        """Return the runs that the request's plan may adopt: reads under way, and runs that have landed after one."""
         return list(request.ahead.runs) if request.ahead is not None and self._storage.is_usable else []
 
     def adopted(self, request: Request, count: int) -> None:
-        """The first `count` runs are loads of the request's plan now."""
+        """Remove the first `count` runs, which are loads of the request's plan now."""
         if request.ahead is not None:
-            # Their pages are in flight as before, for a load.
+            # `pages_in_flight` keeps counting their pages, now for a load.
             self._storage.ahead_in_flight -= sum(not run.is_landed for run in request.ahead.runs[:count])
             del request.ahead.runs[:count]
 
     def drop(self, request: Request) -> None:
-        """Release what was fetched ahead for a request. Can be called again if it raised."""
+        """Release everything that was fetched ahead for a request. Can be called again after an exception."""
         state = self._state
         ahead = request.ahead
         if ahead is None:
@@ -241,7 +249,7 @@ class LookAhead:
             state.ahead_due = state.pages_freed = True
 
     def abandon(self, request: Request) -> None:
-        """A step for this request raised: it goes on as if storage had nothing. Can be called again."""
+        """After an exception, continue as if storage had nothing for the request. Can be called again."""
         request.stored_found = 0
         self.drop(request)
 
@@ -252,12 +260,12 @@ class LookAhead:
             run = ahead.runs[-1]
             if not run.is_landed:
                 self._storage.fetch_given_up(run.op, run.host_pages)
-                self._is_over(run)
+                self._end_read(run)
             else:
                 state.host.give_back(run.host_pages)
             ahead.runs.pop()
 
-    def _is_over(self, run: AheadRun) -> None:
-        """The run waits for its read no longer."""
+    def _end_read(self, run: AheadRun) -> None:
+        """Remove a run's read from the counts of reads in flight."""
         self._storage.ahead_in_flight -= 1
         self._storage.pages_in_flight -= len(run.host_pages)

@@ -1,28 +1,28 @@
-"""Shared transfers: what prefill is sending for one request is in the tree while it comes, so that others wait for it.
+"""Shared transfers: pages that prefill is sending for one request are in the tree, so that other requests share them.
 
-With `share_transfers`, a plan enters the full pages of its delta in the tree as a load that is FILLING (see
-`tidekv.states.loads.loads`): its filler is the request itself, by span 0 of its room. A request with the same prefix
-matches these pages, waits for them as for any other load, and asks its own prefill for what follows them, at once:
+With `share_transfers`, a plan enters the full pages of its delta in the tree as a load in RECEIVING (see
+`tidekv.states.loads.loads`). The filler of the load is the request itself, by span 0 of its room. A request with the
+same prefix matches these pages, waits for them as for any other load, and asks its own prefill at once for the rest:
 
     prompt of A   [ device | ~~~~ A's delta, under load ~~~~~~~~~~~ | last page ]     room of A: all of the delta
     prompt of B   [ device | ~~~~ the same pages ~~~~ | B's delta, under load | ]     room of B: its own rest only
                              0 ........ landed ->
 
-Pages are handed over as they land: a load ends at the farthest page that another request waits for and that has come
-from every prefill rank; what follows goes on as a load of its own. What no other request waits for ends with its room,
-so that a transfer which fails leaves nothing unused in the tree.
+Pages are handed over as they land. A load ends at the last page that another request waits for and that has landed from
+every prefill rank; the remainder continues as a load of its own. Pages that no other request waits for end with the
+room, so a transfer that fails leaves no unused pages in the tree.
 
 A sharer does not fail with the filler:
 
-- A filler that leaves (aborted, failed, late, sent to the next prefill) takes the pages that its prefill may still
-  write to with it. The load gets fresh ones, has failed, and is extended into by its oldest sharer at once, in the room
-  that it has. If no sharer is left the pages leave the tree. If there are no fresh pages the load is void, as
-  one with a late copy: its sharers start over.
-- A sharer that waits for nothing else waits `share_wait_s` while nothing lands. Then the filler is left alone with
-  its pages, as if the transfer had never been shared, and the sharer extends into fresh ones.
+- A filler that leaves (aborted, failed, late, moved to the next prefill) takes along the pages that its prefill may
+  still write. The load receives fresh pages and fails, and its oldest sharer extends into them at once, in its own
+  room. Without sharers the pages leave the tree. Without fresh pages the load goes to RECLAIMING, as after a late copy,
+  and its sharers start over.
+- A sharer that waits for nothing else waits at most `share_wait_s` while nothing lands. Then the filler keeps its pages
+  to itself, as if the transfer had never been shared, and the sharer extends into fresh ones.
 
-Workers with components share nothing before READY: their tails come with the end of a prompt, of which others have a
-part alone.
+Workers with components share nothing before READY: component pages arrive for the end of a prompt, and another request
+has only a prefix of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ShareWatch:
-    """Operation: the wait for a load that another request's room fills. It ends by its deadline."""
+    """Operation: the watch on a load that another request's room fills. It only ends by its deadline."""
 
     __slots__ = ("_shared", "load")
 
@@ -49,18 +49,18 @@ class ShareWatch:
         self.load = load
 
     def ended(self, event: Outcome, error: str) -> None:
-        """No command was given, so no outcome comes."""
+        """Never called: there is no command, hence no outcome."""
 
     def late(self) -> None:
-        """See whether the load has moved meanwhile."""
+        """Check whether pages have landed meanwhile."""
         self._shared.is_late(self.load)
 
     def abandon(self) -> None:
-        """It holds nothing."""
+        """Do nothing: the watch holds nothing."""
 
 
 class SharedTransfers:
-    """What rooms bring for more than the request that opened them."""
+    """Loads that the rooms of requests fill for other requests as well."""
 
     def __init__(self, state: CoreState, loads: Loads) -> None:
         self._state = state
@@ -69,10 +69,10 @@ class SharedTransfers:
     # --- Starting ---
 
     def publish(self, request: Request, plan: Plan, undo: Rollback) -> Load | None:
-        """Enter the full pages of the plan's delta in the tree, under a load that the request's room is to fill.
+        """Enter the full pages of the plan's delta in the tree, under a load that the request's room will fill.
 
-        None, and nothing is changed, where that is not to be, or void pages are in the way. The pages are the first of
-        `plan.own`, and belong to the tree from now on.
+        The tree takes over these pages, which are the first of `plan.own`. Returns None, with nothing changed, if the
+        request does not share, or if a node in RECLAIMING or another load has the same keys.
         """
         state = self._state
         width, count = state.settings.key_bytes, request.full_pages - plan.end
@@ -94,17 +94,17 @@ class SharedTransfers:
         return load
 
     def published(self, request: Request, load: Load) -> None:
-        """The room of a published load is open: its span 0 fills it."""
-        assert request.room is not None, "the promise is given"
+        """Connect a published load to the request's room, whose span 0 fills it."""
+        assert request.room is not None, "a published load has no room to fill it"
         self._loads.share(load, request, load.page_count)
         load.filler, load.span = request, request.room.spans[0]
-        # Requests that wait for device memory may need less of it now.
+        # Waiting requests with the same prefix need fewer device pages now.
         self._state.pages_freed = True
 
     # --- Landing ---
 
     def note_landed(self, request: Request) -> None:
-        """The room of a request has brought something: look what others may have of it."""
+        """Queue the loads of the request's room from which pages may be handed over, after something has landed."""
         room = request.room
         for load in request.loads:
             is_own = load.filler is request and load.span is not None
@@ -112,13 +112,17 @@ class SharedTransfers:
                 self._state.progressed_loads[load] = None
 
     def take_landed(self, load: Load) -> None:
-        """End a load up to the farthest page that has landed and that another request waits for. Can be called again
-        if it raised.
+        """End a load up to the last landed page that another request waits for.
+
+        Can be called again after an exception.
         """
         filler = load.filler
         if load.span is None or filler is None or filler.room is None:
+            # The filler left after the load was queued.
             return
         landed, is_complete = load.span.landed(filler.room.ranks), filler.room.is_complete
+        # The filler itself counts only once its room is complete: ending the load page by page for the filler would
+        # split nodes for no other request, and would leave pages in the tree if the transfer fails.
         wanted = [count for request, count in load.sharers.items() if request is not filler or is_complete]
         at = max((count for count in wanted if load.first + count <= landed), default=0)
         if not at:
@@ -133,10 +137,10 @@ class SharedTransfers:
     # --- The filler leaves ---
 
     def leave(self, request: Request, *, settled: bool) -> None:
-        """The request, which is about to leave its room, fills loads no longer. `settled`: they have no writer.
+        """Detach the loads that the request fills, before it leaves its room. `settled`: its prefill writes no more.
 
-        The pages that its prefill may write to are the request's own from now on. Loads that this cannot be done for
-        stay with the request: they are void when it leaves them. Can be called again, where it raised.
+        Pages that its prefill may still write become the request's own. Loads for which there are no fresh pages stay
+        with the request; `Loads.leave` reclaims them. Can be called again after an exception.
         """
         room = request.room
         if room is None or not request.loads or not self._state.settings.share_transfers:
@@ -145,10 +149,12 @@ class SharedTransfers:
         if not filled:
             return
         if request.lock is not None:
-            # It ends at these pages; their other sharers have locked them, too.
+            # The lock ends at these pages and would keep `_take_back` from withdrawing them. Pages with other sharers
+            # stay protected by the locks of those.
             self._state.index.unlock(request.lock)
             request.lock = None
         is_written_to = not (settled or room.is_written)
+        # From the end on, since a node can only be withdrawn when none is below it.
         for load in reversed(filled):
             if len(load.sharers) == 1:
                 self._take_back(load, request)
@@ -157,7 +163,7 @@ class SharedTransfers:
                 self._pass_on(load, request, "sender_left")
 
     def _cut_by_need(self, loads: list[Load], filler: Request) -> list[Load]:
-        """Cut loads where what others wait for ends. Returns all parts, in the order of their pages."""
+        """Cut each load after the last page that another request waits for. Returns all parts in page order."""
         parts = list(loads)
         for load in loads:
             wanted = max((count for sharer, count in load.sharers.items() if sharer is not filler), default=0)
@@ -166,7 +172,10 @@ class SharedTransfers:
         return sorted(parts, key=lambda load: load.first)
 
     def _take_back(self, load: Load, request: Request) -> None:
-        """Take pages without another sharer out of the tree, from the end on, as far as nothing is below them."""
+        """Move a load's pages from the tree to the request, from the end on, until a node with others below it.
+
+        The load must have no other sharer.
+        """
         index = self._state.index
         if load.lock is not None:
             index.unlock(load.lock)
@@ -183,12 +192,12 @@ class SharedTransfers:
         self._loads.forget(load)
 
     def _renew(self, load: Load, request: Request) -> bool:
-        """Give a load fresh pages; those it had are the request's own. False, and nothing is changed, without room."""
+        """Give a load fresh device pages; the request owns the old ones. False, with nothing changed, without any."""
         state = self._state
         if not state.make_device_room(load.page_count):
             return False
         fresh = state.device.take(load.page_count)
-        # From here on nothing raises.
+        # Nothing below raises, so nodes and page pool cannot end up with different pages.
         state.device.to_cache(fresh)
         old, at = load.device_pages, 0
         for node in load.nodes:
@@ -200,7 +209,7 @@ class SharedTransfers:
         return True
 
     def _pass_on(self, load: Load, request: Request, cause: str) -> None:
-        """Fail a load whose pages have no writer and other sharers: one of them is to extend into it."""
+        """Fail a load on behalf of its filler, so that another sharer extends into it. Its pages have no writer."""
         del load.sharers[request], request.loads[load]
         load.cause = cause
         self._loads.fail(load)
@@ -209,9 +218,10 @@ class SharedTransfers:
     # --- The filler is slow ---
 
     def watch(self, request: Request) -> None:
-        """Set a deadline if the request waits for nothing but another request's room."""
+        """Set a deadline if the request only waits for another request's room."""
         load = self.waits_for(request)
         if load is not None and not load.op:
+            # At most half of the remaining time, so that there is time to extend and receive the pages.
             left_s = request.deadline_at_s - self._state.now_s
             self._watch(load, min(self._state.settings.share_wait_s, max(left_s / 2, 0.0)))
 
@@ -222,7 +232,7 @@ class SharedTransfers:
 
     @staticmethod
     def waits_for(request: Request) -> Load | None:
-        """The first load that another request's room is to bring, of a request that has all that its own was to."""
+        """Return the first load that `request` awaits from another room; None unless its own room is complete."""
         first: Load | None = None
         for load in request.loads:
             if load.filler is not request and load.span is not None and (first is None or load.first < first.first):
@@ -230,8 +240,9 @@ class SharedTransfers:
         return first if request.room is not None and request.room.is_complete else None
 
     def is_late(self, load: Load) -> None:
-        """A sharer has waited for long: if nothing has landed meanwhile, the filler goes on alone. Can be called
-        again, where it raised.
+        """Handle the end of a watch: if nothing has landed since it began, stop sharing the filler's transfer.
+
+        Can be called again after an exception.
         """
         self._state.operations.pop(load.op, None)
         load.op = 0
@@ -241,17 +252,20 @@ class SharedTransfers:
         if not any(self.waits_for(request) is load for request in load.sharers):
             return
         moves = load.span.landed(filler.room.ranks) > load.landed
-        if moves or not self._leave_alone(filler):
+        if moves or not self._make_private(filler):
             self._watch(load, self._state.settings.share_wait_s)
 
-    def _leave_alone(self, filler: Request) -> bool:
-        """Make what a request's room is still to bring the request's own. False, and nothing but cuts is changed, where
-        device memory is short or void pages are in the way.
+    def _make_private(self, filler: Request) -> bool:
+        """Make the pages that a request's room has yet to bring the request's own; fail their loads for the sharers.
+
+        Returns False, with nothing changed except for cuts, if device memory is short, or if a node below is in use.
         """
         state = self._state
         loads = self._cut_by_need(
             [load for load in filler.loads if load.filler is filler and load.span is not None], filler
         )
+        # Check everything that could stop the change half-way first: fresh pages for all shared loads, and no device
+        # pages of others below the nodes to be withdrawn.
         fresh = sum(load.page_count for load in loads if len(load.sharers) > 1)
         nodes = {node for load in loads if len(load.sharers) == 1 for node in load.nodes}
         if any(child not in nodes for node in nodes for child in node.children.values() if child.device is not None):
@@ -270,14 +284,14 @@ class SharedTransfers:
         for load in reversed(loads):
             if len(load.sharers) == 1:
                 self._take_back(load, filler)
-                assert not load.nodes, "nothing is below what nobody shares"
+                assert not load.nodes, "nodes are below an unshared load"
             else:
                 is_renewed = self._renew(load, filler)
-                assert is_renewed, "room was made for all of them"
+                assert is_renewed, "there was room for all fresh pages before"
                 self._pass_on(load, filler, "sender_slow")
         for load in loads:
             if load in state.failed_loads:
-                # Prefill is asked in the order of the pages.
+                # Queue again, so that extends are sent in page order: the loop above ran from the end.
                 del state.failed_loads[load]
                 state.failed_loads[load] = None
         state.dirty[filler] = None

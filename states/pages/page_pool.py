@@ -1,4 +1,4 @@
-"""Who has which page of a pool: each is in exactly one of four conditions, and each change of condition is checked.
+"""The page pool: each page of a pool is in exactly one of four states, and each change of state is checked.
 
     free ──take──▶ owned ──to_cache──▶ cached
       ▲  ◀─give_back─┤  ◀──own_cached──┤ │
@@ -7,12 +7,11 @@
       ├───settle── draining ◀─────────┘  │
       └──────────────from_cache──────────┘
 
-A *draining* page is one that a writer elsewhere may still touch: only that writer's own word (`settle`) frees it.
-This file holds no page's bytes and never waits.
+A *draining* page is one that a writer outside of the core may still write to. Only the confirmation of that writer, or
+its proven death, frees it (`settle`).
 
-The condition of each page of a pool: one byte a page, and changes of many pages at once, all or none.
-
-`accounts` decides which changes are allowed and words the refusals.
+`PageStates` stores one byte per page and changes many pages at once, all or none. `PagePool` defines the allowed
+changes and reports the refused ones. Neither touches the bytes of a page.
 """
 
 from __future__ import annotations
@@ -24,36 +23,36 @@ import numpy as np
 from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
 from tidekv.states.types import NO_PAGES, PageIds, page_ids
 
-# Made once: a name would be looked up, and made a type of numbers, at every call.
+# Created once: numpy would look up the type by name on every call.
 _UNSIGNED, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)
 
-# Up to so many pages a loop over bytes is faster than numpy's fixed cost of some microseconds a call.
+# Up to this number of pages, a loop over bytes is faster than numpy, which costs some microseconds per call.
 _LOOP_PAGES_MAX = 24
 
 
 class PageStates:
-    """The conditions of the pages of one pool, numbers from 0 to 255; 0 at first.
+    """The states of the pages of one pool, as numbers from 0 to 255, initially 0.
 
-    A loop changes few pages, numpy many: each is the faster one there.
+    Small changes use a loop, large ones numpy, whichever is faster.
     """
 
     __slots__ = ("_bytes", "_place_bytes", "_places", "_seen_at", "_vector")
 
     def __init__(self, page_count: int) -> None:
-        # The same bytes twice: as a bytearray for loops, as a vector for numpy.
+        # Two views of the same bytes: a bytearray for loops, a vector for numpy.
         self._bytes = bytearray(page_count)
         self._vector = np.frombuffer(self._bytes, dtype=np.uint8)
-        # For finding a page that is named twice: scratch space, and the numbers 0, 1, 2, …
+        # To find a page that is named twice: scratch space, and the numbers 0, 1, 2, …
         self._seen_at = np.zeros(page_count, dtype=np.int32)
         self._places = np.arange(page_count, dtype=np.int32)
         self._place_bytes = self._places.tobytes()
 
     def of(self, page: int) -> int:
-        """Return the condition of a page of the pool."""
+        """Return the state of a page of the pool."""
         return self._bytes[page]
 
     def change(self, pages: PageIds, source: int, target: int) -> bool:
-        """Move pages from `source` to `target`, a different condition.
+        """Move pages from state `source` to `target`, a different one.
 
         Returns False, with nothing changed, if a page is not in `source`, is out of range, or is named twice.
         """
@@ -64,14 +63,14 @@ class PageStates:
             conditions = self._vector[ids].tobytes()
         except IndexError:
             return False
-        # Counting bytes costs a fraction of what a comparison and its reduction do.
+        # `bytes.count` is several times faster than a numpy comparison and its reduction.
         if conditions.count(source) != len(pages) or self._repeats(ids):
             return False
         self._vector[ids] = target
         return True
 
     def put(self, pages: PageIds, target: int) -> None:
-        """Set pages that are known to be in range to `target`."""
+        """Set pages that are known to be in range to state `target`."""
         if len(pages) <= _LOOP_PAGES_MAX:
             conditions = self._bytes
             for page in pages:
@@ -80,14 +79,14 @@ class PageStates:
             self._vector[_as_index(pages)] = target
 
     def to_bytes(self) -> bytes:
-        """Return the conditions of all pages, one byte a page."""
+        """Return the states of all pages, one byte per page."""
         return bytes(self._bytes)
 
     def _change_by_loop(self, pages: PageIds, source: int, target: int) -> bool:
         conditions = self._bytes
         total = len(conditions)
         for changed, page in enumerate(pages):
-            # A page named twice is found here too: its second time it is no longer in the source's condition.
+            # Finds a page named twice as well: at its second mention it is no longer in `source`.
             if page < 0 or page >= total or conditions[page] != source:
                 for done in pages[:changed]:
                     conditions[done] = source
@@ -98,20 +97,22 @@ class PageStates:
     def _repeats(self, ids: np.ndarray[tuple[int], np.dtype[np.intp]]) -> bool:
         if len(ids) > len(self._bytes):
             return True
-        # Of two places of one page, only one can be the place that was written last.
+        # Write each page's position to its slot. Of two positions of one page only the last one remains, so reading
+        # the slots back returns 0, 1, 2, … exactly if no page is repeated.
         self._seen_at[ids] = self._places[: len(ids)]
         return not self._place_bytes.startswith(self._seen_at[ids].tobytes())
 
 
 def _as_index(pages: PageIds) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Page ids as numpy indexes fastest. As unsigned numbers, negative ones are out of range and not counted from the
-    end.
+    """Convert page ids to the type that numpy indexes fastest.
+
+    By way of unsigned numbers, so that negative ids are out of range instead of counting from the end.
     """
     return np.frombuffer(pages, _UNSIGNED).astype(_INDEX)
 
 
 class PageState(enum.IntEnum):
-    """What a page is at this moment."""
+    """The states of a page."""
 
     FREE = 0
     OWNED = 1
@@ -119,15 +120,15 @@ class PageState(enum.IntEnum):
     DRAINING = 3
 
 
-# Plain ints: an enum member costs a lookup and a slower comparison on every page.
+# Plain ints: an enum member costs a lookup and a slower comparison per page.
 _FREE, _OWNED, _CACHED, _DRAINING = (int(condition) for condition in PageState)
 
 
 class PagePool:
-    """The account of one pool of `page_count` pages, all of them free at first.
+    """One pool of `page_count` pages, all of them free initially.
 
-    Every method that takes pages raises BrokenInvariant, and changes nothing, where a page is not in the condition that
-    the change starts from, is out of range, or is named twice in one call. Counters cost O(1), changes O(pages named).
+    Every method that takes pages raises BrokenInvariant and changes nothing if a page is not in the state that the
+    change starts from, is out of range, or is named twice. Counters cost O(1), changes O(pages named).
     """
 
     __slots__ = ("_conditions", "_counts", "_free", "name", "total")
@@ -139,57 +140,57 @@ class PagePool:
         self.total = page_count
         self._conditions = PageStates(page_count)
         self._counts = [page_count, 0, 0, 0]
-        # A stack with its top at the end, so that a fresh pool hands out 0, 1, 2, …
+        # A stack with its top at the end: a new pool hands out 0, 1, 2, …
         self._free: PageIds = page_ids(range(page_count - 1, -1, -1))
 
     @property
     def free(self) -> int:
-        """Pages that can be taken."""
+        """Number of pages that can be taken."""
         return self._counts[_FREE]
 
     @property
     def owned(self) -> int:
-        """Pages of requests and operations."""
+        """Number of pages that belong to requests and operations."""
         return self._counts[_OWNED]
 
     @property
     def cached(self) -> int:
-        """Pages of the prefix index."""
+        """Number of pages that belong to the prefix index."""
         return self._counts[_CACHED]
 
     @property
     def draining(self) -> int:
-        """Pages that a writer elsewhere may still touch."""
+        """Number of pages that a writer outside of the core may still write to."""
         return self._counts[_DRAINING]
 
     @property
     def counts(self) -> list[int]:
-        """Pages by condition, in the order of PageState. Read it at once, and do not change it."""
+        """Number of pages by state, in the order of PageState. A live list: read it at once, do not change it."""
         return self._counts
 
     @property
     def free_pages(self) -> PageIds:
-        """The free pages; the last one is taken first. Read it at once, and do not change it."""
+        """The free pages; the last one is taken first. A live array: read it at once, do not change it."""
         return self._free
 
     def condition(self, page: int) -> PageState:
-        """Tell the condition of one page."""
+        """Return the state of one page."""
         if not 0 <= page < self.total:
             raise BrokenInvariant(f"pool {self.name!r}: page {page} is out of range, it has {self.total} pages")
         return PageState(self._conditions.of(page))
 
     def take(self, count: int) -> PageIds:
-        """Make `count` free pages owned and return them; the caller owns them.
+        """Take `count` free pages, which the caller owns from now on.
 
-        The pages given back last are taken first, a batch in its own order: a page that was freed too early is soon
-        written by someone else, which tests see, and runs stay runs. Raises CapacityError, changing nothing, where
-        fewer are free.
+        Raises CapacityError, with nothing changed, if fewer are free. Pages given back last are taken first, a batch in
+        its own order. Batches stay contiguous that way, and a page freed too early is soon written by another owner,
+        which tests detect.
         """
         free = self._free
         if count > len(free):
             raise CapacityError(
-                f"pool {self.name!r}: {count} pages wanted, {self.free} free ({self.owned} owned, {self.cached} cached,"
-                f" {self.draining} draining, {self.total} in all)"
+                f"pool {self.name!r}: {count} pages requested, {self.free} free ({self.owned} owned,"
+                f" {self.cached} cached, {self.draining} draining, {self.total} in total)"
             )
         if count <= 0:
             if count:
@@ -204,45 +205,45 @@ class PagePool:
         return pages
 
     def give_back(self, pages: PageIds) -> None:
-        """Make owned pages free."""
+        """Free owned pages."""
         self._move(pages, _OWNED, _FREE)
 
     def to_cache(self, pages: PageIds) -> None:
-        """Hand owned pages to the index."""
+        """Move owned pages to the prefix index."""
         self._move(pages, _OWNED, _CACHED)
 
     def from_cache(self, pages: PageIds) -> None:
-        """Make cached pages free: the index forgot them."""
+        """Free cached pages that the prefix index has dropped."""
         self._move(pages, _CACHED, _FREE)
 
     def own_cached(self, pages: PageIds) -> None:
-        """Take cached pages out of the index: the caller owns them."""
+        """Move cached pages from the prefix index to the caller."""
         self._move(pages, _CACHED, _OWNED)
 
     def drain(self, pages: PageIds) -> None:
-        """Put owned pages into the quarantine: a writer may still touch them."""
+        """Move owned pages to the quarantine: a writer may still write to them."""
         self._move(pages, _OWNED, _DRAINING)
 
     def drain_cached(self, pages: PageIds) -> None:
-        """Put cached pages into the quarantine: a writer may still touch them."""
+        """Move cached pages to the quarantine: a writer may still write to them."""
         self._move(pages, _CACHED, _DRAINING)
 
     def settle(self, pages: PageIds) -> None:
-        """Free pages of the quarantine: nobody can write to them any more."""
+        """Free pages of the quarantine that have no writer any more."""
         self._move(pages, _DRAINING, _FREE)
 
     def holds(self, pages: PageIds, condition: PageState) -> bool:
-        """Tell whether every one of these pages is in that condition, and none is named twice."""
+        """Whether all of these pages are in state `condition`, and none is named twice."""
         return self._first_fault(pages, condition) is None
 
     def check(self) -> None:
-        """Recount everything from scratch; raises BrokenInvariant where a counter or the free list is wrong."""
+        """Recount everything from scratch; raise BrokenInvariant if a counter or the free list is wrong."""
         conditions = self._conditions.to_bytes()
         counted = [conditions.count(condition) for condition in (_FREE, _OWNED, _CACHED, _DRAINING)]
         if counted != self._counts:
-            raise BrokenInvariant(f"pool {self.name!r}: counted {counted} pages by condition, kept {self._counts}")
+            raise BrokenInvariant(f"pool {self.name!r}: recounted {counted} pages by state, counters {self._counts}")
         if sorted(self._free) != [page for page, condition in enumerate(conditions) if condition == _FREE]:
-            raise BrokenInvariant(f"pool {self.name!r}: its free list is not its free pages, each once")
+            raise BrokenInvariant(f"pool {self.name!r}: the free list does not hold each free page once")
 
     def _move(self, pages: PageIds, source: int, target: int) -> None:
         if not self._conditions.change(pages, source, target):

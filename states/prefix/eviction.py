@@ -1,4 +1,4 @@
-"""Taking copies out of the prefix index, one node at a time or as many as are needed."""
+"""Removal of copies from the prefix index: by eviction, one node at a time, or after RECLAIMING."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import PageIds
 
 EvictionHook: TypeAlias = Callable[[Node, TierName], None]
-"""Told of a node's copy before it goes. It must not change the index."""
+"""Called before a node loses its copy in a tier. It must not change the index."""
 
 SLACK_PER_POOL = 50
+"""An eviction may free one page in so many of the pool beyond what was asked for."""
 
 
 class Evictor:
-    """How copies leave the tree: the hooks hear of it, the pages change hands, and a node without copies goes too."""
+    """Removes copies from the tree: calls the hooks, settles the pages, and removes nodes that have no copy left."""
 
     __slots__ = ("_device", "_host", "_tree", "hooks")
 
@@ -28,10 +29,10 @@ class Evictor:
         self.hooks: list[EvictionHook] = []
 
     def evict(self, tier: Tier, count: int) -> int:
-        """Free `count` pages, or all that are evictable, by the policy's order; returns how many.
+        """Free `count` pages, or all that are evictable, in the policy's order; return their number.
 
-        Up to one page in SLACK_PER_POOL of the pool is freed beyond `count` where a node is cut in two otherwise: that
-        costs as much as everything else here, and who comes next needs pages, too.
+        Splits the last victim to free no more than needed, unless the surplus is at most one page in SLACK_PER_POOL of
+        the pool: a split costs as much as the rest of an eviction, and the next request needs pages as well.
         """
         freed: PageIds | None = None
         freed_count = 0
@@ -41,12 +42,12 @@ class Evictor:
             while freed_count < count and (node := queue.pop()) is not None:
                 try:
                     surplus = freed_count + node.page_count - count
-                    # Void pages are one piece for whoever waits for them.
+                    # A node in RECLAIMING is never split: its load returns its pages as a whole.
                     if surplus > slack and not node.void:
                         self._tree.split(node, surplus, lower_stays=node.device is not None and node.host is not None)
-                    self._tell(node, name)
+                    self._run_hooks(node, name)
                 except BaseException:
-                    # A hook raised: this victim stays, and can be evicted as before.
+                    # A hook raised: this victim stays, and must be in the queue to be evicted later.
                     queue.push(node)
                     raise
                 freed_count += node.page_count
@@ -57,30 +58,33 @@ class Evictor:
                     freed += pages
                 self._remove_if_bare(node)
         finally:
-            # Also after a raise: the victims so far have left the tree, and nothing else knows their pages.
+            # Also after an exception: the victims so far have left the tree, and no other record has their pages.
             if freed is not None:
                 account.from_cache(freed)
         return freed_count
 
     def drop(self, tier: Tier, node: Node) -> None:
-        """Free this copy of an unguarded node that has none below it."""
-        self._tell(node, tier.name)
+        """Free the copy of an unguarded node without such copies below it."""
+        self._run_hooks(node, tier.name)
         tier.account.from_cache(tier.detach(node))
         self._remove_if_bare(node)
 
     def withdraw(self, node: Node) -> PageIds:
-        """Take the device copy from an unguarded node that has none below it; the caller owns the pages."""
+        """Remove the device copy of an unguarded node without device copies below it; the caller owns the pages."""
         pages = self._device.detach(node)
         self._device.account.own_cached(pages)
         self._remove_if_bare(node)
         return pages
 
     def drop_reclaiming(self, node: Node) -> PageIds:
-        """Take a void node's device pages, which are draining, out of the tree, and free what is below them."""
+        """Remove the device pages, still draining, of a node in RECLAIMING, and free the device copies below it."""
+        # By closure, no node below may keep a device copy when this one loses its own.
         below = [other for other in node.subtree() if other.device is not None and other is not node]
         for other in reversed(below):
             self.drop(self._device, other)
-        self._tell(node, "device")
+        self._run_hooks(node, "device")
+        # `set_reclaiming` took the pages out of `protected`. Add them, since `unguard` moves them to `evictable`, from
+        # where `detach` takes them.
         node.void = False
         self._device.protected += node.page_count
         self._device.unguard(node)
@@ -88,7 +92,7 @@ class Evictor:
         self._remove_if_bare(node)
         return pages
 
-    def _tell(self, node: Node, tier: TierName) -> None:
+    def _run_hooks(self, node: Node, tier: TierName) -> None:
         for hook in self.hooks:
             hook(node, tier)
 

@@ -1,18 +1,22 @@
-"""The prefix index: which prefixes have their pages in device or host memory. A radix tree over pages.
+"""The prefix index: a radix tree of the prefixes whose pages are in device or host memory.
 
-One tree a namespace; below its root each node holds a run of pages with their keys and one page list a copy.
-Keys are opaque and of fixed width; whole edges are compared by one call, and only a mismatch is searched for its page.
+There is one tree per namespace. Below its root, each node holds a run of pages: their keys, and a page list for each
+copy (device, host). Keys are opaque and of fixed width. An edge is compared by one call; only after a mismatch is the
+differing page searched for.
 
-What always holds (`check` recounts it):
+Invariants (`check` recounts them):
 
-- Children of a node differ in their first page; they are found by it.
-- Closure: a node with device pages has a parent with device pages, and so for host pages. A path therefore reads, from
-  the root: device (and maybe host) pages, then pages in host memory alone.
-- A node without any copy is not in the tree.
-- A guarded node keeps its pages: receipts, loads and void pages guard their node and all above it.
+- Children of a node differ in the key of their first page, by which they are found.
+- Closure: the parent of a node with device pages has device pages, and the same for host pages. From the root, a path
+  has device pages (and possibly host pages) first, then only host pages.
+- Every node except roots has at least one copy.
+- A guarded node keeps its pages. Receipts, loads and pages in RECLAIMING guard their node and all nodes above it.
 
-Matching splits nodes so that what was matched ends at a node. In a split the lower part stays the same object, with the
-receipts that are anchored there; the new upper part gets the first pages. All walks are loops, however deep the tree.
+Pages in RECLAIMING have been given up while a writer may still write to them. They stay in the tree (`Node.void`), hide
+their node and all below it from matches, and drain in their pool until `drop_reclaiming`.
+
+Matching splits nodes, so that the match ends at a node. In a split the lower part keeps the node object and the
+receipts anchored there; a new node above gets the first pages. All walks are loops: the depth is not bounded.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ __all__ = ["EvictionHook", "InsertResult", "Load", "MatchResult", "Node", "Prefi
 
 
 class PrefixIndex:
-    """The prefix index over a device account and a host account. Wrong calls raise BrokenInvariant: they are our bugs.
+    """The prefix index over a device pool and a host pool. `key_bytes` is the width of one page's key.
 
-    `key_bytes` is the width of one page's key.
+    Wrong calls raise BrokenInvariant and change nothing: they are bugs of tidekv.
     """
 
     def __init__(self, *, key_bytes: int, device: PagePool, host: PagePool, policy: EvictionPolicy = LRU) -> None:
@@ -47,7 +51,7 @@ class PrefixIndex:
 
     @property
     def on_evict(self) -> list[EvictionHook]:
-        """Hooks that are told of a node's copy before it goes; add yours here. They must not change the index."""
+        """Hooks called before a node loses a copy. Append to the list to add one. They must not change the index."""
         return self._dropping.hooks
 
     # --- Counters: pages, O(1) ---
@@ -59,7 +63,7 @@ class PrefixIndex:
 
     @property
     def device_protected(self) -> int:
-        """Device pages that receipts and loads keep. Void pages count nowhere."""
+        """Device pages that receipts and loads keep. Pages in RECLAIMING are neither evictable nor protected."""
         return self.device_tier.protected
 
     @property
@@ -75,7 +79,10 @@ class PrefixIndex:
     # --- Finding ---
 
     def match(self, namespace: str, keys: bytes) -> MatchResult:
-        """Find the longest prefix of `keys` and make its end a node. Its nodes were used now, and hit once more."""
+        """Return the longest cached prefix of `keys`, after a split if it ends within a node.
+
+        Updates recency and hits of its nodes.
+        """
         self._count_pages(keys)
         tree = self.tree
         width, end, at = tree.key_bytes, len(keys), 0
@@ -97,7 +104,7 @@ class PrefixIndex:
         return MatchResult(device_pages, node.depth_pages - device_pages, device_node, node)
 
     def probe_prefix(self, namespace: str, keys: bytes) -> tuple[int, int]:
-        """Tell the lengths that `match` would find, in device and further in host pages, changing nothing at all."""
+        """Return the numbers of device pages and of further host pages that `match` would find. Changes nothing."""
         self._count_pages(keys)
         tree = self.tree
         width, end, at = tree.key_bytes, len(keys), 0
@@ -116,7 +123,7 @@ class PrefixIndex:
         return device_pages, pages - device_pages
 
     def path(self, node: Node) -> list[Node]:
-        """List the nodes from below the root down to `node`."""
+        """Return the nodes from below the root down to `node`."""
         nodes = []
         while node.parent is not None:
             nodes.append(node)
@@ -124,7 +131,7 @@ class PrefixIndex:
         return nodes[::-1]
 
     def device_path(self, node: Node) -> PageIds:
-        """List the device pages from the root to the end of `node`; the list is the caller's."""
+        """Return the device pages from the root to the end of `node`, as a new list."""
         pages = NO_PAGES[:]
         for above in self.path(node):
             if above.device is None:
@@ -133,23 +140,24 @@ class PrefixIndex:
         return pages
 
     def has_host(self, node: Node) -> bool:
-        """Tell whether everything down to the end of `node` is in host memory."""
+        """Whether all pages down to the end of `node` are in host memory."""
+        # By closure, a node with host pages has ancestors with host pages.
         return node.host is not None
 
     def has_child(self, parent: Node, namespace: str, first_key: bytes) -> bool:
-        """Tell whether a child of `parent` begins with the page of this key, void or not."""
+        """Whether a child of `parent`, in RECLAIMING or not, begins with the page of this key."""
         if parent.namespace != namespace:
             raise BrokenInvariant(f"{parent} is not of namespace {namespace!r}")
         return first_key in parent.children
 
     def nodes(self) -> Iterator[Node]:
-        """Walk all nodes but the roots, parents first, in an order that depends on the calls made so far alone."""
+        """Iterate over all nodes except roots, parents first. The order depends only on the calls made so far."""
         return self.tree.nodes()
 
     # --- Receipts ---
 
     def lock(self, node: Node) -> Receipt:
-        """Protect the device pages from the root down to the end of `node` until the receipt is given back."""
+        """Protect the device pages from the root to the end of `node` until the receipt is given back."""
         self.tree.require(node)
         if node.device is None:
             raise BrokenInvariant(f"{node} has no device pages to lock")
@@ -168,13 +176,13 @@ class PrefixIndex:
             self.tree.drop_empty_root(node)
 
     def pin(self, node: Node) -> Receipt:
-        """Protect what host pages there are from the root down to the end of `node` until the receipt is given back.
+        """Protect the host pages on the path from the root to `node` until the receipt is given back.
 
-        The receipt is anchored where they end.
+        The receipt is anchored at the last node of the path that has host pages.
         """
         self.tree.require(node)
         while node.host is None:
-            assert node.parent is not None, "a root has host pages, though none"
+            assert node.parent is not None, "the root has an empty list of host pages"
             node = node.parent
         node.host_anchored += 1
         self.host_tier.receipts += 1
@@ -193,12 +201,13 @@ class PrefixIndex:
     # --- Growing ---
 
     def insert(self, namespace: str, keys: bytes, pages: PageIds, *, priority: int = 0) -> InsertResult:
-        """Enter a prefix whose every page is in place: `pages[i]` holds what `keys` say of page `i`.
+        """Insert a complete prefix: device page `pages[i]` holds the page with the i-th key.
 
-        The caller owns the pages, but for those that are the tree's very pages at their position. Where the tree has
-        another device page, the tree's is used from now on; where it has a host page only, ours becomes its device
-        page; what it does not have becomes a new node. It stops before void pages, and before pages under load that are
-        not ours. See Inserted for who owns what then. `priority` raises that of the nodes on the path.
+        The caller owns the pages, except those that are the tree's own pages at the same position. If the tree has
+        another device page there, that one is used from now on; if it has a host page only, the caller's page becomes
+        its device page; if it has none, a new node is added. The insert stops before pages in RECLAIMING, and before
+        loading pages that are not the caller's. InsertResult states the owners afterwards. `priority` is a minimum
+        for the nodes on the path.
         """
         count = self._count_pages(keys)
         if len(pages) != count:
@@ -206,7 +215,7 @@ class PrefixIndex:
         return insert_prefix(self.tree, self.device_tier, self.tree.root(namespace), keys, pages, priority)
 
     def insert_host(self, node: Node, keys: bytes, pages: PageIds) -> tuple[Node, PageIds]:
-        """Enter host pages for the keys that follow `node`; tells where they end, and which stay the caller's."""
+        """Insert host pages for `keys` below `node`. Returns the node where they end, and the pages not taken over."""
         self.tree.require(node)
         if node.host is None or len(pages) != self._count_pages(keys):
             raise BrokenInvariant(f"{len(pages)} host pages cannot be entered below {node}")
@@ -222,17 +231,17 @@ class PrefixIndex:
         *,
         priority: int = 0,
     ) -> Node:
-        """Add a child of `parent` whose device pages, the caller's until now, are about to be filled by `load`."""
+        """Add a child of `parent` whose device pages, taken over from the caller, `load` will fill."""
         count, first_key = self._count_pages(keys_suffix), keys_suffix[: self.tree.key_bytes]
         self.tree.require(parent)
         if parent.namespace != namespace:
             raise BrokenInvariant(f"{parent} is not of namespace {namespace!r}")
         if parent.device is None or parent.void:
-            raise BrokenInvariant(f"{parent} has no device pages to go on from")
+            raise BrokenInvariant(f"{parent} has no device pages to add a child to")
         if not count or len(device_pages) != count:
             raise BrokenInvariant(f"{len(device_pages)} pages were given for {count} keys")
         if first_key in parent.children:
-            raise BrokenInvariant(f"{parent} has a child with that first page")
+            raise BrokenInvariant(f"{parent} already has a child with the same first page")
         self.device_tier.account.to_cache(device_pages)
         self.tree.tick += 1
         node = self.tree.add_child(parent, keys_suffix, 0, first_key, priority=priority)
@@ -241,7 +250,7 @@ class PrefixIndex:
         return node
 
     def give_device(self, node: Node, pages: PageIds, load: Load | None = None) -> None:
-        """Give a node that is in host memory alone device pages, the caller's until now, which `load` fills."""
+        """Give a node with host pages only device pages, taken over from the caller, which `load` fills."""
         parent = self._parent_of(node)
         if node.device is not None or len(pages) != node.page_count:
             raise BrokenInvariant(f"{node} cannot be given {len(pages)} device pages")
@@ -252,7 +261,7 @@ class PrefixIndex:
         self.set_load(node, load)
 
     def give_host(self, node: Node, pages: PageIds) -> None:
-        """Give a node host pages that hold its bytes, the caller's until now."""
+        """Give a node host pages, taken over from the caller, that hold its bytes."""
         parent = self._parent_of(node)
         if node.host is not None or len(pages) != node.page_count:
             raise BrokenInvariant(f"{node} cannot be given {len(pages)} host pages")
@@ -266,39 +275,39 @@ class PrefixIndex:
     # --- Marking ---
 
     def split(self, node: Node, page_count: int) -> Node:
-        """Cut the first `page_count` pages off into a new node above `node`, and return that. `node` keeps the rest."""
+        """Move the first `page_count` pages to a new node above `node`, and return it. `node` keeps the rest."""
         self._parent_of(node)
         if not 0 < page_count < node.page_count or node.void:
             raise BrokenInvariant(f"{node} cannot be split after {page_count} pages")
         return self.tree.split(node, page_count)
 
     def note_served(self, leaf: Node) -> None:
-        """A request was served with everything down to `leaf`."""
+        """Count a request that became READY with the path to `leaf`."""
         node = leaf
         while node.parent is not None:
             node.served += 1
             node = node.parent
 
     def mark_stored(self, node: Node) -> None:
-        """Note that the node's pages are in storage."""
+        """Note that the node's pages are in the attached storage."""
         self._parent_of(node)
         node.stored = self.tree.attachment
         self.tree.touch(node)
 
     def forget_stored(self) -> None:
-        """Another storage is attached: of no node it is known that its pages are there."""
+        """Forget which pages are in storage: another storage has been attached."""
         self.tree.attachment += 1
 
     def set_load(self, node: Node, load: Load | None) -> None:
-        """Note that `load` fills the node's device pages, or with None that it is over.
+        """Note that `load` fills the node's device pages; None ends the load.
 
-        A load guards the pages of its node, those in host memory too.
+        A load guards the device and host pages of its node.
         """
         if load is node.load:
             return
         self._parent_of(node)
         if node.device is None or node.void:
-            raise BrokenInvariant(f"{node} has no device pages that could be under load")
+            raise BrokenInvariant(f"{node} has no device pages that a load could fill")
         before, node.load = node.load, load
         self.tree.touch(node)
         if before is None:
@@ -311,16 +320,17 @@ class PrefixIndex:
                 self.host_tier.unguard(node)
 
     def set_reclaiming(self, node: Node) -> None:
-        """Give the node's device pages up while somebody may still write to them: they drain in place (the account's
-        condition is changed here), no load fills them, and no match passes the node until `drop_reclaiming`.
+        """Give up the node's device pages while a writer may still write to them.
+
+        The pages drain in place, no load fills them, and no match passes the node until `drop_reclaiming`.
         """
         self._parent_of(node)
         if node.device is None or node.void:
-            raise BrokenInvariant(f"{node} has no device pages that could be given up")
+            raise BrokenInvariant(f"{node} has no device pages to reclaim")
         self.device_tier.account.drain_cached(node.device)
         node.void = True
         self.tree.touch(node)
-        # The guard of the load, if there was one, goes on as that of the void pages.
+        # Pages in RECLAIMING hold one guard. A load's guard is reused for it; without a load, add one.
         if node.load is None:
             self.device_tier.guard(node)
         elif node.host is not None:
@@ -331,59 +341,63 @@ class PrefixIndex:
     # --- Shrinking ---
 
     def drop_reclaiming(self, node: Node) -> PageIds | None:
-        """Take void pages out of the tree, once nobody can write to them: they are returned, still draining, for the
-        caller to settle. Device copies below, which no match can reach, are freed. None, and nothing is changed, where
-        a receipt, load or void node at or below the node stands against it.
+        """Remove the device pages of a node in RECLAIMING that has no writer any more.
+
+        Returns the pages, still draining, for the caller to settle. Frees device copies below, which no match can
+        reach. Returns None, with nothing changed, if a receipt, a load or another node in RECLAIMING at or below this
+        node guards it.
         """
         self._parent_of(node)
         if not node.void:
-            raise BrokenInvariant(f"{node} is not void")
+            raise BrokenInvariant(f"{node} is not in RECLAIMING")
+        # One guard is the node's own.
         if node.guarded > 1:
             return None
         return self._dropping.drop_reclaiming(node)
 
     def drop_device(self, node: Node) -> None:
-        """Free the device pages of a node that nothing guards and that has none below it."""
+        """Free the device pages of an unguarded node without device pages below it."""
         self._parent_of(node)
         if node.device is None or node.guarded or node.device_children:
             raise BrokenInvariant(f"{node} cannot lose its device pages: none, guarded, or needed by a child")
         self._dropping.drop(self.device_tier, node)
 
     def drop_host(self, node: Node) -> None:
-        """Free the host pages of a node that nothing guards there and that has none below it."""
+        """Free the host pages of a node without host guards and without host pages below it."""
         self._parent_of(node)
         if node.host is None or node.host_guarded or node.host_children:
             raise BrokenInvariant(f"{node} cannot lose its host pages: none, guarded, or needed by a child")
         self._dropping.drop(self.host_tier, node)
 
     def withdraw_device(self, node: Node) -> PageIds:
-        """Take back device pages that were given and never written: they are the caller's again. Nobody is told."""
+        """Return device pages that were given to a node and never written to the caller, without calling hooks."""
         self._parent_of(node)
         if node.device is None or node.guarded or node.device_children:
             raise BrokenInvariant(f"{node} cannot lose its device pages: none, guarded, or needed by a child")
         return self._dropping.withdraw(node)
 
     def first_to_go(self, tier: TierName, count: int) -> list[Node]:
-        """List the leaves of a tier that eviction would take first, until they hold `count` pages; takes none."""
+        """Return the leaves that eviction would take next, until they hold `count` pages. Evicts nothing."""
         return (self.device_tier if tier == "device" else self.host_tier).queue.first(count)
 
     def evict_device(self, count: int) -> int:
-        """Free at least `count` device pages, or all that are evictable; returns how many. What is in host memory too
-        stays there; of the last victim no more is taken than is needed.
+        """Free at least `count` device pages, or all that are evictable; return their number. Host copies stay.
+
+        Frees a bounded number of pages more than `count` if that avoids splitting the last victim (`Evictor.evict`).
         """
         return self._dropping.evict(self.device_tier, count)
 
     def evict_host(self, count: int) -> int:
-        """Free at least `count` host pages, or all that are evictable; returns how many."""
+        """Free at least `count` host pages, or all that are evictable; return their number."""
         return self._dropping.evict(self.host_tier, count)
 
     def flush(self, tier: TierName) -> tuple[int, int]:
-        """Free all evictable pages of a tier; returns how many, and how many were spared because they are protected."""
-        books: Tier = self.device_tier if tier == "device" else self.host_tier
-        return self._dropping.evict(books, books.evictable), books.protected
+        """Free all evictable pages of a tier. Returns the numbers of freed pages and of protected pages that stay."""
+        flushed: Tier = self.device_tier if tier == "device" else self.host_tier
+        return self._dropping.evict(flushed, flushed.evictable), flushed.protected
 
     def check(self) -> None:
-        """Recount everything from scratch, O(tree); raises BrokenInvariant, in words, at the first contradiction."""
+        """Recount everything from scratch, O(tree). Raises BrokenInvariant at the first contradiction."""
         check_index(self.tree, self.device_tier, self.host_tier)
 
     def _parent_of(self, node: Node) -> Node:
@@ -394,5 +408,5 @@ class PrefixIndex:
     def _count_pages(self, keys: bytes) -> int:
         width = self.tree.key_bytes
         if len(keys) % width:
-            raise BrokenInvariant(f"{len(keys)} bytes are no whole number of keys of {width}")
+            raise BrokenInvariant(f"{len(keys)} bytes are not a whole number of keys of {width} bytes")
         return len(keys) // width

@@ -1,4 +1,4 @@
-"""Entering a finished prefix into the prefix index: what was there wins, what is new joins."""
+"""Insertion of complete prefixes in the prefix index. Pages already in the tree win; missing ones are added."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tidekv.states.types import NO_PAGES, PageIds
 def insert_prefix(
     tree: PageTree, tier: DeviceTier, root: Node, keys: bytes, pages: PageIds, priority: int
 ) -> InsertResult:
-    """Enter `pages`, one for each key, below `root`. See PrefixIndex.insert.
+    """Insert `pages`, one for each key, below `root`. See PrefixIndex.insert.
 
-    What the walk down leaves, by position:
+    After the walk down, by position:
 
-        [0, len(table))       device pages of the tree; ours there are duplicates, unless they are the same
-        [len(table), first)   host pages of the tree: ours become their device pages
-        [first, stop)         a new leaf; nothing where the walk was stopped by void pages or a foreign load
+        [0, len(table))       device pages of the tree; the caller's are duplicates, unless they are the same pages
+        [len(table), first)   host pages of the tree; the caller's become their device pages
+        [first, stop)         a new leaf; empty if pages in RECLAIMING or of another load stopped the walk
         [stop, count)         rejected
     """
     count, width = len(pages), tree.key_bytes
@@ -41,6 +41,8 @@ def insert_prefix(
             theirs = None if theirs is None else theirs[:shared]
         ours = pages[first : first + shared]
         if child.void or (child.load is not None and theirs != ours):
+            # The contents of these pages are not in place, so the caller cannot use them instead of its own. Its own
+            # pages may be the tree's further down, where they are not the caller's to keep.
             rejected, stop = _not_of_tree(tree, node, keys, pages, first), first
             break
         node = child if shared == child.page_count else tree.split(child, shared)
@@ -55,7 +57,8 @@ def insert_prefix(
                 duplicates += _differing(ours, theirs)
         first += shared
     fresh = pages[len(table) : stop]
-    # Nothing but splits has happened so far: where the account refuses, nothing was entered.
+    # Only splits have happened so far. `to_cache` checks all pages before any is entered, so if it raises, the index is
+    # unchanged.
     tier.account.to_cache(fresh)
     for above in host_only:
         tier.attach(above, pages[above.depth_pages - above.page_count : above.depth_pages])
@@ -67,10 +70,10 @@ def insert_prefix(
 
 
 def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, pages: PageIds) -> tuple[Node, PageIds]:
-    """Enter host pages, the caller's until now, for `keys` below `node`, which has host pages itself.
+    """Insert host pages, taken over from the caller, for `keys` below `node`, which has host pages itself.
 
-    Returns where they end now, and which are still the caller's: the tree has others for the same keys, or void pages
-    are in the way.
+    Returns the node where they end, and the pages that the caller still owns: the tree has other host pages for the
+    same keys, or a node in RECLAIMING stopped the walk.
     """
     width, count, first = tree.key_bytes, len(pages), 0
     unused = NO_PAGES[:]
@@ -101,7 +104,7 @@ def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, p
 
 
 def _not_of_tree(tree: PageTree, node: Node, keys: bytes, pages: PageIds, first: int) -> PageIds:
-    """Of `pages[first:]`, list those that the tree below `node` does not hold at their very position."""
+    """Return those of `pages[first:]` that the tree below `node` does not hold at the same position."""
     ours = NO_PAGES[:]
     width, count = tree.key_bytes, len(pages)
     while first < count:
@@ -119,7 +122,7 @@ def _not_of_tree(tree: PageTree, node: Node, keys: bytes, pages: PageIds, first:
 
 
 def _differing(ours: PageIds, theirs: PageIds) -> PageIds:
-    """List the pages of `ours` that are not the same page as in `theirs` at their position."""
+    """Return the pages of `ours` that differ from the page in `theirs` at the same position."""
     first, second = np.frombuffer(ours, dtype=np.int32), np.frombuffer(theirs, dtype=np.int32)
     pages = NO_PAGES[:]
     pages.frombytes(first[first != second].tobytes())

@@ -1,4 +1,4 @@
-"""The prefix index, recounted from scratch: every invariant that its fast paths rely on. O(tree); changes nothing."""
+"""Invariants of the prefix index, recounted from scratch: all that its fast paths rely on. O(tree); changes nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 
 
 def check_index(tree: PageTree, device: DeviceTier, host: HostTier) -> None:
-    """Raise BrokenInvariant, in words, at the first contradiction found."""
+    """Raise BrokenInvariant at the first contradiction."""
     nodes = list(tree.nodes())
     for namespace, root in tree.roots.items():
-        _require(root.is_root and root.parent is None and root.namespace == namespace, root, "is not that root")
+        _require(
+            root.is_root and root.parent is None and root.namespace == namespace, root, "is not the namespace's root"
+        )
         _require(not root.device and not root.host and root.depth_pages == 0, root, "is a root with pages")
         _require(root.children or root.guarded or root.host_guarded, root, "is a root without children and receipts")
     for node in nodes:
         _check_links(node, tree.key_bytes)
         _check_copies(node)
-    # Children before parents: what a parent must count is known by then.
+    # Children before parents: a parent's counts are compared with those of its children, which must be right.
     for node in [*reversed(nodes), *tree.roots.values()]:
         _check_counts(node)
     _check_device(tree, device, nodes)
@@ -44,8 +46,8 @@ def _check_links(node: Node, key_bytes: int) -> None:
     _require(parent.children.get(node.first_key) is node, node, "is not its parent's child by its first page")
     _require(len(node.keys) == node.page_count * key_bytes > 0, node, "has an edge that is not its pages' keys")
     kept = node.keys.obj if isinstance(node.keys, memoryview) else node.keys
-    _require(isinstance(kept, bytes), node, "has keys that are a part of no bytes")
-    # Whole bytes that a caller gave are the caller's length; a part keeps no more than a few times its own alive.
+    _require(isinstance(kept, bytes), node, "has keys that are not a view of bytes")
+    # A view keeps at most KEPT_MAX times its own length alive.
     _require(len(memoryview(kept)) <= KEPT_MAX * len(node.keys), node, "keeps more keys alive than it may")
     _require(node.depth_pages == parent.depth_pages + node.page_count, node, "is not at its depth")
     _require(node.namespace == parent.namespace, node, "is in another namespace than its parent")
@@ -60,21 +62,23 @@ def _check_copies(node: Node) -> None:
     _require(node.device is None or parent.device is not None, node, "has device pages, its parent has none")
     _require(node.host is None or parent.host is not None, node, "has host pages, its parent has none")
     _require(
-        node.device is not None or (node.load is None and not node.void), node, "is under load or void for nothing"
+        node.device is not None or (node.load is None and not node.void),
+        node,
+        "has a load or is in RECLAIMING without device pages",
     )
-    _require(node.load is None or not node.void, node, "is both under load and void")
+    _require(node.load is None or not node.void, node, "has a load and is in RECLAIMING")
 
 
 def _check_counts(node: Node) -> None:
     children = node.children.values()
     _require(node.device_children == sum(c.device is not None for c in children), node, "miscounts device children")
     _require(node.host_children == sum(c.host is not None for c in children), node, "miscounts host children")
-    _require(node.anchored >= 0 and node.host_anchored >= 0, node, "has less than no receipts")
+    _require(node.anchored >= 0 and node.host_anchored >= 0, node, "has a negative number of receipts")
     guarded = node.anchored + sum(c.guarded > 0 for c in children) + (node.load is not None or node.void)
-    _require(node.guarded == guarded, node, f"counts {node.guarded} guards where there are {guarded}")
+    _require(node.guarded == guarded, node, f"counts {node.guarded} guards, there are {guarded}")
     loading = node.load is not None and node.host is not None
     guarded = node.host_anchored + sum(c.host_guarded > 0 for c in children) + loading
-    _require(node.host_guarded == guarded, node, f"counts {node.host_guarded} host guards where there are {guarded}")
+    _require(node.host_guarded == guarded, node, f"counts {node.host_guarded} host guards, there are {guarded}")
     _require(not node.guarded or node.device is not None, node, "is guarded without device pages")
     _require(not node.host_guarded or node.host is not None, node, "is host-guarded without host pages")
 
@@ -93,9 +97,9 @@ def _check_device(tree: PageTree, tier: DeviceTier, nodes: list[Node]) -> None:
         protected += node.page_count if node.guarded else 0
     _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
     if not tier.account.holds(cached, PageState.CACHED) or tier.account.cached != len(cached):
-        raise BrokenInvariant("the device pages of the index are not those that its account calls cached, each once")
+        raise BrokenInvariant("the device pages of the index are not exactly the cached pages of the device pool")
     if not tier.account.holds(void, PageState.DRAINING):
-        raise BrokenInvariant("the void pages of the index are not draining, each once, in their account")
+        raise BrokenInvariant("the pages of nodes in RECLAIMING are not draining, each once, in the device pool")
 
 
 def _check_host(tree: PageTree, tier: HostTier, nodes: list[Node]) -> None:
@@ -108,19 +112,19 @@ def _check_host(tree: PageTree, tier: HostTier, nodes: list[Node]) -> None:
             protected += node.page_count if node.host_guarded else 0
     _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
     if not tier.account.holds(cached, PageState.CACHED) or tier.account.cached != len(cached):
-        raise BrokenInvariant("the host pages of the index are not those that its account calls cached, each once")
+        raise BrokenInvariant("the host pages of the index are not exactly the cached pages of the host pool")
 
 
 def _check_tier(tree: PageTree, tier: Tier, nodes: list[Node], *, evictable: int, protected: int) -> None:
     if (tier.evictable, tier.protected) != (evictable, protected):
         raise BrokenInvariant(
-            f"{tier.name}: counted {evictable} evictable and {protected} protected pages,"
-            f" kept {tier.evictable} and {tier.protected}"
+            f"{tier.name}: recounted {evictable} evictable and {protected} protected pages,"
+            f" the counters are {tier.evictable} and {tier.protected}"
         )
     roots = tree.roots.values()
     anchored = sum(node.anchored if tier.name == "device" else node.host_anchored for node in (*roots, *nodes))
     if tier.receipts != anchored:
-        raise BrokenInvariant(f"{tier.name}: {anchored} receipts are anchored at nodes, {tier.receipts} are out")
+        raise BrokenInvariant(f"{tier.name}: {anchored} receipts are anchored at nodes, {tier.receipts} were issued")
     for node in nodes:
-        _require(not tier.is_ready(node) or node in tier.queue, node, f"may be evicted from {tier.name}, is not queued")
+        _require(not tier.is_ready(node) or node in tier.queue, node, f"may leave {tier.name}, but is not queued")
     tier.queue.check()

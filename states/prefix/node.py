@@ -1,7 +1,4 @@
-"""What the prefix index is made of: nodes and receipts. Plain values, no rules.
-
-What the prefix index answers with: what was found of a prefix, and what became of the pages of an insert.
-"""
+"""Nodes and receipts of the prefix index, and the results of match and insert. Plain values, no rules."""
 
 from __future__ import annotations
 
@@ -16,25 +13,26 @@ from tidekv.states.types import PageIds, page_ids
 TierName = Literal["device", "host"]
 
 Keys: TypeAlias = "bytes | memoryview"
-"""Keys of pages, one after the other: bytes of their own, or a view of longer ones. Compare prompts with them by
-`bytes.startswith`, which takes both; `==` of a view compares element by element."""
+"""Concatenated keys of pages: bytes, or a view of longer bytes. Compare with `bytes.startswith`, which takes both;
+`==` on a view compares element by element and is slow."""
 
-# A part keeps all of the bytes alive that it is a part of: up to so many times its own length, it is not copied.
+# A view keeps the whole bytes alive that it is a part of. It is used up to this multiple of its own length; beyond
+# that, the part is copied.
 KEPT_MAX = 4
 
 
 class Load(Protocol):
-    """Whatever is filling a node's device pages; the index only keeps it, and tells it of splits."""
+    """The load that fills a node's device pages. The index stores it and calls it on splits."""
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Take note that `lower`, a node of this load, lost its first pages to the new node `upper`."""
+        """Handle that the first pages of `lower`, a node of this load, have moved to the new node `upper`."""
 
 
 class Node:
-    """A run of pages below its parent's pages. Read it freely; only the index changes it.
+    """A run of pages after its parent's pages. Only the index may change it.
 
-    A node in the tree has device pages, host pages, or both. A root stands for the empty prefix of its namespace: it
-    has empty page lists, so that "the parent has this copy" needs no exception.
+    A node in the tree has device pages, host pages, or both. A root is the empty prefix of its namespace. It has empty
+    page lists, so that the rule "the parent has this copy as well" needs no exception.
     """
 
     __slots__ = (
@@ -78,9 +76,9 @@ class Node:
         self.node_id = node_id
         self.namespace = namespace
         self.keys = keys
-        """The keys of its pages; `edge` gives them as bytes."""
+        """The keys of its pages; `edge` returns them as bytes."""
         self.first_key = first_key
-        """The key of its first page, the very object by which its parent finds it: its hash is known."""
+        """The key of its first page: the same object as in the parent's `children`, so its hash is cached."""
         self.page_count = page_count
         self.depth_pages: int = page_count + (parent.depth_pages if parent is not None else 0)
         """Pages from the root to this node's end."""
@@ -92,50 +90,52 @@ class Node:
         self.device_children = 0
         """Children that have device pages."""
         self.host_children = 0
-        self.load: Any = None  # A Load; its owner, whose own class it is, would have to narrow it at every use.
-        """What fills the device pages, until they are there."""
+        self.load: Any = None  # A Load. `Any`, since its owner would have to narrow it to its own class at every use.
+        """The load that fills the device pages, until they are in place."""
         self.void = False
-        """The device pages are draining in place: matches end before this node."""
+        """Whether the device pages are in RECLAIMING: they drain in place, and matches end before this node."""
         self.stored = 0
-        """The attachment of storage (`PageTree.attachment`) in which its pages were seen there; 0: none."""
+        """The storage (`PageTree.attachment`) in which its pages were last seen; 0 means none."""
         self.tick = tick
         self.born = tick
         self.hits = 0
         self.served = 0
-        """Requests that became READY with its pages in their prompt."""
+        """Number of requests that became READY with its pages in their prompt."""
         self.priority = 0
         self.anchored = 0
-        """Live device receipts of exactly this node."""
+        """Number of live device receipts anchored at this node."""
         self.guarded = 0
-        """`anchored`, plus children with guarded > 0, plus 1 under load or void: while > 0, its device pages stay."""
+        """`anchored`, plus the children with guarded > 0, plus 1 with a load or in RECLAIMING. While it is above 0, the
+        device pages cannot be evicted.
+        """
         self.host_anchored = 0
-        """Live host receipts of exactly this node."""
+        """Number of live host receipts anchored at this node."""
         self.host_guarded = 0
-        """`host_anchored`, plus children with host_guarded > 0, plus 1 with host pages under load."""
+        """`host_anchored`, plus the children with host_guarded > 0, plus 1 with a load and host pages."""
 
     @property
     def lock_ref(self) -> int:
-        """Live device receipts at or below this node: O(subtree), for checks."""
+        """Number of live device receipts at or below this node. O(subtree), for checks."""
         return sum(node.anchored for node in self.subtree())
 
     @property
     def host_lock_ref(self) -> int:
-        """Live host receipts at or below this node: O(subtree), for checks."""
+        """Number of live host receipts at or below this node. O(subtree), for checks."""
         return sum(node.host_anchored for node in self.subtree())
 
     @property
     def is_root(self) -> bool:
-        """Whether this node stands for the empty prefix."""
+        """Whether this node is the empty prefix."""
         return not self.page_count
 
     @property
     def edge(self) -> bytes:
-        """The keys of its pages, one after the other: a copy where they are part of longer ones."""
+        """The concatenated keys of its pages as bytes, copied if they are a view."""
         keys = self.keys
         return keys if isinstance(keys, bytes) else keys.tobytes()
 
     def subtree(self) -> Iterator[Node]:
-        """Walk this node and all below it, parents first, in an order that depends on the calls made so far alone."""
+        """Iterate over this node and all below, parents first. The order depends only on the calls made so far."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -150,7 +150,7 @@ class Node:
 
 
 class Receipt:
-    """The proof of one lock ("device") or pin ("host") of one tree; giving it back needs it, and works once."""
+    """One lock ("device") or pin ("host") of one tree. Needed to release it, which works once."""
 
     __slots__ = ("kind", "node", "released", "tree")
 
@@ -165,7 +165,7 @@ class Receipt:
 
 
 def make_root(node_id: int, namespace: str) -> Node:
-    """Make the node of the empty prefix of a namespace."""
+    """Return a new root: the empty prefix of a namespace."""
     root = Node(node_id, namespace=namespace, keys=b"", first_key=b"", page_count=0, parent=None, tick=0)
     root.device = page_ids()
     root.host = page_ids()
@@ -173,24 +173,27 @@ def make_root(node_id: int, namespace: str) -> Node:
 
 
 def part_of(keys: Keys, first: int, end: int) -> Keys:
-    """Bytes [first, end) of `keys`: a view where that keeps little alive that it does not need, otherwise a copy."""
+    """Return bytes [first, end) of `keys`: a view, or a copy if a view would keep too much alive (KEPT_MAX)."""
     count = end - first
     if count == len(keys):
         return keys
     if isinstance(keys, bytes):
         return memoryview(keys)[first:end] if len(keys) <= KEPT_MAX * count else keys[first:end]
     whole = keys.obj
-    assert isinstance(whole, bytes), "views are made here alone, of bytes"
+    assert isinstance(whole, bytes), "a view of keys must be of bytes"
     part = keys[first:end]
     return part if len(whole) <= KEPT_MAX * count else part.tobytes()
 
 
 def redeem(receipt: Receipt, kind: TierName, tree: object) -> Node:
-    """Mark a receipt as given back, and return its node. Raises BrokenInvariant for a wrong one, or another tree's."""
+    """Mark a receipt as given back and return its node.
+
+    Raises BrokenInvariant if it is of another tree or kind, or was given back before.
+    """
     if receipt.tree is not tree:
         raise BrokenInvariant(f"{receipt} is of another tree")
     if receipt.kind != kind:
-        raise BrokenInvariant(f"{receipt} is no {kind} receipt")
+        raise BrokenInvariant(f"{receipt} is not a {kind} receipt")
     if receipt.released:
         raise BrokenInvariant(f"{receipt} was given back before")
     receipt.released = True
@@ -198,8 +201,8 @@ def redeem(receipt: Receipt, kind: TierName, tree: object) -> Node:
 
 
 class MatchResult(msgspec.Struct, frozen=True, eq=False):
-    """The longest prefix found: `device_pages` pages in device memory (also such under load), then `host_pages` in host
-    memory. The nodes are where each part ends; nothing is locked yet.
+    """The longest cached prefix: `device_pages` pages in device memory, including loading ones, then `host_pages` in
+    host memory. The nodes are the ends of both parts. Nothing is locked.
     """
 
     device_pages: int
@@ -209,12 +212,11 @@ class MatchResult(msgspec.Struct, frozen=True, eq=False):
 
 
 class InsertResult(msgspec.Struct, frozen=True, eq=False):
-    """What became of the pages of an insert.
+    """The result of an insert, and the owners of its pages.
 
-    [0, n) of the prefix: `pages`, the page table to use from now on; read it, do not change it. `inserted_count` of the
-    caller's pages are now the tree's. `duplicates` and `rejected` are still the caller's: the first because the tree
-    has such a page already, the second because the tree could not take the prefix from there on. `node` is where the
-    tree's part ends.
+    `pages` is the page table of the whole prefix from now on; do not change it. The tree has taken over
+    `inserted_count` of the caller's pages. The caller still owns `duplicates`, for which the tree has other pages, and
+    `rejected`, from where on the tree could not take the prefix. `node` is the end of the tree's part.
     """
 
     node: Node

@@ -1,4 +1,4 @@
-"""In which order cached pages go: policies, and the queue that asks them. It frees nothing itself."""
+"""The order of eviction: policies, and the queue that applies them. Frees no pages itself."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.prefix.node import Node
 
 Priority: TypeAlias = "tuple[int, ...]"
-"""What goes first compares lowest."""
+"""Sort key of eviction: the lowest is evicted first."""
 
 Entry: TypeAlias = "tuple[Priority, int, Node]"
-"""A node with the priority that it had when it was last looked at, and its number, which decides between equals."""
+"""A node's priority when last computed, its number as the tie-breaker, and the node."""
 
 
 class EvictionPolicy(ABC):
     """An order of eviction.
 
-    A node's priority may only grow over its life: the queue looks at it again when the node's turn comes, not at every
-    touch, and would miss one that became smaller.
+    The priority of a node may only grow. The queue recomputes it when the node's turn comes, not on every use, and
+    would miss a priority that has become smaller.
     """
 
     @abstractmethod
     def priority(self, node: Node) -> Priority:
-        """Tell the node's place in the order: lowest goes first. Ties go by age of the node."""
+        """Return the node's sort key: the lowest is evicted first, ties by age of the node."""
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """Forget first what was matched or inserted longest ago."""
+    """Evicts first what was matched or inserted longest ago."""
 
     def priority(self, node: Node) -> Priority:
         """Order by the tick of the last touch."""
@@ -39,7 +39,7 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 class LeastFrequentlyUsed(EvictionPolicy):
-    """Forget first what was matched least often, then longest ago."""
+    """Evicts first what was matched least often, then longest ago."""
 
     def priority(self, node: Node) -> Priority:
         """Order by hits, then by the last touch."""
@@ -47,7 +47,7 @@ class LeastFrequentlyUsed(EvictionPolicy):
 
 
 class SegmentedLeastRecentlyUsed(EvictionPolicy):
-    """Forget first what was never matched `protected_hits` times: one long scan does not push out what is shared."""
+    """Evicts first what was matched fewer than `protected_hits` times, so that a long scan keeps shared prefixes."""
 
     def __init__(self, *, protected_hits: int = 2) -> None:
         self.protected_hits = protected_hits
@@ -58,7 +58,7 @@ class SegmentedLeastRecentlyUsed(EvictionPolicy):
 
 
 class FirstInFirstOut(EvictionPolicy):
-    """Forget first what was inserted first."""
+    """Evicts first what was inserted first."""
 
     def priority(self, node: Node) -> Priority:
         """Order by the tick of the insertion."""
@@ -66,7 +66,7 @@ class FirstInFirstOut(EvictionPolicy):
 
 
 class LowestPriority(EvictionPolicy):
-    """Forget first what was inserted with the lowest priority, then longest ago."""
+    """Evicts first what was inserted with the lowest priority, then longest ago."""
 
     def priority(self, node: Node) -> Priority:
         """Order by the highest priority that an insert gave, then by the last touch."""
@@ -79,17 +79,18 @@ SLRU = SegmentedLeastRecentlyUsed()
 FIFO = FirstInFirstOut()
 PRIORITY = LowestPriority()
 
-# So many entries of removed nodes may stay in a queue, beyond half of it, before it is swept.
+# A queue is swept when more than half of its entries, plus this margin, are of removed nodes.
 _STALE_MARGIN = 64
 
 
 class EvictionQueue:
-    """The nodes of one tier that may be evicted, by priority; lazily kept, so that a touch costs nothing.
+    """The evictable nodes of one tier by priority, updated lazily, so that using a node costs nothing.
 
-    Most nodes come in the order in which they are to go: those wait in a line, and only the others in a heap.
+    Most nodes arrive in the order in which they will be evicted. These are kept in a sorted line; only the others go
+    into a heap.
 
-    It may hold nodes that are not ready any more (locked again, given a child, gone): they are passed over when their
-    turn comes. It must hold every node that is ready, so whoever makes a node ready pushes it.
+    Every ready node must be in the queue, so code that makes a node ready pushes it. The queue may also hold nodes that
+    are not ready any more (locked again, given a child, removed); `pop` skips these.
     """
 
     __slots__ = ("_heap", "_is_ready", "_line", "_policy", "_queued", "_stale_count")
@@ -98,7 +99,7 @@ class EvictionQueue:
         self._policy = policy
         self._is_ready = is_ready
         self._line: deque[Entry] = deque()
-        """Ascending."""
+        """Entries in ascending order."""
         self._heap: list[Entry] = []
         self._queued: set[int] = set()
         self._stale_count = 0
@@ -110,20 +111,20 @@ class EvictionQueue:
         return len(self._heap) + len(self._line)
 
     def push(self, node: Node) -> None:
-        """Queue a node that became ready; one that is queued already keeps its one entry."""
+        """Add a node that became ready. A node that is in the queue keeps its one entry."""
         node_id = node.node_id
         if node_id not in self._queued:
             self._queued.add(node_id)
             self._enter((self._policy.priority(node), node_id, node))
 
     def pop(self) -> Node | None:
-        """Take out the ready node of the lowest priority; None where no node is ready."""
+        """Remove and return the ready node with the lowest priority; None if no node is ready."""
         heap, line = self._heap, self._line
         while heap or line:
-            # No two entries have the same number, so nodes themselves are never compared.
+            # Node numbers are unique, so comparing entries never compares nodes.
             is_in_line = bool(line) and (not heap or line[0] < heap[0])
             priority, node_id, node = line[0] if is_in_line else heap[0]
-            # Before the entry is taken out: a policy that raises loses no node.
+            # Evaluated before the entry is taken out, so that a policy that raises loses no node.
             is_ready = self._is_ready(node)
             current = self._policy.priority(node) if is_ready else priority
             if is_in_line:
@@ -137,11 +138,12 @@ class EvictionQueue:
                 self._queued.remove(node_id)
                 return node
             else:
+                # Used since it was queued: its priority has grown, so queue it again further back.
                 self._enter((current, node_id, node))
         return None
 
     def first(self, page_count: int) -> list[Node]:
-        """List the ready nodes of the lowest priorities, until they hold so many pages. They stay in the queue."""
+        """Return the ready nodes with the lowest priorities, until they hold `page_count` pages. They stay queued."""
         nodes: list[Node] = []
         try:
             while page_count > 0 and (node := self.pop()) is not None:
@@ -153,7 +155,7 @@ class EvictionQueue:
         return nodes
 
     def forget(self, node: Node) -> None:
-        """Take note that a node left the tree: its entry, if any, is swept once there are many such."""
+        """Note that a node has left the tree. Sweeps such entries once there are many."""
         if node.node_id not in self._queued:
             return
         self._stale_count += 1
@@ -165,12 +167,12 @@ class EvictionQueue:
             self._stale_count = 0
 
     def check(self) -> None:
-        """Raise BrokenInvariant where the heap and what is known to be in it differ, or an order could be missed."""
+        """Raise BrokenInvariant if the entries contradict the set of queued nodes, or are out of order."""
         entries = self._entries()
         if len(entries) != len(self._queued) or {entry[1] for entry in entries} != self._queued:
             raise BrokenInvariant("an eviction queue does not hold each of its nodes once")
         if self._stale_count != sum(node.parent is None for _, _, node in entries):
-            raise BrokenInvariant("an eviction queue miscounts its nodes that left the tree")
+            raise BrokenInvariant("an eviction queue miscounts its nodes that have left the tree")
         for priority, _, node in entries:
             if self._policy.priority(node) < priority:
                 raise BrokenInvariant(f"the priority of {node} fell while it was queued")

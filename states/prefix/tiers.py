@@ -1,10 +1,11 @@
-"""The books of one tier of the prefix index: which pages are evictable, which are protected, who may go next.
+"""The tiers of the prefix index: evictable and protected pages, and the nodes that may be evicted next.
 
-The two classes say the same thing about a node's device side and its host side. They are spelled out because they are
-the hottest lines of a step, and reaching a slot by a name in a variable costs twice as much.
+The two classes have the same rules, for the device side and the host side of a node. They are written out twice because
+these are the hottest lines of a step, and access to a slot by a name in a variable costs twice as much.
 
-Guards are counted where a receipt is anchored and once per guarded child, so that a walk towards the root ends at the
-first node that is guarded anyway: locking below a shared prefix costs as much as the part that is not shared.
+A guard is counted at the node where a receipt is anchored, and once per guarded child at each node above. A walk
+towards the root stops at the first node that was guarded before, so the cost of a lock below a shared prefix only
+depends on the part that is not shared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tidekv.states.types import PageIds
 
 
 class Tier(ABC):
-    """What the index needs of a tier's books."""
+    """Counters, eviction queue and page pool of one tier."""
 
     __slots__ = ("account", "dirty_nodes", "evictable", "name", "protected", "queue", "receipts")
 
@@ -30,31 +31,31 @@ class Tier(ABC):
         self.receipts = 0
         self.queue = EvictionQueue(policy, self.is_ready)
         self.dirty_nodes: dict[Node, None] | None = None
-        """See `tidekv.engine.kv_events.watcher`."""
+        """Nodes that have changed, for `tidekv.engine.kv_events.watcher`. None if there is no watcher."""
 
     @abstractmethod
     def is_ready(self, node: Node) -> bool:
-        """Tell whether this copy of the node may be evicted now: an unguarded leaf of the tier."""
+        """Whether this copy of the node may be evicted: it is an unguarded leaf of the tier."""
 
     @abstractmethod
     def guard(self, node: Node) -> None:
-        """Count one more reason why the node's copy, and those above it, must stay."""
+        """Add a guard: the node's copy and those above it must stay."""
 
     @abstractmethod
     def unguard(self, node: Node) -> None:
-        """Count one reason less."""
+        """Remove a guard."""
 
     @abstractmethod
     def attach(self, node: Node, pages: PageIds) -> None:
-        """Give the node this copy. The pages are cached already; the node is not guarded."""
+        """Give the node this copy. The pages must be cached in the pool already, the node must not be guarded."""
 
     @abstractmethod
     def detach(self, node: Node) -> PageIds:
-        """Take this copy from an unguarded node without such children, and return its pages, which are still cached."""
+        """Remove this copy of an unguarded node without such children. Returns its pages, still cached in the pool."""
 
 
 class DeviceTier(Tier):
-    """The books of device pages."""
+    """The device tier."""
 
     __slots__ = ()
 
@@ -119,7 +120,7 @@ class DeviceTier(Tier):
 
 
 class HostTier(Tier):
-    """The books of host pages."""
+    """The host tier."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The bare radix tree under the prefix index: roots, nodes and edges. It knows nothing of accounts or evictions."""
+"""The radix tree of the prefix index: roots, nodes and edges. Independent of page pools and eviction."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ class PageTree:
 
     def __init__(self, key_bytes: int) -> None:
         if key_bytes <= 0:
-            raise BrokenInvariant(f"a page's key cannot be {key_bytes} bytes wide")
+            raise BrokenInvariant(f"the key of a page cannot be {key_bytes} bytes wide")
         self.key_bytes = key_bytes
         self.roots: dict[str, Node] = {}
-        """The namespaces in use; an empty one goes with its last node or receipt."""
+        """Roots of the namespaces in use. A root is dropped with its last node or receipt."""
         self.tick = 0
-        """The logical clock of recency: one a call that uses nodes."""
+        """Logical clock of recency; advances by one per call that uses nodes."""
         self.attachment = 1
-        """Counts what was attached as storage: what is known of an earlier one is not known of this one."""
+        """Number of the attached storage. `Node.stored` of an earlier number says nothing about this one."""
         self.dirty_nodes: dict[Node, None] | None = None
-        """See `tidekv.engine.kv_events.watcher`."""
+        """Nodes that have changed, for `tidekv.engine.kv_events.watcher`. None if there is no watcher."""
         self.on_split: list[Callable[[Node, Node], None]] = []
-        """Told of a split that has been made: the upper node, which is new, and the lower one."""
+        """Hooks called after a split, with the new upper node and the lower one."""
         self._next_id = 0
 
     def root(self, namespace: str) -> Node:
-        """Find the root of a namespace, or make one, which joins the tree with its first child or receipt (`require`).
+        """Return the root of a namespace, or a new one, which `require` enters with its first child or receipt.
 
-        A look at an unknown namespace therefore leaves nothing behind.
+        A lookup in an unknown namespace therefore leaves nothing behind.
         """
         return self.roots.get(namespace) or make_root(self._new_id(), namespace)
 
     def require(self, node: Node) -> None:
-        """Raise BrokenInvariant if the node is not in the tree (any more). A root joins it."""
-        # A root without children and receipts is not kept. It may still be the end of a match, which is used now.
+        """Raise BrokenInvariant if the node is not in the tree. A root joins the tree here."""
+        # A root without children and receipts is not kept, but may be the end of a match that is used now.
         if node.parent is None and (not node.is_root or self.roots.setdefault(node.namespace, node) is not node):
             raise BrokenInvariant(f"{node} is not in the tree")
 
     def drop_empty_root(self, root: Node) -> None:
-        """Forget a namespace that nothing is left of."""
+        """Drop a root without children and receipts."""
         if not root.children and not root.guarded and not root.host_guarded:
             self.roots.pop(root.namespace, None)
 
     def add_child(self, parent: Node, keys: bytes, first: int, first_key: bytes, *, priority: int) -> Node:
-        """Add a node of the pages `keys[first:]`, of which the first has the key `first_key`, below `parent`. It has no
-        copy yet, which the caller mends at once.
+        """Add a node for the keys `keys[first:]` below `parent`; `first_key` is the first of them.
+
+        The node has no copy; the caller must attach one at once.
         """
         end = len(keys)
         if parent.parent is None:
@@ -68,7 +69,7 @@ class PageTree:
         return node
 
     def remove(self, node: Node) -> None:
-        """Take a node without copies out of the tree."""
+        """Remove a node without copies from the tree."""
         parent = node.parent
         if parent is None or node.children or node.anchored or node.host_anchored:
             raise BrokenInvariant(f"{node} cannot leave the tree: it is gone, has children or live receipts")
@@ -78,9 +79,10 @@ class PageTree:
             self.drop_empty_root(parent)
 
     def split(self, lower: Node, page_count: int, *, lower_stays: bool = True) -> Node:
-        """Cut the first `page_count` pages off into a new node above, and return that. Receipts stay where they end.
+        """Move the first `page_count` pages to a new node above `lower`, and return it.
 
-        Where the lower part is about to leave the tree, its keys are not copied, however much they keep alive.
+        Receipts stay anchored at `lower`, which keeps its end. `lower_stays=False` means that the lower part is about
+        to leave the tree: its keys stay a view, however much that keeps alive.
         """
         parent = lower.parent
         assert parent is not None and 0 < page_count < lower.page_count, lower
@@ -103,7 +105,7 @@ class PageTree:
         if lower.host is not None:
             upper.host, lower.host = lower.host[:page_count], lower.host[page_count:]
             upper.host_children = 1
-        # A load guards each of its nodes; what is guarded below guards once more.
+        # The upper node has one child, which guards it if guarded itself, and a load guards each of its nodes.
         load = upper.load = lower.load
         upper.guarded = (lower.guarded > 0) + (load is not None)
         upper.host_guarded = (lower.host_guarded > 0) + (load is not None and lower.host is not None)
@@ -122,18 +124,19 @@ class PageTree:
         return upper
 
     def touch(self, node: Node) -> None:
-        """Note for whoever watches that the node is no longer what it was."""
+        """Mark the node as changed for the watcher, if there is one."""
         if self.dirty_nodes is not None:
             self.dirty_nodes[node] = None
 
     def shared_pages(self, edge: Keys, keys: bytes, at: int) -> int:
-        """Count the pages that `edge` and `keys[at:]` begin with together. The first is known to be the same."""
+        """Return the number of leading pages that `edge` and `keys[at:]` share, at least one: the first is equal."""
         if keys.startswith(edge, at):
             return len(edge) // self.key_bytes
         width, rest = self.key_bytes, len(keys) - at
         if rest < len(edge) and keys.startswith(edge[:rest], at):
             return rest // width
-        # The first `same` pages are the same, the first `different` are not: halve what is between, by whole compares.
+        # Binary search: the first `same` pages are equal, the first `different` pages are not. Comparing ranges of
+        # bytes is faster than a loop over pages.
         same, different = 1, min(len(edge), rest) // width
         while different - same > 1:
             middle = (same + different) // 2
@@ -144,11 +147,11 @@ class PageTree:
         return same
 
     def is_stored(self, node: Node) -> bool:
-        """Tell whether the node's pages were in the storage that is attached now, when last seen."""
+        """Whether the node's pages were last seen in the storage that is attached now."""
         return node.stored == self.attachment
 
     def nodes(self) -> Iterator[Node]:
-        """Walk all nodes but the roots, parents first, in an order that depends on the calls made so far alone."""
+        """Iterate over all nodes except roots, parents first. The order depends only on the calls made so far."""
         for root in self.roots.values():
             nodes = root.subtree()
             next(nodes)

@@ -227,7 +227,7 @@ class Restore:
                     return
                 self._component_pages.begin(request, plan.node, undo)
             published = self._shared.publish(request, plan, undo)
-            # Take the longer lock before releasing the shorter one, so that no page is evictable in between.
+            # Take the longer lock before releasing the shorter one: whichever call raises, the pages stay protected.
             lock = state.index.lock(plan.node if published is None else published.nodes[-1])
             undo.callback(state.index.unlock, lock)
             state.index.unlock(request.lock)
@@ -310,7 +310,7 @@ class Restore:
         """Move the lock of a request to `node`."""
         index = self._state.index
         assert request.lock is not None, "a request whose pages are kept has no lock"
-        # New lock first: the common part of both paths must not be evictable in between.
+        # New lock first: if it is refused, the request keeps the old one.
         lock = index.lock(node)
         try:
             index.unlock(request.lock)

@@ -22,7 +22,8 @@ LOCAL_RESTORE, so the time to ready is the longest of the three, not their sum.
                                                  reserve
     FAILED         nothing                       nothing; pages that prefill may still write to are in the quarantine
 
-The reserve is a set of device pages held back for the tokens that the request will generate.
+The reserve is a set of device pages held back for the tokens that the request will generate. With components, a request
+from MATCH to READY owns component pages as well: `tidekv.states.components.request_components`.
 
 Rows
 ----

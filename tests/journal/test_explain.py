@@ -84,8 +84,8 @@ def test_every_cause_is_said_in_some_row() -> None:
     failures += [PrefillCause.REFUSED, PrefillCause.FAILED, PrefillCause.LOST]
     for cause in failures:
         assert f"It failed: {cause}" in said, cause
-    for cause in re.findall(r'_void\(load, "([^"]+)"', inspect.getsource(loads)):
-        assert cause in said or cause == "nobody needs it"
+    for cause in re.findall(r'_reclaim\(load, "([^"]+)"', inspect.getsource(loads)):
+        assert cause in said or cause == "no request needs it"
 
 
 def test_every_way_back_and_every_way_to_fail_is_taken_by_a_row(play_of_rows: Any) -> None:

@@ -231,7 +231,7 @@ def look_ahead_forgets_its_host_pages(patch: pytest.MonkeyPatch) -> None:
     def cut(self: LookAhead, ahead: Ahead, at: int) -> None:
         for run in ahead.runs[at:]:
             if not run.is_landed and self._state.operations.pop(run.op, None) is not None:
-                self._is_over(run)
+                self._end_read(run)
         del ahead.runs[at:]
 
     patch.setattr(LookAhead, "_cut", cut)
@@ -242,7 +242,7 @@ def look_ahead_frees_host_pages_that_are_still_written(patch: pytest.MonkeyPatch
     def cut(self: LookAhead, ahead: Ahead, at: int) -> None:
         for run in ahead.runs[at:]:
             if not run.is_landed and self._state.operations.pop(run.op, None) is not None:
-                self._is_over(run)
+                self._end_read(run)
             self._state.host.give_back(run.host_pages)
         del ahead.runs[at:]
 

@@ -112,7 +112,7 @@ def test_last_batch_given_back_is_taken_first_in_its_order() -> None:
 def test_short_pool_refuses_and_says_what_it_has() -> None:
     account = PagePool("host", 4)
     account.drain(account.take(1))
-    with pytest.raises(CapacityError, match=r"'host': 4 pages wanted, 3 free \(0 owned, 0 cached, 1 draining, 4 in"):
+    with pytest.raises(CapacityError, match=r"'host': 4 pages requested, 3 free \(0 owned, 0 cached, 1 draining, 4 in"):
         account.take(4)
     assert account.take(3).tolist() == [1, 2, 3]
     with pytest.raises(BrokenInvariant):

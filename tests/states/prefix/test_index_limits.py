@@ -88,9 +88,9 @@ def test_locked_pages_and_pages_under_load_cannot_be_dropped() -> None:
         index.lock(node)
     with pytest.raises(BrokenInvariant, match="has no device pages"):
         index.device_path(node)
-    with pytest.raises(BrokenInvariant, match="could be under load"):
+    with pytest.raises(BrokenInvariant, match="that a load could fill"):
         index.set_load(node, object())  # type: ignore[arg-type]  # Refused before anybody asks it.
-    with pytest.raises(BrokenInvariant, match="could be given up"):
+    with pytest.raises(BrokenInvariant, match="no device pages to reclaim"):
         index.set_reclaiming(node)
     index.drop_host(node)
     for refused in (index.lock, index.pin, index.drop_device, index.drop_host, index.mark_stored):
@@ -106,7 +106,7 @@ def test_nothing_grows_below_pages_that_are_not_there() -> None:
     for part in (upper, node):
         index.give_host(part, host.take(1))
     index.drop_device(node)
-    with pytest.raises(BrokenInvariant, match="no device pages to go on from"):
+    with pytest.raises(BrokenInvariant, match="no device pages to add a child to"):
         index.insert_pending(node, "", keys(3), device.take(1))
     index.set_reclaiming(upper)
     with pytest.raises(BrokenInvariant, match="has no device pages"):
