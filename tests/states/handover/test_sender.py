@@ -111,7 +111,7 @@ def test_a_repeated_extend_is_harmless_and_a_second_meaning_is_not() -> None:
     sender = room(tokens=8, promised=8)
     sender.extend(1, 0, page_ids([50]))
     sender.extend(1, 0, page_ids([50]))
-    with pytest.raises(RemoteProtocolError, match="second meaning"):
+    with pytest.raises(RemoteProtocolError, match="twice, as different pages"):
         sender.extend(1, 0, page_ids([51]))
     sender.remember(page_ids([0, 1]), start_token=0)
     assert len(jobs(sender)) == 1
@@ -269,7 +269,7 @@ class Sending(RuleBasedStateMachine):
         if not self.sender.finished and self.sender.computed_pages == self.page_count:
             if self.sender.component_pages.unsent:
                 with pytest.raises(
-                    InvalidRequest, match=f"the tail of component '{self.sender.component_pages.unsent[0]}'"
+                    InvalidRequest, match=f"the pages of component '{self.sender.component_pages.unsent[0]}'"
                 ):
                     self.sender.finish()
             else:

@@ -39,10 +39,10 @@ def test_what_is_asked_is_told_by_component() -> None:
 @pytest.mark.parametrize(
     ("component_pages", "words"),
     [
-        ([asked("swa", 0, [7])], "1 pages for the tail of component 'swa' at positions from 0 on, which does not end"),
+        ([asked("swa", 0, [7])], "1 pages of component 'swa' at positions from 0 on, which does not end"),
         ([asked("swa", 2, [7, 8])], "which does not end with the prompt of 3 pages"),
         ([asked("swa", 1, [7, 7])], "names a page of component 'swa' twice"),
-        ([asked("swa", 3, []), asked("swa", 2, [1])], "asks twice for the tail of component 'swa'"),
+        ([asked("swa", 3, []), asked("swa", 2, [1])], "requests the pages of component 'swa' twice"),
     ],
 )
 def test_a_promise_that_contradicts_itself_is_refused(component_pages: list[ComponentPages], words: str) -> None:
@@ -52,12 +52,12 @@ def test_a_promise_that_contradicts_itself_is_refused(component_pages: list[Comp
 
 def test_a_room_cannot_finish_without_a_tail_that_was_asked_for() -> None:
     sender = computed(asked("ssm", 2, [7]))
-    with pytest.raises(InvalidRequest, match="the room cannot finish: the tail of component 'ssm' was never sent"):
+    with pytest.raises(InvalidRequest, match="the room cannot finish: the pages of component 'ssm' were never sent"):
         sender.finish()
     assert not sender.finished
     sender.send_component_pages("ssm", page_ids([3]))
     sender.finish()
-    with pytest.raises(InvalidRequest, match="the tail of component 'ssm' can no longer be sent"):
+    with pytest.raises(InvalidRequest, match="pages of component 'ssm' can no longer be sent"):
         sender.send_component_pages("ssm", page_ids([3]))
 
 
@@ -78,7 +78,7 @@ def test_what_nobody_asked_for_may_be_handed_over_and_is_not_written() -> None:
     ("component", "pages", "words"),
     [
         ("full", [1], "there is no component 'full': this worker has 'swa'"),
-        ("swa", [1], r"1 pages of component 'swa' were given; decode asks for 2, at positions \[1, 3\)"),
+        ("swa", [1], r"1 pages of component 'swa' were given; decode requests 2, at positions \[1, 3\)"),
         ("swa", [1, 2, 3], "3 pages of component 'swa' were given"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_tail_is_sent_once_and_repeating_it_is_harmless() -> None:
     sender = computed(asked("swa", 1, [7, 8]))
     for _ in range(2):
         sender.send_component_pages("swa", page_ids([4, 5]))
-    with pytest.raises(InvalidRequest, match="was sent before, as other pages"):
+    with pytest.raises(InvalidRequest, match="other pages of component"):
         sender.send_component_pages("swa", page_ids([5, 4]))
 
 
