@@ -1,4 +1,4 @@
-"""What the ranks of one room promised is compared, and a difference is told with both numbers."""
+"""The promises of the ranks of one room are compared, and a difference is described with both values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_difference_names_both_ranks_and_both_numbers(changes: dict[str, objec
 
 
 @pytest.mark.parametrize("rank_promise", [of(2), of(3), of(-1)])
-def test_a_rank_pledges_once_and_is_one_of_them(rank_promise: RankPromise) -> None:
+def test_a_rank_promises_once_and_is_in_range(rank_promise: RankPromise) -> None:
     promise_check = PromiseCheck()
     promise_check.take(of(2))
     assert "is out of range, or has promised before" in promise_check.take(rank_promise)
